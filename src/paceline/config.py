@@ -1,0 +1,77 @@
+"""What a model is (`ModelConfig`) and how the engine runs it (`EngineConfig`). Flat, frozen, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import InvalidParameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: `kind` is default, linear or llama3; the last four fields belong to llama3."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything the decoder needs to know; one decoder serves every architecture through these fields."""
+
+    architecture: str  # llama | mistral | qwen2 | qwen3
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty = full attention everywhere
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How much may happen in one step and how much memory the cache may take."""
+
+    block_size: int = 16  # tokens per cache block
+    num_blocks: int | None = None  # None: from `kv_cache_bytes`
+    kv_cache_bytes: int = 2 << 30
+    max_num_seqs: int = 64  # sequences that share a step
+    max_num_batched_tokens: int = 512  # tokens of one target pass, drafted nodes included
+    max_model_len: int | None = None  # None: the model's context, or what the cache can hold
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
+            if getattr(self, field) < 1:
+                raise InvalidParameter(field, f"must be at least 1, got {getattr(self, field)}")
+        for field in ("num_blocks", "max_model_len"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise InvalidParameter(field, f"must be at least 1, got {value}")

@@ -1,0 +1,59 @@
+"""Errors a user can cause and mend. Each message is one line that says what is wrong and what to do.
+
+    PacelineError
+    ├── InvalidParameter   a value out of range or in contradiction with another; carries the field's name
+    ├── InvalidPrompt      empty, or longer than the context
+    ├── ModelError
+    │   ├── ModelNotFound      no such alias, folder, file or hub id
+    │   ├── UnsupportedModel   an architecture or option the decoder does not know
+    │   ├── BrokenModel        missing, truncated or contradictory weights
+    │   └── DownloadFailed     no network, wrong checksum, no space
+    ├── CacheFolderError   the cache folder cannot be read or written
+    └── DeviceError        no such device, or not enough memory on it
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every error meant for the user's eyes; the command line prints it without a traceback."""
+
+
+class InvalidParameter(PacelineError):
+    """`field` names the parameter as the user wrote it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class InvalidPrompt(PacelineError):
+    pass
+
+
+class ModelError(PacelineError):
+    pass
+
+
+class ModelNotFound(ModelError):
+    pass
+
+
+class UnsupportedModel(ModelError):
+    pass
+
+
+class BrokenModel(ModelError):
+    pass
+
+
+class DownloadFailed(ModelError):
+    pass
+
+
+class CacheFolderError(PacelineError):
+    pass
+
+
+class DeviceError(PacelineError):
+    pass

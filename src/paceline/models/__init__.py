@@ -1,0 +1,1 @@
+"""The target model: finding it, loading it, and one forward pass over any mix of rows."""
