@@ -1,0 +1,131 @@
+"""What comes back to the caller: names and shapes as vLLM users know them, plus speculation's own figures. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SpeculationStats:
+    """Counted in committed tokens: what a stop cut off does not count as accepted."""
+
+    num_drafts: int = 0  # steps that carried a draft
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_target_passes: int = 0  # passes that committed at least one token
+    num_committed_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)  # by depth, from 1
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """τ: committed tokens per target pass; plain decoding has 1."""
+        return self.num_committed_tokens / self.num_target_passes if self.num_target_passes else None
+
+    def add(self, drafted_by_depth: list[int], accepted: int, committed: int) -> None:
+        """Note one verified step; `drafted_by_depth[i]` nodes stood at depth i + 1."""
+        self.num_target_passes += 1
+        self.num_committed_tokens += committed
+        if not drafted_by_depth:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += sum(drafted_by_depth)
+        self.num_accepted_tokens += accepted
+        for per_position in (self.drafted_per_position, self.accepted_per_position):
+            per_position.extend([0] * (len(drafted_by_depth) - len(per_position)))
+        for depth, drafted in enumerate(drafted_by_depth):
+            self.drafted_per_position[depth] += drafted
+            self.accepted_per_position[depth] += depth < accepted
+
+    def merge(self, other: SpeculationStats) -> None:
+        for name in (
+            "num_drafts",
+            "num_draft_tokens",
+            "num_accepted_tokens",
+            "num_target_passes",
+            "num_committed_tokens",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("drafted_per_position", "accepted_per_position"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for i, value in enumerate(theirs):
+                mine[i] += value
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "drafted_per_position": list(self.drafted_per_position),
+            "accepted_per_position": list(self.accepted_per_position),
+        }
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of the raw distribution, before penalties, temperature and filters. `rank` counts from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    index: int  # which of the n
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # "stop", "length", "abort", or None while running
+    stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS and length
+    logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one and the most likely
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+@dataclass
+class RequestMetrics:
+    """Seconds on the monotonic clock."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the last."""
+        if self.first_token_time is None or self.finished_time is None:
+            return None
+        return self.finished_time - self.first_token_time
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0  # prompt tokens whose cache was already there
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """A piece of one answer as it is committed; the last piece of each answer carries its finish_reason."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    output: RequestOutput | None = None  # on the last chunk of the request: the whole answer
