@@ -1,0 +1,19 @@
+"""The table of drafting methods, and the set of them an engine runs. Nothing outside this file asks which method it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from paceline.drafters.base import Commit, Drafter, DraftRow
+
+NONE = "none"  # plain decoding: the empty draft
+
+# method -> its constructor. A new method is one file and one line here.
+DRAFTERS: Mapping[str, Callable[[], Drafter]] = {}
+
+
+def method_names() -> tuple[str, ...]:
+    return (NONE, *DRAFTERS)
+
+
+__all__ = ["DRAFTERS", "NONE", "Commit", "DraftRow", "Drafter", "method_names"]

@@ -1,0 +1,72 @@
+"""The drafter's side of the bargain: one `propose / commit / release` for every method.
+
+A drafter guesses what follows a sequence; the engine verifies. It may read hidden states of the target (`taps`) and keep
+K/V of its own (`kv_layers`): these are extra layers under the target's block table, so compaction, preemption and prefix
+sharing move both.
+
+**Slots.** What a drafter computes from the pair (hidden state of t, token t + 1) it stores in slot t + 1, and what it
+computes from token t alone in slot t. Then no slot depends on a later token, blocks can be shared whole, and after a prefix
+hit the one missing pair is supplied by recomputing the last shared token (the engine does so when taps are asked for).
+
+**Lag.** A drafter need not absorb a commit at once (plain steps, a hit on blocks it never saw): pending taps wait in a bounded
+ring, `propose` absorbs them first; what the ring lost is context the drafter starts without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.draft import Draft
+from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A sequence that asks for a draft of at most `budget` nodes. Room for them is reserved behind its tokens."""
+
+    sequence: Sequence
+    budget: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Tokens the target computed in this pass and that now stand: a prefill chunk, or a decode's accepted path.
+
+    `sequence.tokens` already holds what the pass committed, so for each tapped position t the token t + 1 is known.
+    """
+
+    sequence: Sequence
+    first: int  # position of the first computed token
+    count: int
+    taps: Tensor | None  # (count, T, H)
+
+
+class Drafter(Protocol):
+    name: str  # the method, as users write it
+    version: str  # changes whenever its K/V for the same tokens would: weights, taps, layers
+    taps: tuple[int, ...]
+    kv_layers: tuple[KVSpec, ...]
+    needs_host_tokens: bool
+
+    def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
+        """Receive the cache layers asked for; called once, before anything else."""
+
+    def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
+        """One draft row for each row asked, in order; any may be empty. Never more nodes than the row's budget."""
+
+    def commit(self, commits: SequenceOf[Commit]) -> None:
+        """Every computed token passes here once, in order, prefill chunks included."""
+
+    def admit(self, sequence: Sequence, start: int, end: int) -> None:
+        """The sequence enters (again) with `end` tokens cached, of which the drafter's own K/V are valid from `start`."""
+
+    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
+        """The slots [start, end) of its own K/V that are valid now."""
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence left (finished, cancelled or preempted): forget it."""

@@ -1,0 +1,136 @@
+"""Who holds which cache block. Ids only; the tensors are the `KVCache`'s.
+
+A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every slot is
+committed is published under a hash of all tokens up to its end and can be shared; it keeps its contents while free, until
+it is handed out again. Shared blocks are never written.
+
+Each block carries marks: the drafters whose own K/V in it are complete. Drafters store what belongs to the pair (hidden
+state of t, token t + 1) in slot t + 1, so a slot depends on nothing after it, and a marked block proves all its slots.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from paceline.sequence import Sequence, block_hash
+
+ROOT = b"paceline"
+
+
+class BlockManager:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._hash: list[bytes | None] = [None] * num_blocks
+        self._published: dict[bytes, int] = {}
+        self._marks: list[frozenset[str]] = [frozenset()] * num_blocks
+        self._chain: dict[str, list[bytes]] = {}  # per sequence: the hashes of its full committed blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        return self.blocks_for(num_tokens) - len(sequence.blocks) <= len(self._free)
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give the sequence room for `num_tokens` tokens in all; the caller has asked `can_allocate`."""
+        while len(sequence.blocks) < self.blocks_for(num_tokens):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            sequence.blocks.append(block)
+
+    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take back blocks beyond `num_tokens`: room reserved for drafts that were not accepted."""
+        while len(sequence.blocks) > self.blocks_for(num_tokens):
+            self._release(sequence.blocks.pop())
+
+    def free(self, sequence: Sequence) -> None:
+        """Release all blocks, the last first, so that a shared beginning is evicted last."""
+        while sequence.blocks:
+            self._release(sequence.blocks.pop())
+        self._chain.pop(sequence.key, None)
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """Published blocks that hold the sequence's first tokens. At least one token is always left to compute."""
+        found: list[int] = []
+        if not self.prefix_caching:
+            return found
+        parent, size = ROOT, self.block_size
+        for start in range(0, len(sequence.tokens) - size, size):
+            parent = block_hash(parent, sequence.tokens[start : start + size])
+            block = self._published.get(parent)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_free_after(self, prefix: Iterable[int]) -> int:
+        """Free blocks left once `prefix` is taken: its unreferenced blocks stand in the free list."""
+        return len(self._free) - sum(self._references[block] == 0 for block in prefix)
+
+    def take_prefix(self, sequence: Sequence, prefix: list[int]) -> None:
+        assert not sequence.blocks
+        for block in prefix:
+            self._free.pop(block, None)
+            self._references[block] += 1
+        sequence.blocks = list(prefix)
+        self._chain[sequence.key] = [self._hash[block] or b"" for block in prefix]
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offer every full block of computed, committed tokens to others."""
+        if not self.prefix_caching:
+            return
+        chain, size = self._chain.setdefault(sequence.key, []), self.block_size
+        for index in range(len(chain), sequence.num_computed // size):
+            parent = chain[-1] if chain else ROOT
+            chain.append(block_hash(parent, sequence.tokens[index * size : (index + 1) * size]))
+            block = sequence.blocks[index]
+            if chain[-1] not in self._published:  # else a twin was published first and ours stays private
+                self._published[chain[-1]] = block
+                self._hash[block] = chain[-1]
+
+    def mark(self, sequence: Sequence, drafter: str, start: int, end: int) -> None:
+        """The drafter's K/V of positions [start, end) are complete: mark the blocks that lie inside."""
+        for index in range(-(-start // self.block_size), min(end // self.block_size, len(sequence.blocks))):
+            block = sequence.blocks[index]
+            if drafter not in self._marks[block]:
+                self._marks[block] |= {drafter}
+
+    def marked_from(self, sequence: Sequence, drafter: str) -> int:
+        """First position from which all of the sequence's blocks are marked for the drafter."""
+        index = len(sequence.blocks)
+        while index and drafter in self._marks[sequence.blocks[index - 1]]:
+            index -= 1
+        return index * self.block_size
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that references and the free list agree with what the sequences hold."""
+        held = [0] * self.num_blocks
+        for sequence in sequences:
+            for block in sequence.blocks:
+                held[block] += 1
+        assert held == self._references, "a block leaked or is held twice"
+        assert all((count == 0) == (block in self._free) for block, count in enumerate(held))
+        assert all(self._hash[block] == key for key, block in self._published.items())
+
+    def _release(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._free[block] = None
+            if self._hash[block] is None:  # nothing worth keeping: hand it out first
+                self._marks[block] = frozenset()
+                self._free.move_to_end(block, last=False)
+
+    def _forget(self, block: int) -> None:
+        key = self._hash[block]
+        if key is not None:
+            del self._published[key]
+        self._hash[block] = None
+        self._marks[block] = frozenset()

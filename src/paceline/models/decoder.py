@@ -1,0 +1,161 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, driven by `ModelConfig`; the arithmetic is the kernels'.
+
+A pass takes any mix of rows (see `PassPlan`) and returns logits for the rows asked for. q, k and v are one product, and so
+are gate and up: at one row the time of a pass is the time to read the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.config import ModelConfig, RopeConfig
+from paceline.models.kernels import Kernels, Packed
+from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.plan import PassPlan
+
+FINAL = -1  # tap: the hidden state after the final norm
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    logits: Tensor  # (R, V) fp32, one row per entry of logit_rows
+    taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order asked for
+
+
+class Model(Protocol):
+    """What the engine needs of a target. A tap i in 0..num_layers is the residual stream entering layer i."""
+
+    config: ModelConfig
+    kv_specs: tuple[KVSpec, ...]
+    device: torch.device
+    cache_dtype: torch.dtype
+
+    def forward(
+        self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
+    ) -> ModelOutput: ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: Tensor
+    qkv: Packed
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Packed
+    mlp_norm: Tensor
+    gate_up: Packed
+    down: Packed
+    window: int | None
+
+
+class Decoder:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        kernels: Kernels,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_len: int | None = None,
+    ) -> None:
+        """`dtype` is how weights are stored; activations are fp32 on CPU and `dtype` elsewhere."""
+        self.config, self.kernels, self.device = config, kernels, device
+        self.activation_dtype = torch.float32 if device.type == "cpu" else dtype
+        self.cache_dtype = self.activation_dtype
+        self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
+        self.scale = 1 / math.sqrt(config.head_dim)
+
+        def stored(name: str) -> Tensor:
+            return weights[name].to(device=device, dtype=dtype)
+
+        def vector(name: str) -> Tensor:
+            return weights[name].to(device=device, dtype=self.activation_dtype).contiguous()
+
+        def packed(*names: str) -> Packed:
+            parts = [stored(f"{name}.weight") for name in names]
+            biases = [vector(f"{name}.bias") for name in names if f"{name}.bias" in weights]
+            # One of several may lack a bias only if all do: the loader checks names against the config.
+            return kernels.pack(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)
+
+        def layer(index: int) -> Layer:
+            at = f"model.layers.{index}"
+            attention = f"{at}.self_attn"
+            return Layer(
+                input_norm=vector(f"{at}.input_layernorm.weight"),
+                qkv=packed(*(f"{attention}.{part}_proj" for part in "qkv")),
+                q_norm=vector(f"{attention}.q_norm.weight") if config.qk_norm else None,
+                k_norm=vector(f"{attention}.k_norm.weight") if config.qk_norm else None,
+                output=packed(f"{attention}.o_proj"),
+                mlp_norm=vector(f"{at}.post_attention_layernorm.weight"),
+                gate_up=packed(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"),
+                down=packed(f"{at}.mlp.down_proj"),
+                window=config.window(index),
+            )
+
+        self.embedding = stored("model.embed_tokens.weight")
+        self.layers = [layer(index) for index in range(config.num_layers)]
+        self.final_norm = vector("model.norm.weight")
+        self.head = packed("model.embed_tokens" if config.tie_embeddings else "lm_head")
+        self.cos, self.sin = rope_tables(config.rope, config.head_dim, max_len or config.max_positions, device)
+
+    def forward(
+        self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
+    ) -> ModelOutput:
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        tapped: dict[int, Tensor] = {}
+        residual = self.embedding[tokens].to(self.activation_dtype)  # (M, H), kept up to date in place
+        hidden: Tensor | None = None  # what the last sublayer adds to it
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            hidden = self._norm(hidden, residual, layer.input_norm)
+            if index in taps:
+                tapped[index] = residual.clone()
+            qkv = kernels.linear(hidden, layer.qkv)
+            q = kernels.rope_and_store(qkv, plan, self.cos, self.sin, cache, layer.q_norm, layer.k_norm, eps)
+            attended = kernels.attention(q, plan, cache, self.scale, layer.window)
+            hidden = kernels.add_rms_norm(kernels.linear(attended, layer.output), residual, layer.mlp_norm, eps)
+            hidden = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
+
+        if not taps and len(logit_rows) < len(tokens) and hidden is not None:
+            hidden, residual = hidden[logit_rows], residual[logit_rows]
+            logit_rows = torch.arange(len(logit_rows), device=self.device)
+        final = self._norm(hidden, residual, self.final_norm)  # residual is now the stream leaving the last layer
+        tapped[FINAL], tapped[self.config.num_layers] = final, residual
+        rows = final if len(logit_rows) == len(final) else final[logit_rows]
+        logits = kernels.linear(rows, self.head).float()
+        return ModelOutput(logits, torch.stack([tapped[tap] for tap in taps], dim=1) if taps else None)
+
+    def _norm(self, added: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
+        if added is None:
+            return self.kernels.rms_norm(residual, weight, self.config.rms_norm_eps)
+        return self.kernels.add_rms_norm(added, residual, weight, self.config.rms_norm_eps)
+
+
+def rope_tables(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, (length, head_dim / 2) in fp32: products in fp32, as every implementation of these models does."""
+    inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if rope.kind == "linear":
+        inverse = inverse / rope.factor
+    elif rope.kind == "llama3":
+        inverse = _llama3_frequencies(inverse, rope)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def _llama3_frequencies(inverse: Tensor, rope: RopeConfig) -> Tensor:
+    """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / inverse
+    longest = rope.original_max_positions / rope.low_freq_factor
+    shortest = rope.original_max_positions / rope.high_freq_factor
+    blend = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - blend) * inverse / rope.factor + blend * inverse
+    slowed = torch.where(wavelength > longest, inverse / rope.factor, between)
+    return torch.where(wavelength < shortest, inverse, slowed)

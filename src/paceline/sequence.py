@@ -1,0 +1,84 @@
+"""One answer in the making. A sequence has no phases: it knows its tokens and how many of them are computed.
+
+`tokens[:num_computed]` have their K/V in the cache; a decoding sequence has exactly one token left to compute, the last.
+The scheduler owns `num_computed`, `blocks` and `status`; everyone else reads.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import secrets
+from collections.abc import Sequence as SequenceOf
+
+from paceline.outputs import SpeculationStats
+from paceline.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: SequenceOf[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        max_len: int,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index  # which of the request's n
+        self.key = f"{request_id}/{index}"
+        self.params = params
+        self.tokens: list[int] = list(prompt)
+        self.num_prompt = len(self.tokens)
+        self.max_len = max_len  # tokens it may ever have, the prompt included
+        self.seed = params.sub_seed(index)
+        self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # what its coins are keyed by
+
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.num_computed = 0
+        self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
+        self.blocks: list[int] = []
+        self.num_preemptions = 0
+        self.stats = SpeculationStats()
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        """Only the last token is left to compute, and it was produced here: a draft may follow it."""
+        return self.num_uncomputed == 1 and self.num_output > 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be committed."""
+        return self.max_len - len(self.tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+
+def block_hash(parent: bytes, tokens: SequenceOf[int]) -> bytes:
+    """Identity of a cache block: its tokens and everything before them. Cryptographic, since a collision is a wrong answer."""
+    digest = hashlib.blake2b(parent, digest_size=16)
+    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
+    return digest.digest()
