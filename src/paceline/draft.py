@@ -1,0 +1,201 @@
+"""The contracts between drafters, the runner and verification: Draft, Proposal, Verdict.
+
+A draft is one token tree per row. Nodes stand in topological order (a parent before its children), siblings in the
+order they were drawn; parent -1 is the last committed token, the root, which is no node. Slot 0 stands for the root and
+slot i + 1 for node i wherever a tensor is (B, N + 1). Depth is 1-based: the root's children have depth 1.
+Padding (node index >= num_nodes) holds token 0, parent -1, depth 0. Plain decoding is the draft without nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+NO_METHOD = -1  # `Draft.source` of a row nobody drafted for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """q, the very tensor the drafted tokens were sampled from. It belongs to the *parent* of those tokens."""
+
+    probs: Tensor  # (M, Vq)
+    row_of: Tensor  # (B, N + 1) row of probs by slot of the parent; -1: a deterministic proposal, or no children
+    ids: Tensor | None = None  # (Vq,) the target's token ids of a smaller draft vocabulary; None: the target's own
+
+    def over(self, vocab_size: int) -> Tensor:
+        """(M, V): the same numbers over the target's vocabulary, zero where the drafter has no such token."""
+        if self.ids is None:
+            return self.probs
+        return self.probs.new_zeros(self.probs.shape[0], vocab_size).index_copy_(1, self.ids, self.probs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    tokens: Tensor  # (B, N) int64
+    parents: Tensor  # (B, N) int64
+    depth: Tensor  # (B, N) int64
+    num_nodes: Tensor  # (B,) int64
+    source: Tensor  # (B,) int64, index of the method that drew it, for statistics
+    q: Proposal | None = None  # None: every row is deterministic
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """N: an upper bound of every row's nodes, and of its depth."""
+        return self.tokens.shape[1]
+
+    @staticmethod
+    def empty(batch: int, device: torch.device | str = "cpu", width: int = 0) -> Draft:
+        def full(shape: tuple[int, ...], value: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=device)
+
+        return Draft(
+            tokens=full((batch, width), 0),
+            parents=full((batch, width), -1),
+            depth=full((batch, width), 0),
+            num_nodes=full((batch,), 0),
+            source=full((batch,), NO_METHOD),
+        )
+
+    @staticmethod
+    def chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None = None) -> Draft:
+        """(B, K) tokens, the first num_nodes of each row in use, every node hanging from the one before."""
+        batch, width = tokens.shape
+        index = torch.arange(width, device=tokens.device).expand(batch, width)
+        used = index < num_nodes[:, None]
+        return Draft(
+            tokens=tokens * used,
+            parents=torch.where(used, index - 1, -1),
+            depth=(index + 1) * used,
+            num_nodes=num_nodes,
+            source=torch.full_like(num_nodes, source),
+            q=q,
+        )
+
+    @staticmethod
+    def merge(
+        parts: Sequence[tuple[Sequence[int], Draft]],
+        batch: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> Draft:
+        """The drafts of several methods as one: row j of a part becomes row `rows[j]`; rows no part names stay empty.
+
+        Where the parts' draft vocabularies differ, q is spread over the target's: the numbers stay the ones sampled.
+        """
+        merged = Draft.empty(batch, device, max((draft.width for _, draft in parts), default=0))
+        proposals: list[tuple[Tensor, Proposal]] = []
+        for rows, draft in parts:
+            at = torch.as_tensor(rows, dtype=torch.int64, device=device)
+            for name in ("tokens", "parents", "depth"):
+                getattr(merged, name)[at, : draft.width] = getattr(draft, name).to(device)
+            merged.num_nodes[at] = draft.num_nodes.to(device)
+            merged.source[at] = draft.source.to(device)
+            if draft.q is not None:
+                proposals.append((at, draft.q))
+        if not proposals:
+            return merged
+        return Draft(**{**vars(merged), "q": _merge_proposals(proposals, batch, merged.width, vocab_size, device)})
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise ValueError unless every row is a tree as this module says. It reads device values: for tests."""
+        num_nodes = self.num_nodes.tolist()
+        for row, (count, tokens, parents, depth) in enumerate(
+            zip(num_nodes, self.tokens.tolist(), self.parents.tolist(), self.depth.tolist(), strict=True)
+        ):
+            if not 0 <= count <= self.width:
+                raise ValueError(f"row {row}: num_nodes {count} is not between 0 and {self.width}")
+            for node in range(count):
+                where, parent = f"row {row}, node {node}", parents[node]
+                if not 0 <= tokens[node] < vocab_size:
+                    raise ValueError(f"{where}: token {tokens[node]} is outside the vocabulary of {vocab_size}")
+                if not -1 <= parent < node:
+                    raise ValueError(f"{where}: parent {parent} does not come before it")
+                if depth[node] != (1 if parent < 0 else depth[parent] + 1):
+                    raise ValueError(f"{where}: depth {depth[node]} is not its parent's plus one")
+        if self.q is not None:
+            _validate_proposal(self.q, self.batch, self.width, vocab_size)
+
+
+class Kind(IntEnum):
+    """Where a committed token came from."""
+
+    DRAFTED = 0
+    RECOVERED = 1  # drawn where every drafted child was rejected
+    BONUS = 2  # drawn where nothing further was drafted; plain decoding's token too
+    PAD = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logprobs:
+    """Log-probabilities under the model's raw logits, before any processor (as vLLM's default)."""
+
+    chosen: Tensor  # (B, D + 1)
+    rank: Tensor  # (B, D + 1) int64, 1 = the most likely
+    top_tokens: Tensor  # (B, D + 1, n) int64, most likely first
+    top: Tensor  # (B, D + 1, n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a step commits: each row's first num_accepted + 1 tokens."""
+
+    tokens: Tensor  # (B, D + 1) int64, -1 beyond
+    num_accepted: Tensor  # (B,) int64
+    path: Tensor  # (B, D) int64, accepted nodes from the root's child down, -1 beyond
+    kinds: Tensor  # (B, D + 1) uint8, of Kind
+    logprobs: Logprobs | None = None
+
+
+def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
+    """(B, N, max_depth) the path from the root's child to each node itself, as node indices, -1 beyond.
+
+    No host sync; padding (depth 0) has no path. `max_depth` bounds the true depth (N always does).
+    """
+    batch, width = parents.shape
+    path = parents.new_full((batch, width, max_depth + 1), -1)  # the last column swallows what is not there
+    node = torch.arange(width, device=parents.device).expand(batch, width)
+    alive = depth > 0
+    for _ in range(max_depth):
+        column = torch.where(alive, depth.gather(1, node) - 1, max_depth)
+        path.scatter_(2, column[..., None], node[..., None])
+        above = parents.gather(1, node)
+        alive = alive & (above >= 0)
+        node = above.clamp_min(0)
+    return path[..., :max_depth]
+
+
+def _merge_proposals(
+    parts: Sequence[tuple[Tensor, Proposal]], batch: int, width: int, vocab_size: int, device: torch.device | str
+) -> Proposal:
+    ids = parts[0][1].ids
+    shared = all(q.ids is ids for _, q in parts)
+    row_of = torch.full((batch, width + 1), -1, dtype=torch.int64, device=device)
+    blocks, first = [], 0
+    for at, q in parts:
+        theirs = q.row_of.to(device)
+        row_of[at, : theirs.shape[1]] = torch.where(theirs < 0, theirs, theirs + first)
+        blocks.append((q.probs if shared else q.over(vocab_size)).to(device))
+        first += q.probs.shape[0]
+    # One part keeps its tensor: verification must divide by the very q that was sampled.
+    probs = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    return Proposal(probs=probs, row_of=row_of, ids=ids if shared else None)
+
+
+def _validate_proposal(q: Proposal, batch: int, width: int, vocab_size: int) -> None:
+    if tuple(q.row_of.shape) != (batch, width + 1):
+        raise ValueError(f"q.row_of has shape {tuple(q.row_of.shape)}, expected {(batch, width + 1)}")
+    size = vocab_size if q.ids is None else q.ids.shape[0]
+    if q.probs.dim() != 2 or q.probs.shape[1] != size:
+        raise ValueError(f"q.probs has shape {tuple(q.probs.shape)}, expected (M, {size})")
+    if q.row_of.numel() and not -1 <= int(q.row_of.min()) <= int(q.row_of.max()) < q.probs.shape[0]:
+        raise ValueError(f"q.row_of points outside the {q.probs.shape[0]} rows of q.probs")
+    if q.ids is not None and q.ids.numel() and not 0 <= int(q.ids.min()) <= int(q.ids.max()) < vocab_size:
+        raise ValueError(f"q.ids points outside the vocabulary of {vocab_size}")
