@@ -1,0 +1,166 @@
+"""Reads GGUF files: metadata, tensor table, and tensors turned back into floats.
+
+The header is parsed here (the gguf package takes seconds per vocabulary) and checked against the file's size, so a
+truncated file is noticed before anything is computed from it. Dequantisation is the gguf package's, imported at one
+seam.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import BrokenModel, PacelineError, UnsupportedModel
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+MAX_DIMS = 4
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. `shape` is in torch's order: rows first (GGUF stores it the other way round)."""
+
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int  # from the file's start
+    nbytes: int
+
+
+class GGUFFile:
+    """One open file: `metadata` by key, `tensors` by name, `read(name)` for the values."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._gguf = import_gguf()
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise BrokenModel(f"{path} cannot be read: {error}") from error
+        try:
+            self._parse()
+        except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
+            raise BrokenModel(f"{path} is truncated or damaged: its header ends early; download it again") from error
+
+    def _parse(self) -> None:
+        cursor = _Cursor(self._data)
+        if bytes(self._data[:4]) != b"GGUF":
+            raise BrokenModel(f"{self.path} is not a GGUF file: it does not start with GGUF")
+        cursor.position = 4
+        (version,) = cursor.unpack("I")
+        if version not in (2, 3):
+            raise UnsupportedModel(f"{self.path} is GGUF version {version}; supported: 2 and 3, little-endian")
+        num_tensors, num_fields = cursor.unpack("QQ")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_fields):
+            key = cursor.string()
+            (kind,) = cursor.unpack("I")
+            self.metadata[key] = cursor.value(kind)
+        table = [self._tensor_entry(cursor) for _ in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise BrokenModel(f"{self.path}: general.alignment must be a positive integer, found {alignment!r}")
+        start = -(-cursor.position // alignment) * alignment
+        self.tensors = {name: self._place(name, shape, kind, start + at) for name, shape, kind, at in table}
+
+    @staticmethod
+    def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+        name = cursor.string()
+        (num_dims,) = cursor.unpack("I")
+        if num_dims > MAX_DIMS:
+            raise IndexError(f"{name} has {num_dims} dimensions")
+        shape = tuple(reversed(cursor.unpack(f"{num_dims}Q")))
+        kind, offset = cursor.unpack("IQ")
+        return name, shape, kind, offset
+
+    def _place(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+        try:
+            block, block_bytes = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(kind)]
+        except (ValueError, KeyError) as error:
+            raise UnsupportedModel(f"{self.path}: tensor {name} has an unknown quantisation (type {kind})") from error
+        nbytes = prod(shape) // block * block_bytes
+        if not shape or shape[-1] % block or offset + nbytes > len(self._data):
+            raise BrokenModel(
+                f"{self.path} is truncated or damaged: tensor {name} should end at byte {offset + nbytes}, "
+                f"the file has {len(self._data)}; download it again"
+            )
+        return TensorInfo(shape=shape, type_id=kind, offset=offset, nbytes=nbytes)
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """The tensor's values: float16 and float32 as stored (no copy), everything else dequantised to float32."""
+        info = self.tensors[name]
+        kind = self._gguf.GGMLQuantizationType(info.type_id)
+        types = self._gguf.GGMLQuantizationType
+        if kind in (types.F32, types.F16):
+            dtype = np.dtype("<f4" if kind == types.F32 else "<f2")
+            return np.frombuffer(self._data, dtype, prod(info.shape), info.offset).reshape(info.shape)
+        block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        rows = (*info.shape[:-1], info.shape[-1] // block * block_bytes)
+        raw = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset).reshape(rows)
+        try:
+            values: npt.NDArray[Any] = self._gguf.quants.dequantize(raw, kind)
+        except NotImplementedError as error:
+            raise UnsupportedModel(
+                f"{self.path}: tensor {name} is stored as {kind.name}, which the gguf package cannot dequantise"
+            ) from error
+        return values.reshape(info.shape)
+
+
+class _Cursor:
+    """A position in the header; every read moves it and raises struct.error or IndexError at the file's end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.position = 0
+
+    def unpack(self, layout: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + layout, self.data, self.position)
+        self.position += struct.calcsize("<" + layout)
+        return values
+
+    def string(self) -> str:
+        (length,) = self.unpack("Q")
+        end = self.position + length
+        if end > len(self.data):
+            raise IndexError("string runs past the end of the file")
+        text = self.data[self.position : end].decode("utf-8")
+        self.position = end
+        return text
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.unpack(_scalar(kind))[0]
+        item_kind, length = self.unpack("IQ")
+        if length > len(self.data):
+            raise IndexError("array runs past the end of the file")
+        if item_kind in (STRING, ARRAY):
+            read: Callable[[], Any] = self.string if item_kind == STRING else lambda: self.value(ARRAY)
+            return [read() for _ in range(length)]
+        return list(self.unpack(f"{length}{_scalar(item_kind)}"))
+
+
+def _scalar(kind: int) -> str:
+    if kind not in SCALARS:
+        raise IndexError(f"unknown value type {kind}")
+    return SCALARS[kind]
+
+
+def import_gguf() -> Any:
+    """The gguf package, or an error that says how to get it."""
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError as error:
+        raise PacelineError('GGUF files need the gguf package: pip install "paceline[gguf]"') from error
+    return gguf

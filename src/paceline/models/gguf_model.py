@@ -1,0 +1,193 @@
+"""A GGUF file seen as a Hugging Face model: its config, and its tensors under their Hugging Face names.
+
+Two differences matter. llama.cpp stores the q and k rows of Llama models interleaved for its own rotary kernel; that is
+undone here (Qwen models are stored as trained). Llama 3's RoPE scaling is stored as a tensor of divisors instead of its
+parameters; they are recovered and checked against the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config import ModelConfig, RopeConfig
+from paceline.errors import BrokenModel, UnsupportedModel
+from paceline.gguf_file import GGUFFile
+from paceline.models.hf_config import check_shape
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192  # of every Llama 3.x; the factor is the largest divisor
+ROPE_DIVISORS = "rope_freqs.weight"
+NEUTRAL = {"expert_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": 0.0}
+
+TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig:
+    source = str(file.path)
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(f"{source}: architecture {architecture!r} is not supported; supported in GGUF: {known}")
+    fields = _Fields(file, architecture)
+    fields.refuse_foreign_options()
+    if "token_embd.weight" not in file.tensors:
+        raise BrokenModel(f"{source}: tensor token_embd.weight is missing")
+    num_heads, num_layers = fields.integer("attention.head_count"), fields.integer("block_count")
+    hidden_size = fields.integer("embedding_length")
+    head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(key, head_dim) != head_dim:
+            raise UnsupportedModel(f"{source}: {architecture}.{key} other than the head size is not supported")
+    window = fields.integer("attention.sliding_window", 0)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("feed_forward_length"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        max_positions=fields.integer("context_length"),
+        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope=_rope(file, fields, head_dim),
+        tie_embeddings="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        windows=(window,) * num_layers if window else (),
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_end_tokens(file.metadata),
+    )
+    check_shape(config, source)
+    return config
+
+
+def gguf_names(file: GGUFFile) -> dict[str, str]:
+    """Hugging Face name -> name in the file; a tensor without one keeps its own name, to be refused by it."""
+    names = {}
+    for name in file.tensors:
+        if name == ROPE_DIVISORS:  # read by gguf_config
+            continue
+        match = LAYER_TENSOR.fullmatch(name)
+        if match and match[2] in LAYER_NAMES:
+            names[f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"] = name
+        else:
+            names[TOP_NAMES.get(name, name)] = name
+    return names
+
+
+def gguf_tensor(file: GGUFFile, name: str, config: ModelConfig) -> npt.NDArray[Any]:
+    values = file.read(name)
+    if config.architecture == "llama":
+        if ".attn_q." in name:
+            return uninterleave(values, config.num_heads)
+        if ".attn_k." in name:
+            return uninterleave(values, config.num_kv_heads)
+    return values
+
+
+def uninterleave(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Rows of each head from (x0 y0 x1 y1 ...), where rotary pairs are neighbours, back to (x0 x1 ... y0 y1 ...)."""
+    half = values.shape[0] // num_heads // 2
+    pairs = values.reshape(num_heads, half, 2, *values.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+def llama3_divisors(theta: float, factor: float, head_dim: int) -> npt.NDArray[np.float32]:
+    """What Llama 3's scaling divides each rotary frequency by."""
+    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (LLAMA3_ORIGINAL / wavelength - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def _rope(file: GGUFFile, fields: _Fields, head_dim: int) -> RopeConfig:
+    theta = fields.number("rope.freq_base", 10_000.0)
+    kind = file.metadata.get(f"{fields.prefix}.rope.scaling.type", "none")
+    if ROPE_DIVISORS in file.tensors:
+        divisors = file.read(ROPE_DIVISORS).astype(np.float32)
+        factor = float(divisors.max())
+        expected = llama3_divisors(theta, factor, head_dim)
+        if kind != "none" or divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
+            raise UnsupportedModel(
+                f"{file.path}: {ROPE_DIVISORS} is not Llama 3's RoPE scaling, the only one supported"
+            )
+        return RopeConfig(
+            theta=theta,
+            kind="llama3",
+            factor=factor,
+            low_freq_factor=LLAMA3_LOW,
+            high_freq_factor=LLAMA3_HIGH,
+            original_max_positions=LLAMA3_ORIGINAL,
+        )
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=fields.number("rope.scaling.factor"))
+    if kind != "none":
+        raise UnsupportedModel(f"{file.path}: RoPE scaling {kind!r} is not supported; supported: linear, llama3")
+    legacy = fields.number("rope.scale_linear", 1.0)
+    return RopeConfig(theta=theta) if legacy == 1.0 else RopeConfig(theta=theta, kind="linear", factor=legacy)
+
+
+def _end_tokens(metadata: dict[str, Any]) -> tuple[int, ...]:
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+
+
+class _Fields:
+    """The architecture's own metadata, checked as it is read."""
+
+    def __init__(self, file: GGUFFile, prefix: str) -> None:
+        self.file = file
+        self.prefix = prefix
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if isinstance(value, list) and len(set(value)) == 1:  # one entry per layer, all equal
+            value = value[0]
+        if isinstance(value, list):
+            raise UnsupportedModel(f"{self.file.path}: {self.prefix}.{key} differs between layers: not supported")
+        if not isinstance(value, int) or value < (1 if default is None else min(1, default)):
+            raise BrokenModel(f"{self.file.path}: {self.prefix}.{key} must be a positive integer, found {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise BrokenModel(f"{self.file.path}: {self.prefix}.{key} must be a positive number, found {value!r}")
+        return float(value)
+
+    def _value(self, key: str, default: float | None) -> Any:
+        value = self.file.metadata.get(f"{self.prefix}.{key}", default)
+        if value is None:
+            raise BrokenModel(f"{self.file.path}: the key {self.prefix}.{key} is missing")
+        return value
+
+    def refuse_foreign_options(self) -> None:
+        for key, neutral in NEUTRAL.items():
+            if self.file.metadata.get(f"{self.prefix}.{key}", neutral) != neutral:
+                raise UnsupportedModel(f"{self.file.path}: the option {self.prefix}.{key} is not supported")

@@ -1,0 +1,225 @@
+"""Turns a Hugging Face config.json into a ModelConfig, or says why it cannot.
+
+The defaults are transformers'. What the decoder would have to ignore is refused, so a model that loads is the model
+that was trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.config import ModelConfig, RopeConfig
+from paceline.errors import BrokenModel, UnsupportedModel
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+ROPE_KINDS = ("default", "linear", "llama3")
+MISTRAL_WINDOW = 4096  # what transformers takes when the key is absent
+QWEN_WINDOW, QWEN_FULL_LAYERS, QWEN3_HEAD_DIM = 4096, 28, 128
+
+# keys of related architectures that change the arithmetic, with the value that leaves it alone
+NEUTRAL: dict[str, Any] = {
+    "quantization_config": None,
+    "compression_config": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "partial_rotary_factor": 1.0,
+    "no_rope_layers": None,
+    "num_experts": None,
+    "num_local_experts": None,
+    "attention_chunk_size": None,
+}
+
+Json = dict[str, Any]
+
+
+def parse_config(raw: Json, source: str) -> ModelConfig:
+    """`source` names the file in errors."""
+    architecture = _architecture(raw, source)
+    _refuse_foreign_options(raw, source)
+    num_heads = _integer(raw, "num_attention_heads", source)
+    num_layers = _integer(raw, "num_hidden_layers", source)
+    hidden_size = _integer(raw, "hidden_size", source)
+    num_kv_heads = _integer(raw, "num_key_value_heads", source, default=num_heads)
+    attention_bias = bool(raw.get("attention_bias", False)) and architecture in ("llama", "qwen3")
+    max_positions = _integer(raw, "max_position_embeddings", source)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=_integer(raw, "vocab_size", source),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(raw, "intermediate_size", source),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(raw, architecture, hidden_size, num_heads, source),
+        max_positions=max_positions,
+        rms_norm_eps=_number(raw, "rms_norm_eps", source, default=1e-6),
+        rope=_rope(raw, max_positions, source),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or architecture == "qwen2",
+        output_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)) and architecture == "llama",
+        qk_norm=architecture == "qwen3",
+        windows=_windows(raw, architecture, num_layers, source),
+        bos_token_id=_first(token_ids(raw, "bos_token_id", source)),
+        eos_token_ids=token_ids(raw, "eos_token_id", source),
+    )
+    check_shape(config, source)
+    return config
+
+
+def check_shape(config: ModelConfig, source: str) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise BrokenModel(
+            f"{source}: num_attention_heads ({config.num_heads}) is not a multiple of "
+            f"num_key_value_heads ({config.num_kv_heads})"
+        )
+    if config.head_dim % 2:
+        raise BrokenModel(f"{source}: head_dim must be even for rotary positions, found {config.head_dim}")
+
+
+def token_ids(raw: Json, key: str, source: str) -> tuple[int, ...]:
+    """A token id field: absent, null, one id or a list of ids."""
+    value = raw.get(key)
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in values):
+        raise BrokenModel(f"{source}: {key} must be a token id or a list of them, found {value!r}")
+    return tuple(values)
+
+
+def _architecture(raw: Json, source: str) -> str:
+    names = raw.get("architectures") or []
+    supported = ", ".join(ARCHITECTURES)
+    if isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES:
+        return ARCHITECTURES[names[0]]
+    if not names:
+        model_type = raw.get("model_type")
+        if model_type in ARCHITECTURES.values():
+            return str(model_type)
+        if model_type is None:
+            raise BrokenModel(f"{source}: the key architectures is missing, so the model cannot be recognised")
+        names = [model_type]
+    found = ", ".join(map(str, names)) if isinstance(names, list) else str(names)
+    raise UnsupportedModel(f"{source}: architecture {found} is not supported; supported: {supported}")
+
+
+def _refuse_foreign_options(raw: Json, source: str) -> None:
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"{source}: hidden_act {activation!r} is not supported; supported: silu")
+    for key, neutral in NEUTRAL.items():
+        if raw.get(key, neutral) not in (None, neutral):
+            detail = " (use the unquantised model, or a GGUF file)" if "_config" in key else ""
+            raise UnsupportedModel(f"{source}: the option {key} is not supported{detail}")
+
+
+def _head_dim(raw: Json, architecture: str, hidden_size: int, num_heads: int, source: str) -> int:
+    if raw.get("head_dim") is not None:
+        return _integer(raw, "head_dim", source)
+    if architecture == "qwen3":
+        return QWEN3_HEAD_DIM
+    if hidden_size % num_heads:
+        raise BrokenModel(
+            f"{source}: hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads})"
+        )
+    return hidden_size // num_heads
+
+
+def _rope(raw: Json, max_positions: int, source: str) -> RopeConfig:
+    """Both spellings: rope_theta beside rope_scaling, and transformers 5's rope_parameters that hold everything."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise UnsupportedModel(f"{source}: rope_parameters that differ between layers are not supported")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        supported = ", ".join(ROPE_KINDS)
+        raise UnsupportedModel(f"{source}: RoPE scaling {kind!r} is not supported; supported: {supported}")
+    if given.get("partial_rotary_factor") not in (None, 1.0):
+        raise UnsupportedModel(f"{source}: the option partial_rotary_factor is not supported")
+    theta = _number({"rope_theta": raw.get("rope_theta")} | given, "rope_theta", source, default=10_000.0)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    factor = _number(given, "factor", source)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=factor)
+    original = raw.get("original_max_position_embeddings", given.get("original_max_position_embeddings"))
+    low, high = _number(given, "low_freq_factor", source), _number(given, "high_freq_factor", source)
+    if high <= low:
+        raise BrokenModel(f"{source}: high_freq_factor ({high}) must be above low_freq_factor ({low})")
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=max_positions if original is None else int(original),
+    )
+
+
+def _windows(raw: Json, architecture: str, num_layers: int, source: str) -> tuple[int | None, ...]:
+    """The sliding window of each layer, or () when every layer sees everything."""
+    if architecture == "llama":
+        return ()
+    if architecture == "mistral":
+        window = raw.get("sliding_window", MISTRAL_WINDOW)
+        sliding = [window is not None] * num_layers
+        if raw.get("layer_types") is not None and _layer_types(raw, num_layers, source) != sliding:
+            raise UnsupportedModel(f"{source}: a Mistral model whose layer_types differ is not supported")
+    else:
+        window = raw.get("sliding_window", QWEN_WINDOW) if raw.get("use_sliding_window", False) else None
+        first = raw.get("max_window_layers", QWEN_FULL_LAYERS)
+        sliding = [window is not None and layer >= first for layer in range(num_layers)]
+        if raw.get("layer_types") is not None:
+            sliding = _layer_types(raw, num_layers, source)
+    if not any(sliding):
+        return ()
+    if not isinstance(window, int) or window < 1:
+        raise BrokenModel(f"{source}: sliding_window must be a positive integer, found {window!r}")
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _layer_types(raw: Json, num_layers: int, source: str) -> list[bool]:
+    kinds = raw["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise BrokenModel(f"{source}: layer_types must name all {num_layers} layers")
+    unknown = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModel(
+            f"{source}: layer type {unknown[0]!r} is not supported; supported: full_attention, sliding_attention"
+        )
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def _first(values: tuple[int, ...]) -> int | None:
+    return values[0] if values else None
+
+
+def _integer(raw: Json, key: str, source: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise BrokenModel(f"{source}: the key {key} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BrokenModel(f"{source}: {key} must be a positive integer, found {value!r}")
+    return value
+
+
+def _number(raw: Json, key: str, source: str, default: float | None = None) -> float:
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise BrokenModel(f"{source}: the key {key} is missing")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise BrokenModel(f"{source}: {key} must be a positive number, found {value!r}")
+    return float(value)

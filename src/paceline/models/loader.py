@@ -1,0 +1,218 @@
+"""Reads a model from a Hugging Face folder or a .gguf file: its config, its weights, its generation defaults.
+
+Weights come under the names of a Hugging Face Llama, whatever the file calls them. Presence and shape of every tensor
+are checked against the config from the files' headers, before the first value is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paceline.config import ModelConfig
+from paceline.errors import BrokenModel, ModelNotFound
+from paceline.gguf_file import GGUFFile
+from paceline.models.gguf_model import gguf_config, gguf_names, gguf_tensor
+from paceline.models.hf_config import parse_config, token_ids
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F32", "F16", "BF16", "F64")
+REDUNDANT = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.masked_bias", "attn.bias")
+NUMERIC_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weights(Mapping[str, torch.Tensor]):
+    """Tensors by name, read on access: memory-mapped from safetensors, dequantised anew each time from GGUF."""
+
+    readers: dict[str, Callable[[], torch.Tensor]]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
+
+    def __len__(self) -> int:
+        return len(self.readers)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf"
+
+
+def load_config(path: Path) -> ModelConfig:
+    """The end-of-text ids are generation_config.json's where it names any, as in transformers."""
+    if is_gguf(path):
+        return gguf_config(_open_gguf(path))
+    if not path.is_dir():
+        raise ModelNotFound(f"{path} is not a model folder")
+    config = parse_config(_read_json(path / "config.json"), str(path / "config.json"))
+    eos = load_generation_defaults(path).get("eos_token_id")
+    return replace(config, eos_token_ids=tuple(eos)) if eos else config
+
+
+def load_generation_defaults(path: Path) -> dict[str, Any]:
+    """What generation_config.json sets of: eos_token_id (a list), do_sample and the sampling numbers."""
+    file = path / "generation_config.json"
+    if is_gguf(path) or not file.exists():
+        return {}
+    raw = _read_json(file)
+    defaults: dict[str, Any] = {}
+    for key in NUMERIC_DEFAULTS:
+        if raw.get(key) is not None:
+            if not isinstance(raw[key], (int, float)) or isinstance(raw[key], bool):
+                raise BrokenModel(f"{file}: {key} must be a number, found {raw[key]!r}")
+            defaults[key] = raw[key]
+    if raw.get("do_sample") is not None:
+        defaults["do_sample"] = bool(raw["do_sample"])
+    if eos := token_ids(raw, "eos_token_id", str(file)):
+        defaults["eos_token_id"] = list(eos)
+    return defaults
+
+
+def load_weights(path: Path, config: ModelConfig) -> Weights:
+    if is_gguf(path):
+        return _gguf_weights(_open_gguf(path), config)
+    return _safetensors_weights(path, config)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor the decoder needs, in the order of the computation."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    linears: list[tuple[str, int, int, bool]] = [  # name, out, in, bias
+        ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, config.q_size, config.output_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    ]
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        for name, rows, columns, bias in linears:
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def check_shapes(found: Mapping[str, Shape], config: ModelConfig, source: str) -> dict[str, Shape]:
+    """The expected tensors; the first one missing, misshapen or unexpected is named in the error."""
+    expected = expected_shapes(config)
+    for name, shape in expected.items():
+        if name not in found:
+            raise BrokenModel(f"{source}: tensor {name} is missing")
+        if tuple(found[name]) != shape:
+            raise BrokenModel(f"{source}: tensor {name} has shape {list(found[name])}, the config says {list(shape)}")
+    for name in found:
+        if name not in expected and not name.endswith(REDUNDANT) and name != "lm_head.weight":
+            raise BrokenModel(f"{source}: tensor {name} is not part of a {config.architecture} model of this config")
+    return expected
+
+
+def _gguf_weights(file: GGUFFile, config: ModelConfig) -> Weights:
+    names = gguf_names(file)
+    shapes = {name: file.tensors[stored].shape for name, stored in names.items()}
+
+    def reader(name: str) -> Callable[[], torch.Tensor]:
+        # a fresh array: the file is mapped read-only, which torch does not take
+        return lambda: torch.from_numpy(gguf_tensor(file, names[name], config).copy())
+
+    return Weights({name: reader(name) for name in check_shapes(shapes, config, str(file.path))})
+
+
+def _safetensors_weights(folder: Path, config: ModelConfig) -> Weights:
+    files = {shard: _open_safetensors(folder / shard) for shard in _shards(folder)}
+    home = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    shapes: dict[str, Shape] = {}
+    for name, file in home.items():
+        header = file.get_slice(name)
+        shapes[name] = tuple(header.get_shape())
+        if header.get_dtype() not in FLOATS and not name.endswith(REDUNDANT):
+            raise BrokenModel(f"{folder}: tensor {name} has dtype {header.get_dtype()}; expected one of {FLOATS}")
+
+    def reader(name: str) -> Callable[[], torch.Tensor]:
+        return lambda: home[name].get_tensor(name)
+
+    weights = Weights({name: reader(name) for name in check_shapes(shapes, config, str(folder))})
+    if config.tie_embeddings and "lm_head.weight" in home:
+        head, embeddings = home["lm_head.weight"].get_tensor("lm_head.weight"), weights["model.embed_tokens.weight"]
+        if not torch.equal(head, embeddings):
+            raise BrokenModel(
+                f"{folder}: config.json ties lm_head.weight to the embeddings, but the file stores a different one; "
+                "set tie_word_embeddings to false"
+            )
+    return weights
+
+
+def _shards(folder: Path) -> list[str]:
+    if (folder / WEIGHTS).exists():
+        return [WEIGHTS]
+    if (folder / INDEX).exists():
+        index = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise BrokenModel(f"{folder / INDEX}: the key weight_map is missing")
+        shards = sorted(set(map(str, index.values())))
+        for shard in shards:
+            if Path(shard).name != shard or not (folder / shard).is_file():
+                raise BrokenModel(f"{folder}: {INDEX} names {shard}, which is missing; download it again")
+        return shards
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is not a model folder")
+    raise BrokenModel(f"{folder} holds no weights: {WEIGHTS} is missing{_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    """What the user may have meant, from what lies in the folder."""
+    if any(folder.glob("*.gguf")):
+        return f"; name the file itself: {sorted(folder.glob('*.gguf'))[0]}"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return (
+            "; there are pickled weights (.bin), which are not supported: convert them with "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) from transformers"
+        )
+    return ""
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise BrokenModel(f"{path} is truncated or damaged ({error}); download it again") from error
+
+
+def _open_gguf(path: Path) -> GGUFFile:
+    if not path.is_file():
+        raise ModelNotFound(f"{path} does not exist")
+    return GGUFFile(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BrokenModel(f"{path.parent} holds no {path.name}") from error
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise BrokenModel(f"{path} must hold a JSON object")
+    return value

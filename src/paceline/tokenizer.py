@@ -1,0 +1,205 @@
+"""Text to tokens and back, chat messages to tokens: what transformers' tokenizers do, without importing transformers.
+
+That import costs a second at every start, so tokenizer.json goes straight to the tokenizers library, with what
+tokenizer_config.json adds to it. Only folders without a tokenizer.json are left to transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from paceline.chat_template import ChatTemplate
+from paceline.detokenizer import IncrementalDecoder, special_tokens
+from paceline.errors import BrokenModel, InvalidPrompt, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.gguf_file import GGUFFile
+from paceline.gguf_vocab import tokenizer_files
+
+__all__ = ["IncrementalDecoder", "Tokenizer"]
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+Json = dict[str, Any]
+
+
+class Tokenizer:
+    """A model's tokenizer. `config` is tokenizer_config.json; `templates` holds the chat templates by name."""
+
+    def __init__(self, backend: Backend, config: Json, templates: Mapping[str, str]) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.named_tokens = {name: _text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+        self._sources = dict(templates)
+        self._templates: dict[str, ChatTemplate] = {}
+        self._add_missing_tokens(config)
+        if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
+            self._frame_with(bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
+        self._specials = special_tokens(backend)
+
+    @classmethod
+    def from_path(cls, path: Path) -> Tokenizer:
+        """Of a model folder or a .gguf file."""
+        if path.suffix == ".gguf":
+            body, config = tokenizer_files(GGUFFile(path).metadata, str(path))
+            return cls(Backend.from_str(json.dumps(body)), config, _templates_of(config))
+        if not path.is_dir():
+            raise ModelNotFound(f"{path} is not a model folder")
+        config = _read_json(path / "tokenizer_config.json")
+        if (path / "tokenizer.json").exists():
+            return cls(_read_backend(path / "tokenizer.json"), config, _templates_in(path, config))
+        return cls(_through_transformers(path), config, _templates_in(path, config))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._sources)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except UnicodeEncodeError as error:
+            raise InvalidPrompt(
+                f"the prompt is not valid Unicode: {error.reason} at character {error.start}"
+            ) from error
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def incremental_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
+        return IncrementalDecoder(self.backend, self._specials, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """What one token alone decodes to, special tokens included; a lone piece of a character shows as �."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> list[int]:
+        return self.encode(self.render_chat(messages, add_generation_prompt, **kwargs), add_special_tokens=False)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The conversation as the model was trained to read it; further arguments reach the template as variables."""
+        if not messages:
+            raise InvalidPrompt("the conversation is empty; give at least one message")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise InvalidPrompt(f"a chat message is an object with role and content, found {message!r}")
+        variables = {"tools": None, "documents": None} | self.named_tokens | kwargs
+        template = self._template("tool_use" if variables["tools"] and "tool_use" in self._sources else "default")
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def _template(self, name: str) -> ChatTemplate:
+        if name not in self._sources:
+            raise PacelineError("the model has no chat template; generate from a plain prompt instead (--raw)")
+        if name not in self._templates:
+            self._templates[name] = ChatTemplate(self._sources[name])
+        return self._templates[name]
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.named_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _add_missing_tokens(self, config: Json) -> None:
+        """Tokens tokenizer_config.json declares and tokenizer.json lacks, in the order of their ids."""
+        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+        wanted = [_added_token(entry) for _, entry in declared]
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        wanted += [AddedToken(text, special=True, normalized=False) for text in self.named_tokens.values()]
+        wanted += [AddedToken(_text(token), special=True, normalized=False) for token in _values(extra)]
+        for token in wanted:
+            if token.content not in known:
+                known.add(token.content)
+                (self.backend.add_special_tokens if token.special else self.backend.add_tokens)([token])
+
+    def _frame_with(self, bos: bool, eos: bool) -> None:
+        """add_bos_token and add_eos_token outrank the post-processor of tokenizer.json, as in transformers."""
+        frame = {name: self._id_of(f"{name}_token") for name, on in (("bos", bos), ("eos", eos)) if on}
+        special = [(self.named_tokens[f"{name}_token"], token) for name, token in frame.items() if token is not None]
+        present = {name for name, token in frame.items() if token is not None}
+        before = [self.named_tokens["bos_token"]] if "bos" in present else []
+        after = [self.named_tokens["eos_token"]] if "eos" in present else []
+        self.backend.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)
+
+
+def _read_backend(path: Path) -> Backend:
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise BrokenModel(f"{path} cannot be read: {error}") from error
+
+
+def _through_transformers(folder: Path) -> Backend:
+    try:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        backend = getattr(loaded, "backend_tokenizer", None)
+    except Exception as error:  # anything a foreign file can cause
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BrokenModel(
+            f"{folder} holds no tokenizer.json and no tokenizer transformers can read: {reason}"
+        ) from error
+    if not isinstance(backend, Backend):
+        raise UnsupportedModel(f"{folder}: the tokenizer cannot be expressed as a tokenizer.json")
+    return backend
+
+
+def _templates_in(folder: Path, config: Json) -> dict[str, str]:
+    """Files beside the tokenizer outrank tokenizer_config.json."""
+    templates = _templates_of(config)
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+
+
+def _templates_of(config: Json) -> dict[str, str]:
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        return {"default": template}
+    return {entry["name"]: entry["template"] for entry in template or []}
+
+
+def _text(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _values(tokens: Any) -> list[Any]:
+    return list(tokens.values()) if isinstance(tokens, dict) else list(tokens)
+
+
+def _added_token(entry: Json) -> AddedToken:
+    flags = {
+        key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in entry
+    }
+    return AddedToken(entry["content"], **flags)
+
+
+def _read_json(path: Path) -> Json:
+    """{} when there is no such file: every field has a default."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise BrokenModel(f"{path} must hold a JSON object")
+    return value
