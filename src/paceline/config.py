@@ -71,6 +71,11 @@ class EngineConfig:
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
             if getattr(self, field) < 1:
                 raise InvalidParameter(field, f"must be at least 1, got {getattr(self, field)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidParameter(
+                "max_num_batched_tokens",
+                f"must be at least max_num_seqs ({self.max_num_seqs}), so that every sequence advances each step",
+            )
         for field in ("num_blocks", "max_model_len"):
             value = getattr(self, field)
             if value is not None and value < 1:

@@ -30,6 +30,7 @@ class Sequence:
         *,
         index: int = 0,
         max_len: int,
+        bad_words: SequenceOf[SequenceOf[int]] = (),
     ) -> None:
         self.request_id = request_id
         self.index = index  # which of the request's n
@@ -38,6 +39,7 @@ class Sequence:
         self.tokens: list[int] = list(prompt)
         self.num_prompt = len(self.tokens)
         self.max_len = max_len  # tokens it may ever have, the prompt included
+        self.bad_words = tuple(tuple(word) for word in bad_words)  # as token ids
         self.seed = params.sub_seed(index)
         self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # what its coins are keyed by
 
@@ -47,8 +49,12 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
         self.blocks: list[int] = []
+        self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0
+        self.text = ""  # what of the output is visible
         self.stats = SpeculationStats()
+        # Per output token: token id -> (logprob, rank) of the chosen token and of the most likely ones.
+        self.logprobs: list[dict[int, tuple[float, int]]] | None = None if params.logprobs is None else []
 
     @property
     def num_output(self) -> int:

@@ -1,0 +1,1 @@
+"""Continuous batching: schedule, draft, one target pass, verify, commit."""

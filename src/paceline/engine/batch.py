@@ -1,0 +1,46 @@
+"""What one step does (`Batch`), and what came of it for each sequence (`StepOutput`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.sequence import Sequence
+
+
+@dataclass
+class Row:
+    """One sequence's share of a step: `count` of its tokens from `first` on, then a draft of at most `budget` nodes."""
+
+    sequence: Sequence
+    first: int
+    count: int
+    method: str
+    budget: int
+
+    @property
+    def samples(self) -> bool:
+        """The row computes the sequence's last token, so the pass yields a next one."""
+        return self.first + self.count == len(self.sequence.tokens)
+
+
+@dataclass
+class Batch:
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the target pass at most: the draft may turn out smaller than its budget."""
+        return sum(row.count + row.budget for row in self.rows)
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(row.budget for row in self.rows)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    sequence: Sequence
+    tokens: list[int]  # committed in this step, after stops were applied
+    text: str  # what became visible; a possible beginning of a stop string is held back
+    kinds: list[int]  # per token, draft.Kind: drafted, recovered or bonus
+    finished: bool

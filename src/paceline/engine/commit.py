@@ -1,0 +1,98 @@
+"""What becomes of a verdict: tokens are appended up to the first stop, blocks published, finished sequences leave.
+
+Tokens past a stop never existed: they are not in the output, the text or the statistics. A stop beats the length limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.engine.batch import StepOutput
+from paceline.engine.drafting import DrafterSet
+from paceline.engine.layout import Span
+from paceline.engine.model_runner import Flight
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.text import OutputText
+from paceline.sequence import Sequence
+
+
+class Committer:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        drafters: DrafterSet,
+        eos_token_ids: frozenset[int],
+        make_text: Callable[[Sequence], OutputText | None],
+    ) -> None:
+        self._scheduler, self._drafters, self._eos, self._make_text = scheduler, drafters, eos_token_ids, make_text
+        self._texts: dict[str, OutputText | None] = {}
+
+    def forget(self, sequence: Sequence) -> None:
+        self._texts.pop(sequence.key, None)
+
+    def collect(self, flight: Flight) -> list[StepOutput]:
+        """The one device-to-host copy of the step, then bookkeeping."""
+        verdicts = flight.read_verdicts()
+        outputs, computed = [], []
+        for index, span in enumerate(flight.layout.spans):
+            row, sequence = span.row, span.row.sequence
+            sequence.num_computed = row.first + row.count
+            accepted = 0
+            if row.samples:
+                tokens, accepted, kinds = verdicts[index]
+                outputs.append(self._extend(span, tokens, accepted, kinds, flight.logprobs(index)))
+                accepted = min(accepted, len(outputs[-1].tokens))
+                sequence.num_computed += accepted
+            computed.append((sequence, row.first, row.count + accepted, flight.taps(index, accepted)))
+        blocks = self._scheduler.blocks
+        self._drafters.commit(computed, blocks)
+        for sequence, *_ in computed:
+            blocks.trim(sequence, len(sequence.tokens))
+            blocks.publish(sequence)
+        for output in outputs:
+            if output.finished:
+                sequence = output.sequence
+                self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
+        return outputs
+
+    def _extend(
+        self, span: Span, tokens: list[int], accepted: int, kinds: list[int], logprobs: list[dict[int, tuple[float, int]]]
+    ) -> StepOutput:
+        sequence = span.row.sequence
+        if sequence.key not in self._texts:
+            self._texts[sequence.key] = self._make_text(sequence)
+        text = self._texts[sequence.key]
+        kept = 0
+        for token in tokens:
+            sequence.tokens.append(token)
+            kept += 1
+            if self._stops(sequence, token, text):
+                break
+        if sequence.logprobs is not None:
+            sequence.logprobs += logprobs[:kept]
+        drafted = [span.depths.count(depth) for depth in range(1, max(span.depths, default=0) + 1)]
+        sequence.stats.add(drafted, min(accepted, kept), kept)
+        finished = sequence.finish_reason is not None
+        piece = ""
+        if text is not None:
+            if finished:
+                text.finish()
+                self.forget(sequence)
+            piece = text.take()
+            sequence.text += piece
+        return StepOutput(sequence, tokens[:kept], piece, kinds[:kept], finished)
+
+    def _stops(self, sequence: Sequence, token: int, text: OutputText | None) -> bool:
+        """Note why the sequence ends with this token, if it does."""
+        params = sequence.params
+        may_stop = sequence.num_output >= params.min_tokens
+        stopped_by_text = text is not None and text.push(token, may_stop=may_stop)
+        if may_stop and token in params.stop_token_ids:
+            sequence.finish_reason, sequence.stop_reason = "stop", token
+        elif may_stop and token in self._eos and not params.ignore_eos:
+            sequence.finish_reason = "stop"
+        elif stopped_by_text and text is not None:
+            sequence.finish_reason, sequence.stop_reason = "stop", text.stop
+        elif sequence.room == 0:
+            sequence.finish_reason = "length"
+        return sequence.finish_reason is not None

@@ -1,0 +1,100 @@
+"""The drafters an engine runs, seen as one: who drafts for which row, who receives which taps.
+
+A drafter that raises, returns NaN or breaks the contract costs its rows the speculation of that step, never the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft
+from paceline.drafters import Commit, Drafter, DraftRow
+from paceline.engine.batch import Row
+from paceline.engine.block_manager import BlockManager
+from paceline.models.kv_cache import KVCache, KVSpec
+from paceline.sequence import Sequence
+
+log = logging.getLogger("paceline")
+
+
+class DrafterSet:
+    def __init__(self, drafters: SequenceOf[Drafter], vocab_size: int, device: torch.device) -> None:
+        self.drafters = tuple(drafters)
+        self._vocab_size, self._device = vocab_size, device
+        self._by_name = {drafter.name: drafter for drafter in drafters}
+        self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+        self.failures = 0
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        return tuple(spec for drafter in self.drafters for spec in drafter.kv_layers)
+
+    def bind(self, cache: KVCache, first_layer: int) -> None:
+        """Hand every drafter its layers, which follow the target's."""
+        for drafter in self.drafters:
+            last = first_layer + len(drafter.kv_layers)
+            drafter.bind(cache.layers[first_layer:last], cache.block_size)
+            first_layer = last
+
+    def propose(self, rows: SequenceOf[Row]) -> Draft:
+        """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty."""
+        wanted: dict[str, list[int]] = {}
+        for index, row in enumerate(rows):
+            if row.budget > 0:
+                wanted.setdefault(row.method, []).append(index)
+        parts = []
+        for method, indices in wanted.items():
+            draft = self._propose(self._by_name[method], [DraftRow(rows[i].sequence, rows[i].budget) for i in indices])
+            if draft is not None:
+                parts.append((indices, draft))
+        if not parts:
+            return Draft.empty(len(rows), self._device)
+        return Draft.merge(parts, len(rows), self._vocab_size, self._device)
+
+    def _propose(self, drafter: Drafter, rows: list[DraftRow]) -> Draft | None:
+        try:
+            draft = drafter.propose(rows)
+            draft.validate(self._vocab_size)
+            if draft.batch != len(rows):
+                raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
+            for row, count in zip(rows, draft.num_nodes.tolist(), strict=True):
+                if count > row.budget:
+                    raise ValueError(f"{count} nodes for a budget of {row.budget}")
+            if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
+                raise ValueError("q is not finite")
+        except Exception as problem:  # whatever it is, the answer does not depend on it
+            self.failures += 1
+            log.warning("drafter %s failed, decoding plainly this step: %r", drafter.name, problem)
+            return None
+        return draft
+
+    def overlap(self) -> None:
+        """What may run while the device computes. Nothing yet: host-side methods bring their own."""
+
+    def commit(self, commits: SequenceOf[tuple[Sequence, int, int, Tensor | None]], blocks: BlockManager) -> None:
+        """Tell every drafter what was computed, with its own taps, and mark the blocks it has completed."""
+        for drafter in self.drafters:
+            columns = [self.taps.index(tap) for tap in drafter.taps]
+            drafter.commit(
+                [
+                    Commit(sequence, first, count, None if taps is None or not columns else taps[:, columns])
+                    for sequence, first, count, taps in commits
+                ]
+            )
+            if drafter.kv_layers:
+                for sequence, *_ in commits:
+                    blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
+
+    def admit(self, sequence: Sequence, blocks: BlockManager) -> None:
+        """A sequence enters with a prefix of cached blocks: each drafter may use those marked for it."""
+        for drafter in self.drafters:
+            start = blocks.marked_from(sequence, drafter.version) if drafter.kv_layers else sequence.num_cached
+            drafter.admit(sequence, start, sequence.num_cached)
+
+    def release(self, sequence: Sequence) -> None:
+        for drafter in self.drafters:
+            drafter.release(sequence)

@@ -1,0 +1,157 @@
+"""The page to open first: one step of continuous batching, plain or speculative.
+
+There are no phases: a sequence knows how many of its tokens are computed, and a step gives it some more. Plain decoding is
+the empty draft, so the baseline and the fast path are the same code, and comparing them is honest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+
+from paceline.config import EngineConfig
+from paceline.drafters import Drafter
+from paceline.engine.batch import StepOutput
+from paceline.engine.block_manager import BlockManager
+from paceline.engine.commit import Committer
+from paceline.engine.drafting import DrafterSet
+from paceline.engine.model_runner import ModelRunner
+from paceline.engine.policy import FixedPolicy, Policy
+from paceline.engine.sampler import Sampler
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.stats import EngineStats
+from paceline.engine.text import OutputText, TextDecoder
+from paceline.errors import InvalidParameter, InvalidPrompt
+from paceline.models.decoder import Model
+from paceline.models.kv_cache import KVCache
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+
+
+class EngineTokenizer(Protocol):
+    """What the engine asks of a tokenizer: stop strings need text, bad words need tokens."""
+
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
+    def incremental_decoder(self, skip_special_tokens: bool) -> TextDecoder: ...
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        tokenizer: EngineTokenizer | None = None,
+        drafters: SequenceOf[Drafter] = (),
+        policy: Policy | None = None,
+    ) -> None:
+        self.model, self.config, self.tokenizer = model, config, tokenizer
+        eos = frozenset(model.config.eos_token_ids)
+        self.drafters = DrafterSet(drafters, model.config.vocab_size, model.device)
+        specs = (*model.kv_specs, *self.drafters.kv_specs)
+        per_block = KVCache.bytes_per_block(specs, config.block_size, model.cache_dtype)
+        num_blocks = config.num_blocks or config.kv_cache_bytes // per_block
+        self.max_model_len = _context(config, model.config.max_positions, num_blocks * config.block_size)
+        cache = KVCache(
+            specs, num_blocks=num_blocks, block_size=config.block_size, dtype=model.cache_dtype, device=model.device
+        )
+        self.drafters.bind(cache, len(model.kv_specs))
+        self.blocks = BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+        self.scheduler = Scheduler(
+            config,
+            self.blocks,
+            policy or FixedPolicy(),
+            recompute_last=bool(self.drafters.taps),
+            on_admit=lambda sequence: self.drafters.admit(sequence, self.blocks),
+            on_release=self.drafters.release,
+        )
+        self.runner = ModelRunner(model, cache, self.drafters, Sampler(model.config.vocab_size, eos, model.device))
+        self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
+        self.stats = EngineStats()
+
+    def step(self) -> list[StepOutput]:
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()  # prefill chunks and decodes alike
+        flight = self.runner.launch(batch)  # draft, one target pass, verify, compact
+        self.drafters.overlap()  # what may run while the device computes
+        outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish
+        self.stats.add(batch, outputs, model_s=flight.model_s, step_s=time.perf_counter() - started)
+        return outputs
+
+    def add_request(self, request_id: str, prompt: SequenceOf[int], params: SamplingParams) -> list[Sequence]:
+        """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults."""
+        if any(sequence.request_id == request_id for sequence in self.scheduler.sequences()):
+            raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
+        self._check_prompt(prompt)
+        params.check_vocab(self.model.config.vocab_size)
+        limit = self.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        bad_words = self._bad_words(params)
+        sequences = [
+            Sequence(request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words)
+            for index in range(params.n)
+        ]
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        return sequences
+
+    def cancel(self, request_id: str) -> list[Sequence]:
+        """Stop all answers to a request; their blocks are free when this returns."""
+        cancelled = [sequence for sequence in self.scheduler.sequences() if sequence.request_id == request_id]
+        for sequence in cancelled:
+            self.scheduler.finish(sequence, "abort")
+            self.committer.forget(sequence)
+        return cancelled
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def _check_prompt(self, prompt: SequenceOf[int]) -> None:
+        if not prompt:
+            raise InvalidPrompt("the prompt is empty; give at least one token of text")
+        if len(prompt) >= self.max_model_len:
+            raise InvalidPrompt(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.max_model_len}, the answer included; "
+                "shorten the prompt, or raise max_model_len or kv_cache_bytes if the model allows more"
+            )
+        vocab = self.model.config.vocab_size
+        bad = next((token for token in prompt if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise InvalidPrompt(f"token id {bad} is outside the model's vocabulary of {vocab}")
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is spelt at the start of a text and after a space: the tokens differ."""
+        if not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise InvalidParameter("bad_words", "needs a tokenizer, and this engine was made without one")
+        spelt = [form for word in params.bad_words for form in (word, " " + word.lstrip())]
+        words = [tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in spelt]
+        return [list(word) for word in dict.fromkeys(words) if word]
+
+    def _make_text(self, sequence: Sequence) -> OutputText | None:
+        if self.tokenizer is None:
+            return None
+        params = sequence.params
+        decoder = self.tokenizer.incremental_decoder(params.skip_special_tokens)
+        return OutputText(decoder, params.stops, include_stop=params.include_stop_str_in_output)
+
+
+def _context(config: EngineConfig, model_len: int, capacity: int) -> int:
+    """Tokens a sequence may have: what the model was made for, what was asked for, and what the cache can hold."""
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model_len:
+        raise InvalidParameter("max_model_len", f"the model's context is {model_len} tokens, got {wanted}")
+    if wanted is not None and wanted > capacity:
+        raise InvalidParameter(
+            "max_model_len", f"the cache holds {capacity} tokens, got {wanted}; raise kv_cache_bytes or lower it"
+        )
+    if capacity < 2 * config.block_size:
+        raise InvalidParameter("kv_cache_bytes", f"holds only {capacity} tokens; give it room for at least two blocks")
+    return min(wanted or model_len, capacity)
+
+

@@ -1,0 +1,141 @@
+"""From sequences and drafts to the flat rows of one target pass.
+
+Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j of a
+sequence with L tokens is written to the slot of position L + j, whatever its depth, and stands at position L - 1 + depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft
+from paceline.engine.batch import Batch, Row
+from paceline.models.plan import PassPlan
+from paceline.sequence import Sequence
+
+
+def slot(sequence: Sequence, position: int, block_size: int) -> int:
+    block, offset = divmod(position, block_size)
+    return sequence.blocks[block] * block_size + offset
+
+
+@dataclass
+class Span:
+    """Where one sequence's rows lie in the pass: its tokens from `begin`, then its nodes from `nodes`."""
+
+    row: Row
+    begin: int
+    nodes: int
+    num_nodes: int
+    is_chain: bool
+    depths: list[int]  # of its nodes
+
+
+@dataclass
+class Layout:
+    tokens: Tensor  # (M,)
+    plan: PassPlan
+    logit_rows: Tensor  # rows whose logits are needed: each sampling sequence's last token and all its nodes
+    logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1 = padding
+    spans: list[Span]
+    sampled: list[int]  # which spans sample, in the order of the draft's rows
+    is_tree: bool  # some accepted path may have to be moved into place
+
+
+@dataclass
+class _Rows:
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)
+    prefix: list[int] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
+
+
+def lay_out(batch: Batch, draft: Draft, block_size: int, device: torch.device) -> Layout:
+    rows, spans, sampled = _Rows(), [], []
+    logit_rows: list[int] = []
+    logit_row_of: list[list[int]] = []
+    counts = draft.num_nodes.tolist()
+    trees = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.depth.tolist(), strict=True)
+    for index, row in enumerate(batch.rows):
+        begin = len(rows.tokens)
+        _add_tokens(rows, row, index, block_size)
+        span = Span(row, begin, len(rows.tokens), 0, True, [])
+        if row.samples:
+            span.num_nodes = counts[len(sampled)]
+            tokens, parents, depths = next(trees)
+            if span.num_nodes:
+                span.depths = depths[: span.num_nodes]
+                span.is_chain = all(parents[node] == node - 1 for node in range(span.num_nodes))
+                _add_nodes(rows, span, index, tokens, parents, block_size)
+            wanted = range(span.nodes - 1, span.nodes + span.num_nodes)
+            logit_row_of.append(
+                [*range(len(logit_rows), len(logit_rows) + len(wanted)), *[-1] * (draft.width - span.num_nodes)]
+            )
+            logit_rows.extend(wanted)
+            sampled.append(index)
+        spans.append(span)
+    return Layout(
+        tokens=torch.tensor(rows.tokens, device=device),
+        plan=_plan(rows, batch, block_size, device),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        logit_row_of=torch.tensor(logit_row_of, dtype=torch.int64, device=device).view(len(sampled), draft.width + 1),
+        spans=spans,
+        sampled=sampled,
+        is_tree=not all(span.is_chain for span in spans),
+    )
+
+
+def _add_tokens(rows: _Rows, row: Row, index: int, block_size: int) -> None:
+    sequence = row.sequence
+    positions = range(row.first, row.first + row.count)
+    rows.tokens += sequence.tokens[row.first : row.first + row.count]
+    rows.positions += positions
+    rows.slots += [-1 if at < sequence.num_cached else slot(sequence, at, block_size) for at in positions]
+    rows.sequence += [index] * row.count
+    rows.prefix += [at + 1 for at in positions]
+    rows.paths += [[]] * row.count
+
+
+def _add_nodes(
+    rows: _Rows, span: Span, index: int, tokens: list[int], parents: list[int], block_size: int
+) -> None:
+    sequence = span.row.sequence
+    length = len(sequence.tokens)
+    paths: list[list[int]] = []
+    for node in range(span.num_nodes):
+        own = slot(sequence, length + node, block_size)
+        paths.append([*(paths[parents[node]] if parents[node] >= 0 else []), own])
+        position = length - 1 + span.depths[node]
+        rows.tokens.append(tokens[node])
+        rows.positions.append(position)
+        rows.slots.append(own)
+        rows.sequence.append(index)
+        # In a chain every node's ancestors already lie where the block table says.
+        rows.prefix.append(position + 1 if span.is_chain else length)
+        rows.paths.append([] if span.is_chain else paths[-1])
+
+
+def _plan(rows: _Rows, batch: Batch, block_size: int, device: torch.device) -> PassPlan:
+    def ints(values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    width = max((len(row.sequence.blocks) for row in batch.rows), default=0)
+    tables = [row.sequence.blocks + [-1] * (width - len(row.sequence.blocks)) for row in batch.rows]
+    deepest = max(map(len, rows.paths), default=0)
+    paths = [path + [-1] * (deepest - len(path)) for path in rows.paths] if deepest else []
+    return PassPlan(
+        positions=ints(rows.positions),
+        slots=ints(rows.slots),
+        sequence=ints(rows.sequence),
+        prefix=ints(rows.prefix),
+        path=ints(paths) if deepest else torch.empty((len(rows.tokens), 0), dtype=torch.int32, device=device),
+        path_len=ints([len(path) for path in rows.paths]),
+        block_tables=ints(tables),
+        block_size=block_size,
+        max_len=max(rows.positions, default=-1) + 1,
+    )

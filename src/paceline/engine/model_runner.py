@@ -1,0 +1,102 @@
+"""One flight: draft, one target pass over everything scheduled, verify, compact. Plain decoding is the empty draft."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft, Verdict
+from paceline.engine.batch import Batch
+from paceline.engine.drafting import DrafterSet
+from paceline.engine.layout import Layout, lay_out, slot
+from paceline.engine.sampler import Sampler
+from paceline.models.decoder import Model
+from paceline.models.kv_cache import KVCache
+
+
+@dataclass
+class Flight:
+    """A step under way. Reading its verdict is the step's one copy from the device."""
+
+    layout: Layout
+    draft: Draft
+    verdict: Verdict | None  # None: no row sampled
+    hidden: Tensor | None  # (M, T, H) taps of every row of the pass
+    model_s: float
+
+    def read_verdicts(self) -> dict[int, tuple[list[int], int, list[int]]]:
+        """By span: committed tokens, how many of them were drafted, and the kind of each."""
+        if self.verdict is None:
+            return {}
+        columns = zip(
+            self.layout.sampled,
+            self.verdict.tokens.tolist(),
+            self.verdict.num_accepted.tolist(),
+            self.verdict.kinds.tolist(),
+            strict=True,
+        )
+        return {at: (tokens[: count + 1], count, kinds[: count + 1]) for at, tokens, count, kinds in columns}
+
+    def logprobs(self, span: int) -> list[dict[int, tuple[float, int]]]:
+        """Per committed token: the chosen token's and the most likely tokens' (logprob, rank), as many as asked for."""
+        wanted = self.layout.spans[span].row.sequence.params.logprobs
+        if wanted is None or self.verdict is None or self.verdict.logprobs is None:
+            return []
+        row, logprobs = self.layout.sampled.index(span), self.verdict.logprobs
+        entries = []
+        for at in range(int(self.verdict.num_accepted[row]) + 1):
+            best = zip(logprobs.top_tokens[row, at, :wanted].tolist(), logprobs.top[row, at, :wanted].tolist(), strict=True)
+            entry = {token: (value, rank) for rank, (token, value) in enumerate(best, start=1)}
+            chosen = int(self.verdict.tokens[row, at])
+            entries.append({chosen: (float(logprobs.chosen[row, at]), int(logprobs.rank[row, at]))} | entry)
+        return entries
+
+    def taps(self, span: int, accepted: int) -> Tensor | None:
+        """(count + accepted, T, H): hidden states of the span's tokens and of the accepted path, in order of position."""
+        if self.hidden is None:
+            return None
+        place = self.layout.spans[span]
+        tokens = self.hidden[place.begin : place.nodes]
+        if not accepted or self.verdict is None:
+            return tokens
+        path = self.verdict.path[self.layout.sampled.index(span), :accepted]
+        return torch.cat([tokens, self.hidden[place.nodes + path]])
+
+
+class ModelRunner:
+    def __init__(self, model: Model, cache: KVCache, drafters: DrafterSet, sampler: Sampler) -> None:
+        self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
+        self._caches = cache.layers[: len(model.kv_specs)]
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Flight:
+        draft = self.drafters.propose([row for row in batch.rows if row.samples])
+        layout = lay_out(batch, draft, self.cache.block_size, self.model.device)
+        started = time.perf_counter()
+        output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
+        model_s = time.perf_counter() - started
+        sequences = [layout.spans[index].row.sequence for index in layout.sampled]
+        verdict = self.sampler.verify(sequences, draft, output.logits, layout.logit_row_of) if sequences else None
+        if layout.is_tree and verdict is not None:
+            self._compact(layout, verdict)
+        return Flight(layout, draft, verdict, output.taps, model_s)
+
+    def _compact(self, layout: Layout, verdict: Verdict) -> None:
+        """Move the K/V of accepted paths to where the block table expects them."""
+        source: list[int] = []
+        target: list[int] = []
+        for index, path in zip(layout.sampled, verdict.path.tolist(), strict=True):
+            sequence = layout.spans[index].row.sequence
+            length = len(sequence.tokens)
+            accepted: SequenceOf[int] = [node for node in path if node >= 0]
+            for depth, node in enumerate(accepted):
+                if node != depth:
+                    source.append(slot(sequence, length + node, self.cache.block_size))
+                    target.append(slot(sequence, length + depth, self.cache.block_size))
+        if source:
+            device = self.model.device
+            self.cache.move(torch.tensor(source, device=device), torch.tensor(target, device=device))

@@ -1,0 +1,145 @@
+"""Who computes what in the next step, and what becomes of a step's verdict.
+
+Order of arrival decides everything: who is admitted, who keeps its blocks, who is preempted (the youngest). The oldest
+sequence is never preempted while another runs, and one sequence always fits, so everyone finishes. Preemption forgets
+computed K/V, never tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+
+from paceline.config import EngineConfig
+from paceline.engine.batch import Batch, Row
+from paceline.engine.block_manager import BlockManager
+from paceline.engine.policy import Choice, Policy
+from paceline.sequence import Sequence, Status
+
+
+class Scheduler:
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockManager,
+        policy: Policy,
+        *,
+        recompute_last: bool = False,
+        on_admit: Callable[[Sequence], None] = lambda sequence: None,
+        on_release: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
+        """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps."""
+        self.config, self.blocks, self.policy = config, blocks, policy
+        self.recompute_last = recompute_last
+        self._on_admit, self._on_release = on_admit, on_release
+        self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
+        self._arrivals = itertools.count()
+        self._arrival: dict[str, int] = {}
+        self.waiting: list[Sequence] = []  # both lists in order of arrival
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self._arrival[sequence.key] = next(self._arrivals)
+        self.waiting.append(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def sequences(self) -> Iterator[Sequence]:
+        return itertools.chain(self.running, self.waiting)
+
+    def schedule(self) -> Batch:
+        """Decodes first, so that no long prompt delays them; then prompts, oldest first, with what is left."""
+        batch = Batch()
+        decodes = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
+        prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
+        for done, sequence in enumerate(decodes):
+            self._continue(sequence, batch, reserved=len(decodes) - done - 1)
+        for sequence in prompts:
+            self._continue(sequence, batch)
+        if all(sequence.status is Status.RUNNING for sequence in decodes + prompts):
+            self._admit(batch)  # not in a step that had to preempt: the newcomer would be next
+        return batch
+
+    def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """The sequence leaves and its blocks are free at once; also the way to cancel."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._on_release(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        self.blocks.free(sequence)
+        self._arrival.pop(sequence.key, None)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+
+    def _continue(self, sequence: Sequence, batch: Batch, reserved: int = 0) -> None:
+        """Give the sequence its row, if need be at the cost of younger ones; `reserved` tokens are promised to others."""
+        if sequence.status is not Status.RUNNING:  # preempted earlier in this step
+            return
+        left = self.config.max_num_batched_tokens - batch.num_tokens
+        count = min(sequence.num_uncomputed, left)
+        if count <= 0:
+            return
+        choice = self._draft_budget(sequence, min(left - count - reserved, self._draft_cap - batch.num_drafted))
+        end = sequence.num_computed + count + 1  # one slot more: what the pass commits
+        if not self.blocks.can_allocate(sequence, end + choice.budget):
+            choice = Choice()  # rather give up the draft than another's cache
+        while not self.blocks.can_allocate(sequence, end):
+            victim = self.running[-1]
+            self._preempt(victim, batch)
+            if victim is sequence:
+                return
+        self.blocks.allocate(sequence, end + choice.budget)
+        batch.rows.append(Row(sequence, sequence.num_computed, count, choice.method, choice.budget))
+
+    def _draft_budget(self, sequence: Sequence, left: int) -> Choice:
+        """Never draft past what may be committed: the last token comes from the target itself."""
+        if not sequence.decoding:
+            return Choice()
+        choice = self.policy.choose(sequence)
+        budget = min(choice.budget, sequence.room - 1, left)
+        return Choice(choice.method, budget) if budget > 0 else Choice()
+
+    def _admit(self, batch: Batch) -> None:
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
+            sequence = self.waiting[0]
+            if batch.num_tokens >= self.config.max_num_batched_tokens or self._waits_for_sibling(sequence):
+                return
+            prefix = self.blocks.find_prefix(sequence)
+            # Room for all its tokens, so that it is not preempted at once; alone it always fits.
+            needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
+            if needed > self.blocks.num_free_after(prefix):
+                return
+            self.waiting.pop(0)
+            self._start(sequence, prefix)
+            self._continue(sequence, batch)
+
+    def _start(self, sequence: Sequence, prefix: list[int]) -> None:
+        self.blocks.take_prefix(sequence, prefix)
+        sequence.num_cached = len(prefix) * self.blocks.block_size
+        sequence.num_computed = sequence.num_cached - (1 if self.recompute_last and prefix else 0)
+        if not sequence.num_preemptions:
+            sequence.num_cached_prompt = sequence.num_cached
+        sequence.status = Status.RUNNING
+        bisect.insort(self.running, sequence, key=lambda s: self._arrival[s.key])
+        self._on_admit(sequence)
+
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        """Of n answers to one prompt the first computes it; the others find it in the prefix cache."""
+        return self.blocks.prefix_caching and any(
+            other.request_id == sequence.request_id and other.num_output == 0 and other.num_uncomputed > 1
+            for other in self.running
+        )
+
+    def _preempt(self, sequence: Sequence, batch: Batch) -> None:
+        batch.rows = [row for row in batch.rows if row.sequence is not sequence]
+        self.running.remove(sequence)
+        self._on_release(sequence)
+        self.blocks.free(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_computed = sequence.num_cached = 0
+        sequence.num_preemptions += 1
+        bisect.insort(self.waiting, sequence, key=lambda s: self._arrival[s.key])

@@ -1,0 +1,221 @@
+"""The offline API: a model, prompts in, answers out. Names and shapes as vLLM users know them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline import machine
+from paceline.config import EngineConfig
+from paceline.drafters import method_names
+from paceline.engine.engine import Engine
+from paceline.errors import InvalidParameter, InvalidPrompt
+from paceline.models.hub import Progress, resolve
+from paceline.models.runtime import LoadedModel, load_model
+from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence as Answer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        method: str = "none",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        kv_cache_bytes: int = 2 << 30,
+        prefix_caching: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        if method not in method_names():
+            raise InvalidParameter("method", f"{method!r} is not one of {', '.join(method_names())}")
+        config = EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_bytes=kv_cache_bytes,
+            prefix_caching=prefix_caching,
+        )
+        self.name, self.method = model, method
+        self.note = machine.guard_amx()
+        self.loaded: LoadedModel = load_model(resolve(model, progress), dtype=dtype, device=device, threads=threads)
+        self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
+        self.engine = Engine(self.loaded.decoder, config, tokenizer=self.tokenizer)
+        self.max_model_len = self.engine.max_model_len
+        self.load_s = time.perf_counter() - started
+        self._request_ids = map(str, itertools.count())
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.loaded.dtype).removeprefix("torch.")
+
+    @property
+    def device_name(self) -> str:
+        return self.loaded.decoder.device.type
+
+    @property
+    def kernels_name(self) -> str:
+        return self.loaded.decoder.kernels.name
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete raw prompts (text or token ids), all in one batch; answers come in the order of the prompts."""
+        each = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        return self._run([self._encode(prompt) for prompt in each], _per_prompt(params, len(each)))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several at once, through the model's chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        each: list[Any] = list(messages) if several else [messages]
+        return self._run([self._encode_chat(one) for one in each], _per_prompt(params, len(each)))
+
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Yield the answer as it is committed. Text and token ids are raw; messages go through the chat template.
+
+        Bad input raises here, not at the first chunk. Closing the iterator cancels the request.
+        """
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        request = self._submit(self._encode_chat(prompt) if is_chat else self._encode(prompt), params)
+        return self._chunks(request)
+
+    def _chunks(self, request: _Request) -> Iterator[StreamChunk]:
+        try:
+            while not request.finished:
+                for output in self.engine.step():
+                    if output.sequence.request_id != request.request_id:
+                        continue
+                    request.note_token(output.finished)
+                    yield StreamChunk(
+                        index=output.sequence.index,
+                        text=output.text,
+                        token_ids=output.tokens,
+                        finish_reason=output.sequence.finish_reason,
+                        output=request.output(self) if request.finished else None,
+                    )
+        finally:
+            self.engine.cancel(request.request_id)
+
+    def _run(self, prompts: list[_Encoded], params: list[SamplingParams | None]) -> list[RequestOutput]:
+        requests: dict[str, _Request] = {}
+        try:
+            for prompt, param in zip(prompts, params, strict=True):
+                request = self._submit(prompt, param)
+                requests[request.request_id] = request
+            while not all(request.finished for request in requests.values()):
+                for output in self.engine.step():
+                    if output.sequence.request_id in requests:
+                        requests[output.sequence.request_id].note_token(output.finished)
+        finally:  # an error or Ctrl-C leaves nothing running
+            for request_id in requests:
+                self.engine.cancel(request_id)
+        return [request.output(self) for request in requests.values()]
+
+    def _submit(self, prompt: _Encoded, params: SamplingParams | None) -> _Request:
+        resolved = (params or SamplingParams()).resolve(self.loaded.generation_defaults)
+        request_id = next(self._request_ids)
+        answers = self.engine.add_request(request_id, prompt.tokens, resolved)
+        return _Request(request_id, prompt, answers)
+
+    def _encode(self, prompt: Any) -> _Encoded:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidPrompt("the prompt is empty; give at least one character")
+            return _Encoded(prompt, self.tokenizer.encode(prompt))
+        if not all(isinstance(token, int) for token in prompt):
+            raise InvalidPrompt("a prompt is text or a list of token ids; for messages use chat()")
+        return _Encoded(None, list(prompt))
+
+    def _encode_chat(self, messages: Any) -> _Encoded:
+        if not messages:
+            raise InvalidPrompt("the conversation is empty; give at least one message")
+        last = messages[-1]
+        if isinstance(last, Mapping) and not last.get("content"):
+            raise InvalidPrompt("the last message is empty; give it some content")
+        text = self.tokenizer.render_chat(messages)
+        return _Encoded(text, self.tokenizer.encode(text, add_special_tokens=False))
+
+
+class _Encoded:
+    def __init__(self, text: str | None, tokens: list[int]) -> None:
+        self.text, self.tokens = text, tokens
+
+
+class _Request:
+    """A prompt and its n answers, with the times that matter."""
+
+    def __init__(self, request_id: str, prompt: _Encoded, answers: list[Answer]) -> None:
+        self.request_id, self._prompt, self._answers = request_id, prompt, answers
+        self._metrics = RequestMetrics(arrival_time=time.perf_counter())
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finished for answer in self._answers)
+
+    def note_token(self, finished: bool) -> None:
+        now = time.perf_counter()
+        if self._metrics.first_token_time is None:
+            self._metrics.first_token_time = now
+        if finished:
+            self._metrics.finished_time = now
+
+    def output(self, llm: LLM) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt.tokens,
+            outputs=[_completion(answer, llm) for answer in self._answers],
+            finished=self.finished,
+            metrics=self._metrics,
+            num_cached_tokens=max(answer.num_cached_prompt for answer in self._answers),
+        )
+
+
+def _completion(answer: Answer, llm: LLM) -> CompletionOutput:
+    logprobs = None
+    if answer.logprobs is not None:
+        logprobs = [
+            {token: Logprob(value, rank, llm.tokenizer.token_text(token)) for token, (value, rank) in entry.items()}
+            for entry in answer.logprobs
+        ]
+    return CompletionOutput(
+        index=answer.index,
+        text=answer.text,
+        token_ids=answer.output_tokens,
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+        logprobs=logprobs,
+        speculation=answer.stats,
+    )
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidParameter("params", f"{len(params)} sampling parameters for {count} prompts; give one or as many")
+    return list(params)

@@ -1,0 +1,67 @@
+"""From a path to a model ready to run: where, in what precision, with how many threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config import ModelConfig
+from paceline.errors import DeviceError, InvalidParameter
+from paceline.machine import usable_cores
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import kernels_for
+from paceline.models.loader import load_config, load_generation_defaults, load_weights
+from paceline.tokenizer import Tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    config: ModelConfig
+    decoder: Decoder
+    tokenizer: Tokenizer
+    dtype: torch.dtype  # how the weights are stored
+    generation_defaults: dict[str, Any]
+
+
+def load_model(path: Path, *, dtype: str = "auto", device: str = "auto", threads: int | None = None) -> LoadedModel:
+    place = choose_device(device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    set_threads(threads)
+    config = load_config(path)
+    weights = load_weights(path, config)
+    stored = choose_dtype(dtype, weights["model.embed_tokens.weight"].dtype, place)
+    try:
+        decoder = Decoder(config, weights, kernels_for(place), device=place, dtype=stored)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise DeviceError(f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16") from error
+    return LoadedModel(config, decoder, Tokenizer.from_path(path), stored, load_generation_defaults(path))
+
+
+def choose_device(name: str) -> torch.device:
+    if name not in DEVICES:
+        raise InvalidParameter("device", f"{name!r} is not one of {', '.join(DEVICES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device cuda was asked for, but torch sees no CUDA GPU; use --device cpu or run `paceline doctor`")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(name: str, in_file: torch.dtype, device: torch.device) -> torch.dtype:
+    """auto: bf16 weights stay bf16 (the same function at half the bytes), others are fp32 on CPU and bf16 on a GPU."""
+    if name != "auto":
+        return DTYPES[name]
+    return torch.bfloat16 if device.type == "cuda" or in_file == torch.bfloat16 else torch.float32
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is not None and threads < 1:
+        raise InvalidParameter("threads", f"must be at least 1, got {threads}")
+    torch.set_num_threads(threads or usable_cores())

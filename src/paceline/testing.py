@@ -1,0 +1,95 @@
+"""Toys with known distributions, for tests of whatever holds or verifies a cache.
+
+`HashModel` is a target whose next-token logits are a hash of the whole context *as read back through the cache*: any slip in
+block tables, slots, compaction, sharing or rollback changes every later token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.models.decoder import ModelOutput
+from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.plan import PassPlan
+
+HIDDEN = 4
+
+
+def toy_config(vocab_size: int = 11, max_positions: int = 256, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=vocab_size,
+        hidden_size=HIDDEN,
+        intermediate_size=4,
+        num_layers=2,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        max_positions=max_positions,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def context_logits(context: SequenceOf[int], vocab_size: int, salt: str = "") -> list[float]:
+    """What `HashModel` says after `context`: normal noise seeded by a hash of every token."""
+    return _noise(context, salt).normal(scale=2.0, size=vocab_size).tolist()
+
+
+def context_hidden(context: SequenceOf[int], tap: int) -> list[float]:
+    return _noise(context, f"tap {tap}").normal(size=HIDDEN).tolist()
+
+
+def _noise(context: SequenceOf[int], salt: str) -> np.random.Generator:
+    digest = hashlib.blake2b(repr((list(context), salt)).encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little"))
+
+
+class HashModel:
+    """Two layers that each store (token, position) in K and V; both must agree when read back."""
+
+    def __init__(self, config: ModelConfig | None = None) -> None:
+        self.config = config or toy_config()
+        self.kv_specs = (KVSpec(num_kv_heads=1, head_dim=1),) * 2
+        self.device = torch.device("cpu")
+        self.cache_dtype = torch.float64
+        self.num_passes = 0
+        self.rows_per_pass: list[int] = []
+
+    def forward(
+        self, tokens: Tensor, plan: PassPlan, caches: SequenceOf[LayerCache], logit_rows: Tensor, taps: SequenceOf[int] = ()
+    ) -> ModelOutput:
+        self.num_passes += 1
+        self.rows_per_pass.append(len(tokens))
+        for token, position, slot in zip(tokens.tolist(), plan.positions.tolist(), plan.slots.tolist(), strict=True):
+            if slot >= 0:
+                for cache in caches:
+                    cache.k[slot], cache.v[slot] = token, position
+        contexts = [read_context(plan, caches, row) for row in range(len(tokens))]
+        for context, token in zip(contexts, tokens.tolist(), strict=True):
+            assert context[-1] == token, "a row does not see itself last"
+        logits = [context_logits(contexts[row], self.config.vocab_size) for row in logit_rows.tolist()]
+        hidden = [[context_hidden(context, tap) for tap in taps] for context in contexts] if taps else None
+        return ModelOutput(
+            torch.tensor(logits, dtype=torch.float32).view(len(logits), self.config.vocab_size),
+            None if hidden is None else torch.tensor(hidden),
+        )
+
+
+def read_context(plan: PassPlan, caches: SequenceOf[LayerCache], row: int) -> list[int]:
+    """The tokens a row sees, read from the cache the way a kernel would."""
+    table = plan.block_tables[int(plan.sequence[row])].tolist()
+    slots = [table[at // plan.block_size] * plan.block_size + at % plan.block_size for at in range(int(plan.prefix[row]))]
+    slots += plan.path[row, : int(plan.path_len[row])].tolist()
+    assert len(slots) == int(plan.positions[row]) + 1
+    assert min(slots) >= 0, "a row reads a slot it does not own"
+    for cache in caches:
+        assert cache.v[slots].flatten().tolist() == list(range(len(slots))), "positions are not in order"
+    first, *others = [cache.k[slots].flatten().tolist() for cache in caches]
+    assert all(other == first for other in others), "layers disagree"
+    return [int(token) for token in first]

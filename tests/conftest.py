@@ -1,0 +1,21 @@
+"""Fixtures every test may use. The real model is fetched once into the user's cache, as a newcomer's first run would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    from paceline.models.hub import resolve
+
+    return resolve("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path):
+    from paceline import LLM
+
+    return LLM(str(smollm2_path), dtype="float32", device="cpu")
