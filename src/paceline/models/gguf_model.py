@@ -179,7 +179,7 @@ class _Fields:
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise BrokenModel(f"{self.file.path}: {self.prefix}.{key} must be a positive number, found {value!r}")
-        return float(value)
+        return float(str(np.float32(value)))  # stored as float32: 1e-05, not 9.999999747378752e-06
 
     def _value(self, key: str, default: float | None) -> Any:
         value = self.file.metadata.get(f"{self.prefix}.{key}", default)

