@@ -1,16 +1,18 @@
 """The hardware seam: the few operations a decoder is made of. Nothing above this file asks what device it runs on.
 
-`TorchKernels` works everywhere and is the reference. `NativeKernels` (CPU) keeps one reduction order for every row, so a
-row's bits do not depend on what shares its pass, and reads packed weights at the speed of memory.
+`TorchKernels` works everywhere and is the reference. `NativeKernels` (CPU) keeps one reduction order for every row, so
+a row's bits do not depend on what shares its pass, and reads packed weights at the speed of memory.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.errors import DeviceError, InvalidParameter
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
@@ -37,7 +39,7 @@ class Kernels(Protocol):
         self,
         qkv: Tensor,  # (M, (Hq + 2 Hkv) * D), may be overwritten
         plan: PassPlan,
-        cos: Tensor,  # (max_positions, D / 2), fp32; halves rotate against each other (x1 cos - x2 sin, x2 cos + x1 sin)
+        cos: Tensor,  # (max_positions, D / 2), fp32; halves rotate as a pair (x1 cos - x2 sin, x2 cos + x1 sin)
         sin: Tensor,
         cache: LayerCache,
         q_norm: Tensor | None,  # (D,) RMSNorm over each head before RoPE (Qwen3)
@@ -54,10 +56,18 @@ class Kernels(Protocol):
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """The best kernels this machine can run."""
-    from paceline.models.native_kernels import NativeKernels, load_library
+    """The best kernels this machine can run, or those PACELINE_KERNELS (auto, native, torch) asks for."""
+    from paceline.models.native_kernels import NativeKernels, library_status, load_library
     from paceline.models.torch_kernels import TorchKernels
 
-    if device.type == "cpu" and (library := load_library()) is not None:
-        return NativeKernels(library)
+    choice = os.environ.get("PACELINE_KERNELS", "") or "auto"
+    if choice not in ("auto", "native", "torch"):
+        raise InvalidParameter("PACELINE_KERNELS", f"{choice!r} is not one of auto, native, torch")
+    if choice == "native" and device.type != "cpu":
+        raise DeviceError(f"PACELINE_KERNELS=native runs on cpu only, not on {device}; unset it")
+    if choice != "torch" and device.type == "cpu":
+        if (library := load_library()) is not None:
+            return NativeKernels(library)
+        if choice == "native":
+            raise DeviceError(f"PACELINE_KERNELS=native: {library_status()}")
     return TorchKernels()

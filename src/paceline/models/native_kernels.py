@@ -1,0 +1,267 @@
+"""CPU kernels of our own, from native/kernels.cpp: a row's bits do not depend on the rows or threads beside it.
+
+The libraries are plain C, opened by path. They are compiled for OpenMP but linked to no runtime: the one torch has
+already loaded serves both, so there is one pool of threads and `torch.set_num_threads` governs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_long, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, get_num_threads
+
+from paceline.errors import DeviceError
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import PassPlan
+
+VARIANTS = ("avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
+
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "panel_width": (c_long, []),
+    "pack_f32": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
+    "pack_bf16": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
+    "linear_f32": (None, [c_void_p] * 4 + [c_long] * 3 + [c_int]),
+    "linear_bf16": (None, [c_void_p] * 4 + [c_long] * 3 + [c_int]),
+    "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int]),
+    "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
+    "rope_and_store": (c_int, [c_void_p] * 10 + [c_long] * 6 + [c_float, c_int]),
+    "attention": (c_int, [c_void_p] * 9 + [c_long] * 9 + [c_float, c_int]),
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    variant: str
+    path: Path
+    handle: ctypes.CDLL
+
+    def function(self, name: str) -> Callable[..., Any]:
+        function = self.handle[f"paceline_{name}"]
+        function.restype, function.argtypes = _SIGNATURES[name]
+        return function
+
+
+def load_library() -> Library | None:
+    """The library for this processor, or None; `library_status` says why."""
+    return _best_library()[0]
+
+
+def library_status() -> str:
+    """One line for `paceline doctor`."""
+    return _best_library()[1]
+
+
+def runnable_variants() -> tuple[str, ...]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    return VARIANTS[{"AVX512": 0, "AVX2": 1}.get(capability, 2) :]
+
+
+@functools.cache
+def _best_library() -> tuple[Library | None, str]:
+    problems = []
+    for variant in runnable_variants():
+        try:
+            library = open_library(variant)
+        except OSError as error:
+            problems.append(str(error))
+        else:
+            return library, f"native-{variant} ({library.path.name})"
+    return None, f"no native kernels: {problems[0]}"
+
+
+@functools.cache
+def open_library(variant: str) -> Library:
+    """Raises OSError when the file is missing or finds no OpenMP runtime in the process."""
+    path = Path(__file__).parent / "native" / f"kernels_{variant}.so"
+    if not path.exists():
+        raise OSError(f"{path.name} was not built (installing paceline where there is a C++ compiler builds it)")
+    for runtime in _openmp_runtimes():
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # loaded already: this lets our library see its symbols
+    return Library(variant, path, ctypes.CDLL(str(path)))
+
+
+def _openmp_runtimes() -> list[str]:
+    """The runtime torch brought into this process; where its folders hold none, any that is loaded."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:  # not Linux: the library was built without OpenMP
+        return []
+    mapped = {line[line.index("/") :] for line in maps.splitlines() if "/" in line}
+    loaded = sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
+    packages = Path(torch.__file__).parents[1]
+    own = [path for path in loaded if path.startswith((f"{packages}/torch/", f"{packages}/torch.libs/"))]
+    return own or loaded
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """The pointers are looked up once; the tensors they point into are kept alive here."""
+
+    panels: Tensor  # (ceil(N / width), K, width), fp32 or bf16, zero beyond column N
+    bias: Tensor | None  # (N,) fp32
+    n: int
+    k: int
+    linear: Callable[..., Any]
+    panels_ptr: int
+    bias_ptr: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class NativeKernels:
+    exact = True
+
+    def __init__(self, library: Library) -> None:
+        self.name = f"native-{library.variant}"
+        self._width: int = library.function("panel_width")()
+        self._pack = {torch.float32: library.function("pack_f32"), torch.bfloat16: library.function("pack_bf16")}
+        self._linear = {torch.float32: library.function("linear_f32"), torch.bfloat16: library.function("linear_bf16")}
+        self._rms_norm = library.function("rms_norm")
+        self._silu_mul = library.function("silu_mul")
+        self._rope_and_store = library.function("rope_and_store")
+        self._attention = library.function("attention")
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        """bf16 weights stay bf16 in memory; everything else is stored as fp32."""
+        dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        weight = weight.detach().to("cpu", dtype).contiguous()
+        n, k = weight.shape
+        panels = torch.empty((-(-n // self._width), k, self._width), dtype=dtype)
+        self._pack[dtype](weight.data_ptr(), panels.data_ptr(), n, k, get_num_threads())
+        bias = None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()
+        bias_ptr = None if bias is None else bias.data_ptr()
+        return PackedWeight(panels, bias, n, k, self._linear[dtype], panels.data_ptr(), bias_ptr)
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        rows, k = x.shape
+        if k != weight.k:
+            raise ValueError(f"a linear layer of {weight.k} inputs was given {k}")
+        x = _fp32(x)
+        out = x.new_empty((rows, weight.n))
+        weight.linear(
+            x.data_ptr(), weight.panels_ptr, weight.bias_ptr, out.data_ptr(), rows, k, weight.n, get_num_threads()
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = _fp32(x), _fp32(weight)
+        rows, hidden = x.shape
+        out = torch.empty_like(x)
+        self._rms_norm(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), rows, hidden, eps, get_num_threads())
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = _fp32(x), _fp32(weight)
+        _check_in_place(residual)
+        rows, hidden = x.shape
+        out = torch.empty_like(x)
+        self._rms_norm(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, hidden, eps, get_num_threads()
+        )
+        return out
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        plan: PassPlan,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        qkv = _fp32(qkv)
+        rows, width = qkv.shape
+        num_slots, kv_heads, dim = _check_in_place(cache.k)
+        _check_in_place(cache.v)
+        q_heads = width // dim - 2 * kv_heads
+        q = qkv.new_empty((rows, q_heads, dim))
+        cos, sin = _fp32(cos), _fp32(sin)
+        q_norm, k_norm = (None if norm is None else _fp32(norm) for norm in (q_norm, k_norm))
+        status = self._rope_and_store(
+            qkv.data_ptr(),
+            plan.positions.data_ptr(),
+            plan.slots.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            q.data_ptr(),
+            rows,
+            q_heads,
+            kv_heads,
+            dim,
+            cos.shape[0],
+            num_slots,
+            eps,
+            get_num_threads(),
+        )
+        if status:
+            raise IndexError("the plan names a position outside the rotary tables or a slot outside the cache")
+        return q
+
+    def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+        q = _fp32(q)
+        rows, q_heads, dim = q.shape
+        num_slots, kv_heads, _ = _check_in_place(cache.k)
+        _check_in_place(cache.v)
+        out = q.new_empty((rows, q_heads * dim))
+        status = self._attention(
+            q.data_ptr(),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            plan.positions.data_ptr(),
+            plan.sequence.data_ptr(),
+            plan.prefix.data_ptr(),
+            plan.path.data_ptr(),
+            plan.block_tables.data_ptr(),
+            out.data_ptr(),
+            rows,
+            q_heads,
+            kv_heads,
+            dim,
+            plan.path.shape[1],
+            plan.block_tables.shape[1],
+            plan.block_size,
+            num_slots,
+            window or 0,
+            scale,
+            get_num_threads(),
+        )
+        if status == 1:
+            raise DeviceError("not enough memory for attention; use a shorter context or fewer sequences at once")
+        if status:
+            raise IndexError("the plan reads a slot outside the cache")
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = _fp32(gate_up)
+        rows, width = gate_up.shape
+        out = gate_up.new_empty((rows, width // 2))
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, get_num_threads())
+        return out
+
+
+def _fp32(x: Tensor) -> Tensor:
+    if x.dtype is not torch.float32:
+        raise TypeError(f"native kernels compute in float32, not {x.dtype}")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _check_in_place(x: Tensor) -> torch.Size:
+    """What is written through its pointer must be what the caller holds."""
+    if x.dtype is not torch.float32 or not x.is_contiguous():
+        raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
+    return x.shape

@@ -1,0 +1,124 @@
+"""The reference kernels: plain torch, any device, any float dtype, the oracle the others are tested against.
+
+Sums are taken in fp32 at least. torch's products may round differently for different numbers of rows, so these are
+lossless in distribution but not bit-exact across passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import PassPlan
+
+GATHER_LIMIT = 1 << 24  # elements of K copied at once; more rows than fit take turns
+
+
+@dataclass(frozen=True)
+class TorchWeight:
+    weight: Tensor  # (N, K)
+    bias: Tensor | None  # (N,)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class TorchKernels:
+    name = "torch"
+    exact = False
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> TorchWeight:
+        """On CPU half-precision weights are widened: activations are fp32 there."""
+        dtype = torch.float32 if weight.device.type == "cpu" and _is_half(weight.dtype) else weight.dtype
+        return TorchWeight(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+
+    def linear(self, x: Tensor, weight: TorchWeight) -> Tensor:
+        return F.linear(x, weight.weight, weight.bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _widen(x)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        plan: PassPlan,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        _, kv_heads, dim = cache.k.shape
+        heads = qkv.view(len(qkv), -1, dim)
+        q, k, v = torch.tensor_split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], dim=1)
+        q = q if q_norm is None else self.rms_norm(q, q_norm, eps)
+        k = k if k_norm is None else self.rms_norm(k, k_norm, eps)
+        cos, sin = cos[plan.positions][:, None], sin[plan.positions][:, None]  # (M, 1, D / 2)
+
+        # A row with slot -1 writes back what its slot holds: no branch on a device value, no two rows on one slot.
+        own = _slots_of(plan, plan.positions[:, None])[:, 0]
+        writes = (plan.slots >= 0)[:, None, None]
+        target = torch.where(plan.slots >= 0, plan.slots, own).long()
+        cache.k[target] = torch.where(writes, _rotate(k, cos, sin).to(cache.k.dtype), cache.k[target])
+        cache.v[target] = torch.where(writes, v.to(cache.v.dtype), cache.v[target])
+        return _rotate(q, cos, sin)
+
+    def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+        seen = plan.max_len if window is None else min(plan.max_len, window)
+        step = max(1, GATHER_LIMIT // (seen * cache.k[0].numel()))
+        turns = [torch.arange(at, min(at + step, len(q)), device=q.device) for at in range(0, len(q), step)]
+        done = [self._attend(q[rows], plan, cache, scale, seen, rows) for rows in turns]
+        return torch.cat(done) if done else q.flatten(1)
+
+    def _attend(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, seen: int, rows: Tensor) -> Tensor:
+        """The last `seen` positions of each row, gathered and padded with the row's own, which any row may read."""
+        last = plan.positions[rows][:, None]
+        positions = (last - (seen - 1)).clamp(min=0) + torch.arange(seen, device=q.device)  # (R, seen)
+        visible = positions <= last
+        slots = _slots_of(plan, positions.minimum(last), rows).long()
+        keys, values = (_widen(t[slots]).transpose(1, 2) for t in (cache.k, cache.v))  # (R, Hkv, seen, D)
+        grouped = _widen(q).view(len(q), keys.shape[1], -1, q.shape[2])  # (R, Hkv, G, D)
+        scores = (grouped * scale) @ keys.transpose(2, 3)
+        weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
+        return (weights @ values).flatten(1).to(q.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def _slots_of(plan: PassPlan, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+    """The slots rows (all of them, or `rows`) read logical `positions` (R, T) from."""
+    rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
+    blocks = (positions // plan.block_size).clamp(max=plan.block_tables.shape[1] - 1)
+    paged = plan.block_tables[plan.sequence[rows][:, None], blocks] * plan.block_size + positions % plan.block_size
+    if plan.path.shape[1] == 0:
+        return paged
+    ahead = positions - plan.prefix[rows][:, None]
+    along_path = plan.path[rows].gather(1, ahead.clamp(0, plan.path.shape[1] - 1).long())
+    return torch.where(ahead < 0, paged, along_path)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = _widen(x).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.float() if _is_half(x.dtype) else x
