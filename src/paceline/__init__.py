@@ -1,0 +1,39 @@
+"""Language models that answer several times sooner without changing what they say.
+
+`from paceline import LLM, SamplingParams` is the whole public API. The names are looked up on first use, so that
+importing the package, and with it `paceline --help`, does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.errors import PacelineError
+    from paceline.llm import LLM
+    from paceline.outputs import CompletionOutput, RequestOutput
+    from paceline.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "PacelineError", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOME = {
+    "LLM": "paceline.llm",
+    "SamplingParams": "paceline.sampling_params",
+    "PacelineError": "paceline.errors",
+    "RequestOutput": "paceline.outputs",
+    "CompletionOutput": "paceline.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

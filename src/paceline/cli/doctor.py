@@ -1,0 +1,164 @@
+"""`paceline doctor`: what this machine is, what paceline will use on it, and what is wrong. It downloads nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline import __version__, machine
+from paceline.cli.output import human_bytes, one_line, print_json
+from paceline.errors import CacheFolderError
+
+LITTLE_MEMORY = 1 << 30  # torch, the default model in fp32 and a small cache
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`fatal` is what keeps every model from running; only that makes the exit code 1."""
+
+    problem: str
+    advice: str
+    fatal: bool = False
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> int:
+    """Say what this machine is, what will be used, and what is wrong."""
+    report = examine()
+    if json:
+        print_json(report)
+    else:
+        print("\n".join(render(report)))
+    return 1 if any(finding["fatal"] for finding in report["findings"]) else 0
+
+
+def examine() -> dict[str, Any]:
+    findings: list[Finding] = []
+    this = this_machine()
+    if 0 < this["memory_available"] < LITTLE_MEMORY:
+        free = human_bytes(this["memory_available"])
+        findings.append(Finding(f"only {free} of memory is free", "close something, or raise the container's limit"))
+    cache = cache_folder(findings)
+    if note := machine.guard_amx(Path(cache["path"]) if cache["path"] else None):  # before torch computes anything
+        findings.append(Finding(note, "nothing to do, paceline sees to it at every start"))
+    torch = torch_build(findings)
+    return {
+        "paceline": __version__,
+        "machine": this,
+        "torch": torch,
+        "use": None if torch is None else choices(findings),
+        "cache": cache,
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def this_machine() -> dict[str, Any]:
+    cpuinfo, memory = machine.read_cpuinfo(), machine.memory()
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "cpu": machine.cpu_name(cpuinfo),
+        "architecture": platform.machine(),
+        "isa": machine.isa(cpuinfo),
+        "cores": os.cpu_count() or 1,
+        "usable_cores": machine.usable_cores(),
+        "memory_total": memory.total,
+        "memory_available": memory.available,
+    }
+
+
+def cache_folder(findings: list[Finding]) -> dict[str, Any]:
+    from paceline.models import hub
+
+    try:
+        home, names = hub.cache_home(), [model.name for model in hub.cached_models()]
+    except CacheFolderError as error:
+        findings.append(Finding(one_line(error), "nothing can be pulled until then", fatal=True))
+        return {"path": None, "writable": False, "models": []}
+    problem = _why_unwritable(home)
+    if problem is not None:
+        advice = "make it writable, or set PACELINE_HOME to a folder that is"
+        findings.append(Finding(f"the cache folder {home} cannot be written: {problem}", advice, fatal=not names))
+    elif not names:
+        findings.append(Finding("no model is cached yet", "paceline pull smollm2 fetches the default one"))
+    return {"path": str(home), "writable": problem is None, "models": names}
+
+
+def _why_unwritable(folder: Path) -> str | None:
+    """Tried out rather than asked: permissions do not know about read-only mounts. Leaves nothing behind."""
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
+    try:
+        import torch
+    except Exception as error:  # a broken build raises OSError as well as ImportError
+        findings.append(Finding(f"torch cannot be imported: {one_line(error)}", "install it again", fatal=True))
+        return None
+    gpus = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append({"name": properties.name, "memory": properties.total_memory})
+    return {"version": str(torch.__version__), "cuda": torch.version.cuda, "gpus": gpus}
+
+
+def choices(findings: list[Finding]) -> dict[str, Any]:
+    """What `auto` stands for here."""
+    from paceline.models.kernels import kernels_for
+    from paceline.models.native_kernels import library_status
+    from paceline.models.runtime import choose_device
+
+    device = choose_device("auto")
+    kernels = kernels_for(device)
+    status = library_status()
+    if device.type == "cpu" and not kernels.exact:
+        advice = "install paceline again where there is a C++ compiler; plain torch works, slower and not bit for bit"
+        findings.append(Finding(status, advice))
+    return {
+        "device": device.type,
+        "dtype": "as stored" if device.type == "cpu" else "bfloat16",
+        "threads": machine.usable_cores(),
+        "kernels": kernels.name,
+        "kernels_status": status,
+        "numerics": "exact" if kernels.exact else "fast",
+    }
+
+
+def render(report: dict[str, Any]) -> list[str]:
+    this, torch, use, cache = report["machine"], report["torch"], report["use"], report["cache"]
+    lines = [
+        f"paceline {report['paceline']}, Python {this['python']}, {this['system']}",
+        f"  cpu      {this['cpu']} ({this['architecture']}: {' '.join(this['isa']) or 'no vector extension known'})",
+        f"  cores    {this['usable_cores']} usable of {this['cores']}",
+        f"  memory   {human_bytes(this['memory_available'])} free of {human_bytes(this['memory_total'])}",
+    ]
+    if torch is not None:
+        gpus = ", ".join(f"{gpu['name']} ({human_bytes(gpu['memory'])})" for gpu in torch["gpus"])
+        lines += [f"  gpu      {gpus or 'none'}", f"  torch    {torch['version']}"]
+    lines.append(f"  cache    {cache['path']} ({', '.join(cache['models']) or 'empty'})")
+    if use is not None:
+        lines += [
+            "will use",
+            f"  device   {use['device']}, weights {use['dtype']}, {use['threads']} threads",
+            f"  kernels  {use['kernels_status'] if use['device'] == 'cpu' else use['kernels']}",
+            f"  numerics {use['numerics']}",
+        ]
+    if not report["findings"]:
+        return [*lines, "nothing is wrong"]
+    lines.append("findings")
+    for finding in report["findings"]:
+        lines.append(f"  {'✗' if finding['fatal'] else '!'} {finding['problem']} → {finding['advice']}")
+    return lines

@@ -1,0 +1,180 @@
+"""`paceline generate`: one prompt, streamed as it is committed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.options import RunOptions, with_options
+from paceline.cli.output import Interrupted, Tally, print_json, print_json_error, print_note, result_object, write
+from paceline.cli.progress import progress
+from paceline.errors import InvalidPrompt
+from paceline.outputs import StreamChunk
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.sampling_params import SamplingParams
+
+Request = str | list[dict[str, Any]]  # raw text, or messages for the chat template
+
+
+@with_options
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.", metavar="PROMPT")],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
+    n: Annotated[int, typer.Option("--n", help="How many answers.")] = 1,
+    *,
+    options: RunOptions,
+) -> int:
+    """Answer one prompt."""
+    if raw and options.system is not None:
+        raise typer.BadParameter(
+            "a system message needs the chat template, which --raw leaves out", param_hint="--system"
+        )
+    refuse_unseen_logprobs(options)
+    text = read_prompt(prompt)
+    params = options.sampling_params(n=n)
+    request: Request = text if raw else messages(options.system, text)
+    tally = None
+    try:
+        llm = load_llm(options)
+        tally = Tally(llm.method)
+        answer(llm, request, params, tally, quiet=options.json)
+    except KeyboardInterrupt:
+        return interrupted(tally, options.json)
+    if options.json:
+        print_json(result_object(llm, tally, options.logprobs))
+    else:
+        print_note(tally.line())
+    return 0
+
+
+def refuse_unseen_logprobs(options: RunOptions) -> None:
+    if options.logprobs is not None and not options.json:
+        raise typer.BadParameter("log-probabilities are shown with --json only", param_hint="--logprobs")
+
+
+def read_prompt(argument: str) -> str:
+    """The argument, or stdin without its last newline."""
+    try:
+        text = sys.stdin.buffer.read().decode() if argument == "-" else argument
+        text.encode()  # an argument's undecodable bytes arrive as surrogates
+    except UnicodeError:
+        raise InvalidPrompt("the prompt is not UTF-8 text") from None
+    if argument == "-":
+        text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise InvalidPrompt("the prompt is empty: give some text, or - to read it from stdin")
+    return text
+
+
+def messages(system: str | None, text: str) -> list[dict[str, Any]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def load_llm(options: RunOptions) -> LLM:
+    """The seam to the engine, and the first moment torch is imported."""
+    with progress(plain=False) as report:
+        if report is not None:
+            report(f"loading {options.model}", 0, None)
+        from paceline.llm import LLM
+
+        llm = LLM(
+            options.model,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.threads,
+            method=options.method,
+            max_model_len=options.max_model_len,
+            progress=report,
+        )
+    if llm.note and sys.stderr.isatty():
+        print_note(llm.note)
+    return llm
+
+
+def answer(
+    llm: LLM,
+    request: Request,
+    params: SamplingParams,
+    tally: Tally,
+    *,
+    quiet: bool,
+    after_chunk: Callable[[], None] | None = None,
+) -> None:
+    """Run one request to its end, keeping the tally. A single answer is printed as it comes."""
+    printer = None if quiet else AnswerPrinter(params.n)
+    try:
+        with closing(llm.stream(request, params)) as chunks:
+            for chunk in chunks:
+                tally.add(chunk)
+                if printer is not None:
+                    printer.add(chunk)
+                if after_chunk is not None:
+                    after_chunk()
+    finally:
+        if printer is not None:
+            printer.end()
+
+
+@contextmanager
+def closing(chunks: Iterator[StreamChunk]) -> Iterator[Iterator[StreamChunk]]:
+    """Closing the iterator is what cancels the request."""
+    try:
+        yield chunks
+    finally:
+        if close := getattr(chunks, "close", None):
+            close()
+
+
+class AnswerPrinter:
+    """One answer streams; several are printed whole, in their order, each as soon as those before it are there."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.pending: dict[int, list[str]] = {}
+        self.finished: set[int] = set()
+        self.printed = 0
+        self.at_line_start = True
+
+    def add(self, chunk: StreamChunk) -> None:
+        if self.n == 1:
+            self._write(chunk.text)
+            return
+        self.pending.setdefault(chunk.index, []).append(chunk.text)
+        if chunk.finish_reason is not None:
+            self.finished.add(chunk.index)
+        while self.printed in self.finished:
+            self._heading_and_text(self.printed)
+
+    def end(self) -> None:
+        """Also after an interruption: what there is of the remaining answers stays."""
+        for index in sorted(i for i in self.pending if i >= self.printed):
+            self._heading_and_text(index)
+        if not self.at_line_start:
+            self._write("\n")
+
+    def _heading_and_text(self, index: int) -> None:
+        if not self.at_line_start:
+            self._write("\n")
+        self._write(f"── {index + 1} of {self.n} ──\n" + "".join(self.pending.pop(index)))
+        self.printed = index + 1
+
+    def _write(self, text: str) -> None:
+        if text:
+            self.at_line_start = text.endswith("\n")  # first: Ctrl-C may come while it is written
+            write(text)
+
+
+def interrupted(tally: Tally | None, as_json: bool) -> int:
+    what = "interrupted" if tally is None else f"interrupted after {tally.line()}"
+    if as_json:
+        print_json_error(Interrupted(what))
+    else:
+        print_note(what)
+    return 130

@@ -1,0 +1,53 @@
+"""`paceline pull` and `paceline models`: what lies in the cache."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paceline.cli.output import human_bytes, print_json, print_note
+from paceline.cli.progress import progress
+
+
+def pull(
+    name: Annotated[str, typer.Argument(help="Alias (smollm2) or hub id.", metavar="NAME")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Fetch a model into the cache."""
+    from paceline.models import hub
+
+    with progress(plain=not json) as report:
+        path = hub.resolve(name, progress=report)
+    if json:
+        print_json({"name": name, "path": str(path)})
+    else:
+        print(f"{name} is ready: {path}")
+
+
+def models(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """List the models in the cache."""
+    from paceline.models import hub
+
+    found = hub.cached_models()
+    if json:
+        rows = [
+            {"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source, "format": m.format}
+            for m in found
+        ]
+        print_json({"cache": str(hub.cache_home()), "models": rows})
+        return
+    if not found:
+        print_note(f"no models in {hub.cache_home()} yet: paceline pull smollm2 fetches the default one")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("model", "size", "format", "source", "path"):
+        table.add_column(heading, justify="right" if heading == "size" else "left", overflow="fold")
+    for m in found:
+        table.add_row(m.name, human_bytes(m.bytes), m.format, m.source, str(m.path))
+    Console(highlight=False).print(table)

@@ -1,0 +1,377 @@
+"""The command line over a fake engine: what goes where, exit codes, the JSON object, interruptions."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_llm
+import pytest
+from fake_llm import FakeLLM
+from typer.testing import CliRunner
+
+from paceline import __version__
+from paceline.cli.app import app, run
+
+FAKE = [sys.executable, str(Path(fake_llm.__file__))]
+RESULT_KEYS = {"model", "method", "choices", "usage", "timing", "speculation"}
+CHOICE_KEYS = {"index", "text", "token_ids", "finish_reason", "logprobs"}
+SPECULATION_KEYS = {
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "drafted_per_position",
+    "accepted_per_position",
+}
+
+
+@pytest.fixture(autouse=True)
+def _fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paceline.llm", fake_llm.module())
+    monkeypatch.setattr(FakeLLM, "created", [])
+    monkeypatch.setattr(FakeLLM, "requests", [])
+    monkeypatch.setattr(FakeLLM, "closed", 0)
+    monkeypatch.setattr(FakeLLM, "error", None)
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Exactly one object, on one line, and nothing else."""
+        assert self.out.count("\n") == 1, self.out
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+@pytest.fixture
+def paceline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    def call(*arguments: str, stdin: bytes = b"") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = run(arguments)
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call
+
+
+# -- generate
+
+
+def test_the_answer_goes_to_stdout_and_one_line_to_stderr(paceline: Callable[..., Result]) -> None:
+    result = paceline("generate", "hello there", "--max-tokens", "3")
+    assert result.code == 0
+    assert result.out == "word0 word1 word2\n"
+    assert result.err == "3 tokens · 1.0 tok/s · none · first after 0.25 s\n"
+
+
+def test_one_token_has_no_rate(paceline: Callable[..., Result]) -> None:
+    assert paceline("generate", "hello", "--max-tokens", "1").err.startswith("1 token · n/a tok/s · none")
+
+
+def test_a_prompt_goes_through_the_chat_template_unless_raw(paceline: Callable[..., Result]) -> None:
+    paceline("generate", "hello")
+    paceline("generate", "hello", "--system", "be brief")
+    paceline("generate", "hello", "--raw")
+    assert [request for request, _ in FakeLLM.requests] == [
+        [{"role": "user", "content": "hello"}],
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}],
+        "hello",
+    ]
+
+
+def test_a_dash_reads_stdin_without_its_last_newline(paceline: Callable[..., Result]) -> None:
+    paceline("generate", "--raw", "-", stdin="grüße\n\n".encode())
+    assert FakeLLM.requests[0][0] == "grüße\n"
+
+
+def test_every_sampling_parameter_is_a_flag(paceline: Callable[..., Result]) -> None:
+    flags = (
+        "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2 "
+        "--frequency-penalty 0.3 --logit-bias 5=-1.5 --logit-bias 6=2 --bad-word a --bad-word b --min-tokens 1 "
+        "--max-tokens 4 --stop x --stop y --stop-token-id 3 --stop-token-id 4 --ignore-eos --seed 0 --n 2 --logprobs 1 "
+        "--include-stop-str-in-output --keep-special-tokens --json"
+    )
+    assert paceline("generate", "hello", *flags.split()).code == 0
+    params = FakeLLM.requests[0][1]
+    assert params.temperature == 0.5
+    assert (params.top_k, params.top_p, params.min_p) == (7, 0.9, 0.1)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, 0.3)
+    assert params.logit_bias == {5: -1.5, 6: 2.0}
+    assert (tuple(params.bad_words), tuple(params.stop)) == (("a", "b"), ("x", "y"))
+    assert (params.min_tokens, params.max_tokens, tuple(params.stop_token_ids)) == (1, 4, (3, 4))
+    assert (params.seed, params.n, params.logprobs) == (0, 2, 1)
+    assert params.ignore_eos
+    assert params.include_stop_str_in_output
+    assert not params.skip_special_tokens
+
+
+def test_unset_flags_leave_the_models_own_defaults(paceline: Callable[..., Result]) -> None:
+    from paceline.sampling_params import SamplingParams
+
+    paceline("generate", "hello")
+    assert FakeLLM.requests[0][1] == SamplingParams()
+
+
+def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
+    flags = "-m folder --dtype float32 --device cpu --threads 2 --max-model-len 50"
+    paceline("generate", "hello", *flags.split())
+    assert FakeLLM.created == [
+        {
+            "model": "folder",
+            "dtype": "float32",
+            "device": "cpu",
+            "threads": 2,
+            "method": "none",
+            "max_model_len": 50,
+            "progress": None,
+        }
+    ]
+
+
+def test_several_answers_are_printed_in_order_under_headings(paceline: Callable[..., Result]) -> None:
+    result = paceline("generate", "hello", "--n", "2", "--max-tokens", "2", "--temperature", "1")
+    assert result.out == "── 1 of 2 ──\nword0 word1\n── 2 of 2 ──\nword0 word1\n"
+    assert result.err.startswith("4 tokens · 1.0 tok/s")
+
+
+def test_json_is_one_object_with_exactly_the_promised_keys(paceline: Callable[..., Result]) -> None:
+    result = paceline("generate", "hello there", "--json", "--max-tokens", "3", "--n", "2", "--temperature", "1")
+    assert result.code == 0
+    assert result.err == ""
+    found = result.json
+    assert set(found) == RESULT_KEYS
+    assert [set(choice) for choice in found["choices"]] == [CHOICE_KEYS, CHOICE_KEYS]
+    assert found["choices"][1] == {
+        "index": 1,
+        "text": "word0 word1 word2",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "length",
+        "logprobs": None,
+    }
+    assert found["usage"] == {"prompt_tokens": 2, "completion_tokens": 6}
+    assert found["timing"] == {"load_s": 0.5, "ttft_s": 0.25, "decode_s": 2.0, "tokens_per_second": 2.0}
+    assert set(found["speculation"]) == SPECULATION_KEYS
+    assert found["speculation"]["acceptance_rate"] is None
+    assert found["speculation"]["mean_acceptance_length"] == 1.0
+
+
+def test_json_logprobs_name_the_chosen_token_and_the_likeliest(paceline: Callable[..., Result]) -> None:
+    found = paceline("generate", "hello", "--json", "--logprobs", "1", "--max-tokens", "1").json
+    assert found["choices"][0]["logprobs"] == [
+        {
+            "token_id": 0,
+            "token": "word0",
+            "logprob": -0.5,
+            "rank": 2,
+            "top_logprobs": [{"token_id": 1, "token": "word1", "logprob": -0.25, "rank": 1}],
+        }
+    ]
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["", ""], None),
+        (["hello", "--max-tokens", "0"], "max_tokens"),
+        (["hello", "--top-p", "0"], "top_p"),
+        (["hello", "--top-p", "1.5"], "top_p"),
+        (["hello", "--method", "eagle9"], "method"),
+        (["one two three", "--raw", "--max-model-len", "2"], None),
+    ],
+)
+def test_bad_values_are_one_line_and_exit_code_1(
+    arguments: list[str], field: str | None, paceline: Callable[..., Result]
+) -> None:
+    arguments = [argument for argument in arguments if argument] or [""]
+    plain = paceline("generate", *arguments)
+    assert (plain.code, plain.out) == (1, "")
+    assert plain.err.startswith("error: ")
+    assert plain.err.count("\n") == 1
+    result = paceline("generate", *arguments, "--json")
+    assert (result.code, result.err) == (1, "")
+    error = result.json["error"]
+    assert plain.err == f"error: {error['message']}\n"
+    assert error.get("field") == field
+    assert set(error) == {"type", "message"} | ({"field"} if field else set())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"],
+        ["generate", "hello", "--top-p", "much"],
+        ["generate", "hello", "--temperatur", "1"],
+        ["generate", "hello", "--logit-bias", "5"],
+        ["generate", "hello", "--raw", "--system", "be brief"],
+        ["generate", "hello", "--logprobs", "2"],
+        ["chat", "--raw"],
+        ["chat", "--n", "2"],
+        ["chat", "--logprobs", "2"],
+        ["no-such-command"],
+    ],
+    ids=" ".join,
+)
+def test_usage_errors_are_one_line_and_exit_code_2(arguments: list[str], paceline: Callable[..., Result]) -> None:
+    result = paceline(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+    assert result.err.count("\n") == 1
+    assert not FakeLLM.created
+
+
+def test_usage_errors_are_objects_with_json(paceline: Callable[..., Result]) -> None:
+    result = paceline("generate", "hello", "--top-p", "much", "--json")
+    assert (result.code, result.err) == (2, "")
+    assert result.json["error"]["type"] == "UsageError"
+
+
+def test_a_prompt_that_reads_like_a_flag_is_still_a_prompt(paceline: Callable[..., Result]) -> None:
+    assert paceline("generate", "--max-tokens", "1", "--", "--json").out == "word0\n"
+    assert FakeLLM.requests[0][0] == [{"role": "user", "content": "--json"}]
+
+
+def test_stdin_that_is_not_utf8_is_refused(paceline: Callable[..., Result]) -> None:
+    result = paceline("generate", "-", stdin=b"\xff\xfe")
+    assert (result.code, result.err) == (1, "error: the prompt is not UTF-8 text\n")
+
+
+def test_an_unexpected_exception_is_one_line_that_tells_how_to_see_more(
+    paceline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_DEBUG", raising=False)
+    FakeLLM.error = ZeroDivisionError("two\nlines")
+    result = paceline("generate", "hello")
+    assert result.code == 1
+    assert result.err == "error: unexpected ZeroDivisionError: two lines (set PACELINE_DEBUG=1 for the traceback)\n"
+    assert paceline("generate", "hello", "--json").json["error"]["message"].startswith("unexpected ZeroDivisionError")
+    monkeypatch.setenv("PACELINE_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        paceline("generate", "hello")
+
+
+# -- chat
+
+
+def test_chat_sends_the_history_with_every_turn(paceline: Callable[..., Result]) -> None:
+    result = paceline("chat", "--system", "be brief", "--max-tokens", "2", stdin=b"first\n\nsecond\n")
+    assert (result.code, result.out) == (0, "word0 word1\nword0 word1\n")
+    assert result.err.count("tok/s") == 2
+    assert FakeLLM.requests[1][0] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "word0 word1"},
+        {"role": "user", "content": "second"},
+    ]
+    assert len(FakeLLM.created) == 1
+
+
+def test_chat_commands_reset_explain_and_leave(paceline: Callable[..., Result]) -> None:
+    result = paceline("chat", stdin=b"first\n/reset\n/help\n/wat\n/etc/hosts is what\n/exit\nnever\n")
+    assert result.code == 0
+    asked = [request[-1]["content"] for request, _ in FakeLLM.requests]
+    assert asked == ["first", "/etc/hosts is what"]
+    assert len(FakeLLM.requests[1][0]) == 1
+    assert "a new conversation" in result.err
+    assert "no such command: /wat" in result.err
+
+
+def test_chat_says_when_the_context_is_full(paceline: Callable[..., Result]) -> None:
+    result = paceline("chat", "--max-model-len", "8", stdin=b"one two three\nand more\n")
+    assert "the context of 8 tokens is full: /reset" in result.err
+    assert result.code == 1
+    assert result.err.splitlines()[-1].endswith("the context holds 8 (/reset starts a new conversation)")
+
+
+def test_chat_with_json_prints_one_object_per_turn(paceline: Callable[..., Result]) -> None:
+    result = paceline("chat", "--json", stdin=b"first\nsecond\n")
+    assert [set(json.loads(line)) for line in result.out.splitlines()] == [RESULT_KEYS, RESULT_KEYS]
+    assert result.err == ""
+
+
+# -- the process itself
+
+
+def _environment(delay_s: float = 0.0) -> dict[str, str]:
+    source = str(Path(sys.modules["paceline"].__file__ or "").parents[1])
+    return {**os.environ, "FAKE_DELAY_S": str(delay_s), "PYTHONPATH": source}
+
+
+def _start(*arguments: str, delay_s: float = 0.05, **more: Any) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8", **more}
+    return subprocess.Popen([*FAKE, *arguments], env=_environment(delay_s), **pipes)
+
+
+def _after_first_words(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.read(5) == "word0"
+
+
+def test_ctrl_c_keeps_what_was_streamed_and_exits_130() -> None:
+    process = _start("generate", "hello", "--max-tokens", "99")
+    _after_first_words(process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out == "\n" or out.startswith(" word1")
+    assert err.startswith("interrupted after ")
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_with_json_is_an_error_object() -> None:
+    process = _start("generate", "hello", "--max-tokens", "99", "--json", delay_s=0.1)
+    time.sleep(1.5)  # nothing is printed that could be waited for
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "")
+    assert json.loads(out)["error"]["type"] == "Interrupted"
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    process = _start("generate", "hello", "--max-tokens", "90", delay_s=0.01)
+    _after_first_words(process)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=20) != 0
+    assert err == ""
+
+
+def test_help_imports_nothing_heavy_and_is_quick() -> None:
+    probe = "import sys; from paceline.cli.app import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", probe], env=_environment(), capture_output=True, text=True, check=True)
+    elapsed = time.perf_counter() - start
+    assert "generate" in done.stdout
+    loaded = {name.split(".")[0] for name in done.stderr.split()}
+    assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "safetensors"}
+    assert elapsed < 1.5
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["models"], ["doctor"]], ids=str)
+def test_every_command_has_help(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_version(paceline: Callable[..., Result]) -> None:
+    assert paceline("--version").out == f"paceline {__version__}\n"
