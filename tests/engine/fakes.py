@@ -50,7 +50,8 @@ class ChainDrafter(HostDrafter):
                 context.append(best if noise.random() < 0.7 else noise.randrange(self.vocab_size))
             chains.append(context[len(row.sequence.tokens) :])
         width = max(map(len, chains))
-        tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains]).view(len(rows), width)
+        tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.int64)
+        tokens = tokens.view(len(rows), width)
         return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]), source=0)
 
 
