@@ -8,7 +8,7 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 VENV := .venv
 BIN := $(VENV)/bin
 # What an installed package is made of; Python sources are not listed because the install is editable.
-BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in src/paceline/models/native/*)
+BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in src/paceline/models/native/*.cpp)
 
 .PHONY: demo test clean
 
