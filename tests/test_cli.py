@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_llm
 import pytest
-from fake_llm import FakeLLM
 from typer.testing import CliRunner
 
 from paceline import __version__
 from paceline.cli.app import app, run
+from tests import fake_llm
+from tests.fake_llm import FakeLLM
 
 FAKE = [sys.executable, str(Path(fake_llm.__file__))]
 RESULT_KEYS = {"model", "method", "choices", "usage", "timing", "speculation"}

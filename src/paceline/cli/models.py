@@ -42,12 +42,8 @@ def models(
     if not found:
         print_note(f"no models in {hub.cache_home()} yet: paceline pull smollm2 fetches the default one")
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("model", "size", "format", "source", "path"):
-        table.add_column(heading, justify="right" if heading == "size" else "left", overflow="fold")
+    width = max(len("model"), *(len(m.name) for m in found))
+    print(f"{'model':<{width}}  {'size':>8}  source")
     for m in found:
-        table.add_row(m.name, human_bytes(m.bytes), m.format, m.source, str(m.path))
-    Console(highlight=False).print(table)
+        print(f"{m.name:<{width}}  {human_bytes(m.bytes):>8}  {m.source}")
+    print_note(f"in {found[0].path.parent}")

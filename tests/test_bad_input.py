@@ -1,0 +1,159 @@
+"""Bad input through the real command line and engine: one line that says what to do, an exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.app import run
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def folder(path: Path, config: dict[str, object]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def truncated_safetensors() -> bytes:
+    """A header that promises an embedding of 32 × 8 floats, and only some of its bytes."""
+    header = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [32, 8], "data_offsets": [0, 1024]}})
+    return struct.pack("<Q", len(header)) + header.encode() + b"\0" * 100
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line, which is the same with --json."""
+    assert run(arguments) == 1
+    plain = capsys.readouterr()
+    assert plain.out == ""
+    assert plain.err.startswith("error: ")
+    assert plain.err.count("\n") == 1
+    assert run([*arguments, "--json"]) == 1
+    as_json = capsys.readouterr()
+    assert json.loads(as_json.out)["error"]["message"] == plain.err.removeprefix("error: ").rstrip("\n")
+    return plain.err
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("smollm3", "did you mean smollm2"), ("./nowhere", "does not exist"), ("nowhere.gguf", "does not exist")],
+)
+def test_no_such_model(name: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in refused(capsys, "generate", "hello", "--model", name)
+
+
+def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder(tmp_path / "model", TINY)
+    assert "model.safetensors" in refused(capsys, "generate", "hello", "--model", str(path))
+
+
+def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "config.json" in refused(capsys, "generate", "hello", "--model", str(tmp_path))
+
+
+def test_a_truncated_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder(tmp_path / "model", TINY)
+    (path / "model.safetensors").write_bytes(truncated_safetensors())
+    assert "model.safetensors" in refused(capsys, "generate", "hello", "--model", str(path))
+
+
+def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**TINY, "architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    line = refused(capsys, "generate", "hello", "--model", str(folder(tmp_path / "model", config)))
+    assert all(name in line.lower() for name in ("mamba", "llama", "mistral", "qwen2", "qwen3"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-tokens", "0"],
+        ["--top-p", "0"],
+        ["--top-p", "1.5"],
+        ["--temperature", "-1"],
+        ["--min-tokens", "5", "--max-tokens", "2"],
+        ["--method", "eagle9"],
+        ["--dtype", "int3"],
+        ["--device", "abacus"],
+        ["--threads", "0"],
+        ["--max-model-len", "0"],
+        ["--max-model-len", "1000000"],
+        ["--logit-bias", "49152=1"],
+    ],
+    ids=" ".join,
+)
+def test_a_value_out_of_range_names_its_field(
+    flags: list[str], smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    field = flags[0].removeprefix("--").replace("-", "_")
+    assert refused(capsys, "generate", "hello", *flags).startswith(f"error: {field}: ")
+
+
+def test_an_empty_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "empty" in refused(capsys, "generate", "")
+
+
+def test_a_prompt_longer_than_the_context(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "generate", "word " * 100, "--max-model-len", "64")
+    assert "64" in line
+
+
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def is_one_line(done: subprocess.CompletedProcess[str]) -> bool:
+    return done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1 and "error: " in done.stderr
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    for home in (in_the_way, in_the_way / "below"):
+        done = process("pull", "smollm2", PACELINE_HOME=str(home))
+        assert is_one_line(done), done.stderr
+        assert "PACELINE_HOME" in done.stderr
+        found = process("doctor", "--json", PACELINE_HOME=str(home))
+        assert found.returncode == 1
+        assert any(finding["fatal"] for finding in json.loads(found.stdout)["findings"])
+
+
+def test_no_network(tmp_path: Path) -> None:
+    nowhere = "http://127.0.0.1:9"
+    offline = {
+        **dict.fromkeys(("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), nowhere),
+        "PIP_INDEX_URL": f"{nowhere}/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PACELINE_HOME": str(tmp_path),
+        "NO_PROXY": "",
+        "no_proxy": "",
+    }
+    done = process("generate", "hello", **offline)
+    assert is_one_line(done), done.stderr
+    assert "network" in done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
