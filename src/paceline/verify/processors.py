@@ -1,0 +1,268 @@
+"""From the model's logits to p, exactly, at every node of a draft.
+
+In this order, as vLLM: repetition penalty (prompt and output), frequency and presence penalties (output), logit_bias,
+bans (bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p, top_k, top_p, each over what
+the one before left. A node sees its sequence's committed tokens and its own drafted ancestors, so a tree of nodes gives
+what a loop of one-token calls would.
+
+A row's result is the same bits whatever shares the batch: nothing here sums across rows or along a row in an order that
+depends on their number. The three filters keep every token at or above one threshold, so tokens tied with the last one
+kept are kept too, and the outcome does not depend on any order of equal logits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft, Logprobs, ancestors
+
+CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penalties:
+    """Of S sequences; neutral values (1, 0, 0) where a sequence has none."""
+
+    repetition: Tensor  # (S,)
+    presence: Tensor  # (S,)
+    frequency: Tensor  # (S,)
+    in_prompt: Tensor  # (S, V) bool
+    counts: Tensor  # (S, V) int32, of the committed output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bias:
+    """logit_bias of S sequences, as lists of different lengths."""
+
+    tokens: Tensor  # (S, K) int64, -1 = padding
+    values: Tensor  # (S, K)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadWords:
+    """Token runs that must not appear: the last token is banned where the ones before it have just been said."""
+
+    words: Tensor  # (S, W, T + 1) int64, flush right, -1 to the left; all -1 = no word
+    tail: Tensor  # (S, T) int64, the last committed tokens, flush right, -1 where there are fewer
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinTokens:
+    """End tokens are banned until the output is long enough."""
+
+    minimum: Tensor  # (S,) int64
+    output_len: Tensor  # (S,) int64, committed
+    ends: Tensor  # (S, K) int64, EOS and stop ids, -1 = padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """What S sequences asked for. A part no sequence uses is None and costs nothing."""
+
+    temperature: Tensor | None = None  # (S,), 0 = greedy; None: all are
+    top_k: Tensor | None = None  # (S,) int64, 0 = off
+    top_p: Tensor | None = None  # (S,), 1 = off
+    min_p: Tensor | None = None  # (S,), 0 = off
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    bad_words: BadWords | None = None
+    min_tokens: MinTokens | None = None
+    fallback: Tensor | None = None  # (S,) int64, the token (EOS) allowed again where every one is banned; None: token 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """What each of R rows of logits is: the root or a node of one sequence's draft."""
+
+    seq: Tensor  # (R,) int64, index into the controls
+    node: Tensor  # (R,) int64, -1 = the root
+    depth: Tensor  # (R,) int64, 0 = the root
+    path: Tensor  # (R, D) int64, tokens of the drafted ancestors, the node itself last, -1 beyond
+
+    @staticmethod
+    def roots(batch: int, device: torch.device | str = "cpu") -> Nodes:
+        """Row i is sequence i with nothing drafted."""
+        seq = torch.arange(batch, device=device)
+        return Nodes(seq=seq, node=torch.full_like(seq, -1), depth=torch.zeros_like(seq), path=seq.new_empty(batch, 0))
+
+    @staticmethod
+    def of(draft: Draft, seq: Tensor, node: Tensor, max_depth: int) -> Nodes:
+        """Rows that stand for node `node` (-1 = the root) of row `seq` of the draft."""
+        if draft.width == 0 or max_depth == 0:
+            empty = torch.zeros_like(seq)
+            return Nodes(seq=seq, node=node, depth=empty, path=seq.new_empty(seq.shape[0], 0))
+        at, is_node = node.clamp_min(0), node >= 0
+        path = ancestors(draft.parents, draft.depth, max_depth)[seq, at]
+        tokens = draft.tokens[seq].gather(1, path.clamp_min(0))
+        return Nodes(
+            seq=seq,
+            node=node,
+            depth=draft.depth[seq, at] * is_node,
+            path=torch.where((path >= 0) & is_node[:, None], tokens, -1),
+        )
+
+
+def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
+    """(R, V) logits whose softmax is p; of a greedy row the argmax is what counts. Never writes into its input."""
+    original = logits
+    if controls.penalties is not None:
+        logits = _penalise(logits, controls.penalties, nodes)
+    if controls.bias is not None:
+        tokens, values = controls.bias.tokens[nodes.seq], controls.bias.values[nodes.seq]
+        logits = _add(logits, tokens, values.to(logits.dtype))
+    banned = logits
+    if controls.bad_words is not None:
+        banned = _ban(banned, *_bad_words(controls.bad_words, nodes))
+    if controls.min_tokens is not None:
+        banned = _ban(banned, *_ends(controls.min_tokens, nodes))
+    if banned is not logits:
+        logits = _allow_fallback_(banned, controls.fallback, nodes)
+    if controls.temperature is not None:
+        # The first writing step makes the copy the later ones may write into.
+        logits = _temper(logits, _by_row(controls.temperature, logits, nodes), copy=logits is original)
+        logits = _filter_(logits, controls, nodes)
+    return logits
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """p of processed logits, in their dtype."""
+    return torch.softmax(logits, -1)
+
+
+def logprobs(raw: Tensor, tokens: Tensor, top: int) -> Logprobs:
+    """log softmax of the raw logits (..., V) at the tokens (...), and the `top` most likely tokens of each row."""
+    scores = torch.log_softmax(raw, -1)
+    chosen = scores.gather(-1, tokens[..., None])
+    best = scores.topk(top, -1)
+    rank = (scores > chosen).sum(-1) + 1
+    return Logprobs(chosen=chosen[..., 0], rank=rank, top_tokens=best.indices, top=best.values)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """(R,) the first of the highest. numpy's is thirty times faster than torch's on a CPU."""
+    if not logits.is_cpu:
+        return logits.argmax(-1)
+    return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
+
+
+def _by_row(values: Tensor, logits: Tensor, nodes: Nodes) -> Tensor:
+    return values[nodes.seq][:, None].to(logits.dtype)  # (R, 1)
+
+
+def _penalise(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor:
+    counts = penalties.counts[nodes.seq]  # (R, V), a copy
+    if nodes.path.shape[1]:
+        counts.scatter_add_(1, nodes.path.clamp_min(0), (nodes.path >= 0).to(counts.dtype))
+    said = counts > 0
+    tiny, huge = torch.finfo(logits.dtype).tiny, torch.finfo(logits.dtype).max
+    repetition = _by_row(penalties.repetition, logits, nodes).clamp(tiny, huge)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition).clamp(-huge, huge)
+    seen = (said | penalties.in_prompt[nodes.seq]) & (logits > -torch.inf)  # what is banned stays banned
+    logits = torch.where(seen, repeated, logits)
+    # Two separate steps: one fused multiply-add would round differently where a backend has it.
+    logits = logits - _by_row(penalties.frequency, logits, nodes) * counts.to(logits.dtype)
+    return logits - _by_row(penalties.presence, logits, nodes) * said.to(logits.dtype)
+
+
+def _add(logits: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
+    """Add (R, K) values at (R, K) tokens, padding aside. Adding 0 at token 0 is how padding does nothing."""
+    return logits.scatter_add(1, tokens.clamp_min(0), torch.where(tokens >= 0, values, 0))
+
+
+def _ban(logits: Tensor, tokens: Tensor, hit: Tensor) -> Tensor:
+    """-inf at (R, K) tokens where hit. Adding keeps a ban when another entry for the same token does not apply."""
+    values = torch.where(hit, -torch.inf, 0.0).to(logits.dtype)
+    return logits.scatter_add(1, tokens.clamp_min(0), values)
+
+
+def _bad_words(bad: BadWords, nodes: Nodes) -> tuple[Tensor, Tensor]:
+    words, span = bad.words[nodes.seq], bad.tail.shape[1]  # (R, W, T + 1), T
+    said = torch.cat((bad.tail[nodes.seq], nodes.path), 1)  # (R, T + D)
+    recent = said.gather(1, nodes.depth[:, None] + torch.arange(span, device=said.device))  # (R, T), flush right
+    before, last = words[..., :-1], words[..., -1]
+    matches = ((before < 0) | (before == recent[:, None])).all(-1)
+    return last, matches & (last >= 0)
+
+
+def _ends(limits: MinTokens, nodes: Nodes) -> tuple[Tensor, Tensor]:
+    ends = limits.ends[nodes.seq]
+    early = limits.output_len[nodes.seq] + nodes.depth < limits.minimum[nodes.seq]
+    return ends, early[:, None] & (ends >= 0)
+
+
+def _allow_fallback_(logits: Tensor, fallback: Tensor | None, nodes: Nodes) -> Tensor:
+    """Where every token is banned one must still be said: the fallback gets probability 1."""
+    token = torch.zeros_like(nodes.seq) if fallback is None else fallback[nodes.seq]
+    impossible = logits.amax(-1, keepdim=True) == -torch.inf
+    value = torch.where(impossible, 0.0, logits.gather(1, token[:, None]))
+    return logits.scatter_(1, token[:, None], value)
+
+
+def _temper(logits: Tensor, temperature: Tensor, copy: bool) -> Tensor:
+    """The distance to the row's highest logit, over the temperature: no temperature overflows, and no filter below can
+    take the highest away, not even from the greedy rows (only shifted, which leaves their argmax alone)."""
+    info = torch.finfo(logits.dtype)
+    scale = torch.where(temperature > 0, temperature, 1).clamp(info.tiny, info.max)
+    highest = logits.amax(-1, keepdim=True)
+    out = logits - highest if copy else logits.sub_(highest)
+    return out.div_(scale)
+
+
+def _filter_(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
+    """min_p, top_k and top_p as one threshold per row of tempered logits, whose highest is 0."""
+    if controls.top_k is None and controls.top_p is None and controls.min_p is None:
+        return logits
+    rows = nodes.seq.shape[0]
+    top_k = torch.zeros_like(nodes.seq) if controls.top_k is None else controls.top_k[nodes.seq]
+    top_p = torch.ones(rows, device=logits.device) if controls.top_p is None else controls.top_p[nodes.seq]
+    min_p = torch.zeros(rows, device=logits.device) if controls.min_p is None else controls.min_p[nodes.seq]
+    find = _numpy_thresholds if logits.is_cpu else _torch_thresholds
+    threshold = find(logits, top_k, top_p.double(), min_p.double())[:, None]
+    return logits.masked_fill_(logits < threshold, -torch.inf)
+
+
+def _numpy_thresholds(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """(R,) row by row on the host, where numpy selects and sorts several times faster than torch."""
+    asked = zip(logits.numpy(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    return torch.tensor([_threshold(*row) for row in asked], dtype=logits.dtype)
+
+
+def _threshold(logits: np.ndarray[Any, Any], top_k: int, top_p: float, min_p: float) -> float:
+    """The lowest logit of one row (V,) that stays."""
+    vocab = logits.shape[0]
+    threshold = float(logits.dtype.type(math.log(min_p))) if min_p > 0 else -math.inf
+    if 0 < top_k < vocab:
+        threshold = max(threshold, float(np.partition(logits, vocab - top_k)[vocab - top_k]))
+    if top_p >= 1:
+        return threshold
+    kept = logits if threshold == -math.inf else logits[np.flatnonzero(logits >= threshold)]
+    goal = top_p * float(np.exp(kept).sum(dtype=np.float64))
+    for count in (CANDIDATES, kept.shape[0]):  # all of them only where the first do not reach
+        highest = _falling(kept, count)
+        held = np.exp(highest).cumsum(dtype=np.float64)
+        if held[-1] >= goal:
+            break
+    return float(highest[min(int(held.searchsorted(goal)), highest.shape[0] - 1)])
+
+
+def _falling(values: np.ndarray[Any, Any], count: int) -> Any:
+    """The `count` highest, highest first."""
+    start = values.shape[0] - count
+    return np.sort(np.partition(values, start)[start:] if start > 0 else values)[::-1]
+
+
+def _torch_thresholds(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """(R,) the same for all rows at once, by sorting them whole: no value is read by the host."""
+    highest = logits.sort(-1, descending=True).values
+    kth = highest.gather(1, (top_k[:, None] - 1).clamp(0, logits.shape[1] - 1))
+    threshold = torch.maximum(min_p.log().to(logits.dtype)[:, None], kth.masked_fill_(top_k[:, None] <= 0, -torch.inf))
+    held = highest.exp().masked_fill_(highest < threshold, 0).cumsum(-1, dtype=torch.float64)
+    before = (held < top_p[:, None] * held[:, -1:]).sum(-1, keepdim=True)
+    last = highest.gather(1, before.clamp_max(logits.shape[1] - 1)).masked_fill_(top_p[:, None] >= 1, -torch.inf)
+    return torch.maximum(threshold, last)[:, 0]
