@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.models.decoder import ModelOutput
-from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.decoder import Model, ModelOutput
+from paceline.models.kv_cache import KVCache, KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 
 HIDDEN = 4
@@ -93,3 +93,31 @@ def read_context(plan: PassPlan, caches: SequenceOf[LayerCache], row: int) -> li
     first, *others = [cache.k[slots].flatten().tolist() for cache in caches]
     assert all(other == first for other in others), "layers disagree"
     return [int(token) for token in first]
+
+
+def logits_of(model: Model, tokens: SequenceOf[int], chunks: SequenceOf[int], block_size: int = 4) -> Tensor:
+    """(T, V): logits after every token of one sequence, computed in chunks of the given sizes, over shuffled blocks."""
+    assert sum(chunks) == len(tokens)
+    num_blocks = -(-len(tokens) // block_size)
+    table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    cache = KVCache(
+        model.kv_specs, num_blocks=num_blocks, block_size=block_size, dtype=model.cache_dtype, device=model.device
+    )
+    logits, first = [], 0
+    for count in chunks:
+        positions = torch.arange(first, first + count, dtype=torch.int32)
+        plan = PassPlan(
+            positions=positions,
+            slots=table[positions // block_size] * block_size + positions % block_size,
+            sequence=torch.zeros_like(positions),
+            prefix=positions + 1,
+            path=torch.empty((count, 0), dtype=torch.int32),
+            path_len=torch.zeros_like(positions),
+            block_tables=table[None],
+            block_size=block_size,
+            max_len=first + count,
+        )
+        rows = torch.tensor(tokens[first : first + count])
+        logits.append(model.forward(rows, plan, cache.layers, torch.arange(count)).logits)
+        first += count
+    return torch.cat(logits)

@@ -1,0 +1,94 @@
+"""The decoder against transformers, for every architecture, beyond sliding windows and original RoPE contexts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+
+from paceline.models.decoder import FINAL
+from paceline.models.runtime import load_model
+from paceline.testing import logits_of
+from tests.models.tiny import TINY, save_tiny
+
+LENGTH = 90  # beyond every window (16) and original context (32) below
+
+
+@pytest.fixture(scope="module", params=sorted(TINY))
+def tiny(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    oracle = save_tiny(request.param, folder)
+    loaded = load_model(folder, dtype="float32", device="cpu")
+    tokens = random.Random(3).choices(range(oracle.config.vocab_size), k=LENGTH)
+    return oracle, loaded.decoder, tokens
+
+
+def test_logits_equal_transformers(tiny):
+    oracle, decoder, tokens = tiny
+    with torch.no_grad():
+        expected = oracle(torch.tensor([tokens])).logits[0]
+    logits = logits_of(decoder, tokens, [LENGTH])
+    assert expected.std() > 1.0, "the oracle's logits are too flat to tell anything"
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_prefill_in_one_piece_in_chunks_and_token_by_token_are_the_same_bits(tiny):
+    _, decoder, tokens = tiny
+    whole = logits_of(decoder, tokens, [LENGTH])
+    assert decoder.kernels.exact
+    assert torch.equal(whole, logits_of(decoder, tokens, [7] * 12 + [6]))
+    assert torch.equal(whole, logits_of(decoder, tokens, [1] * LENGTH))
+
+
+def test_taps_are_the_hidden_states_transformers_reports(tiny):
+    oracle, decoder, tokens = tiny
+    with torch.no_grad():
+        hidden = oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    taps = tuple(range(decoder.config.num_layers)) + (FINAL,)  # transformers' last entry is after the final norm
+    captured = []
+
+    class Tapped:
+        def __getattr__(self, name):
+            return getattr(decoder, name)
+
+        def forward(self, tokens, plan, caches, logit_rows):
+            output = decoder.forward(tokens, plan, caches, logit_rows, taps)
+            captured.append(output.taps)
+            return output
+
+    plain = logits_of(decoder, tokens, [40, 50])
+    assert torch.equal(plain, logits_of(Tapped(), tokens, [40, 50])), "tapping changes nothing"
+    ours = torch.cat(captured)
+    for column, expected in enumerate(hidden):
+        torch.testing.assert_close(ours[:, column], expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_bf16_weights_in_the_file_give_what_transformers_computes_from_them_in_fp32(tmp_path):
+    save_tiny("llama3-untied", tmp_path, dtype=torch.bfloat16)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    loaded = load_model(tmp_path, device="cpu")
+    assert loaded.dtype is torch.bfloat16, "auto keeps what is in the file"
+    tokens = random.Random(4).choices(range(oracle.config.vocab_size), k=40)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits_of(loaded.decoder, tokens, [40]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_smollm2_says_what_transformers_says(smollm2):
+    """Greedy, fp32, token for token, through two very different implementations."""
+    from paceline import SamplingParams
+
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(smollm2.name, dtype=torch.float32)
+    oracle.eval()
+    prompts = [
+        [{"role": "user", "content": "What is the capital of France?"}],
+        [{"role": "user", "content": "Write a Python function that adds two numbers."}],
+        [{"role": "user", "content": "List three colours and say why you like each."}],
+    ]
+    ours = smollm2.chat(prompts, SamplingParams(temperature=0, max_tokens=48))
+    for output in ours:
+        ids = torch.tensor([output.prompt_token_ids])
+        theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48)
+        assert output.outputs[0].token_ids == theirs[0, ids.shape[1] :].tolist()
