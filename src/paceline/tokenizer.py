@@ -13,7 +13,6 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from tokenizers.processors import TemplateProcessing
 
 from paceline.chat_template import ChatTemplate
 from paceline.detokenizer import IncrementalDecoder, special_tokens
@@ -38,8 +37,6 @@ class Tokenizer:
         self._sources = dict(templates)
         self._templates: dict[str, ChatTemplate] = {}
         self._add_missing_tokens(config)
-        if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
-            self._frame_with(bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
         self._specials = special_tokens(backend)
 
     @classmethod
@@ -74,10 +71,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeEncodeError as error:
-            raise InvalidPrompt(
-                f"the prompt is not valid Unicode: {error.reason} at character {error.start}"
-            ) from error
+        except TypeError as error:  # what the library makes of half a surrogate pair
+            raise InvalidPrompt("the prompt is not valid Unicode text") from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -130,15 +125,6 @@ class Tokenizer:
             if token.content not in known:
                 known.add(token.content)
                 (self.backend.add_special_tokens if token.special else self.backend.add_tokens)([token])
-
-    def _frame_with(self, bos: bool, eos: bool) -> None:
-        """add_bos_token and add_eos_token outrank the post-processor of tokenizer.json, as in transformers."""
-        frame = {name: self._id_of(f"{name}_token") for name, on in (("bos", bos), ("eos", eos)) if on}
-        special = [(self.named_tokens[f"{name}_token"], token) for name, token in frame.items() if token is not None]
-        present = {name for name, token in frame.items() if token is not None}
-        before = [self.named_tokens["bos_token"]] if "bos" in present else []
-        after = [self.named_tokens["eos_token"]] if "eos" in present else []
-        self.backend.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)
 
 
 def _read_backend(path: Path) -> Backend:
