@@ -143,6 +143,25 @@ def test_added_tokens_of_the_config_get_their_ids(tmp_path: Path) -> None:
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
 
 
+def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
+    model = json.loads(byte_level().to_str())["model"]
+    vocabulary = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(merge) for merge in model["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    ours, theirs = both(tmp_path)
+    assert ours.eos_token_id == theirs.eos_token_id == len(model["vocab"])
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|end|>", "bos_token": "<|new|>"}))
+    ours, theirs = both(save(byte_level(), tmp_path))
+    assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    assert ours.eos_token_id == 0
+
+
 def test_truncation_and_padding_baked_into_the_file_are_off(tmp_path: Path) -> None:
     backend = Backend.from_str(byte_level().to_str())
     backend.enable_truncation(3)

@@ -48,9 +48,14 @@ class Tokenizer:
         if not path.is_dir():
             raise ModelNotFound(f"{path} is not a model folder")
         config = _read_json(path / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # the older layout keeps the special tokens in a file of their own
+            config |= _read_json(path / "special_tokens_map.json")
         if (path / "tokenizer.json").exists():
-            return cls(_read_backend(path / "tokenizer.json"), config, _templates_in(path, config))
-        return cls(_through_transformers(path), config, _templates_in(path, config))
+            backend = _read_backend(path / "tokenizer.json")
+        else:
+            backend, defaults = _through_transformers(path)
+            config = defaults | config
+        return cls(backend, config, _templates_in(path, config))
 
     @property
     def vocab_size(self) -> int:
@@ -134,20 +139,20 @@ def _read_backend(path: Path) -> Backend:
         raise BrokenModel(f"{path} cannot be read: {error}") from error
 
 
-def _through_transformers(folder: Path) -> Backend:
+def _through_transformers(folder: Path) -> tuple[Backend, Json]:
+    """The tokenizer, and the special tokens its class brings along."""
     try:
         from transformers import AutoTokenizer
 
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        backend = getattr(loaded, "backend_tokenizer", None)
     except Exception as error:  # anything a foreign file can cause
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BrokenModel(
-            f"{folder} holds no tokenizer.json and no tokenizer transformers can read: {reason}"
-        ) from error
+        message = f"{folder} holds no tokenizer.json, and no tokenizer that transformers can read: {reason}"
+        raise BrokenModel(message) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise UnsupportedModel(f"{folder}: the tokenizer cannot be expressed as a tokenizer.json")
-    return backend
+    return backend, dict(loaded.special_tokens_map)
 
 
 def _templates_in(folder: Path, config: Json) -> dict[str, str]:
