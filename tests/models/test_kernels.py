@@ -35,13 +35,11 @@ def native(request: pytest.FixtureRequest) -> NativeKernels:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
+    """One thread unless a test asks for more: the tests are small, and a busy machine makes waiting for a team slow."""
     before = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
@@ -152,7 +150,7 @@ def test_a_row_of_linear_has_the_same_bits_among_any_rows(
     alone = torch.cat([native.linear(row[None], packed) for row in x])
     for count in (1, 2):
         threads(count)
-        for rows in [*range(1, 41), 64, 121, 300]:
+        for rows in [*range(1, 41), 64, 121, 300] if count == 1 else [1, 2, 8, 13, 121, 300]:
             assert torch.equal(native.linear(x[-rows:], packed), alone[-rows:])
     order = torch.randperm(len(x))
     assert torch.equal(native.linear(x[order], packed), alone[order])
@@ -215,7 +213,7 @@ def test_rows_of_the_elementwise_kernels_have_the_same_bits_among_any_rows(
             assert torch.equal(native.silu_mul(x[-rows:]), activated[-rows:])
 
 
-# ---- rotary embedding and the cache ------------------------------------------------------------------------------------
+# ---- rotary embedding and the cache ----------------------------------------------------------------------------------
 
 
 def rotary_tables(dim: int, length: int = 64) -> tuple[Tensor, Tensor]:
@@ -344,14 +342,13 @@ def test_a_row_of_attention_has_the_same_bits_among_any_rows_and_threads(
     state = scene([700, 90], 2, dim)
     rows = [(0, p) for p in range(640, 700)] + [(1, p) for p in range(80, 90)]
     plan, q = state.plan(rows), torch.randn(len(rows), 6, dim)
-    threads(1)
     alone = torch.cat(
         [native.attention(q[i : i + 1], rows_of(plan, [i]), state.cache, 0.2, window) for i in range(len(rows))]
     )
-    for count in (1, 2, 5):  # 5: the splits of one tile are dealt out and merged afterwards
+    for count in (1, 2):  # with 2 the splits of few tiles are dealt out and merged afterwards
         threads(count)
-        for size in (1, 2, 3, 8, 17, 40, 70):
-            for first in (0, 70 - size, 31):
+        for size in (1, 3, 8, 17, 40, 70):
+            for first in (0, 70 - size, 31) if count == 1 else (70 - size,):
                 part = list(range(first, min(first + size, 70)))
                 assert torch.equal(
                     native.attention(q[part], rows_of(plan, part), state.cache, 0.2, window), alone[part]

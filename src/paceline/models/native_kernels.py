@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_long, c_void_p
+from ctypes import c_float, c_int, c_int64, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "linear_bf16": (None, [c_void_p] * 4 + [c_long] * 3 + [c_int]),
     "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int]),
     "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
-    "rope_and_store": (c_int, [c_void_p] * 10 + [c_long] * 6 + [c_float, c_int]),
-    "attention": (c_int, [c_void_p] * 9 + [c_long] * 9 + [c_float, c_int]),
+    "rope_and_store": (c_int, [c_void_p] * 9 + [c_long] * 5 + [c_float, c_int]),
+    "attention": (c_int, [c_void_p] * 5 + [c_long] * 5 + [c_float, c_int]),
 }
 
 
@@ -117,6 +117,22 @@ class PackedWeight:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+class PlanView(ctypes.Structure):
+    """A PassPlan as C sees it. Built once per pass: a plan serves every layer."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("positions", "slots", "sequence", "prefix", "path", "block_tables")),
+        *((name, c_int64) for name in ("rows", "path_width", "table_width", "block_size")),
+    )
+
+    @classmethod
+    def of(cls, plan: PassPlan) -> PlanView:
+        tensors = (plan.positions, plan.slots, plan.sequence, plan.prefix, plan.path, plan.block_tables)
+        if any(t.dtype is not torch.int32 or not t.is_contiguous() for t in tensors):
+            raise TypeError("a plan is made of contiguous int32 tensors")
+        return cls(*(t.data_ptr() for t in tensors), *plan.path.shape, plan.block_tables.shape[1], plan.block_size)
+
+
 class NativeKernels:
     exact = True
 
@@ -129,6 +145,7 @@ class NativeKernels:
         self._silu_mul = library.function("silu_mul")
         self._rope_and_store = library.function("rope_and_store")
         self._attention = library.function("attention")
+        self._last_plan: tuple[PassPlan | None, PlanView] = (None, PlanView())
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """bf16 weights stay bf16 in memory; everything else is stored as fp32."""
@@ -180,26 +197,23 @@ class NativeKernels:
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        qkv = _fp32(qkv)
+        qkv, cos, sin = _fp32(qkv), _fp32(cos), _fp32(sin)
         rows, width = qkv.shape
         num_slots, kv_heads, dim = _check_in_place(cache.k)
         _check_in_place(cache.v)
         q_heads = width // dim - 2 * kv_heads
         q = qkv.new_empty((rows, q_heads, dim))
-        cos, sin = _fp32(cos), _fp32(sin)
-        q_norm, k_norm = (None if norm is None else _fp32(norm) for norm in (q_norm, k_norm))
+        view = self._view(plan, rows)  # held here: another thread may be given another plan meanwhile
         status = self._rope_and_store(
+            ctypes.addressof(view),
             qkv.data_ptr(),
-            plan.positions.data_ptr(),
-            plan.slots.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
             cache.k.data_ptr(),
             cache.v.data_ptr(),
             q.data_ptr(),
-            rows,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if q_norm is None else _fp32(q_norm).data_ptr(),
+            None if k_norm is None else _fp32(k_norm).data_ptr(),
             q_heads,
             kv_heads,
             dim,
@@ -216,25 +230,17 @@ class NativeKernels:
         q = _fp32(q)
         rows, q_heads, dim = q.shape
         num_slots, kv_heads, _ = _check_in_place(cache.k)
-        _check_in_place(cache.v)
         out = q.new_empty((rows, q_heads * dim))
+        view = self._view(plan, rows)
         status = self._attention(
+            ctypes.addressof(view),
             q.data_ptr(),
             cache.k.data_ptr(),
             cache.v.data_ptr(),
-            plan.positions.data_ptr(),
-            plan.sequence.data_ptr(),
-            plan.prefix.data_ptr(),
-            plan.path.data_ptr(),
-            plan.block_tables.data_ptr(),
             out.data_ptr(),
-            rows,
             q_heads,
             kv_heads,
             dim,
-            plan.path.shape[1],
-            plan.block_tables.shape[1],
-            plan.block_size,
             num_slots,
             window or 0,
             scale,
@@ -245,6 +251,15 @@ class NativeKernels:
         if status:
             raise IndexError("the plan reads a slot outside the cache")
         return out
+
+    def _view(self, plan: PassPlan, rows: int) -> PlanView:
+        last, view = self._last_plan
+        if plan is not last:
+            view = PlanView.of(plan)
+            self._last_plan = plan, view
+        if view.rows != rows:
+            raise ValueError(f"a plan of {view.rows} rows was given {rows}")
+        return view
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = _fp32(gate_up)

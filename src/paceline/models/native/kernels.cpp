@@ -159,23 +159,46 @@ inline void transpose(vec (&a)[VL]) {
     }
 }
 
+// One thread does not enter OpenMP at all: a team of one would evict the team the next large call wants to reuse.
+template <class F>
+void parallel_even(long n, int threads, F f) {
+    if (threads <= 1 || n <= 1) {
+        for (long i = 0; i < n; i++) f(i);
+        return;
+    }
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < n; i++) f(i);
+}
+
+template <class F>
+void parallel_uneven(long n, int threads, F f) {
+    if (threads <= 1 || n <= 1) {
+        for (long i = 0; i < n; i++) f(i);
+        return;
+    }
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (long i = 0; i < n; i++) f(i);
+}
+
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// NT rows of length K become a panel (K, NT). A null row is a column of zeros.
+// NT rows of length K become a panel (K, NT). A null row is a column of zeros. `ahead` are rows wanted soon, or null.
 template <class T>
-void pack_panel(const T* const* rows, long K, T* panel) {
+void pack_panel(const T* const* rows, long K, T* panel, const T* const* = nullptr) {
     for (long k = 0; k < K; k++)
         for (long j = 0; j < NT; j++) panel[k * NT + j] = rows[j] ? rows[j][k] : T(0);
 }
 
 template <>
-void pack_panel(const float* const* rows, long K, float* panel) {
+void pack_panel(const float* const* rows, long K, float* panel, const float* const* ahead) {
     long k = 0;
     for (; k + VL <= K; k += VL)
         for (long j = 0; j < NT; j += VL) {
             vec a[VL];
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++) a[i] = rows[j + i] ? load(rows[j + i] + k) : vec{};
+            if (ahead && k % 16 == 0)
+                for (int i = 0; i < VL; i++) __builtin_prefetch(ahead[j + i] + k, 0, 3);
             transpose(a);
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++) store(panel + (k + i) * NT + j, a[i]);
@@ -192,12 +215,19 @@ struct Weights {  // streamed from memory: ask for it 2 KiB ahead
     void prefetch(long k) const {
         for (long i = 0; i < NT; i += LINE) __builtin_prefetch(panel + k * NT + AHEAD + i, 0, 3);
     }
+    Weights next_tile() const { return *this; }
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
 };
-struct Keys {  // a panel in L1
+struct Keys {  // a panel in L1; meanwhile the values of the same positions may be asked for, a line at a time
     const float* panel;
-    void prefetch(long) const {}
+    const float* const* ahead = nullptr;
+    static constexpr long EACH = NT > 16 ? NT / 16 : 1;
+    void prefetch(long k) const {
+        if (ahead)
+            for (long i = k % 16 * EACH; i < NT && i < (k % 16 + 1) * EACH; i++) __builtin_prefetch(ahead[i] + k / 16 * 16, 0, 2);
+    }
+    Keys next_tile() const { return {panel}; }
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
 };
@@ -205,6 +235,7 @@ struct Values {  // rows of the cache, wherever they are
     const float* const* rows;
     long column;
     void prefetch(long) const {}
+    Values next_tile() const { return *this; }
     vec low(long k) const { return load(rows[k] + column); }
     vec high(long k) const { return load(rows[k] + column + VL); }
 };
@@ -218,14 +249,25 @@ struct Output {
 
 template <int M, class W>
 void product_tile(const float* x, long ldx, W w, long k0, long k1, Output to) {
-    vec acc[M][2] = {};
-    if (to.start)
+    vec acc[M][2];  // every loop over it is unrolled, or it would live in memory
+    if (to.start && to.columns == NT) {
+#pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
-            const float* s = to.start + m * to.start_stride;
-            const bool full = to.columns == NT;
-            acc[m][0] = full ? load(s) : load_n(s, to.columns < VL ? to.columns : VL);
-            acc[m][1] = full ? load(s + VL) : load_n(s + VL, to.columns < VL ? 0 : to.columns - VL);
+            acc[m][0] = load(to.start + m * to.start_stride);
+            acc[m][1] = load(to.start + m * to.start_stride + VL);
         }
+    } else {
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vec{};
+        if (to.start) {
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) {
+                float s[NT] = {};
+                memcpy(s, to.start + m * to.start_stride, to.columns * sizeof(float));
+                acc[m][0] = load(s), acc[m][1] = load(s + VL);
+            }
+        }
+    }
     for (long k = k0; k < k1; k++) {
         w.prefetch(k);
         const vec low = w.low(k), high = w.high(k);
@@ -236,14 +278,18 @@ void product_tile(const float* x, long ldx, W w, long k0, long k1, Output to) {
             acc[m][1] = madd(a, high, acc[m][1]);
         }
     }
-    for (int m = 0; m < M; m++) {
-        float* o = to.out + m * to.stride;
-        if (to.columns == NT) {
-            store(o, acc[m][0]);
-            store(o + VL, acc[m][1]);
-        } else {
-            store_n(o, acc[m][0], to.columns < VL ? to.columns : VL);
-            if (to.columns > VL) store_n(o + VL, acc[m][1], to.columns - VL);
+    if (to.columns == NT) {
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            store(to.out + m * to.stride, acc[m][0]);
+            store(to.out + m * to.stride + VL, acc[m][1]);
+        }
+    } else {
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            float s[NT];
+            store(s, acc[m][0]), store(s + VL, acc[m][1]);
+            memcpy(to.out + m * to.stride, s, to.columns * sizeof(float));
         }
     }
 }
@@ -262,19 +308,18 @@ void product(const float* x, long ldx, long rows, W w, long k0, long k1, Output 
 #endif
 #undef TILE
         }
-        rows -= m, x += m * ldx, to.out += m * to.stride;
+        rows -= m, x += m * ldx, to.out += m * to.stride, w = w.next_tile();
         if (to.start) to.start += m * to.start_stride;
     }
 }
 
 template <class T>
 void pack(const T* weight, T* panels, long N, long K, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long p = 0; p < (N + NT - 1) / NT; p++) {
+    parallel_even((N + NT - 1) / NT, threads, [=](long p) {
         const T* rows[NT];
         for (long j = 0; j < NT; j++) rows[j] = p * NT + j < N ? weight + (p * NT + j) * K : nullptr;
         pack_panel(rows, K, panels + p * NT * K);
-    }
+    });
 }
 
 template <class T>
@@ -282,8 +327,7 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
     const long num_panels = (N + NT - 1) / NT;
     const long chunk = 10 * MT, num_chunks = (M + chunk - 1) / chunk;  // rows cut up too: an even load on many cores
     if (M * K * N < SERIAL) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long item = 0; item < num_panels * num_chunks; item++) {
+    parallel_even(num_panels * num_chunks, threads, [=](long item) {
         const long p = item / num_chunks, row = item % num_chunks * chunk;
         const long rows = M - row < chunk ? M - row : chunk;
         // Several tiles read the same panel: let them do it while that part of it is in L2.
@@ -297,7 +341,7 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
             product(x + row * K, K, rows, Weights<T>{panels + p * NT * K}, k, end, output);
             output.start = to, output.start_stride = N, k = end;
         } while (k < K);
-    }
+    });
 }
 
 // ---- elementwise ---------------------------------------------------------------------------------------------------
@@ -329,10 +373,14 @@ void rotate_row(const float* x, const float* cos, const float* sin, float* out, 
 
 // ---- attention -----------------------------------------------------------------------------------------------------
 
-struct Attention {  // one call
+struct Plan {  // native_kernels.PlanView
+    const int32_t *positions, *slots, *sequence, *prefix, *path, *tables;
+    int64_t rows, path_width, table_width, block_size;
+};
+
+struct Attention : Plan {  // one call
     const float *q, *keys, *values;
-    const int32_t *positions, *sequence, *prefix, *path, *tables;
-    long rows, q_heads, kv_heads, dim, path_width, table_width, block_size, num_slots, window;
+    long q_heads, kv_heads, dim, num_slots, window;
     float scale;
     bool bad_slot;
 
@@ -450,9 +498,10 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
             const float* columns[NT];
             for (long j = 0; j < NT; j++)
                 columns[j] = block + j >= from && block + j < to ? from_keys[block + j] : nullptr;
-            pack_panel(columns, D, s.panel);
+            pack_panel(columns, D, s.panel, block + 2 * NT <= any_paged && block >= any_low ? keys + block + NT : nullptr);
         }
-        product(s.q + first * G * D, D, rows * G, Keys{s.panel}, 0, D,
+        const bool paged = block + NT <= any_paged && block >= any_low;
+        product(s.q + first * G * D, D, rows * G, Keys{s.panel, paged ? values + block : nullptr}, 0, D,
                 {s.scores + first * G * SPLIT + block, SPLIT, NT, nullptr, 0});
     };
     auto own_keys = [&](long r, long from, long to, const float* cache, const float** out) {
@@ -462,10 +511,6 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
     };
 
     for (long block = 0; block < SPLIT; block += NT) {
-        for (long p = block + NT; p < block + 2 * NT && p < any_paged; p++)
-            for (long i = 0; p >= any_low && i < D; i += 16) __builtin_prefetch(keys[p] + i, 0, 3);
-        for (long p = block; p < block + NT && p < any_paged; p++)
-            for (long i = 0; p >= any_low && i < D; i += 16) __builtin_prefetch(values[p] + i, 0, 2);
         if (block >= shared_low && block < shared_high) {
             score(0, tile.rows, block, block, block + NT, keys);
             continue;
@@ -543,13 +588,14 @@ int attend(Attention& a, float* out, int threads) {
     const long most_rows = TILE_ROWS / G > 1 ? TILE_ROWS / G : 1;
     Tile* tiles = (Tile*)malloc(a.rows * sizeof(Tile));
     if (!tiles) return 1;
-    long num_tiles = 0, work = 0, first_split = INT64_MAX, end_split = 0;
+    long num_tiles = 0, largest = 0, work = 0, first_split = INT64_MAX, end_split = 0;
     for (long row = 0; row < a.rows; row++) {
         const bool joins = num_tiles && a.sequence[row] == a.sequence[row - 1] && tiles[num_tiles - 1].rows < most_rows;
         if (joins)
             tiles[num_tiles - 1].rows++;
         else
             tiles[num_tiles++] = {row, 1};
+        if (tiles[num_tiles - 1].rows > largest) largest = tiles[num_tiles - 1].rows;
         const long first = a.begin(row) / SPLIT, end = (a.end(row) + SPLIT - 1) / SPLIT;
         first_split = first < first_split ? first : first_split;
         end_split = end > end_split ? end : end_split;
@@ -560,7 +606,7 @@ int attend(Attention& a, float* out, int threads) {
     // same function in the same order.
     const long splits = end_split - first_split, pairs = num_tiles * a.kv_heads;
     const bool deal = threads > 1 && splits > 1 && pairs < 4 * threads;
-    const long heads = most_rows * G, result_size = heads * stride;
+    const long heads = largest * G, result_size = heads * stride;
     const long per_thread = heads * D + heads * SPLIT + D * NT + SPLIT * NT + 2 * result_size + 64;
     float* memory = (float*)malloc((threads * per_thread + (deal ? pairs * splits * result_size : 0)) * sizeof(float));
     if (!memory) {
@@ -589,19 +635,16 @@ int attend(Attention& a, float* out, int threads) {
             write_output(a, tile.first + g / G, head * G + g % G, state + g * stride, out);
     };
 
-    if (deal) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-        for (long item = 0; item < pairs * splits; item++) {
+    if (deal)
+        parallel_uneven(pairs * splits, threads, [&](long item) {
             const Tile tile = tiles[item / splits / a.kv_heads];
             const long head = item / splits % a.kv_heads, split = first_split + item % splits;
-            if (!seen(tile, split)) continue;
+            if (!seen(tile, split)) return;
             const Scratch s = scratch();
             scale_queries(a, tile, head, s.q);
             attend_split(a, tile, head, split, s, partial + item * result_size);
-        }
-    }
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (long pair = 0; pair < pairs; pair++) {
+        });
+    parallel_uneven(pairs, deal && a.rows * a.q_heads * D * splits < SERIAL ? 1 : threads, [&](long pair) {
         const Tile tile = tiles[pair / a.kv_heads];
         const long head = pair % a.kv_heads;
         const Scratch s = scratch();
@@ -613,7 +656,7 @@ int attend(Attention& a, float* out, int threads) {
             merge_tile(a, tile, split, result, s.state);
         }
         finish(tile, head, s.state);
-    }
+    });
     free(memory);
     free(tiles);
     return a.bad_slot ? 2 : 0;
@@ -647,8 +690,7 @@ EXPORT void paceline_linear_bf16(const float* x, const uint16_t* panels, const f
 EXPORT void paceline_rms_norm(const float* x, float* residual, const float* weight, float* out, long M, long H, float eps,
                               int threads) {
     if (M * H < SERIAL) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < M; row++) {
+    parallel_even(M, threads, [=](long row) {
         const float* from = x + row * H;
         if (residual) {
             float* sum = residual + row * H;
@@ -656,13 +698,12 @@ EXPORT void paceline_rms_norm(const float* x, float* residual, const float* weig
             from = sum;
         }
         rms_norm_row(from, weight, out + row * H, H, eps);
-    }
+    });
 }
 
 EXPORT void paceline_silu_mul(const float* gate_up, float* out, long M, long I, int threads) {
     if (M * I < SERIAL) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < M; row++) {
+    parallel_even(M, threads, [=](long row) {
         const float *gate = gate_up + row * 2 * I, *up = gate + I;
         for (long i = 0; i < I; i += VL) {
             const long n = I - i < VL ? I - i : VL;
@@ -670,43 +711,41 @@ EXPORT void paceline_silu_mul(const float* gate_up, float* out, long M, long I, 
             const vec y = g / (splat(1.0f) + vexp(-g)) * u;
             n == VL ? store(out + row * I + i, y) : store_n(out + row * I + i, y, n);
         }
-    }
+    });
 }
 
 // Returns 0, or 2 when a position lies outside the rotary tables or a slot outside the cache.
-EXPORT int paceline_rope_and_store(float* qkv, const int32_t* positions, const int32_t* slots, const float* cos,
-                                   const float* sin, const float* q_norm, const float* k_norm, float* keys, float* values,
-                                   float* q_out, long M, long q_heads, long kv_heads, long D, long num_positions,
-                                   long num_slots, float eps, int threads) {
+EXPORT int paceline_rope_and_store(const Plan* plan, float* qkv, float* keys, float* values, float* q_out, const float* cos,
+                                   const float* sin, const float* q_norm, const float* k_norm, long q_heads,
+                                   long kv_heads, long D, long num_positions, long num_slots, float eps, int threads) {
+    const int32_t *positions = plan->positions, *slots = plan->slots;
+    const long M = plan->rows;
     const long width = (q_heads + 2 * kv_heads) * D;
     for (long row = 0; row < M; row++)
         if (positions[row] < 0 || positions[row] >= num_positions || slots[row] < -1 || slots[row] >= num_slots) return 2;
     if (M * width < SERIAL) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < M; row++) {
+    parallel_even(M, threads, [=](long row) {
         float *q = qkv + row * width, *k = q + q_heads * D, *v = k + kv_heads * D;
         const float *c = cos + positions[row] * (D / 2), *s = sin + positions[row] * (D / 2);
         for (long h = 0; h < q_heads; h++) {
             if (q_norm) rms_norm_row(q + h * D, q_norm, q + h * D, D, eps);
             rotate_row(q + h * D, c, s, q_out + (row * q_heads + h) * D, D / 2);
         }
-        if (slots[row] < 0) continue;
+        if (slots[row] < 0) return;
         const long at = slots[row] * kv_heads * D;
         for (long h = 0; h < kv_heads; h++) {
             if (k_norm) rms_norm_row(k + h * D, k_norm, k + h * D, D, eps);
             rotate_row(k + h * D, c, s, keys + at + h * D, D / 2);
         }
         memcpy(values + at, v, kv_heads * D * sizeof(float));
-    }
+    });
     return 0;
 }
 
 // Returns 0, 1 when out of memory, 2 when the plan names a slot outside the cache.
-EXPORT int paceline_attention(const float* q, const float* keys, const float* values, const int32_t* positions,
-                              const int32_t* sequence, const int32_t* prefix, const int32_t* path, const int32_t* tables,
-                              float* out, long rows, long q_heads, long kv_heads, long dim, long path_width,
-                              long table_width, long block_size, long num_slots, long window, float scale, int threads) {
-    Attention a{q,       keys, values,     positions,   sequence,   prefix,    path,   tables, rows, q_heads,
-                kv_heads, dim,  path_width, table_width, block_size, num_slots, window, scale,  false};
-    return rows ? attend(a, out, threads) : 0;
+EXPORT int paceline_attention(const Plan* plan, const float* q, const float* keys, const float* values, float* out,
+                              long q_heads, long kv_heads, long dim, long num_slots, long window, float scale,
+                              int threads) {
+    Attention a{*plan, q, keys, values, q_heads, kv_heads, dim, num_slots, window, scale, false};
+    return plan->rows ? attend(a, out, threads) : 0;
 }
