@@ -1,0 +1,162 @@
+"""The public API on the real model: what vLLM users know, and what seeds promise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams
+from paceline.errors import DeviceError, InvalidParameter, InvalidPrompt
+
+QUESTION = [{"role": "user", "content": "Name three fruits and describe each in one sentence."}]
+
+
+def greedy(**kwargs):
+    return SamplingParams(temperature=0, **{"max_tokens": 40, **kwargs})
+
+
+def test_outputs_have_the_shape_vllm_users_know(smollm2):
+    (output,) = smollm2.generate("The capital of France is", greedy(max_tokens=8))
+    (completion,) = output.outputs
+    assert output.finished
+    assert output.prompt == "The capital of France is"
+    assert completion.text == smollm2.tokenizer.decode(completion.token_ids)
+    assert "Paris" in completion.text
+    assert len(completion.token_ids) == 8
+    assert completion.finish_reason == "length"
+    assert completion.speculation.mean_acceptance_length == 1.0
+    assert completion.speculation.acceptance_rate is None
+    assert output.metrics.ttft_s > 0
+
+
+def test_a_row_is_the_same_alone_and_in_any_batch(smollm2):
+    """Greedy and seeded, with companions of other lengths and parameters, in chunks beside decodes."""
+    prompts = [f"Item {i}: " + "the quick brown fox " * (1 + 5 * i) for i in range(6)]
+    params = [greedy() if i % 2 else SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=40) for i in range(6)]
+    together = smollm2.generate(prompts, params)
+    for prompt, param, output in zip(prompts, params, together, strict=True):
+        (alone,) = smollm2.generate(prompt, param)
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_seeds_decide_and_sub_seeds_differ(smollm2):
+    params = SamplingParams(temperature=1.0, seed=11, n=3, max_tokens=16)
+    (first,), (second,) = smollm2.chat(QUESTION, params), smollm2.chat(QUESTION, params)
+    texts = [completion.text for completion in first.outputs]
+    assert texts == [completion.text for completion in second.outputs]
+    assert len(set(texts)) == 3
+    assert [completion.index for completion in first.outputs] == [0, 1, 2]
+    (lone,) = smollm2.chat(QUESTION, SamplingParams(temperature=1.0, seed=11, max_tokens=16))
+    assert lone.outputs[0].text == texts[0]
+    (unseeded,) = smollm2.chat(QUESTION, SamplingParams(temperature=1.0, n=3, max_tokens=16))
+    assert len({completion.text for completion in unseeded.outputs}) == 3
+
+
+def test_streaming_gives_the_same_text_and_never_a_piece_of_a_stop_string(smollm2):
+    (whole,) = smollm2.chat(QUESTION, greedy())
+    text = whole.outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 7]  # crosses token borders somewhere
+    at = text.index(stop)
+    chunks = list(smollm2.stream(QUESTION, greedy(stop=stop)))
+    streamed = ""
+    for chunk in chunks:
+        streamed += chunk.text
+        assert text[:at].startswith(streamed)
+    assert streamed == text[:at]
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    last = chunks[-1]
+    assert last.finish_reason == "stop"
+    assert last.output.outputs[0].stop_reason == stop
+    assert last.output.outputs[0].text == text[:at]
+    (included,) = smollm2.chat(QUESTION, greedy(stop=stop, include_stop_str_in_output=True))
+    assert included.outputs[0].text == text[: at + len(stop)]
+
+
+def test_closing_a_stream_cancels_the_request(smollm2):
+    stream = smollm2.stream(QUESTION, greedy(max_tokens=500))
+    next(stream)
+    assert smollm2.engine.has_work
+    stream.close()
+    assert not smollm2.engine.has_work
+    assert smollm2.engine.blocks.num_free == smollm2.engine.blocks.num_blocks
+
+
+def test_eos_ends_the_answer_unless_ignored(smollm2):
+    question = [{"role": "user", "content": "Say hi."}]
+    (ended,) = smollm2.chat(question, greedy(max_tokens=200))
+    completion = ended.outputs[0]
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids[-1] in smollm2.config.eos_token_ids
+    assert "<|im_end|>" not in completion.text
+    (going_on,) = smollm2.chat(question, greedy(max_tokens=len(completion.token_ids) + 5, ignore_eos=True))
+    assert going_on.outputs[0].finish_reason == "length"
+    assert going_on.outputs[0].token_ids[: len(completion.token_ids)] == completion.token_ids
+
+
+def test_logprobs_are_those_of_the_raw_distribution(smollm2):
+    (output,) = smollm2.chat(QUESTION, SamplingParams(temperature=0.7, top_k=5, seed=1, max_tokens=6, logprobs=3))
+    completion = output.outputs[0]
+    assert len(completion.logprobs) == 6
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert token in entry
+        assert 3 <= len(entry) <= 4
+        best = sorted(entry.values(), key=lambda logprob: logprob.rank)
+        assert [logprob.rank for logprob in best[:3]] == [1, 2, 3]
+        assert best[0].logprob >= best[1].logprob >= best[2].logprob
+        assert sum(math.exp(logprob.logprob) for logprob in entry.values()) <= 1.0 + 1e-6
+        assert entry[token].decoded_token == smollm2.tokenizer.token_text(token)
+
+
+def test_bad_words_do_not_appear_and_bias_forces(smollm2):
+    (plain,) = smollm2.chat(QUESTION, greedy())
+    word = next(word for word in plain.outputs[0].text.split() if word.isalpha() and len(word) > 4)
+    (without,) = smollm2.chat(QUESTION, greedy(bad_words=[word]))
+    assert word not in without.outputs[0].text
+    token = smollm2.tokenizer.encode(" banana", add_special_tokens=False)[0]
+    (forced,) = smollm2.chat(QUESTION, greedy(max_tokens=3, logit_bias={token: 100.0}))
+    assert forced.outputs[0].token_ids == [token] * 3
+
+
+def test_a_conversation_reuses_its_beginning(smollm2):
+    (first,) = smollm2.chat(QUESTION, greedy())
+    longer = [*QUESTION, {"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "More."}]
+    (second,) = smollm2.chat(longer, greedy(max_tokens=4))
+    assert second.num_cached_tokens >= len(first.prompt_token_ids) // 16 * 16
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]]])
+def test_empty_prompts_are_refused(smollm2, prompt):
+    if prompt == []:
+        assert smollm2.generate(prompt) == []
+        return
+    with pytest.raises(InvalidPrompt, match="empty"):
+        smollm2.generate(prompt)
+
+
+def test_what_cannot_be_done_is_refused_by_name(smollm2, smollm2_path):
+    with pytest.raises(InvalidPrompt, match="empty"):
+        smollm2.chat([])
+    with pytest.raises(InvalidPrompt, match="empty"):
+        smollm2.stream([{"role": "user", "content": ""}])
+    with pytest.raises(InvalidPrompt, match="context holds 8192"):
+        smollm2.generate("word " * 9000)
+    with pytest.raises(InvalidParameter, match="params"):
+        smollm2.generate(["a", "b"], [greedy()])
+    with pytest.raises(InvalidParameter, match="logit_bias"):
+        smollm2.generate("a", greedy(logit_bias={10**6: 1.0}))
+    for wrong in ({"dtype": "float8"}, {"device": "tpu"}, {"threads": 0}, {"method": "magic"}, {"max_model_len": 9000}):
+        with pytest.raises(InvalidParameter, match=next(iter(wrong))):
+            LLM(str(smollm2_path), **wrong)
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="no CUDA GPU"):
+            LLM(str(smollm2_path), device="cuda")
+    assert not smollm2.engine.has_work
+
+
+def test_an_error_in_one_request_of_many_leaves_nothing_running(smollm2):
+    with pytest.raises(InvalidPrompt):
+        smollm2.generate(["fine", "word " * 9000], greedy())
+    assert not smollm2.engine.has_work
+    assert smollm2.engine.blocks.num_free == smollm2.engine.blocks.num_blocks
