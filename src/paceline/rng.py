@@ -62,14 +62,16 @@ def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 def gumbel_of(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
     """(R, T) float32: the same noise as `gumbel`, of the given tokens (R, T) only."""
-    keys, tokens = bits(Lane.GUMBEL, seed, position), tokens.to(torch.int32)
+    keys = bits(Lane.GUMBEL, seed, position)
     if not keys.is_cpu:
-        return _gumbel_(_torch_token_bits(keys[:, None], tokens).to(torch.float32))
-    noise = torch.empty(tokens.shape)
-    for row, key in enumerate(keys.tolist()):  # one row at a time stays inside the cache
-        hashed = _numpy_token_bits(key % 2**64, tokens[row].numpy().view(np.uint32)).view(np.int32)
-        _gumbel_(noise[row].copy_(torch.from_numpy(hashed)))
-    return noise
+        return _gumbel_(_torch_token_bits(keys[:, None], tokens.to(torch.int32)).to(torch.float32))
+    return torch.stack([gumbel_row(key, tokens[row]) for row, key in enumerate(keys.tolist())])
+
+
+def gumbel_row(key: int, tokens: Tensor) -> Tensor:
+    """(T,) float32: one row of it on the CPU, inside the cache; `key` is bits(Lane.GUMBEL, seed, position)."""
+    hashed = _numpy_token_bits(key % 2**64, tokens.numpy().astype(np.uint32))
+    return _gumbel_(torch.from_numpy(hashed.view(np.int32)).to(torch.float32))
 
 
 def _gumbel_(hashed: Tensor) -> Tensor:

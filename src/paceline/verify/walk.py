@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Kind, Verdict
-from paceline.rng import Lane, coin, gumbel, gumbel_of
+from paceline.rng import Lane, bits, coin, gumbel, gumbel_row
 from paceline.verify.processors import Nodes, argmax, probabilities
 
 BLOCK = 256
@@ -95,13 +95,14 @@ def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """(R,) argmax(log p + Gumbel(seed, position, token)); log p up to a constant is the processed logit."""
     if not logits.is_cpu:
         return argmax(logits + gumbel(seed, position, logits.shape[1]).to(logits.dtype))
-    picked = torch.empty_like(seed)
-    for row in range(logits.shape[0]):  # noise is the costly part: only for the tokens the filters left
-        one = slice(row, row + 1)
-        left = torch.from_numpy(np.flatnonzero(logits[row].numpy() > -np.inf))
-        noise = gumbel_of(seed[one], position[one], left[None])[0]
-        picked[row] = left[int(argmax(logits[row][left] + noise))]
-    return picked
+    keys = bits(Lane.GUMBEL, seed, position).tolist()
+    return torch.tensor([_pick_seeded(*row) for row in zip(logits.numpy(), keys, strict=True)])
+
+
+def _pick_seeded(logits: np.ndarray[Any, Any], key: int) -> int:
+    """The same for one row (V,). Noise is the costly part: only the tokens the filters left get any."""
+    left = np.flatnonzero(logits > -np.inf)
+    return int(left[np.argmax(logits[left] + gumbel_row(key, torch.from_numpy(left)).numpy())])
 
 
 def walk(draft: Draft, drawn: Tensor, row_of: Tensor, max_depth: int) -> Verdict:

@@ -1,0 +1,168 @@
+"""Every field is honoured or refused by name."""
+
+import math
+
+import numpy as np
+import pytest
+
+from paceline.errors import InvalidParameter
+from paceline.sampling_params import MAX_LOGPROBS, SamplingParams
+
+REFUSED = [
+    ("n", 0),
+    ("n", True),
+    ("n", 1.5),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("top_k", -2),
+    ("top_k", 1.0),
+    ("top_p", 0),
+    ("top_p", 1.5),
+    ("top_p", math.nan),
+    ("min_p", -0.01),
+    ("min_p", 1.01),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", None),
+    ("logit_bias", {1: 101}),
+    ("logit_bias", {1: math.inf}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"1": 1.0}),
+    ("logit_bias", [1, 2]),
+    ("bad_words", [""]),
+    ("bad_words", "word"),
+    ("bad_words", [1]),
+    ("min_tokens", -1),
+    ("max_tokens", 0),
+    ("max_tokens", 2.0),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", 3),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", [True]),
+    ("ignore_eos", 1),
+    ("seed", -1),
+    ("seed", 2**63),
+    ("logprobs", -1),
+    ("logprobs", MAX_LOGPROBS + 1),
+    ("include_stop_str_in_output", "yes"),
+    ("skip_special_tokens", None),
+    ("speculation", "ngram"),
+    ("speculation", {"method": "ngram"}),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), REFUSED, ids=[f"{f}={v!r}" for f, v in REFUSED])
+def test_values_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(InvalidParameter) as error:
+        SamplingParams(**{field: value})
+    assert error.value.field == field
+    assert str(error.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("top_p", 1.5, "above 0 and at most 1"),
+        ("logprobs", 21, "between 0 and 20"),
+        ("max_tokens", 0, "at least 1"),
+        ("top_k", -2, "0 or -1 for off"),
+        ("speculation", "medusa", '"none"'),
+    ],
+)
+def test_a_refusal_says_what_is_allowed(field, value, says):
+    with pytest.raises(InvalidParameter, match=says):
+        SamplingParams(**{field: value})
+
+
+def test_contradictions_are_refused():
+    with pytest.raises(InvalidParameter, match="min_tokens: 5 is more than max_tokens 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    with pytest.raises(InvalidParameter, match="temperature above 0"):
+        SamplingParams(n=2, temperature=0)
+    with pytest.raises(InvalidParameter, match="temperature above 0"):
+        SamplingParams(n=2).resolve({})
+    assert SamplingParams(n=2).resolve({"do_sample": True}).n == 2
+
+
+def test_values_become_plain_python():
+    params = SamplingParams(
+        n=np.int64(1),
+        temperature=np.float32(0.5),
+        top_k=-1,
+        stop="end",
+        stop_token_ids=np.array([3, 4]),
+        seed=np.int32(7),
+    )
+    assert (params.n, params.temperature, params.top_k, params.seed) == (1, 0.5, 0, 7)
+    assert [type(v) for v in (params.n, params.temperature, params.top_k, params.seed)] == [int, float, int, int]
+    assert params.stops == ("end",)
+    assert params.stop_token_ids == (3, 4)
+    assert SamplingParams(stop=None, logit_bias={}).stops == ()
+
+
+def test_the_callers_containers_are_copied():
+    bias, stop = {1: 2.0}, ["a"]
+    params = SamplingParams(logit_bias=bias, stop=stop)
+    bias[1], stop[0] = 9.0, "b"
+    assert params.logit_bias == {1: 2.0}
+    assert params.stops == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "temperature"),
+    [
+        ({}, 0.0),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
+        ({"do_sample": True}, 1.0),
+        ({"do_sample": True, "temperature": 0.6}, 0.6),
+        ({"do_sample": True, "temperature": None}, 1.0),
+        ({"temperature": 0.6}, 0.6),
+    ],
+)
+def test_the_default_temperature_is_read_as_transformers_means_it(defaults, temperature):
+    assert SamplingParams().resolve(defaults).temperature == temperature
+
+
+def test_default_filters_apply_only_when_sampling():
+    defaults = {"top_k": 20, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.1}
+    greedy = SamplingParams().resolve(defaults)
+    assert (greedy.top_k, greedy.top_p, greedy.min_p, greedy.repetition_penalty) == (0, 1.0, 0.0, 1.1)
+    assert greedy.greedy
+    sampled = SamplingParams(temperature=1.0, top_k=0).resolve(defaults)
+    assert (sampled.top_k, sampled.top_p, sampled.min_p, sampled.repetition_penalty) == (0, 0.8, 0.1, 1.1)
+    assert not sampled.greedy
+    assert sampled.penalised
+
+
+def test_a_broken_generation_config_is_refused_too():
+    with pytest.raises(InvalidParameter, match="top_p"):
+        SamplingParams().resolve({"do_sample": True, "top_p": 7})
+    with pytest.raises(InvalidParameter, match="temperature"):
+        SamplingParams().resolve({"do_sample": True, "temperature": "warm"})
+
+
+def test_token_ids_are_checked_against_the_vocabulary():
+    params = SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[3])
+    params.check_vocab(10)
+    with pytest.raises(InvalidParameter, match=r"logit_bias: token id 9 .*0 to 8"):
+        params.check_vocab(9)
+    with pytest.raises(InvalidParameter, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=[3]).check_vocab(3)
+
+
+def test_sub_seeds_start_with_the_seed_and_never_meet():
+    params = SamplingParams(n=4, seed=5, temperature=1.0)
+    seeds = [params.sub_seed(i) for i in range(1000)]
+    assert seeds[0] == 5
+    neighbours = [SamplingParams(seed=6).sub_seed(i) for i in range(1000)]
+    assert len({*seeds, *neighbours}) == 2000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert params.sub_seed(1) == 2875910158461559956
+    assert SamplingParams().sub_seed(3) is None

@@ -1,0 +1,386 @@
+"""The walk is lossless for any draft, proven by exact enumeration through the real functions, and seeds mean tokens."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.draft import Draft, Kind, Proposal, ancestors
+from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
+from paceline.verify.walk import _pick, pick, pick_seeded
+
+VOCAB, EXACT = 3, 1e-12
+
+
+def tree(tokens, parents, width=None):
+    """A Draft of one row."""
+    depth = []
+    for parent in parents:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    return batch_of([(tokens, parents, depth)], width)
+
+
+def batch_of(rows, width=None):
+    width = max([len(tokens) for tokens, _, _ in rows], default=0) if width is None else width
+
+    def pad(values, filler):
+        return torch.tensor([[*v, *[filler] * (width - len(v))] for v in values], dtype=torch.int64).view(
+            len(rows), width
+        )
+
+    return Draft(
+        tokens=pad([r[0] for r in rows], 0),
+        parents=pad([r[1] for r in rows], -1),
+        depth=pad([r[2] for r in rows], 0),
+        num_nodes=torch.tensor([len(r[0]) for r in rows]),
+        source=torch.zeros(len(rows), dtype=torch.int64),
+    )
+
+
+def flatten(draft):
+    """Valid slots in order: row_of (B, N + 1) and the nodes behind the rows."""
+    slots = torch.arange(draft.width + 1) <= draft.num_nodes[:, None]
+    row_of = torch.where(slots, slots.flatten().cumsum(0).view_as(slots) - 1, -1)
+    seq, slot = slots.nonzero(as_tuple=True)
+    return row_of, Nodes.of(draft, seq, slot - 1, draft.width)
+
+
+class Toy:
+    """A target whose next-token logits are a fixed random function of everything said so far."""
+
+    def __init__(self, seed, vocab=VOCAB):
+        self.seed, self.vocab = seed, vocab
+
+    def logits(self, said):
+        generator = torch.Generator().manual_seed(hash((self.seed, *said)) % 2**31)
+        return torch.randn(self.vocab, generator=generator, dtype=torch.float64) * 1.5
+
+    def p(self, said):
+        return torch.softmax(self.logits(said), -1).tolist()
+
+    def rows(self, committed, nodes):
+        """(R, V) logits of every row, its sequence's committed tokens and its drafted ancestors before it."""
+        said = [
+            (*committed[int(s)], *[t for t in path if t >= 0])
+            for s, path in zip(nodes.seq, nodes.path.tolist(), strict=True)
+        ]
+        return torch.stack([self.logits(s) for s in said])
+
+
+TREES = {
+    "plain": ([], []),
+    "chain": ([0, 2], [-1, 0]),
+    "two children": ([1, 0], [-1, -1]),
+    "every child": ([0, 1, 2], [-1, -1, -1]),
+    "depth two": ([0, 2, 1, 1, 0], [-1, -1, 0, 0, 1]),
+    "equal siblings": ([1, 1, 0, 2], [-1, -1, 0, 1]),
+    "full": ([0, 1, 0, 2, 1, 2], [-1, -1, 0, 0, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_joint_distribution_of_three_tokens_is_the_targets(name):
+    """Law 1, enumerated: a coin matters only through the token whose stretch of cumulative p it falls in."""
+    toy, draft = Toy(seed=11), tree(*TREES[name])
+    row_of, nodes = flatten(draft)
+    logits = toy.rows([()], nodes)
+    rows = logits.shape[0]
+    stretches = torch.softmax(logits, -1)
+    middles = stretches.cumsum(-1) - stretches / 2
+    draws = Draws(key=torch.zeros(1), committed=torch.zeros(1), coins=torch.arange(rows))
+    joint = dict.fromkeys(itertools.product(range(VOCAB), repeat=3), 0.0)
+    for outcome in itertools.product(range(VOCAB), repeat=rows):
+        at = torch.tensor(outcome)[:, None]
+        weight = float(stretches.gather(1, at).prod())
+        drawn = draw(logits, draws, nodes, uniforms=middles.gather(1, at)[:, 0])
+        verdict = walk(draft, drawn, row_of, max_depth=draft.width)
+        said = tuple(verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist())
+        for rest in itertools.product(range(VOCAB), repeat=3 - len(said)):  # the steps after this one, plainly
+            whole = (*said, *rest)
+            joint[whole] += weight * math.prod(toy.p(whole[:i])[whole[i]] for i in range(len(said), 3))
+    for whole, probability in joint.items():
+        exact = math.prod(toy.p(whole[:i])[whole[i]] for i in range(3))
+        assert abs(probability - exact) < EXACT
+
+
+def test_two_steps_through_the_real_coins_give_the_targets_distribution():
+    """5,000 requests of three tokens. Chi-square over 27 outcomes; alarms by chance for one choice in three million."""
+    toy, requests = Toy(seed=4), 5_000
+    table = {said: toy.logits(said) for n in range(4) for said in itertools.product(range(VOCAB), repeat=n)}
+    shapes = [tree(*TREES[name]) for name in ("depth two", "chain")]
+    said = [()] * requests
+    for step in range(3):
+        live = [r for r in range(requests) if len(said[r]) < 3]
+        one = shapes[step % 2]
+        draft = batch_of(
+            [(one.tokens[0].tolist(), one.parents[0].tolist(), one.depth[0].tolist())] * len(live), one.width
+        )
+        row_of, nodes = flatten(draft)
+        contexts = zip(nodes.seq.tolist(), nodes.path.tolist(), strict=True)
+        logits = torch.stack([table[(*said[live[s]], *[t for t in path if t >= 0])[:3]] for s, path in contexts])
+        draws = Draws(
+            key=torch.tensor(live),
+            committed=torch.tensor([len(said[r]) for r in live]),
+            coins=torch.arange(len(logits)),
+        )
+        verdict = walk(draft, draw(logits, draws, nodes), row_of, max_depth=2)
+        for row, r in enumerate(live):
+            said[r] = (*said[r], *verdict.tokens[row, : int(verdict.num_accepted[row]) + 1].tolist())
+    statistic = 0.0
+    for whole in itertools.product(range(VOCAB), repeat=3):
+        expected = requests * math.prod(toy.p(whole[:i])[whole[i]] for i in range(3))
+        statistic += (sum(s[:3] == whole for s in said) - expected) ** 2 / expected
+    assert statistic < 79.0  # chi-square with 26 degrees of freedom exceeds this with probability 3e-7
+
+
+def random_draft(data, vocab, width):
+    nodes = data.draw(st.integers(0, width))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(nodes)]
+    tokens = data.draw(st.lists(st.integers(0, vocab - 1), min_size=nodes, max_size=nodes))
+    depth = []
+    for parent in parents:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    return tokens, parents, depth
+
+
+def naive_walk(tokens, parents, said):
+    """`said[slot]` is the token drawn there. Returns (committed tokens, accepted nodes, kind of the last)."""
+    at, path = -1, []
+    while True:
+        y = said[at + 1]
+        children = [node for node, parent in enumerate(parents) if parent == at]
+        match = [node for node in children if tokens[node] == y]
+        if not match:
+            return [tokens[node] for node in path] + [y], path, Kind.RECOVERED if children else Kind.BONUS
+        at = match[0]
+        path.append(at)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_walk_equals_a_loop_over_nodes(data):
+    rows = [random_draft(data, 2, 7) for _ in range(data.draw(st.integers(1, 4)))]
+    draft = batch_of(rows, width=7)
+    draft.validate(2)
+    row_of, nodes = flatten(draft)
+    size = nodes.seq.shape[0]
+    drawn = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
+    verdict = walk(draft, drawn, row_of, max_depth=7)
+    assert verdict.tokens.shape == verdict.kinds.shape == (len(rows), 8)
+    for b, (tokens, parents, _) in enumerate(rows):
+        expected, path, kind = naive_walk(tokens, parents, drawn[row_of[b].clamp_min(0)].tolist())
+        n = len(path)
+        assert int(verdict.num_accepted[b]) == n
+        assert verdict.tokens[b].tolist() == expected + [-1] * (7 - n)
+        assert verdict.path[b].tolist() == path + [-1] * (7 - n)
+        assert verdict.kinds[b].tolist() == [Kind.DRAFTED] * n + [kind] + [Kind.PAD] * (7 - n)
+
+
+def test_plain_decoding_is_the_empty_draft():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    draws = Draws(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
+    verdict = verify(
+        Draft.empty(2), logits, torch.tensor([[0], [1]]), Nodes.roots(2), Controls(), draws, max_depth=0, num_logprobs=1
+    )
+    assert verdict.tokens.tolist() == [[1], [0]]
+    assert verdict.kinds.tolist() == [[Kind.BONUS], [Kind.BONUS]]
+    assert verdict.num_accepted.tolist() == [0, 0]
+    assert verdict.path.shape == (2, 0)
+    assert verdict.logprobs.rank.tolist() == [[1], [1]]
+    assert verdict.logprobs.top_tokens.tolist() == [[[1]], [[0]]]
+
+
+def test_logprobs_belong_to_the_rows_the_tokens_were_drawn_at():
+    toy, draft = Toy(seed=2), tree([0, 1, 2, 0, 1], [-1, -1, -1, 0, 0])
+    row_of, nodes = flatten(draft)
+    logits = toy.rows([()], nodes)
+    draws = Draws(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
+    verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=2, num_logprobs=2)
+    said = verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist()
+    assert len(said) > 1
+    for i, token in enumerate(said):
+        assert float(verdict.logprobs.chosen[0, i]) == pytest.approx(math.log(toy.p(tuple(said[:i]))[token]))
+
+
+KINDS = ("greedy", "seeded", "coins")
+
+
+def generate(toy, kinds, drafts, length, seed=5):
+    """Run rows of mixed kinds to `length` tokens; drafts(said) -> (tokens, parents, depth) for one row."""
+    said = [(1,)] * len(kinds)
+    while any(len(s) <= length for s in said):
+        draft = batch_of([drafts(s) for s in said])
+        row_of, nodes = flatten(draft)
+        draws = Draws.of(
+            key=torch.arange(len(kinds)) + seed,
+            committed=torch.tensor([len(s) for s in said]),
+            seq=nodes.seq.tolist(),
+            greedy=[kind == "greedy" for kind in kinds],
+            seeded=[kind == "seeded" for kind in kinds],
+        )
+        temperature = torch.tensor([0.0 if kind == "greedy" else 0.8 for kind in kinds])
+        controls = Controls(temperature=temperature, top_p=torch.full((len(kinds),), 0.95))
+        verdict = verify(draft, toy.rows(said, nodes), row_of, nodes, controls, draws, max_depth=max(draft.width, 1))
+        for row, n in enumerate(verdict.num_accepted.tolist()):
+            said[row] += tuple(verdict.tokens[row, : n + 1].tolist())
+    return [s[1 : length + 1] for s in said]
+
+
+def nothing(said):
+    return [], [], []
+
+
+def top_two_tree(toy):
+    def drafts(said):
+        first = toy.logits(said).topk(2).indices.tolist()
+        below = [toy.logits((*said, token)).topk(2).indices.tolist() for token in first]
+        return [*first, *below[0], *below[1]], [-1, -1, 0, 0, 1, 1], [1, 1, 2, 2, 2, 2]
+
+    return drafts
+
+
+def hashed_chain(said):
+    length = hash(said) % 5
+    return [hash((said, i)) % 6 for i in range(length)], list(range(-1, length - 1)), list(range(1, length + 1))
+
+
+def test_a_seeded_or_greedy_request_says_the_same_under_any_draft_and_in_any_batch():
+    toy, length = Toy(seed=8, vocab=6), 40
+    mixed = ["seeded", "greedy", "coins", "seeded", "greedy", "seeded"]
+    plainly = generate(toy, mixed, nothing, length)
+    for drafts in (top_two_tree(toy), hashed_chain):
+        speculatively = generate(toy, mixed, drafts, length)
+        for row, kind in enumerate(mixed):
+            if kind != "coins":
+                assert speculatively[row] == plainly[row]
+    alone = generate(toy, ["seeded"], nothing, length, seed=5 + 3)
+    assert alone[0] == plainly[3]
+    assert plainly[0] != plainly[3]  # two seeds
+
+
+def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
+    toy = Toy(seed=1, vocab=5)
+    chain, said = [], ()
+    for _ in range(4):
+        chain.append(int(toy.logits(said).argmax()))
+        said = (*said, chain[-1])
+    draws = Draws(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
+    for tokens, accepted in ((chain, 4), ([(t + 1) % 5 for t in chain], 0)):
+        draft = Draft.chains(torch.tensor([tokens]), torch.tensor([4]), source=0)
+        row_of, nodes = flatten(draft)
+        verdict = verify(draft, toy.rows([()], nodes), row_of, nodes, Controls(), draws, max_depth=4)
+        assert verdict.num_accepted.tolist() == [accepted]
+        assert verdict.tokens[0, : min(accepted + 1, 4)].tolist() == chain[: accepted + 1]
+
+
+def test_coins_at_the_very_ends_pick_tokens_that_can_be_said():
+    logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]])
+    for coin, token in ((2.0**-53, 1), (1 - 2.0**-53, 3)):
+        assert pick(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]
+
+
+def test_a_coin_picks_by_cumulative_p_in_a_large_vocabulary():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5000, generator=generator, dtype=torch.float64) * 3
+    logits[torch.rand(5000, generator=generator) < 0.3] = -math.inf
+    cumulative = torch.softmax(logits, -1).cumsum(-1)
+    for coin in torch.rand(300, generator=generator, dtype=torch.float64).tolist():
+        expected = int(torch.searchsorted(cumulative, torch.tensor([coin], dtype=torch.float64), right=True))
+        assert _pick(logits.numpy(), coin) == expected
+
+
+def test_a_seed_draws_from_p():
+    """8,000 seeds, 8 tokens, one of them banned. 7 cells: chi-square above 42.0 has probability 2e-7."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -math.inf, 0.5, 1.5, -2.0]).expand(8_000, 8)
+    picked = pick_seeded(logits, torch.arange(8_000), torch.full((8_000,), 9))
+    expected = torch.softmax(logits[0].double(), -1) * 8_000
+    counts = torch.bincount(picked, minlength=8).double()
+    assert counts[4] == 0
+    kept = expected > 0
+    assert float(((counts - expected) ** 2 / expected)[kept].sum()) < 42.0
+
+
+def test_a_row_is_drawn_the_same_in_any_batch():
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(33, 2000, generator=generator) * 3
+    key, committed = torch.arange(33) * 1001, torch.arange(33) + 4
+    kinds = [KINDS[row % 3] for row in range(33)]
+
+    def drawn(first, last):
+        size = last - first
+        of = kinds[first:last]
+        draws = Draws.of(
+            key=key[first:last],
+            committed=committed[first:last],
+            seq=range(size),
+            greedy=[kind == "greedy" for kind in of],
+            seeded=[kind == "seeded" for kind in of],
+        )
+        controls = Controls(temperature=torch.tensor([0.0 if kind == "greedy" else 1.0 for kind in of]))
+        nodes = Nodes.roots(size)
+        return draw(process(logits[first:last], controls, nodes), draws, nodes).tolist()
+
+    alone = [drawn(row, row + 1)[0] for row in range(33)]
+    for size in range(1, 34):
+        assert drawn(0, size) == alone[:size]
+
+
+# --- the contracts of draft.py ---
+
+
+def test_ancestors_name_the_path_from_the_root():
+    draft = tree([1, 2, 1, 0], [-1, -1, 0, 2], width=6)
+    expected = [[0, -1, -1], [1, -1, -1], [0, 2, -1], [0, 2, 3], [-1, -1, -1], [-1, -1, -1]]
+    assert ancestors(draft.parents, draft.depth, 3).tolist() == [expected]
+
+
+def test_merging_drafts_keeps_every_row_and_every_q():
+    ids = torch.tensor([1, 2, 4])
+    first = Draft.chains(
+        torch.tensor([[4, 2], [1, 0]]),
+        torch.tensor([2, 1]),
+        source=3,
+        q=Proposal(probs=torch.rand(3, 3), row_of=torch.tensor([[0, 1, -1], [2, -1, -1]]), ids=ids),
+    )
+    second = tree([0, 1, 3], [-1, -1, 1])
+    third = Draft.chains(
+        torch.tensor([[3]]),
+        torch.tensor([1]),
+        source=5,
+        q=Proposal(probs=torch.rand(1, 5), row_of=torch.tensor([[0, -1]])),
+    )
+    merged = Draft.merge([([4, 0], first), ([2], second), ([3], third)], batch=6, vocab_size=5)
+    merged.validate(5)
+    assert merged.num_nodes.tolist() == [1, 0, 3, 1, 2, 0]
+    assert merged.source.tolist() == [3, -1, 0, 5, 3, -1]
+    assert merged.tokens.tolist()[4] == [4, 2, 0]
+    assert merged.parents.tolist()[2] == [-1, -1, 1]
+    assert merged.q.ids is None
+    assert torch.equal(merged.q.probs[merged.q.row_of[4, 1]][ids], first.q.probs[1])
+    assert torch.equal(merged.q.probs[merged.q.row_of[3, 0]], third.q.probs[0])
+    assert merged.q.row_of[2].tolist() == [-1] * 4
+    alone = Draft.merge([([1, 0], first), ([2], second)], batch=3, vocab_size=5)
+    assert alone.q.probs is first.q.probs  # the very tensor that was sampled
+    assert alone.q.ids is ids
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"tokens": torch.tensor([[0, 9]])}, "outside the vocabulary"),
+        ({"parents": torch.tensor([[-1, 1]])}, "does not come before"),
+        ({"depth": torch.tensor([[1, 1]])}, "depth"),
+        ({"num_nodes": torch.tensor([3])}, "num_nodes"),
+        ({"q": Proposal(probs=torch.rand(1, 4), row_of=torch.tensor([[0, -1]]))}, "row_of"),
+        ({"q": Proposal(probs=torch.rand(1, 3), row_of=torch.tensor([[0, -1, -1]]))}, "probs"),
+        ({"q": Proposal(probs=torch.rand(1, 4), row_of=torch.tensor([[1, -1, -1]]))}, "points outside"),
+    ],
+)
+def test_a_malformed_draft_is_refused(change, complaint):
+    draft = tree([0, 1], [-1, 0])
+    draft.validate(4)
+    with pytest.raises(ValueError, match=complaint):
+        Draft(**{**vars(draft), **change}).validate(4)
