@@ -6,10 +6,12 @@ Run as a script it is the real command line over the fake engine: `python tests/
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.errors import InvalidParameter, InvalidPrompt
@@ -46,6 +48,8 @@ class FakeLLM:
         metrics = RequestMetrics(arrival_time=10.0, first_token_time=10.25, finished_time=12.25)
         outputs = [_answer(index, count, params) for index in range(params.n)]
         whole = RequestOutput("0", None, list(range(len(words))), outputs, True, metrics)
+        if started := os.environ.get("FAKE_STARTED"):
+            Path(started).touch()
         try:
             for token in range(count):
                 for index in reversed(range(params.n)):  # the last answer is the first to be finished
@@ -78,6 +82,7 @@ def module() -> types.ModuleType:
 
 if __name__ == "__main__":
     sys.modules["paceline.llm"] = module()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script starts in the background
     from paceline.cli import main
 
     main()

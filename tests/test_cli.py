@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -334,9 +335,13 @@ def test_ctrl_c_keeps_what_was_streamed_and_exits_130() -> None:
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_with_json_is_an_error_object() -> None:
-    process = _start("generate", "hello", "--max-tokens", "99", "--json", delay_s=0.1)
-    time.sleep(1.5)  # nothing is printed that could be waited for
+def test_ctrl_c_with_json_is_an_error_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = tmp_path / "started"  # nothing is printed that could be waited for
+    monkeypatch.setenv("FAKE_STARTED", str(started))
+    process = _start("generate", "hello", "--max-tokens", "99", "--json", delay_s=0.2)
+    while not started.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "")
@@ -355,15 +360,66 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert err == ""
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves() -> None:
+    import pty
+
+    terminal, theirs = pty.openpty()
+    environment = {**_environment(0.05), "TERM": "dumb"}
+    command = [*FAKE, "chat", "--max-tokens", "90"]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    screen = Screen(terminal)
+    try:
+        screen.wait_for("> ")
+        os.write(terminal, b"hello\n")
+        screen.wait_for("word1")
+        process.send_signal(signal.SIGINT)
+        screen.wait_for("interrupted after")
+        screen.wait_for("> ")
+        process.send_signal(signal.SIGINT)  # at the prompt it only explains itself
+        screen.wait_for("/exit or Ctrl-D leaves")
+        os.write(terminal, b"hello again\n")
+        screen.wait_for("word1")
+        process.send_signal(signal.SIGINT)
+        screen.wait_for("interrupted after")
+        screen.wait_for("> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+class Screen:
+    """What a pseudo-terminal shows, consumed piece by piece."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal, self.unread = terminal, ""
+
+    def wait_for(self, expected: str) -> None:
+        while expected not in self.unread:
+            ready, _, _ = select.select([self.terminal], [], [], 20)
+            assert ready, f"{expected!r} never came after {self.unread!r}"
+            self.unread += os.read(self.terminal, 1024).decode(errors="replace")
+        self.unread = self.unread.partition(expected)[2]
+
+
 def test_help_imports_nothing_heavy_and_is_quick() -> None:
     probe = "import sys; from paceline.cli.app import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", probe], env=_environment(), capture_output=True, text=True, check=True)
-    elapsed = time.perf_counter() - start
+    elapsed = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        start = time.perf_counter()
+        command = [sys.executable, "-c", probe]
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
+        elapsed.append(time.perf_counter() - start)
     assert "generate" in done.stdout
     loaded = {name.split(".")[0] for name in done.stderr.split()}
     assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "safetensors"}
-    assert elapsed < 1.5
+    assert min(elapsed) < 1.5
 
 
 @pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["models"], ["doctor"]], ids=str)

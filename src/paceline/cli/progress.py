@@ -26,9 +26,10 @@ def progress(*, plain: bool) -> Iterator[ProgressCallback | None]:
 @contextmanager
 def _bar() -> Iterator[ProgressCallback]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    stage_name = TextColumn("{task.description}", markup=False)  # it may quote an error with brackets in it
+    columns = (stage_name, BarColumn(), TextColumn("{task.fields[size]}"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as display:
         tasks: dict[str, TaskID] = {}
 
@@ -36,8 +37,9 @@ def _bar() -> Iterator[ProgressCallback]:
             if stage not in tasks:
                 for earlier in tasks.values():
                     display.update(earlier, visible=False)
-                tasks[stage] = display.add_task(stage, total=total)
-            display.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = display.add_task(stage, total=total, size="")
+            size = f"{human_bytes(done)} of {human_bytes(total)}" if total else ""
+            display.update(tasks[stage], completed=done, total=total, size=size)
 
         yield callback
 
