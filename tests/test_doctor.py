@@ -1,0 +1,134 @@
+"""`paceline doctor`, `models` and `pull` on machines that have something wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import machine
+from paceline.cli.app import run
+from paceline.models import hub
+
+
+def examined(capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[dict[str, Any], str]:
+    """The JSON report, and what is printed without --json."""
+    assert run(["doctor", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert run(["doctor"]) == code
+    return report, capsys.readouterr().out
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_report_has_exactly_these_parts(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, text = examined(capsys)
+    assert set(report) == {"paceline", "machine", "torch", "use", "cache", "findings"}
+    assert set(report["use"]) == {"device", "dtype", "threads", "kernels", "kernels_status", "numerics"}
+    assert report["use"]["numerics"] in ("exact", "fast")
+    assert report["machine"]["usable_cores"] == machine.usable_cores()
+    assert report["torch"]["version"] in text
+    assert not empty_cache.exists(), "looking must not create the folder"
+
+
+def test_no_cached_model_is_a_hint_and_not_an_error(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, text = examined(capsys)
+    assert any("paceline pull smollm2" in finding["advice"] for finding in report["findings"])
+    assert "paceline pull smollm2" in text
+
+
+def test_a_mended_amx_trap_is_told(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "guard_amx", lambda cache: f"AMX traps ({cache == empty_cache})")
+    assert "! AMX traps (True)" in examined(capsys)[1]
+
+
+def test_little_memory_is_told(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    little = machine.Memory(total=2 << 30, available=300_000_000)
+    monkeypatch.setattr(machine, "memory", lambda: little)
+    assert "only 300 MB of memory is free" in examined(capsys)[1]
+
+
+def test_missing_native_kernels_are_told(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.models import kernels, native_kernels, runtime
+    from paceline.models.torch_kernels import TorchKernels
+
+    monkeypatch.setattr(runtime, "choose_device", lambda name: runtime.torch.device("cpu"))
+    monkeypatch.setattr(kernels, "kernels_for", lambda device: TorchKernels())
+    monkeypatch.setattr(native_kernels, "library_status", lambda: "no native kernels: nobody built them")
+    report, text = examined(capsys)
+    assert report["use"]["numerics"] == "fast"
+    assert "nobody built them → install paceline again where there is a C++ compiler" in text
+
+
+def test_a_broken_torch_is_fatal(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    report, text = examined(capsys, code=1)
+    assert report["torch"] is None
+    assert report["use"] is None
+    assert "✗ torch cannot be imported" in text
+
+
+def test_an_unwritable_cache_is_fatal_only_without_a_model(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty_cache.parent.joinpath("cache").write_text("in the way")
+    monkeypatch.setenv("PACELINE_HOME", str(empty_cache / "below"))
+    report, _ = examined(capsys, code=1)
+    assert report["cache"]["writable"] is False
+    cached = hub.CachedModel(name="mine", path=Path("/x"), bytes=1, source="hub", format="safetensors")
+    monkeypatch.setattr(hub, "cached_models", lambda: [cached])
+    report, text = examined(capsys, code=0)
+    assert report["cache"]["models"] == ["mine"]
+    assert "! the cache folder" in text
+
+
+def test_models_says_how_to_pull_when_there_are_none(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models"]) == 0
+    assert "paceline pull smollm2" in capsys.readouterr().err
+    assert run(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"cache": str(empty_cache), "models": []}
+
+
+def test_models_lists_names_and_sizes(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cached = hub.CachedModel(name="a/b", path=Path("/x/a--b"), bytes=1_500_000_000, source="hub", format="safetensors")
+    monkeypatch.setattr(hub, "cached_models", lambda: [cached])
+    assert run(["models"]) == 0
+    assert capsys.readouterr().out == "model      size  source\na/b      1.5 GB  hub\n"
+
+
+def test_pull_reports_its_progress_in_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resolve(name: str, progress: hub.Progress | None = None) -> Path:
+        assert progress is not None
+        progress("asking the hub", 0, None)
+        for done in range(0, 1_000_001, 50_000):
+            progress("downloading", done, 1_000_000)
+        return Path("/cache/some")
+
+    monkeypatch.setattr(hub, "resolve", resolve)
+    assert run(["pull", "some"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "some is ready: /cache/some\n"
+    lines = captured.err.splitlines()
+    assert lines[:2] == ["asking the hub …", "downloading: 0 % of 1 MB"]
+    assert lines[-1] == "downloading: 100 % of 1 MB"
+    assert len(lines) == 12
