@@ -15,7 +15,8 @@ from common import finish, interleaved, ratio
 from paceline import LLM, SamplingParams
 
 TOKENS = 64
-TOPICS = "rivers clocks bread chess violins comets moss trains lenses salt kites maps bees glass tides ink".split()
+TOPICS = ["rivers", "clocks", "bread", "chess", "violins", "comets", "moss", "trains"]
+TOPICS += ["lenses", "salt", "kites", "maps", "bees", "glass", "tides", "ink"]
 
 
 def main() -> None:

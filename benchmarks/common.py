@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: interleaved rounds, paired intervals, the machine's read bandwidth, the JSON line."""
+"""What the benchmark scripts share: interleaved rounds, paired intervals, read bandwidth, the JSON line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What one target pass costs by its number of tokens: this is what speculation lives on.
 
-One sequence of `--context` tokens, then passes over n further tokens of it, logits for every one (the shape of verification).
+One sequence of `--context` tokens, then passes over n further tokens of it with logits for every one: the shape of
+verification.
 
     python benchmarks/pass_cost.py [--context 256] [--rounds 15]
 """
@@ -63,7 +64,8 @@ def main() -> None:
     for n, seconds in times.items():
         r = ratios[n]
         goal = {"8": "  (goal 1.5x)", "16": "  (goal 2.1x)"}.get(n, "")
-        print(f"{n:>6}  {1e3 * statistics.median(seconds):6.2f}   {r['median']:.2f}x [{r['low']:.2f}, {r['high']:.2f}]{goal}")
+        milliseconds = 1e3 * statistics.median(seconds)
+        print(f"{n:>6}  {milliseconds:6.2f}   {r['median']:.2f}x [{r['low']:.2f}, {r['high']:.2f}]{goal}")
     finish(
         "pass_cost",
         {

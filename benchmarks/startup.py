@@ -1,6 +1,6 @@
 """From `paceline generate` to the first token on the screen, the model cached: a fresh process each time.
 
-    python benchmarks/startup.py [--rounds 5]
+python benchmarks/startup.py [--rounds 5]
 """
 
 from __future__ import annotations

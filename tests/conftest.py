@@ -1,4 +1,4 @@
-"""Fixtures every test may use. The real model is fetched once into the user's cache, as a newcomer's first run would."""
+"""Fixtures every test may use. The real model is fetched once into the user's cache, as a first run would."""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ def test_outputs_have_the_shape_vllm_users_know(smollm2):
 def test_a_row_is_the_same_alone_and_in_any_batch(smollm2):
     """Greedy and seeded, with companions of other lengths and parameters, in chunks beside decodes."""
     prompts = [f"Item {i}: " + "the quick brown fox " * (1 + 5 * i) for i in range(6)]
-    params = [greedy() if i % 2 else SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=40) for i in range(6)]
+    params = [
+        greedy() if i % 2 else SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=40) for i in range(6)
+    ]
     together = smollm2.generate(prompts, params)
     for prompt, param, output in zip(prompts, params, together, strict=True):
         (alone,) = smollm2.generate(prompt, param)

@@ -1,15 +1,15 @@
 """Errors a user can cause and mend. Each message is one line that says what is wrong and what to do.
 
-    PacelineError
-    ├── InvalidParameter   a value out of range or in contradiction with another; carries the field's name
-    ├── InvalidPrompt      empty, or longer than the context
-    ├── ModelError
-    │   ├── ModelNotFound      no such alias, folder, file or hub id
-    │   ├── UnsupportedModel   an architecture or option the decoder does not know
-    │   ├── BrokenModel        missing, truncated or contradictory weights
-    │   └── DownloadFailed     no network, wrong checksum, no space
-    ├── CacheFolderError   the cache folder cannot be read or written
-    └── DeviceError        no such device, or not enough memory on it
+PacelineError
+├── InvalidParameter   a value out of range or in contradiction with another; carries the field's name
+├── InvalidPrompt      empty, or longer than the context
+├── ModelError
+│   ├── ModelNotFound      no such alias, folder, file or hub id
+│   ├── UnsupportedModel   an architecture or option the decoder does not know
+│   ├── BrokenModel        missing, truncated or contradictory weights
+│   └── DownloadFailed     no network, wrong checksum, no space
+├── CacheFolderError   the cache folder cannot be read or written
+└── DeviceError        no such device, or not enough memory on it
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from paceline.config import EngineConfig
 from paceline.drafters import method_names
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
-from paceline.models.hub import Progress, resolve
+from paceline.models.hub import Progress, cache_home, resolve
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from paceline.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ class LLM:
             prefix_caching=prefix_caching,
         )
         self.name, self.method = model, method
-        self.note = machine.guard_amx()
+        self.note = machine.guard_amx(cache_home())  # for the user: what had to be worked around
         self.loaded: LoadedModel = load_model(resolve(model, progress), dtype=dtype, device=device, threads=threads)
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
         self.engine = Engine(self.loaded.decoder, config, tokenizer=self.tokenizer)
@@ -211,9 +211,7 @@ def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
-def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams | None]:
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

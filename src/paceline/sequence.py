@@ -1,7 +1,7 @@
 """One answer in the making. A sequence has no phases: it knows its tokens and how many of them are computed.
 
-`tokens[:num_computed]` have their K/V in the cache; a decoding sequence has exactly one token left to compute, the last.
-The scheduler owns `num_computed`, `blocks` and `status`; everyone else reads.
+`tokens[:num_computed]` have their K/V in the cache; a decoding sequence has exactly one token left to compute, the
+last. The scheduler owns `num_computed`, `blocks` and `status`; everyone else reads.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Sequence:
 
 
 def block_hash(parent: bytes, tokens: SequenceOf[int]) -> bytes:
-    """Identity of a cache block: its tokens and everything before them. Cryptographic, since a collision is a wrong answer."""
+    """Identity of a cache block: its tokens and all before them. Cryptographic: a collision is a wrong answer."""
     digest = hashlib.blake2b(parent, digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()

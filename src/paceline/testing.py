@@ -1,7 +1,7 @@
 """Toys with known distributions, for tests of whatever holds or verifies a cache.
 
-`HashModel` is a target whose next-token logits are a hash of the whole context *as read back through the cache*: any slip in
-block tables, slots, compaction, sharing or rollback changes every later token.
+`HashModel` is a target whose next-token logits are a hash of the whole context *as read back through the cache*: any
+slip in block tables, slots, compaction, sharing or rollback changes every later token.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def toy_config(vocab_size: int = 11, max_positions: int = 256, eos_token_ids: tu
 
 def context_logits(context: SequenceOf[int], vocab_size: int, salt: str = "") -> list[float]:
     """What `HashModel` says after `context`: normal noise seeded by a hash of every token."""
-    return _noise(context, salt).normal(scale=2.0, size=vocab_size).tolist()
+    return [float(x) for x in _noise(context, salt).normal(scale=2.0, size=vocab_size)]
 
 
 def context_hidden(context: SequenceOf[int], tap: int) -> list[float]:
-    return _noise(context, f"tap {tap}").normal(size=HIDDEN).tolist()
+    return [float(x) for x in _noise(context, f"tap {tap}").normal(size=HIDDEN)]
 
 
 def _noise(context: SequenceOf[int], salt: str) -> np.random.Generator:
@@ -62,7 +62,12 @@ class HashModel:
         self.rows_per_pass: list[int] = []
 
     def forward(
-        self, tokens: Tensor, plan: PassPlan, caches: SequenceOf[LayerCache], logit_rows: Tensor, taps: SequenceOf[int] = ()
+        self,
+        tokens: Tensor,
+        plan: PassPlan,
+        caches: SequenceOf[LayerCache],
+        logit_rows: Tensor,
+        taps: SequenceOf[int] = (),
     ) -> ModelOutput:
         self.num_passes += 1
         self.rows_per_pass.append(len(tokens))
@@ -84,7 +89,9 @@ class HashModel:
 def read_context(plan: PassPlan, caches: SequenceOf[LayerCache], row: int) -> list[int]:
     """The tokens a row sees, read from the cache the way a kernel would."""
     table = plan.block_tables[int(plan.sequence[row])].tolist()
-    slots = [table[at // plan.block_size] * plan.block_size + at % plan.block_size for at in range(int(plan.prefix[row]))]
+    slots = [
+        table[at // plan.block_size] * plan.block_size + at % plan.block_size for at in range(int(plan.prefix[row]))
+    ]
     slots += plan.path[row, : int(plan.path_len[row])].tolist()
     assert len(slots) == int(plan.positions[row]) + 1
     assert min(slots) >= 0, "a row reads a slot it does not own"

@@ -73,6 +73,7 @@ def run(engine, requests, cancel=()):
         engine.step()
         engine.blocks.check(engine.scheduler.sequences())
         assert step < 5000, "the engine does not finish"
+    raise AssertionError("unreachable")
 
 
 requests_strategy = st.lists(
@@ -285,7 +286,9 @@ def test_every_remainder_of_max_tokens_is_met_exactly():
 
 
 def test_without_max_tokens_it_runs_to_the_end_of_the_context():
-    engine = make_engine(max_model_len=30, drafters=[ChainDrafter("chain")], policy=ByRequest({"a": Choice("chain", 6)}))
+    engine = make_engine(
+        max_model_len=30, drafters=[ChainDrafter("chain")], policy=ByRequest({"a": Choice("chain", 6)})
+    )
     (sequence,) = run(engine, [(0, "a", prompt_of(0, 9), params())])["a"]
     assert len(sequence.tokens) == 30
     assert sequence.finish_reason == "length"
@@ -296,9 +299,9 @@ def test_stop_beats_the_length_limit_and_min_tokens_delays_both():
     answer = greedy_alone(prompt_of(0, 5), 10)
     stop = answer[4]
     first = answer.index(stop)
-    (sequence,) = run(
-        make_engine(), [(0, "a", prompt_of(0, 5), params(max_tokens=first + 1, stop_token_ids=[stop]))]
-    )["a"]
+    (sequence,) = run(make_engine(), [(0, "a", prompt_of(0, 5), params(max_tokens=first + 1, stop_token_ids=[stop]))])[
+        "a"
+    ]
     assert sequence.finish_reason == "stop"
     assert sequence.stop_reason == stop
     assert sequence.output_tokens == answer[: first + 1]

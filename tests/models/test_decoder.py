@@ -46,7 +46,7 @@ def test_taps_are_the_hidden_states_transformers_reports(tiny):
     oracle, decoder, tokens = tiny
     with torch.no_grad():
         hidden = oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    taps = tuple(range(decoder.config.num_layers)) + (FINAL,)  # transformers' last entry is after the final norm
+    taps = (*range(decoder.config.num_layers), FINAL)  # transformers' last entry is after the final norm
     captured = []
 
     class Tapped:

@@ -1,4 +1,4 @@
-"""The table of drafting methods, and the set of them an engine runs. Nothing outside this file asks which method it is."""
+"""The table of drafting methods. Nothing outside this file asks which method it is."""
 
 from __future__ import annotations
 

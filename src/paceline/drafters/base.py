@@ -1,15 +1,16 @@
 """The drafter's side of the bargain: one `propose / commit / release` for every method.
 
-A drafter guesses what follows a sequence; the engine verifies. It may read hidden states of the target (`taps`) and keep
-K/V of its own (`kv_layers`): these are extra layers under the target's block table, so compaction, preemption and prefix
-sharing move both.
+A drafter guesses what follows a sequence; the engine verifies. It may read hidden states of the target (`taps`) and
+keep K/V of its own (`kv_layers`): these are extra layers under the target's block table, so compaction, preemption
+and prefix sharing move both.
 
 **Slots.** What a drafter computes from the pair (hidden state of t, token t + 1) it stores in slot t + 1, and what it
-computes from token t alone in slot t. Then no slot depends on a later token, blocks can be shared whole, and after a prefix
-hit the one missing pair is supplied by recomputing the last shared token (the engine does so when taps are asked for).
+computes from token t alone in slot t. Then no slot depends on a later token, blocks can be shared whole, and after a
+prefix hit the one missing pair is supplied by recomputing the last shared token (the engine does so when taps are
+asked for).
 
-**Lag.** A drafter need not absorb a commit at once (plain steps, a hit on blocks it never saw): pending taps wait in a bounded
-ring, `propose` absorbs them first; what the ring lost is context the drafter starts without.
+**Lag.** A drafter need not absorb a commit at once (plain steps, a hit on blocks it never saw): pending taps wait in
+a bounded ring, `propose` absorbs them first; what the ring lost is context the drafter starts without.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Drafter(Protocol):
         """Every computed token passes here once, in order, prefill chunks included."""
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
-        """The sequence enters (again) with `end` tokens cached, of which the drafter's own K/V are valid from `start`."""
+        """The sequence enters (again) with `end` tokens cached; the drafter's own K/V are valid from `start` on."""
 
     def absorbed(self, sequence: Sequence) -> tuple[int, int]:
         """The slots [start, end) of its own K/V that are valid now."""

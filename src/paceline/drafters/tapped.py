@@ -1,7 +1,8 @@
 """What every drafter that reads the target's hidden states shares: absorbing taps into its own K/V, late or at once.
 
-A subclass writes `absorb`: compute its K/V for the pairs (tap of t, token t + 1) into slots t + 1. This class keeps the pairs in
-order, each exactly once, across prefill chunks, prefix hits, preemptions and steps in which the drafter was not asked.
+A subclass writes `absorb`: compute its K/V for the pairs (tap of t, token t + 1) into slots t + 1. This class keeps
+the pairs in order, each exactly once, across prefill chunks, prefix hits, preemptions and steps in which the drafter
+was not asked.
 """
 
 from __future__ import annotations

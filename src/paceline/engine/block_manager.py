@@ -1,8 +1,8 @@
 """Who holds which cache block. Ids only; the tensors are the `KVCache`'s.
 
-A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every slot is
-committed is published under a hash of all tokens up to its end and can be shared; it keeps its contents while free, until
-it is handed out again. Shared blocks are never written.
+A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every
+slot is committed is published under a hash of all tokens up to its end and can be shared; it keeps its contents while
+free, until it is handed out again. Shared blocks are never written.
 
 Each block carries marks: the drafters whose own K/V in it are complete. Drafters store what belongs to the pair (hidden
 state of t, token t + 1) in slot t + 1, so a slot depends on nothing after it, and a marked block proves all its slots.

@@ -56,7 +56,12 @@ class Committer:
         return outputs
 
     def _extend(
-        self, span: Span, tokens: list[int], accepted: int, kinds: list[int], logprobs: list[dict[int, tuple[float, int]]]
+        self,
+        span: Span,
+        tokens: list[int],
+        accepted: int,
+        kinds: list[int],
+        logprobs: list[dict[int, tuple[float, int]]],
     ) -> StepOutput:
         sequence = span.row.sequence
         if sequence.key not in self._texts:

@@ -1,7 +1,7 @@
 """The page to open first: one step of continuous batching, plain or speculative.
 
-There are no phases: a sequence knows how many of its tokens are computed, and a step gives it some more. Plain decoding is
-the empty draft, so the baseline and the fast path are the same code, and comparing them is honest.
+There are no phases: a sequence knows how many of its tokens are computed, and a step gives it some more. Plain
+decoding is the empty draft, so the baseline and the fast path are the same code, and comparing them is honest.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
-
 
 from paceline.config import EngineConfig
 from paceline.drafters import Drafter
@@ -153,5 +152,3 @@ def _context(config: EngineConfig, model_len: int, capacity: int) -> int:
     if capacity < 2 * config.block_size:
         raise InvalidParameter("kv_cache_bytes", f"holds only {capacity} tokens; give it room for at least two blocks")
     return min(wanted or model_len, capacity)
-
-

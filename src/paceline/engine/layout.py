@@ -1,7 +1,8 @@
 """From sequences and drafts to the flat rows of one target pass.
 
-Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j of a
-sequence with L tokens is written to the slot of position L + j, whatever its depth, and stands at position L - 1 + depth.
+Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j
+of a sequence with L tokens is written to the slot of position L + j, whatever its depth, and stands at position L - 1
++ depth.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class _Rows:
 
 
 def lay_out(batch: Batch, draft: Draft, block_size: int, device: torch.device) -> Layout:
-    rows, spans, sampled = _Rows(), [], []
+    rows = _Rows()
+    spans: list[Span] = []
+    sampled: list[int] = []
     logit_rows: list[int] = []
     logit_row_of: list[list[int]] = []
     counts = draft.num_nodes.tolist()
@@ -101,9 +104,7 @@ def _add_tokens(rows: _Rows, row: Row, index: int, block_size: int) -> None:
     rows.paths += [[]] * row.count
 
 
-def _add_nodes(
-    rows: _Rows, span: Span, index: int, tokens: list[int], parents: list[int], block_size: int
-) -> None:
+def _add_nodes(rows: _Rows, span: Span, index: int, tokens: list[int], parents: list[int], block_size: int) -> None:
     sequence = span.row.sequence
     length = len(sequence.tokens)
     paths: list[list[int]] = []

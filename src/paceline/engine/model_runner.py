@@ -49,14 +49,16 @@ class Flight:
         row, logprobs = self.layout.sampled.index(span), self.verdict.logprobs
         entries = []
         for at in range(int(self.verdict.num_accepted[row]) + 1):
-            best = zip(logprobs.top_tokens[row, at, :wanted].tolist(), logprobs.top[row, at, :wanted].tolist(), strict=True)
+            best = zip(
+                logprobs.top_tokens[row, at, :wanted].tolist(), logprobs.top[row, at, :wanted].tolist(), strict=True
+            )
             entry = {token: (value, rank) for rank, (token, value) in enumerate(best, start=1)}
             chosen = int(self.verdict.tokens[row, at])
             entries.append({chosen: (float(logprobs.chosen[row, at]), int(logprobs.rank[row, at]))} | entry)
         return entries
 
     def taps(self, span: int, accepted: int) -> Tensor | None:
-        """(count + accepted, T, H): hidden states of the span's tokens and of the accepted path, in order of position."""
+        """(count + accepted, T, H): hidden states of the span's tokens, then of the accepted path."""
         if self.hidden is None:
             return None
         place = self.layout.spans[span]

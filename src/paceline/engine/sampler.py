@@ -1,12 +1,13 @@
 """From what sequences asked for to the tensors verification takes.
 
-Most of it never changes while the same sequences decode together, so it is built once per composition of the batch; only
-lengths, and the histories penalties and bad words look at, are new each step. Parts nobody asked for are None.
+Most of it never changes while the same sequences decode together, so it is built once per composition of the batch;
+only lengths, and the histories penalties and bad words look at, are new each step. Parts nobody asked for are None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 import torch

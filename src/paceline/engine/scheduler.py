@@ -76,7 +76,7 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def _continue(self, sequence: Sequence, batch: Batch, reserved: int = 0) -> None:
-        """Give the sequence its row, if need be at the cost of younger ones; `reserved` tokens are promised to others."""
+        """Give the sequence its row, at younger ones' cost if need be; `reserved` tokens are promised to others."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
         left = self.config.max_num_batched_tokens - batch.num_tokens

@@ -1,7 +1,7 @@
 """Tokens become text: incremental decoding, stop strings, and what may be shown already.
 
-Invariant: `shown` never ends in a beginning of a stop string that may yet be completed, so nothing streamed is ever taken
-back. A stop string is found wherever token borders lie; the earliest match wins.
+Invariant: `shown` never ends in a beginning of a stop string that may yet be completed, so nothing streamed is ever
+taken back. A stop string is found wherever token borders lie; the earliest match wins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3, driven by `ModelConfig`; the arithmetic is the kernels'.
 
-A pass takes any mix of rows (see `PassPlan`) and returns logits for the rows asked for. q, k and v are one product, and so
-are gate and up: at one row the time of a pass is the time to read the weights.
+A pass takes any mix of rows (see `PassPlan`) and returns logits for the rows asked for. q, k and v are one product,
+and so are gate and up: at one row the time of a pass is the time to read the weights.
 """
 
 from __future__ import annotations

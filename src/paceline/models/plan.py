@@ -2,8 +2,8 @@
 
 Every row (a prefill token, a decoded token, a node of a draft tree) sees the logical positions 0..position. The first
 `prefix` of them are read through its sequence's block table; the rest, a tree node's drafted ancestors and the node
-itself, through explicit slots. So a node reads the same values in the same order as the token would when decoded plainly:
-kernels that walk positions in order give the same bits for both.
+itself, through explicit slots. So a node reads the same values in the same order as the token would when decoded
+plainly: kernels that walk positions in order give the same bits for both.
 """
 
 from __future__ import annotations

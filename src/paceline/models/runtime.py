@@ -42,7 +42,9 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto", threads
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        raise DeviceError(f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16") from error
+        raise DeviceError(
+            f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16"
+        ) from error
     return LoadedModel(config, decoder, Tokenizer.from_path(path), stored, load_generation_defaults(path))
 
 
@@ -50,7 +52,9 @@ def choose_device(name: str) -> torch.device:
     if name not in DEVICES:
         raise InvalidParameter("device", f"{name!r} is not one of {', '.join(DEVICES)}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device cuda was asked for, but torch sees no CUDA GPU; use --device cpu or run `paceline doctor`")
+        raise DeviceError(
+            "device cuda was asked for, but torch sees no CUDA GPU; use --device cpu or run `paceline doctor`"
+        )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
