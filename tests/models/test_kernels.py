@@ -188,7 +188,7 @@ def test_silu_mul_matches_the_reference_over_the_whole_range(native: NativeKerne
     gate = torch.cat([torch.linspace(-110, 110, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e4, 1e4])])
     got = native.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]
     expected = torch.nn.functional.silu(gate.double())
-    torch.testing.assert_close(got.double(), expected, rtol=4e-7, atol=1e-36)
+    torch.testing.assert_close(got.double(), expected, rtol=4e-7, atol=2e-36)  # e^x is 0 below the normal numbers
 
 
 def test_not_a_number_stays_visible(native: NativeKernels) -> None:

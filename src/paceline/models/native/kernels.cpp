@@ -39,6 +39,7 @@ constexpr int VL = 4, MT = 6;
 #endif
 constexpr long NT = 2 * VL;   // columns of a panel
 constexpr long SPLIT = 256;   // positions of an attention split; a multiple of NT for every VL
+constexpr long SCORES = SPLIT + 16;  // a row of scores; a power of two apart, rows would fight over cache sets
 constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
 constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
 
@@ -97,15 +98,13 @@ inline float max_lanes(vec v) {
     return best;
 }
 
-// e^x within 2 ulp: x = n ln 2 + r, a polynomial in r, and 2^n applied in two halves so that neither end overflows early.
+// e^x for x <= 0 within 2 ulp, 0 below the smallest normal number: x = n ln 2 + r, a polynomial in r, times 2^n.
 inline vec vexp(vec x) {
-    const vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
-    x = x < splat(-104.0f) ? splat(-104.0f) : x;
-    x = x > splat(89.0f) ? splat(89.0f) : x;
-    const vec shifted = madd(x, splat(1.44269504088896341f), magic);
+    const vec lowest = splat(-87.33f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves n in the low bits
+    const vec inside = x < lowest ? lowest : x;  // not-a-number passes both comparisons and comes out as itself
+    const vec shifted = madd(inside, splat(1.44269504088896341f), magic);
     const vec n = shifted - magic;
-    const ivec whole = (ivec)shifted - (ivec)magic;
-    vec r = madd(n, splat(-0.693359375f), x);
+    vec r = madd(n, splat(-0.693359375f), inside);
     r = madd(n, splat(2.12194440e-4f), r);
     vec y = splat(1.9875691500e-4f);
     y = madd(y, r, splat(1.3981999507e-3f));
@@ -114,8 +113,8 @@ inline vec vexp(vec x) {
     y = madd(y, r, splat(1.6666665459e-1f));
     y = madd(y, r, splat(5.0000001201e-1f));
     y = madd(y, r * r, r) + splat(1.0f);
-    const ivec half = whole >> 1, rest = whole - half;
-    return y * (vec)((half + 127) << 23) * (vec)((rest + 127) << 23);
+    y *= (vec)(((ivec)shifted << 23) + (127 << 23));
+    return x < lowest ? vec{} : y;
 }
 
 inline float vexp(float x) { return vexp(splat(x))[0]; }
@@ -182,21 +181,21 @@ void parallel_uneven(long n, int threads, F f) {
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-// NT rows of length K become a panel (K, NT). A null row is a column of zeros. `ahead` are rows wanted soon, or null.
+// n <= NT rows of length K become a panel (K, NT), zero beyond column n.
 template <class T>
-void pack_panel(const T* const* rows, long K, T* panel, const T* const* = nullptr) {
+void pack_panel(const T* const* rows, long n, long K, T* panel) {
     for (long k = 0; k < K; k++)
-        for (long j = 0; j < NT; j++) panel[k * NT + j] = rows[j] ? rows[j][k] : T(0);
+        for (long j = 0; j < NT; j++) panel[k * NT + j] = j < n ? rows[j][k] : T(0);
 }
 
-template <>
+// The same for NT rows, fast. `ahead`, when not null, are NT rows wanted soon.
 void pack_panel(const float* const* rows, long K, float* panel, const float* const* ahead) {
     long k = 0;
     for (; k + VL <= K; k += VL)
         for (long j = 0; j < NT; j += VL) {
             vec a[VL];
 #pragma GCC unroll 16
-            for (int i = 0; i < VL; i++) a[i] = rows[j + i] ? load(rows[j + i] + k) : vec{};
+            for (int i = 0; i < VL; i++) a[i] = load(rows[j + i] + k);
             if (ahead && k % 16 == 0)
                 for (int i = 0; i < VL; i++) __builtin_prefetch(ahead[j + i] + k, 0, 3);
             transpose(a);
@@ -204,7 +203,7 @@ void pack_panel(const float* const* rows, long K, float* panel, const float* con
             for (int i = 0; i < VL; i++) store(panel + (k + i) * NT + j, a[i]);
         }
     for (; k < K; k++)
-        for (long j = 0; j < NT; j++) panel[k * NT + j] = rows[j] ? rows[j][k] : 0.0f;
+        for (long j = 0; j < NT; j++) panel[k * NT + j] = rows[j][k];
 }
 
 // The right-hand sides of a product tile: where its k-th pair of vectors comes from.
@@ -222,10 +221,10 @@ struct Weights {  // streamed from memory: ask for it 2 KiB ahead
 struct Keys {  // a panel in L1; meanwhile the values of the same positions may be asked for, a line at a time
     const float* panel;
     const float* const* ahead = nullptr;
-    static constexpr long EACH = NT > 16 ? NT / 16 : 1;
     void prefetch(long k) const {
-        if (ahead)
-            for (long i = k % 16 * EACH; i < NT && i < (k % 16 + 1) * EACH; i++) __builtin_prefetch(ahead[i] + k / 16 * 16, 0, 2);
+        if (!ahead) return;
+        const float* row = ahead[k % NT] + (k - k % NT);
+        for (long i = 0; i < NT; i += 16) __builtin_prefetch(row + i, 0, 2);
     }
     Keys next_tile() const { return {panel}; }
     vec low(long k) const { return load(panel + k * NT); }
@@ -317,8 +316,9 @@ template <class T>
 void pack(const T* weight, T* panels, long N, long K, int threads) {
     parallel_even((N + NT - 1) / NT, threads, [=](long p) {
         const T* rows[NT];
-        for (long j = 0; j < NT; j++) rows[j] = p * NT + j < N ? weight + (p * NT + j) * K : nullptr;
-        pack_panel(rows, K, panels + p * NT * K);
+        const long n = N - p * NT < NT ? N - p * NT : NT;
+        for (long j = 0; j < n; j++) rows[j] = weight + (p * NT + j) * K;
+        pack_panel(rows, n, K, panels + p * NT * K);
     });
 }
 
@@ -389,7 +389,7 @@ struct Attention : Plan {  // one call
     long end(long row) const { return positions[row] + 1; }
 
     // The slots of a row's positions [from, to). A position it cannot have read is a bug upstream: reported, not followed.
-    void slots(long row, long from, long to, long* out) {
+    void find_slots(long row, long from, long to, long* out) {
         const int32_t* table = tables + sequence[row] * table_width;
         const long paged = to < prefix[row] ? to : prefix[row];
         long p = from;
@@ -451,19 +451,28 @@ void weigh_values(const Attention& a, const float* weights, long rows, const flo
                   float* tail, float* result, bool resume) {
     const long stride = a.dim + 2, whole = a.dim / NT * NT;
     for (long c = 0; c < whole; c += NT)
-        product(weights, SPLIT, rows, Values{values, c}, from, to,
+        product(weights, SCORES, rows, Values{values, c}, from, to,
                 {result + c, stride, NT, resume ? result + c : nullptr, stride});
     if (whole == a.dim) return;
     const long columns = a.dim - whole;  // a row's last columns are copied: reading NT of them could leave the cache
     for (long p = from; p < to; p++) memcpy(tail + p * NT, values[p] + whole, columns * sizeof(float));
-    product(weights, SPLIT, rows, Keys{tail}, from, to,
+    product(weights, SCORES, rows, Keys{tail}, from, to,
             {result + whole, stride, columns, resume ? result + whole : nullptr, stride});
+}
+
+void scale_queries(const Attention& a, Tile tile, long head, float* out) {
+    const long G = a.group();
+    for (long r = 0; r < tile.rows; r++) {
+        const float* q = a.q + ((tile.first + r) * a.q_heads + head * G) * a.dim;
+        for (long i = 0; i < G * a.dim; i++) out[r * G * a.dim + i] = q[i] * a.scale;
+    }
 }
 
 // One tile, one kv head, one split. Positions that all rows of the tile read from the same slots are done together, the
 // rest row by row; either way a row goes through its own positions in order.
 void attend_split(Attention& a, Tile tile, long head, long split, const Scratch& s, float* result) {
     const long G = a.group(), D = a.dim, base = split * SPLIT;
+    scale_queries(a, tile, head, s.q);
     long low[TILE_ROWS], high[TILE_ROWS];
     long shared_low = 0, shared_high = SPLIT, any_low = SPLIT, any_paged = 0;
     for (long r = 0; r < tile.rows; r++) {
@@ -487,26 +496,30 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
     long table_row = tile.first;
     for (long r = 1; r < tile.rows; r++)
         if (a.prefix[tile.first + r] > a.prefix[table_row]) table_row = tile.first + r;
-    if (any_low < any_paged) a.slots(table_row, base + any_low, base + any_paged, slots + any_low);
+    if (any_low < any_paged) a.find_slots(table_row, base + any_low, base + any_paged, slots + any_low);
     for (long p = any_low; p < any_paged; p++) {
         keys[p] = a.row_of(a.keys, slots[p], head);
         values[p] = a.row_of(a.values, slots[p], head);
     }
 
+    // Scores of `rows` rows from `first` on against a block; `from_keys` (null: the panel has it) holds positions [from, to).
     auto score = [&](long first, long rows, long block, long from, long to, const float* const* from_keys) {
         if (from_keys) {
             const float* columns[NT];
-            for (long j = 0; j < NT; j++)
-                columns[j] = block + j >= from && block + j < to ? from_keys[block + j] : nullptr;
-            pack_panel(columns, D, s.panel, block + 2 * NT <= any_paged && block >= any_low ? keys + block + NT : nullptr);
+            for (long j = 0; j < NT; j++) {  // a column nobody sees may hold anything
+                const long p = block + j < from ? from : block + j < to ? block + j : to - 1;
+                columns[j] = from_keys[p];
+            }
+            const bool more = block >= any_low && block + 2 * NT <= any_paged;
+            pack_panel(columns, D, s.panel, more ? keys + block + NT : nullptr);
         }
-        const bool paged = block + NT <= any_paged && block >= any_low;
+        const bool paged = block >= any_low && block + NT <= any_paged;
         product(s.q + first * G * D, D, rows * G, Keys{s.panel, paged ? values + block : nullptr}, 0, D,
-                {s.scores + first * G * SPLIT + block, SPLIT, NT, nullptr, 0});
+                {s.scores + first * G * SCORES + block, SCORES, NT, nullptr, 0});
     };
     auto own_keys = [&](long r, long from, long to, const float* cache, const float** out) {
         long own[SPLIT];
-        a.slots(tile.first + r, base + from, base + to, own + from);
+        a.find_slots(tile.first + r, base + from, base + to, own + from);
         for (long p = from; p < to; p++) out[p] = a.row_of(cache, own[p], head);
     };
 
@@ -534,13 +547,13 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
     const long stride = D + 2;
     for (long r = 0; r < tile.rows; r++)
         for (long g = r * G; low[r] < high[r] && g < (r + 1) * G; g++)
-            softmax(s.scores + g * SPLIT, low[r], high[r], result + g * stride + D, result + g * stride + D + 1);
+            softmax(s.scores + g * SCORES, low[r], high[r], result + g * stride + D, result + g * stride + D + 1);
 
     const bool shared = shared_low < shared_high;
     auto own_values = [&](long r, long from, long to, bool resume) {
         const float* own[SPLIT];
         own_keys(r, from, to, a.values, own);
-        weigh_values(a, s.scores + r * G * SPLIT, G, own, from, to, s.tail, result + r * G * stride, resume);
+        weigh_values(a, s.scores + r * G * SCORES, G, own, from, to, s.tail, result + r * G * stride, resume);
     };
     if (shared) {
         bool before = false;
@@ -554,18 +567,13 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
     }
 }
 
-void scale_queries(const Attention& a, Tile tile, long head, float* out) {
-    const long G = a.group();
-    for (long r = 0; r < tile.rows; r++) {
-        const float* q = a.q + ((tile.first + r) * a.q_heads + head * G) * a.dim;
-        for (long i = 0; i < G * a.dim; i++) out[r * G * a.dim + i] = q[i] * a.scale;
-    }
-}
-
-void write_output(const Attention& a, long row, long q_head, const float* state, float* out) {
-    float* o = out + (row * a.q_heads + q_head) * a.dim;
-    const float total = state[a.dim + 1];
-    for (long i = 0; i < a.dim; i++) o[i] = state[i] / total;
+void write_tile(const Attention& a, Tile tile, long head, const float* state, float* out) {
+    const long G = a.group(), D = a.dim;
+    for (long r = 0; r < tile.rows; r++)
+        for (long g = 0; g < G; g++, state += D + 2) {
+            float* o = out + ((tile.first + r) * a.q_heads + head * G + g) * D;
+            for (long i = 0; i < D; i++) o[i] = state[i] / state[D + 1];
+        }
 }
 
 // Merge one split's result for every row of the tile that sees it.
@@ -603,25 +611,31 @@ int attend(Attention& a, float* out, int threads) {
     }
     if (work < SERIAL) threads = 1;
     // Enough tiles: each goes through its splits itself. Else the splits are dealt out too and merged afterwards, by the
-    // same function in the same order.
-    const long splits = end_split - first_split, pairs = num_tiles * a.kv_heads;
-    const bool deal = threads > 1 && splits > 1 && pairs < 4 * threads;
-    const long heads = largest * G, result_size = heads * stride;
-    const long per_thread = heads * D + heads * SPLIT + D * NT + SPLIT * NT + 2 * result_size + 64;
-    float* memory = (float*)malloc((threads * per_thread + (deal ? pairs * splits * result_size : 0)) * sizeof(float));
+    // same function in the same order. With enough items either way, one takes all heads: they are neighbours in memory.
+    const long splits = end_split - first_split;
+    const bool deal = threads > 1 && splits > 1 && num_tiles * a.kv_heads < 4 * threads;
+    const long span = threads == 1 || num_tiles * (deal ? splits : 1) >= 4 * threads ? a.kv_heads : 1;
+    const long parts = a.kv_heads / span, num_items = num_tiles * parts;
+
+    const long heads = largest * G, size = heads * stride;  // a split's result for one tile and kv head
+    const long per_thread = heads * D + heads * SCORES + D * NT + SPLIT * NT + size + span * size + 64;
+    const long dealt = deal ? num_tiles * a.kv_heads * splits * size : 0;
+    float* memory = (float*)malloc((threads * per_thread + dealt) * sizeof(float));
     if (!memory) {
         free(tiles);
         return 1;
     }
-    float* partial = memory + threads * per_thread;
+    auto partial = [&](long tile, long head, long split) {
+        return memory + threads * per_thread + ((tile * a.kv_heads + head) * splits + split - first_split) * size;
+    };
     auto scratch = [&]() {
         float* at = memory + omp_get_thread_num() * per_thread;
         Scratch s;
         s.q = at, at += heads * D;
-        s.scores = at, at += heads * SPLIT;
+        s.scores = at, at += heads * SCORES;
         s.panel = at, at += D * NT;
         s.tail = at, at += SPLIT * NT;
-        s.result = at, at += result_size;
+        s.result = at, at += size;
         s.state = at;
         return s;
     };
@@ -630,32 +644,27 @@ int attend(Attention& a, float* out, int threads) {
             if (split >= a.begin(r) / SPLIT && split * SPLIT < a.end(r)) return true;
         return false;
     };
-    auto finish = [&](Tile tile, long head, const float* state) {
-        for (long g = 0; g < tile.rows * G; g++)
-            write_output(a, tile.first + g / G, head * G + g % G, state + g * stride, out);
-    };
 
     if (deal)
-        parallel_uneven(pairs * splits, threads, [&](long item) {
-            const Tile tile = tiles[item / splits / a.kv_heads];
-            const long head = item / splits % a.kv_heads, split = first_split + item % splits;
-            if (!seen(tile, split)) return;
-            const Scratch s = scratch();
-            scale_queries(a, tile, head, s.q);
-            attend_split(a, tile, head, split, s, partial + item * result_size);
+        parallel_uneven(num_items * splits, threads, [&](long item) {
+            const long tile = item / parts / splits, split = first_split + item / parts % splits, part = item % parts;
+            if (!seen(tiles[tile], split)) return;
+            for (long head = part * span; head < (part + 1) * span; head++)
+                attend_split(a, tiles[tile], head, split, scratch(), partial(tile, head, split));
         });
-    parallel_uneven(pairs, deal && a.rows * a.q_heads * D * splits < SERIAL ? 1 : threads, [&](long pair) {
-        const Tile tile = tiles[pair / a.kv_heads];
-        const long head = pair % a.kv_heads;
+    parallel_uneven(num_items, deal && a.rows * a.q_heads * D * splits < SERIAL ? 1 : threads, [&](long item) {
+        const long index = item / parts, first_head = item % parts * span;
+        const Tile tile = tiles[index];
         const Scratch s = scratch();
-        if (!deal) scale_queries(a, tile, head, s.q);
         for (long split = first_split; split < end_split; split++) {
             if (!seen(tile, split)) continue;
-            float* result = deal ? partial + (pair * splits + split - first_split) * result_size : s.result;
-            if (!deal) attend_split(a, tile, head, split, s, result);
-            merge_tile(a, tile, split, result, s.state);
+            for (long h = 0; h < span; h++) {
+                float* result = deal ? partial(index, first_head + h, split) : s.result;
+                if (!deal) attend_split(a, tile, first_head + h, split, s, result);
+                merge_tile(a, tile, split, result, s.state + h * size);
+            }
         }
-        finish(tile, head, s.state);
+        for (long h = 0; h < span; h++) write_tile(a, tile, first_head + h, s.state + h * size, out);
     });
     free(memory);
     free(tiles);
@@ -708,7 +717,8 @@ EXPORT void paceline_silu_mul(const float* gate_up, float* out, long M, long I, 
         for (long i = 0; i < I; i += VL) {
             const long n = I - i < VL ? I - i : VL;
             const vec g = n == VL ? load(gate + i) : load_n(gate + i, n), u = n == VL ? load(up + i) : load_n(up + i, n);
-            const vec y = g / (splat(1.0f) + vexp(-g)) * u;
+            const vec e = vexp(g > vec{} ? -g : g), one = splat(1.0f);  // sigmoid(g) is 1 / (1 + e) or e / (1 + e)
+            const vec y = g * ((g > vec{} ? one : e) / (one + e)) * u;
             n == VL ? store(out + row * I + i, y) : store_n(out + row * I + i, y, n);
         }
     });
