@@ -65,13 +65,15 @@ def gumbel_of(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
     keys = bits(Lane.GUMBEL, seed, position)
     if not keys.is_cpu:
         return _gumbel_(_torch_token_bits(keys[:, None], tokens.to(torch.int32)).to(torch.float32))
-    return torch.stack([gumbel_row(key, tokens[row]) for row, key in enumerate(keys.tolist())])
+    return torch.stack(
+        [torch.from_numpy(gumbel_row(key, tokens[row].numpy())) for row, key in enumerate(keys.tolist())]
+    )
 
 
-def gumbel_row(key: int, tokens: Tensor) -> Tensor:
+def gumbel_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
     """(T,) float32: one row of it on the CPU, inside the cache; `key` is bits(Lane.GUMBEL, seed, position)."""
-    hashed = _numpy_token_bits(key % 2**64, tokens.numpy().astype(np.uint32))
-    return _gumbel_(torch.from_numpy(hashed.view(np.int32)).to(torch.float32))
+    hashed = _numpy_token_bits(key % 2**64, tokens.astype(np.uint32, copy=False))
+    return _gumbel_(torch.from_numpy(hashed.view(np.int32)).to(torch.float32)).numpy()
 
 
 def _gumbel_(hashed: Tensor) -> Tensor:

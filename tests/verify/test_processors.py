@@ -334,6 +334,20 @@ def test_thresholds_for_whole_batches_equal_those_row_by_row(rows):
     assert torch.equal(logits < one, logits < other)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(scores, requests), min_size=1, max_size=4), st.lists(tokens, min_size=2, max_size=2))
+def test_penalties_for_whole_batches_equal_those_row_by_row(rows, drafted):
+    logits, asked = torch.tensor([s for s, _ in rows], dtype=torch.float64), [r for _, r in rows]
+    nodes = replace(
+        Nodes.roots(len(rows)),
+        depth=torch.full((len(rows),), 2),
+        path=torch.tensor([drafted]).expand(len(rows), 2),
+    )
+    penalties = controls_of(asked).penalties
+    dense = processors._penalise(logits, penalties, nodes)
+    assert torch.equal(dense, processors._penalise_rows(logits, penalties, nodes))
+
+
 def test_a_row_is_the_same_bits_in_any_batch():
     generator = torch.Generator().manual_seed(3)
     vocab = 3001

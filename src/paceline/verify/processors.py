@@ -112,7 +112,8 @@ def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
     """(R, V) logits whose softmax is p; of a greedy row the argmax is what counts. Never writes into its input."""
     original = logits
     if controls.penalties is not None:
-        logits = _penalise(logits, controls.penalties, nodes)
+        penalise = _penalise_rows if logits.is_cpu else _penalise
+        logits = penalise(logits, controls.penalties, nodes)
     if controls.bias is not None:
         tokens, values = controls.bias.tokens[nodes.seq], controls.bias.values[nodes.seq]
         logits = _add(logits, tokens, values.to(logits.dtype))
@@ -156,18 +157,42 @@ def _by_row(values: Tensor, logits: Tensor, nodes: Nodes) -> Tensor:
 
 
 def _penalise(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor:
+    """All tokens of all rows at once, without reading a value."""
     counts = penalties.counts[nodes.seq]  # (R, V), a copy
     if nodes.path.shape[1]:
         counts.scatter_add_(1, nodes.path.clamp_min(0), (nodes.path >= 0).to(counts.dtype))
-    said = counts > 0
-    tiny, huge = torch.finfo(logits.dtype).tiny, torch.finfo(logits.dtype).max
-    repetition = _by_row(penalties.repetition, logits, nodes).clamp(tiny, huge)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition).clamp(-huge, huge)
-    seen = (said | penalties.in_prompt[nodes.seq]) & (logits > -torch.inf)  # what is banned stays banned
-    logits = torch.where(seen, repeated, logits)
-    # Two separate steps: one fused multiply-add would round differently where a backend has it.
-    logits = logits - _by_row(penalties.frequency, logits, nodes) * counts.to(logits.dtype)
-    return logits - _by_row(penalties.presence, logits, nodes) * said.to(logits.dtype)
+    seen = (counts > 0) | penalties.in_prompt[nodes.seq]
+    rates = [_by_row(rate, logits, nodes) for rate in (penalties.repetition, penalties.frequency, penalties.presence)]
+    return torch.where(seen, _penalised(logits, counts, *rates), logits)
+
+
+def _penalise_rows(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor:
+    """The same on the host: only the rows that ask, and only the tokens they have seen."""
+    logits = logits.clone()
+    rates = torch.stack((penalties.repetition, penalties.frequency, penalties.presence), 1).to(logits.dtype)
+    asked = (rates != rates.new_tensor([1, 0, 0])).any(1).tolist()
+    seen: dict[int, Tensor] = {}
+    for row, seq in enumerate(nodes.seq.tolist()):
+        if not asked[seq]:
+            continue
+        counts = penalties.counts[seq]
+        if seq not in seen:
+            seen[seq] = torch.from_numpy(np.flatnonzero(penalties.in_prompt[seq].numpy() | (counts.numpy() > 0)))
+        tokens, drafted = seen[seq], nodes.path[row][nodes.path[row] >= 0]
+        if drafted.numel():
+            tokens = torch.from_numpy(np.union1d(tokens.numpy(), drafted.numpy()))
+        said = counts[tokens] + (tokens[:, None] == drafted).sum(1)
+        logits[row, tokens] = _penalised(logits[row, tokens], said, *rates[seq])
+    return logits
+
+
+def _penalised(logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """Logits of tokens seen before, said `counts` times in the output. What is banned stays banned."""
+    info = torch.finfo(logits.dtype)
+    rate = repetition.clamp(info.tiny, info.max)
+    repeated = torch.where(logits > 0, logits / rate, logits * rate).clamp(info.min, info.max)
+    repeated = torch.where(logits > -torch.inf, repeated, logits)
+    return repeated - frequency * counts.to(logits.dtype) - presence * (counts > 0).to(logits.dtype)
 
 
 def _add(logits: Tensor, tokens: Tensor, values: Tensor) -> Tensor:

@@ -78,9 +78,9 @@ def pick(logits: Tensor, coins: Tensor) -> Tensor:
 
 def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
     """The same for one row (V,): of the tokens left, first the block of them that holds the coin, then the token."""
-    left = np.flatnonzero(logits > -np.inf)
-    logits = logits[left]
-    weights = np.exp(logits - logits.max())
+    left = _left(logits)
+    weights = logits - logits.max() if left is None else logits[left] - logits.max()
+    np.exp(weights, out=weights)
     ends = np.add.reduceat(weights, np.arange(0, weights.shape[0], BLOCK), dtype=np.float64).cumsum()
     point = min(coin * ends[-1], math.nextafter(ends[-1], 0))
     block = int(ends.searchsorted(point, "right"))
@@ -88,7 +88,8 @@ def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
     rest = point - (ends[block - 1] if block else 0.0)
     offset = int(inside.cumsum(dtype=np.float64).searchsorted(rest, "right"))
     # A block's total may round above the sum of its tokens in turn: the last one that can be said then holds the coin.
-    return int(left[block * BLOCK + min(offset, int(np.flatnonzero(inside)[-1]))])
+    index = block * BLOCK + min(offset, int(np.flatnonzero(inside)[-1]))
+    return index if left is None else int(left[index])
 
 
 def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -101,8 +102,15 @@ def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 
 def _pick_seeded(logits: np.ndarray[Any, Any], key: int) -> int:
     """The same for one row (V,). Noise is the costly part: only the tokens the filters left get any."""
-    left = np.flatnonzero(logits > -np.inf)
-    return int(left[np.argmax(logits[left] + gumbel_row(key, torch.from_numpy(left)).numpy())])
+    left = _left(logits)
+    if left is None:
+        return int(np.argmax(gumbel_row(key, np.arange(logits.shape[0])) + logits))
+    return int(left[np.argmax(gumbel_row(key, left) + logits[left])])
+
+
+def _left(logits: np.ndarray[Any, Any]) -> Any:
+    """The tokens of a row (V,) that can be said; None: all of them."""
+    return np.flatnonzero(logits > -np.inf) if logits.min() == -np.inf else None
 
 
 def walk(draft: Draft, drawn: Tensor, row_of: Tensor, max_depth: int) -> Verdict:
