@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.draft import Draft, Kind, Proposal, ancestors
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
-from paceline.verify.walk import _pick, pick, pick_seeded
+from paceline.verify.walk import _pick, _pick_batch, pick, pick_seeded
 
 VOCAB, EXACT = 3, 1e-12
 
@@ -279,7 +279,8 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
 def test_coins_at_the_very_ends_pick_tokens_that_can_be_said():
     logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]])
     for coin, token in ((2.0**-53, 1), (1 - 2.0**-53, 3)):
-        assert pick(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]
+        for function in (pick, _pick_batch):
+            assert function(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]
 
 
 def test_a_coin_picks_by_cumulative_p_in_a_large_vocabulary():
@@ -290,6 +291,7 @@ def test_a_coin_picks_by_cumulative_p_in_a_large_vocabulary():
     for coin in torch.rand(300, generator=generator, dtype=torch.float64).tolist():
         expected = int(torch.searchsorted(cumulative, torch.tensor([coin], dtype=torch.float64), right=True))
         assert _pick(logits.numpy(), coin) == expected
+        assert _pick_batch(logits[None], torch.tensor([coin], dtype=torch.float64)).tolist() == [expected]
 
 
 def test_a_seed_draws_from_p():
@@ -326,6 +328,28 @@ def test_a_row_is_drawn_the_same_in_any_batch():
     alone = [drawn(row, row + 1)[0] for row in range(33)]
     for size in range(1, 34):
         assert drawn(0, size) == alone[:size]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_draws_the_same_tokens():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(24, 5000, generator=generator) * 3
+    key, committed = torch.arange(24) * 77, torch.arange(24)
+    temperature, top_p = torch.full((24,), 0.8), torch.full((24,), 0.9, dtype=torch.float64)
+
+    def drawn(device):
+        draws = Draws.of(
+            key=key.to(device),
+            committed=committed.to(device),
+            seq=range(24),
+            greedy=[row % 3 == 0 for row in range(24)],
+            seeded=[row % 3 == 1 for row in range(24)],
+        )
+        controls = Controls(temperature=temperature.to(device), top_p=top_p.to(device))
+        nodes = Nodes.roots(24, device)
+        return draw(process(logits.to(device), controls, nodes), draws, nodes).tolist()
+
+    assert drawn("cuda") == drawn("cpu")
 
 
 # --- the contracts of draft.py ---

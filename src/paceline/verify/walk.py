@@ -69,6 +69,11 @@ def pick(logits: Tensor, coins: Tensor) -> Tensor:
     """(R,) the token whose stretch of cumulative p holds the coin; never one of probability 0."""
     if logits.is_cpu:
         return torch.tensor([_pick(*row) for row in zip(logits.numpy(), coins.tolist(), strict=True)])
+    return _pick_batch(logits, coins)
+
+
+def _pick_batch(logits: Tensor, coins: Tensor) -> Tensor:
+    """All rows at once, without reading a value."""
     cumulative = probabilities(logits).cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     # p sums to 1 up to rounding: the coin is scaled to the sum, and kept under it.
