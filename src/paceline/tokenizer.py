@@ -167,7 +167,10 @@ def _templates_of(config: Json) -> dict[str, str]:
     template = config.get("chat_template")
     if isinstance(template, str):
         return {"default": template}
-    return {entry["name"]: entry["template"] for entry in template or []}
+    try:
+        return {entry["name"]: entry["template"] for entry in template or []}
+    except (KeyError, TypeError) as error:
+        raise BrokenModel("tokenizer_config.json: chat_template must be text or a list of named templates") from error
 
 
 def _text(token: Any) -> str:

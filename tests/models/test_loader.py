@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.config import RopeConfig
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
-from paceline.models.hf_config import parse_config
+from paceline.models.hf_config import NEUTRAL, parse_config
 from paceline.models.loader import load_config, load_generation_defaults, load_weights
 
 RAW: dict[str, Any] = {
@@ -168,6 +170,41 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 def test_a_config_that_makes_no_sense_names_the_key(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(BrokenModel, match=message):
         parse_config(RAW | keys, "config.json")
+
+
+EXOTIC: dict[str, Any] = {
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "rope_scaling": LLAMA3,
+    "rope_parameters": LLAMA3,
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+    "layer_types": ["sliding_attention"] * 3,
+    "original_max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": [1, 2],
+    "quantization_config": None,
+}
+
+
+JUNK = [None, True, False, -1, 0, 1, 1.5, math.nan, math.inf, 10**30, "", "x", [], ["x"], [None], {}, {"x": 1}]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_no_config_causes_anything_but_a_model_error(kind: str) -> None:
+    sound = {key: value for key, value in (RAW | EXOTIC).items() if value is not None}
+    sound["architectures"] = [f"{kind}ForCausalLM"]
+    for key in [*RAW, *EXOTIC, *NEUTRAL, "hidden_act"]:
+        for value in JUNK:
+            for absent in ({}, {"layer_types": None}):
+                with contextlib.suppress(ModelError):
+                    parse_config(sound | absent | {key: value}, "config.json")
+    for key in [*LLAMA3, "type", "rope_theta"]:
+        for value in JUNK:
+            with contextlib.suppress(ModelError):
+                parse_config(RAW | {"rope_scaling": LLAMA3 | {key: value}}, "config.json")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel
 from paceline.gguf_file import GGUFFile
-from paceline.models.hf_config import check_shape
+from paceline.models.hf_config import MOST_LAYERS, check_shape
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192  # of every Llama 3.x; the factor is the largest divisor
@@ -55,7 +55,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     fields.refuse_foreign_options()
     if "token_embd.weight" not in file.tensors:
         raise BrokenModel(f"{source}: tensor token_embd.weight is missing")
-    num_heads, num_layers = fields.integer("attention.head_count"), fields.integer("block_count")
+    num_heads, num_layers = fields.integer("attention.head_count"), fields.integer("block_count", largest=MOST_LAYERS)
     hidden_size = fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -165,13 +165,14 @@ class _Fields:
         self.file = file
         self.prefix = prefix
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, largest: int = 2**31 - 1) -> int:
         value = self._value(key, default)
         if isinstance(value, list) and len(set(value)) == 1:  # one entry per layer, all equal
             value = value[0]
         if isinstance(value, list):
             raise UnsupportedModel(f"{self.file.path}: {self.prefix}.{key} differs between layers: not supported")
-        if not isinstance(value, int) or value < (1 if default is None else min(1, default)):
+        smallest = 1 if default is None else min(1, default)
+        if not isinstance(value, int) or not smallest <= value <= largest:
             raise BrokenModel(f"{self.file.path}: {self.prefix}.{key} must be a positive integer, found {value!r}")
         return value
 

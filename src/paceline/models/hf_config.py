@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MOST_LAYERS = 10_000  # beyond any model; a damaged file must not make us build lists for hours
 ROPE_KINDS = ("default", "linear", "llama3")
 MISTRAL_WINDOW = 4096  # what transformers takes when the key is absent
 QWEN_WINDOW, QWEN_FULL_LAYERS, QWEN3_HEAD_DIM = 4096, 28, 128
@@ -47,7 +48,7 @@ def parse_config(raw: Json, source: str) -> ModelConfig:
     architecture = _architecture(raw, source)
     _refuse_foreign_options(raw, source)
     num_heads = _integer(raw, "num_attention_heads", source)
-    num_layers = _integer(raw, "num_hidden_layers", source)
+    num_layers = _integer(raw, "num_hidden_layers", source, largest=MOST_LAYERS)
     hidden_size = _integer(raw, "hidden_size", source)
     num_kv_heads = _integer(raw, "num_key_value_heads", source, default=num_heads)
     attention_bias = bool(raw.get("attention_bias", False)) and architecture in ("llama", "qwen3")
@@ -151,7 +152,8 @@ def _rope(raw: Json, max_positions: int, source: str) -> RopeConfig:
     factor = _number(given, "factor", source)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
-    original = raw.get("original_max_position_embeddings", given.get("original_max_position_embeddings"))
+    key = "original_max_position_embeddings"
+    original = _integer({key: raw.get(key, given.get(key))}, key, source, default=max_positions)
     low, high = _number(given, "low_freq_factor", source), _number(given, "high_freq_factor", source)
     if high <= low:
         raise BrokenModel(f"{source}: high_freq_factor ({high}) must be above low_freq_factor ({low})")
@@ -161,7 +163,7 @@ def _rope(raw: Json, max_positions: int, source: str) -> RopeConfig:
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_positions=max_positions if original is None else int(original),
+        original_max_positions=original,
     )
 
 
@@ -177,12 +179,14 @@ def _windows(raw: Json, architecture: str, num_layers: int, source: str) -> tupl
     else:
         window = raw.get("sliding_window", QWEN_WINDOW) if raw.get("use_sliding_window", False) else None
         first = raw.get("max_window_layers", QWEN_FULL_LAYERS)
+        if not isinstance(first, int):
+            raise BrokenModel(f"{source}: max_window_layers must be an integer, found {first!r}")
         sliding = [window is not None and layer >= first for layer in range(num_layers)]
         if raw.get("layer_types") is not None:
             sliding = _layer_types(raw, num_layers, source)
     if not any(sliding):
         return ()
-    if not isinstance(window, int) or window < 1:
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise BrokenModel(f"{source}: sliding_window must be a positive integer, found {window!r}")
     return tuple(window if slides else None for slides in sliding)
 
@@ -203,14 +207,14 @@ def _first(values: tuple[int, ...]) -> int | None:
     return values[0] if values else None
 
 
-def _integer(raw: Json, key: str, source: str, default: int | None = None) -> int:
+def _integer(raw: Json, key: str, source: str, default: int | None = None, largest: int = 2**31 - 1) -> int:
     value = raw.get(key)
     if value is None and default is not None:
         return default
     if value is None:
         raise BrokenModel(f"{source}: the key {key} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BrokenModel(f"{source}: {key} must be a positive integer, found {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise BrokenModel(f"{source}: {key} must be a positive integer up to {largest}, found {value!r}")
     return value
 
 
