@@ -8,7 +8,7 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 VENV := .venv
 BIN := $(VENV)/bin
 # What an installed package is made of; Python sources are not listed because the install is editable.
-BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in src/paceline/models/native/*.cpp)
+BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in src/paceline/models/native/*.cpp src/paceline/models/native/*.h)
 
 .PHONY: demo test clean
 

@@ -18,9 +18,16 @@ X86_64 = {
 }
 ELSEWHERE: dict[str, list[str]] = {"baseline": []}
 
-# Compiled for OpenMP but not linked to a runtime: the library joins the one torch has loaded (see native_kernels.py).
-FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-g0"]
-OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []
+FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-g0",
+    "-pthread",
+]
 
 
 def extensions() -> list[Extension]:
@@ -31,7 +38,9 @@ def extensions() -> list[Extension]:
         Extension(
             f"paceline.models.native.kernels_{variant}",
             sources=["src/paceline/models/native/kernels.cpp"],
-            extra_compile_args=FLAGS + OPENMP + isa,
+            depends=["src/paceline/models/native/pool.h"],
+            extra_compile_args=FLAGS + isa,
+            extra_link_args=["-pthread"],
             optional=True,
         )
         for variant, isa in variants.items()

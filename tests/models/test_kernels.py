@@ -3,8 +3,10 @@ row alone, not on the rows, threads or cache slots beside it."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -451,7 +453,34 @@ def test_without_a_library_torch_serves_and_says_why(monkeypatch: pytest.MonkeyP
         kernels_for(torch.device("cpu"))
 
 
-def test_one_openmp_runtime_is_in_the_process() -> None:
-    assert native_kernels.load_library() is not None, library_status()
-    if sys.platform.startswith("linux"):
-        assert len(native_kernels._openmp_runtimes()) == 1
+# ---- the pool of threads ---------------------------------------------------------------------------------------------
+
+
+def test_callers_on_several_threads_do_not_disturb_each_other(native: NativeKernels, threads: object) -> None:
+    torch.set_num_threads(2)
+    weight, x = native.pack(torch.randn(320, 96)), torch.randn(5, 96)
+    expected = native.linear(x, weight)
+    with ThreadPoolExecutor(4) as callers:
+        results = list(callers.map(lambda _: native.linear(x, weight), range(400)))
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_more_threads_than_cores_and_then_fewer_give_the_same_bits(native: NativeKernels, threads: object) -> None:
+    weight, x = native.pack(torch.randn(320, 96)), torch.randn(5, 96)
+    expected = native.linear(x, weight)
+    for count in (7, 1, 3, 16, 2):
+        torch.set_num_threads(count)
+        assert all(torch.equal(native.linear(x, weight), expected) for _ in range(50))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_computes_with_threads_of_its_own(native: NativeKernels, threads: object) -> None:
+    torch.set_num_threads(2)
+    weight, x = native.pack(torch.randn(320, 96)), torch.randn(5, 96)
+    expected = native.linear(x, weight)  # the parent's threads exist now
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(native.linear(x, weight), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(native.linear(x, weight), expected)

@@ -1,7 +1,7 @@
 """CPU kernels of our own, from native/kernels.cpp: a row's bits do not depend on the rows or threads beside it.
 
-The libraries are plain C, opened by path. They are compiled for OpenMP but linked to no runtime: the one torch has
-already loaded serves both, so there is one pool of threads and `torch.set_num_threads` governs it.
+The libraries are plain C, opened by path, with threads of their own (native/pool.h says why not OpenMP's);
+`torch.set_num_threads` governs them too.
 """
 
 from __future__ import annotations
@@ -78,26 +78,11 @@ def _best_library() -> tuple[Library | None, str]:
 
 @functools.cache
 def open_library(variant: str) -> Library:
-    """Raises OSError when the file is missing or finds no OpenMP runtime in the process."""
+    """Raises OSError when the file is missing or cannot be loaded."""
     path = Path(__file__).parent / "native" / f"kernels_{variant}.so"
     if not path.exists():
         raise OSError(f"{path.name} was not built (installing paceline where there is a C++ compiler builds it)")
-    for runtime in _openmp_runtimes():
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # loaded already: this lets our library see its symbols
     return Library(variant, path, ctypes.CDLL(str(path)))
-
-
-def _openmp_runtimes() -> list[str]:
-    """The runtime torch brought into this process; where its folders hold none, any that is loaded."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:  # not Linux: the library was built without OpenMP
-        return []
-    mapped = {line[line.index("/") :] for line in maps.splitlines() if "/" in line}
-    loaded = sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
-    packages = Path(torch.__file__).parents[1]
-    own = [path for path in loaded if path.startswith((f"{packages}/torch/", f"{packages}/torch.libs/"))]
-    return own or loaded
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,8 @@
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-#if defined(_OPENMP)
-#include <omp.h>
-#else
-static int omp_get_thread_num() { return 0; }
-#endif
+
+#include "pool.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -158,27 +155,6 @@ inline void transpose(vec (&a)[VL]) {
     }
 }
 
-// One thread does not enter OpenMP at all: a team of one would evict the team the next large call wants to reuse.
-template <class F>
-void parallel_even(long n, int threads, F f) {
-    if (threads <= 1 || n <= 1) {
-        for (long i = 0; i < n; i++) f(i);
-        return;
-    }
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long i = 0; i < n; i++) f(i);
-}
-
-template <class F>
-void parallel_uneven(long n, int threads, F f) {
-    if (threads <= 1 || n <= 1) {
-        for (long i = 0; i < n; i++) f(i);
-        return;
-    }
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (long i = 0; i < n; i++) f(i);
-}
-
 // ---- products ------------------------------------------------------------------------------------------------------
 
 // n <= NT rows of length K become a panel (K, NT), zero beyond column n.
@@ -314,7 +290,7 @@ void product(const float* x, long ldx, long rows, W w, long k0, long k1, Output 
 
 template <class T>
 void pack(const T* weight, T* panels, long N, long K, int threads) {
-    parallel_even((N + NT - 1) / NT, threads, [=](long p) {
+    parallel((N + NT - 1) / NT, threads, [=](long p, int) {
         const T* rows[NT];
         const long n = N - p * NT < NT ? N - p * NT : NT;
         for (long j = 0; j < n; j++) rows[j] = weight + (p * NT + j) * K;
@@ -327,7 +303,7 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
     const long num_panels = (N + NT - 1) / NT;
     const long chunk = 10 * MT, num_chunks = (M + chunk - 1) / chunk;  // rows cut up too: an even load on many cores
     if (M * K * N < SERIAL) threads = 1;
-    parallel_even(num_panels * num_chunks, threads, [=](long item) {
+    parallel(num_panels * num_chunks, threads, [=](long item, int) {
         const long p = item / num_chunks, row = item % num_chunks * chunk;
         const long rows = M - row < chunk ? M - row : chunk;
         // Several tiles read the same panel: let them do it while that part of it is in L2.
@@ -405,8 +381,7 @@ struct Attention : Plan {  // one call
     }
     long checked(long slot) {
         if (slot >= 0 && slot < num_slots) return slot;
-#pragma omp atomic write
-        bad_slot = true;
+        __atomic_store_n(&bad_slot, true, __ATOMIC_RELAXED);
         return 0;
     }
     const float* row_of(const float* cache, long slot, long head) const { return cache + (slot * kv_heads + head) * dim; }
@@ -628,8 +603,8 @@ int attend(Attention& a, float* out, int threads) {
     auto partial = [&](long tile, long head, long split) {
         return memory + threads * per_thread + ((tile * a.kv_heads + head) * splits + split - first_split) * size;
     };
-    auto scratch = [&]() {
-        float* at = memory + omp_get_thread_num() * per_thread;
+    auto scratch = [&](int worker) {
+        float* at = memory + worker * per_thread;
         Scratch s;
         s.q = at, at += heads * D;
         s.scores = at, at += heads * SCORES;
@@ -646,16 +621,16 @@ int attend(Attention& a, float* out, int threads) {
     };
 
     if (deal)
-        parallel_uneven(num_items * splits, threads, [&](long item) {
+        parallel(num_items * splits, threads, [&](long item, int worker) {
             const long tile = item / parts / splits, split = first_split + item / parts % splits, part = item % parts;
             if (!seen(tiles[tile], split)) return;
             for (long head = part * span; head < (part + 1) * span; head++)
-                attend_split(a, tiles[tile], head, split, scratch(), partial(tile, head, split));
+                attend_split(a, tiles[tile], head, split, scratch(worker), partial(tile, head, split));
         });
-    parallel_uneven(num_items, deal && a.rows * a.q_heads * D * splits < SERIAL ? 1 : threads, [&](long item) {
+    parallel(num_items, deal && a.rows * a.q_heads * D * splits < SERIAL ? 1 : threads, [&](long item, int worker) {
         const long index = item / parts, first_head = item % parts * span;
         const Tile tile = tiles[index];
-        const Scratch s = scratch();
+        const Scratch s = scratch(worker);
         for (long split = first_split; split < end_split; split++) {
             if (!seen(tile, split)) continue;
             for (long h = 0; h < span; h++) {
@@ -699,7 +674,7 @@ EXPORT void paceline_linear_bf16(const float* x, const uint16_t* panels, const f
 EXPORT void paceline_rms_norm(const float* x, float* residual, const float* weight, float* out, long M, long H, float eps,
                               int threads) {
     if (M * H < SERIAL) threads = 1;
-    parallel_even(M, threads, [=](long row) {
+    parallel(M, threads, [=](long row, int) {
         const float* from = x + row * H;
         if (residual) {
             float* sum = residual + row * H;
@@ -712,7 +687,7 @@ EXPORT void paceline_rms_norm(const float* x, float* residual, const float* weig
 
 EXPORT void paceline_silu_mul(const float* gate_up, float* out, long M, long I, int threads) {
     if (M * I < SERIAL) threads = 1;
-    parallel_even(M, threads, [=](long row) {
+    parallel(M, threads, [=](long row, int) {
         const float *gate = gate_up + row * 2 * I, *up = gate + I;
         for (long i = 0; i < I; i += VL) {
             const long n = I - i < VL ? I - i : VL;
@@ -734,7 +709,7 @@ EXPORT int paceline_rope_and_store(const Plan* plan, float* qkv, float* keys, fl
     for (long row = 0; row < M; row++)
         if (positions[row] < 0 || positions[row] >= num_positions || slots[row] < -1 || slots[row] >= num_slots) return 2;
     if (M * width < SERIAL) threads = 1;
-    parallel_even(M, threads, [=](long row) {
+    parallel(M, threads, [=](long row, int) {
         float *q = qkv + row * width, *k = q + q_heads * D, *v = k + kv_heads * D;
         const float *c = cos + positions[row] * (D / 2), *s = sin + positions[row] * (D / 2);
         for (long h = 0; h < q_heads; h++) {
