@@ -22,6 +22,7 @@ RANKS: list[set[str]] = [
         *("tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
     },
     {"models", "verify"},
+    {"controls"},
     {"drafters"},
     {"engine"},
     {"llm", "training"},

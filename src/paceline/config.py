@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from paceline.errors import InvalidParameter
 
+MAX_K = 64  # nodes a row may draft in one step
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -53,6 +55,26 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Which methods may draft, and what each is told. `k` None: the policy decides each step."""
+
+    method: str = "none"  # a method, none, or auto: whatever pays, per request and step
+    k: int | None = None
+    ngram_min: int = 2  # shortest match that counts
+    ngram_max: int = 5
+    suffix_corpus: tuple[str, ...] = ()  # text files that seed the suffix store
+    suffix_store: str | None = None  # file that keeps the suffix store between runs
+    suffix_bytes: int = 200 << 20
+    draft_model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.k is not None and not 1 <= self.k <= MAX_K:
+            raise InvalidParameter("k", f"must be between 1 and {MAX_K}, or auto; got {self.k}")
+        if not 1 <= self.ngram_min <= self.ngram_max:
+            raise InvalidParameter("ngram_min", f"must be between 1 and ngram_max ({self.ngram_max})")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,36 +7,18 @@ import random
 import torch
 
 from paceline.draft import Draft, Proposal
+from paceline.drafters.base import HostDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.models.kv_cache import KVSpec
 from paceline.testing import HIDDEN, context_hidden, context_logits
 
 
-class HostDrafter:
-    """A drafter without taps or cache of its own."""
-
-    version = "1"
-    taps: tuple[int, ...] = ()
-    kv_layers: tuple[KVSpec, ...] = ()
-    needs_host_tokens = True
-
+class FakeDrafter(HostDrafter):
     def __init__(self, name: str, vocab_size: int = 11) -> None:
         self.name, self.vocab_size = name, vocab_size
 
-    def bind(self, caches, block_size):
-        pass
 
-    def commit(self, commits):
-        pass
-
-    def admit(self, sequence, start, end):
-        pass
-
-    def release(self, sequence):
-        pass
-
-
-class ChainDrafter(HostDrafter):
+class ChainDrafter(FakeDrafter):
     """Mostly right: the greedy continuation of `HashModel`, with a wrong token now and then."""
 
     def propose(self, rows):
@@ -55,7 +37,7 @@ class ChainDrafter(HostDrafter):
         return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]), source=0)
 
 
-class TreeDrafter(HostDrafter):
+class TreeDrafter(FakeDrafter):
     """A random tree; children are drawn without replacement from a q that leans towards the target."""
 
     def propose(self, rows):
@@ -92,7 +74,7 @@ class TreeDrafter(HostDrafter):
         return torch.softmax(0.8 * target + 0.5 * noise, dim=0)
 
 
-class RaisingDrafter(HostDrafter):
+class RaisingDrafter(FakeDrafter):
     def propose(self, rows):
         raise RuntimeError("out of ideas")
 

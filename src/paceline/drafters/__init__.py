@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from paceline.drafters.base import Commit, Drafter, DraftRow
+from paceline.drafters.base import Commit, Drafter, DrafterContext, DraftRow
 
 NONE = "none"  # plain decoding: the empty draft
 
 # method -> its constructor. A new method is one file and one line here.
-DRAFTERS: Mapping[str, Callable[[], Drafter]] = {}
+DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {}
 
 
 def method_names() -> tuple[str, ...]:
     return (NONE, *DRAFTERS)
 
 
-__all__ = ["DRAFTERS", "NONE", "Commit", "DraftRow", "Drafter", "method_names"]
+__all__ = ["DRAFTERS", "NONE", "Commit", "DraftRow", "Drafter", "DrafterContext", "method_names"]

@@ -15,12 +15,15 @@ a bounded ring, `propose` absorbs them first; what the ring lost is context the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from paceline.config import ModelConfig, SpeculationConfig
 from paceline.draft import Draft
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
@@ -47,6 +50,17 @@ class Commit:
     taps: Tensor | None  # (count, T, H)
 
 
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter may need to know of the target when it is made."""
+
+    config: ModelConfig  # the target's
+    device: torch.device
+    speculation: SpeculationConfig
+    encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
+    token_texts: Callable[[int], str] | None = None  # a token's own text, to compare vocabularies
+
+
 class Drafter(Protocol):
     name: str  # the method, as users write it
     version: str  # changes whenever its K/V for the same tokens would: weights, taps, layers
@@ -71,3 +85,27 @@ class Drafter(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """The sequence left (finished, cancelled or preempted): forget it."""
+
+
+class HostDrafter:
+    """What a drafter without taps and K/V of its own leaves empty."""
+
+    version = "1"
+    taps: tuple[int, ...] = ()
+    kv_layers: tuple[KVSpec, ...] = ()
+    needs_host_tokens = True
+
+    def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
+        pass
+
+    def commit(self, commits: SequenceOf[Commit]) -> None:
+        pass
+
+    def admit(self, sequence: Sequence, start: int, end: int) -> None:
+        pass
+
+    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
+        return 0, 0
+
+    def release(self, sequence: Sequence) -> None:
+        pass

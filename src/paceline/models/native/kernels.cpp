@@ -303,7 +303,7 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
     const long num_panels = (N + NT - 1) / NT;
     const long chunk = 10 * MT, num_chunks = (M + chunk - 1) / chunk;  // rows cut up too: an even load on many cores
     if (M * K * N < SERIAL) threads = 1;
-    parallel(num_panels * num_chunks, threads, [=](long item, int) {
+    auto compute = [=](long item) {
         const long p = item / num_chunks, row = item % num_chunks * chunk;
         const long rows = M - row < chunk ? M - row : chunk;
         // Several tiles read the same panel: let them do it while that part of it is in L2.
@@ -317,6 +317,11 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
             product(x + row * K, K, rows, Weights<T>{panels + p * NT * K}, k, end, output);
             output.start = to, output.start_stride = N, k = end;
         } while (k < K);
+    };
+    // Neighbouring panels in one claim: what is asked for ahead of a panel's end is then the thread's own next panel.
+    const long items = num_panels * num_chunks, run = items / (4 * threads) > 1 ? items / (4 * threads) : 1;
+    parallel((items + run - 1) / run, threads, [=](long claim, int) {
+        for (long item = claim * run; item < (claim + 1) * run && item < items; item++) compute(item);
     });
 }
 
