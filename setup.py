@@ -4,6 +4,7 @@ Everything else about the package is in pyproject.toml. Without a C++ compiler t
 torch kernels serve.
 """
 
+import glob
 import platform
 import sys
 
@@ -18,6 +19,7 @@ X86_64 = {
 }
 ELSEWHERE: dict[str, list[str]] = {"baseline": []}
 
+HEADERS = sorted(glob.glob("src/paceline/models/native/*.h"))
 FLAGS = [
     "-O3",
     "-std=c++17",
@@ -38,7 +40,7 @@ def extensions() -> list[Extension]:
         Extension(
             f"paceline.models.native.kernels_{variant}",
             sources=["src/paceline/models/native/kernels.cpp"],
-            depends=["src/paceline/models/native/pool.h"],
+            depends=HEADERS,
             extra_compile_args=FLAGS + isa,
             extra_link_args=["-pthread"],
             optional=True,

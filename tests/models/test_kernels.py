@@ -3,6 +3,7 @@ row alone, not on the rows, threads or cache slots beside it."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.models import native_kernels
-from paceline.models.kernels import kernels_for
+from paceline.models.kernels import Layer, LayerByLayer, Shape, kernels_for
 from paceline.models.kv_cache import LayerCache
 from paceline.models.native_kernels import VARIANTS, NativeKernels, library_status, open_library, runnable_variants
 from paceline.models.plan import PassPlan
@@ -451,6 +452,58 @@ def test_without_a_library_torch_serves_and_says_why(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PACELINE_KERNELS", "native")
     with pytest.raises(DeviceError, match="was not built"):
         kernels_for(torch.device("cpu"))
+
+
+# ---- a whole stack of layers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stops", [(3,), (1, 3), (0, 2, 3)])
+def test_layers_in_one_call_are_the_same_bits_as_call_by_call(
+    native: NativeKernels, dtype: torch.dtype, stops: tuple[int, ...]
+) -> None:
+    hidden, inner, q_heads, kv_heads, dim, rows = 48, 40, 6, 2, 16, 7
+
+    def weight(n: int, k: int, bias: bool = False) -> object:
+        return native.pack((torch.randn(n, k) / k**0.5).to(dtype), torch.randn(n) if bias else None)
+
+    layers = [
+        Layer(
+            input_norm=torch.rand(hidden) + 0.5,
+            qkv=weight((q_heads + 2 * kv_heads) * dim, hidden, bias=True),
+            q_norm=torch.rand(dim) + 0.5 if index else None,
+            k_norm=torch.rand(dim) + 0.5 if index else None,
+            output=weight(hidden, q_heads * dim),
+            mlp_norm=torch.rand(hidden) + 0.5,
+            gate_up=weight(2 * inner, hidden),
+            down=weight(hidden, inner, bias=True),
+            window=4 if index == 1 else None,
+        )
+        for index in range(3)
+    ]
+    positions = ints(range(rows))
+    plan = PassPlan(
+        positions=positions,
+        slots=positions,
+        sequence=torch.zeros_like(positions),
+        prefix=positions + 1,
+        path=torch.empty((rows, 0), dtype=torch.int32),
+        path_len=torch.zeros_like(positions),
+        block_tables=ints([[0]]),
+        block_size=BLOCK,
+        max_len=rows,
+    )
+    shape = Shape(torch.rand(rows, dim // 2), torch.rand(rows, dim // 2), 1e-5, dim**-0.5, q_heads)
+    embedded, results = torch.randn(rows, hidden), []
+    for make in (native.stack, functools.partial(LayerByLayer, native)):
+        caches = [LayerCache(torch.zeros(BLOCK, kv_heads, dim), torch.zeros(BLOCK, kv_heads, dim)) for _ in layers]
+        stack, residual, added, first = make(layers, caches, shape), embedded.clone(), None, 0
+        for last in stops:
+            if last > first:
+                added = stack.run(first, last, added, residual, plan)
+            first = last
+        results.append([residual, added, *(tensor for cache in caches for tensor in (cache.k, cache.v))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # ---- the pool of threads ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig, RopeConfig
-from paceline.models.kernels import Kernels, Packed
+from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 
@@ -41,19 +41,6 @@ class Model(Protocol):
     ) -> ModelOutput: ...
 
 
-@dataclass(frozen=True)
-class Layer:
-    input_norm: Tensor
-    qkv: Packed
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Packed
-    mlp_norm: Tensor
-    gate_up: Packed
-    down: Packed
-    window: int | None
-
-
 class Decoder:
     def __init__(
         self,
@@ -70,7 +57,6 @@ class Decoder:
         self.activation_dtype = torch.float32 if device.type == "cpu" else dtype
         self.cache_dtype = self.activation_dtype
         self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
-        self.scale = 1 / math.sqrt(config.head_dim)
 
         def stored(name: str) -> Tensor:
             return weights[name].to(device=device, dtype=dtype)
@@ -103,38 +89,48 @@ class Decoder:
         self.layers = [layer(index) for index in range(config.num_layers)]
         self.final_norm = vector("model.norm.weight")
         self.head = packed("model.embed_tokens" if config.tie_embeddings else "lm_head")
-        self.cos, self.sin = rope_tables(config.rope, config.head_dim, max_len or config.max_positions, device)
+        cos, sin = rope_tables(config.rope, config.head_dim, max_len or config.max_positions, device)
+        self.shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
+        self._stack: Stack | None = None
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
-        kernels, eps = self.kernels, self.config.rms_norm_eps
+        stack = self._bound_to(caches)
         tapped: dict[int, Tensor] = {}
         residual = self.embedding[tokens].to(self.activation_dtype)  # (M, H), kept up to date in place
-        hidden: Tensor | None = None  # what the last sublayer adds to it
-        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            hidden = self._norm(hidden, residual, layer.input_norm)
-            if index in taps:
-                tapped[index] = residual.clone()
-            qkv = kernels.linear(hidden, layer.qkv)
-            q = kernels.rope_and_store(qkv, plan, self.cos, self.sin, cache, layer.q_norm, layer.k_norm, eps)
-            attended = kernels.attention(q, plan, cache, self.scale, layer.window)
-            hidden = kernels.add_rms_norm(kernels.linear(attended, layer.output), residual, layer.mlp_norm, eps)
-            hidden = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
-
-        if not taps and len(logit_rows) < len(tokens) and hidden is not None:
-            hidden, residual = hidden[logit_rows], residual[logit_rows]
+        added: Tensor | None = None  # what the layers so far have still to add to it
+        first = 0
+        for last in self._stops(taps):
+            if last > first:
+                added = stack.run(first, last, added, residual, plan)
+            if last in taps:
+                tapped[last] = residual.clone() if added is None else residual + added
+            first = last
+        if not taps and len(logit_rows) < len(tokens) and added is not None:
+            added, residual = added[logit_rows], residual[logit_rows]
             logit_rows = torch.arange(len(logit_rows), device=self.device)
-        final = self._norm(hidden, residual, self.final_norm)  # residual is now the stream leaving the last layer
-        tapped[FINAL], tapped[self.config.num_layers] = final, residual
+        final = self._norm(added, residual)
+        tapped[FINAL] = final
         rows = final if len(logit_rows) == len(final) else final[logit_rows]
-        logits = kernels.linear(rows, self.head).float()
+        logits = self.kernels.linear(rows, self.head).float()
         return ModelOutput(logits, torch.stack([tapped[tap] for tap in taps], dim=1) if taps else None)
 
-    def _norm(self, added: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
+    def _bound_to(self, caches: Sequence[LayerCache]) -> Stack:
+        """Layers and caches are bound once: the engine hands over the same caches every time."""
+        if self._stack is None or self._stack.caches is not caches:
+            self._stack = self.kernels.stack(self.layers, caches, self.shape)
+        return self._stack
+
+    def _stops(self, taps: Sequence[int]) -> list[int]:
+        """Where the run through the layers is interrupted to look at the residual stream; the last is its end."""
+        return sorted({tap for tap in taps if tap != FINAL} | {self.config.num_layers})
+
+    def _norm(self, added: Tensor | None, residual: Tensor) -> Tensor:
+        eps = self.config.rms_norm_eps
         if added is None:
-            return self.kernels.rms_norm(residual, weight, self.config.rms_norm_eps)
-        return self.kernels.add_rms_norm(added, residual, weight, self.config.rms_norm_eps)
+            return self.kernels.rms_norm(residual, self.final_norm, eps)
+        return self.kernels.add_rms_norm(added, residual, self.final_norm, eps)
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

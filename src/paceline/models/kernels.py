@@ -7,6 +7,8 @@ a row's bits do not depend on what shares its pass, and reads packed weights at 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,44 @@ from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
 Packed = Any  # a weight in the form its kernels like best; opaque to everyone else
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer's weights."""
+
+    input_norm: Tensor
+    qkv: Packed
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Packed
+    mlp_norm: Tensor
+    gate_up: Packed
+    down: Packed
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the layers of one model share."""
+
+    cos: Tensor  # (max_positions, D / 2) fp32
+    sin: Tensor
+    eps: float
+    scale: float
+    q_heads: int
+
+
+class Stack(Protocol):
+    """A model's layers bound to their caches, ready to run."""
+
+    caches: Sequence[LayerCache]
+
+    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        """Layers [first, last): `added` is what the layer before adds to the residual stream (None before layer 0).
+
+        `residual` is kept up to date in place; returned is what the last of these layers adds to it.
+        """
 
 
 class Kernels(Protocol):
@@ -53,6 +93,32 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """(M, 2 I) -> (M, I): silu(first half) * second half."""
+
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+        """Bind a model's layers to their caches. `LayerByLayer` serves wherever nothing better exists."""
+
+
+class LayerByLayer:
+    """A stack as the sequence of kernel calls it stands for."""
+
+    def __init__(self, kernels: Kernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> None:
+        self.kernels, self.layers, self.caches, self.shape = kernels, layers, caches, shape
+
+    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        kernels, shape = self.kernels, self.shape
+        for layer, cache in zip(self.layers[first:last], self.caches[first:last], strict=True):
+            if added is None:
+                hidden = kernels.rms_norm(residual, layer.input_norm, shape.eps)
+            else:
+                hidden = kernels.add_rms_norm(added, residual, layer.input_norm, shape.eps)
+            qkv = kernels.linear(hidden, layer.qkv)
+            q = kernels.rope_and_store(qkv, plan, shape.cos, shape.sin, cache, layer.q_norm, layer.k_norm, shape.eps)
+            attended = kernels.attention(q, plan, cache, shape.scale, layer.window)
+            added = kernels.linear(attended, layer.output)
+            hidden = kernels.add_rms_norm(added, residual, layer.mlp_norm, shape.eps)
+            added = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
+        assert added is not None, "a stack runs at least one layer"
+        return added
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_int64, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from paceline.errors import DeviceError
+from paceline.models.kernels import Layer, Shape, Stack
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
@@ -31,8 +32,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "linear_bf16": (None, [c_void_p] * 4 + [c_long] * 3 + [c_int]),
     "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int]),
     "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
-    "rope_and_store": (c_int, [c_void_p] * 9 + [c_long] * 5 + [c_float, c_int]),
-    "attention": (c_int, [c_void_p] * 5 + [c_long] * 5 + [c_float, c_int]),
+    "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
+    "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
+    "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int] * 2),
 }
 
 
@@ -118,6 +120,79 @@ class PlanView(ctypes.Structure):
         return cls(*(t.data_ptr() for t in tensors), *plan.path.shape, plan.block_tables.shape[1], plan.block_size)
 
 
+class HeadsView(ctypes.Structure):
+    """What all layers of a model share, as C sees it."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int64) for name in ("q_heads", "kv_heads", "dim", "num_positions", "num_slots")),
+        *((name, c_float) for name in ("eps", "scale")),
+    )
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, q_heads: int, cache: LayerCache, eps: float, scale: float) -> HeadsView:
+        num_slots, kv_heads, dim = _check_in_place(cache.k)
+        _check_in_place(cache.v)
+        cos, sin = _fp32(cos), _fp32(sin)
+        return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
+
+
+class ProductView(ctypes.Structure):
+    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64), ("bf16", c_int64))
+
+    @classmethod
+    def of(cls, weight: PackedWeight) -> ProductView:
+        is_bf16 = weight.panels.dtype is torch.bfloat16
+        return cls(weight.panels_ptr, weight.bias_ptr, weight.k, weight.n, is_bf16)
+
+
+class LayerView(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
+        ("window", c_int64),
+        *((name, ProductView) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+    @classmethod
+    def of(cls, layer: Layer, cache: LayerCache) -> LayerView:
+        norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+        products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        return cls(
+            *(None if norm is None else _fp32(norm).data_ptr() for norm in norms),
+            *(cache.k.data_ptr(), cache.v.data_ptr(), layer.window or 0),
+            *(ProductView.of(product) for product in products),
+        )
+
+
+class NativeStack:
+    """All layers of a model in one call: no time between them."""
+
+    def __init__(
+        self, kernels: NativeKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape
+    ) -> None:
+        self.caches, self._kernels = caches, kernels
+        self._kept = layers, shape  # the views below point into these
+        self._heads = HeadsView.of(shape.cos, shape.sin, shape.q_heads, caches[0], shape.eps, shape.scale)
+        self._layers = (LayerView * len(layers))(*map(LayerView.of, layers, caches))
+
+    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        _check_in_place(residual)
+        out = torch.empty_like(residual) if added is None else _fp32(added).clone()
+        view = self._kernels.view(plan, len(residual))
+        status = self._kernels.layers(
+            ctypes.addressof(view),
+            ctypes.addressof(self._heads),
+            ctypes.addressof(self._layers[first]),
+            last - first,
+            residual.data_ptr(),
+            out.data_ptr(),
+            added is None,
+            get_num_threads(),
+        )
+        _check_status(status)
+        return out
+
+
 class NativeKernels:
     exact = True
 
@@ -130,6 +205,7 @@ class NativeKernels:
         self._silu_mul = library.function("silu_mul")
         self._rope_and_store = library.function("rope_and_store")
         self._attention = library.function("attention")
+        self.layers = library.function("layers")
         self._last_plan: tuple[PassPlan | None, PlanView] = (None, PlanView())
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
@@ -182,62 +258,50 @@ class NativeKernels:
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        qkv, cos, sin = _fp32(qkv), _fp32(cos), _fp32(sin)
+        qkv = _fp32(qkv)
         rows, width = qkv.shape
-        num_slots, kv_heads, dim = _check_in_place(cache.k)
-        _check_in_place(cache.v)
+        _, kv_heads, dim = cache.k.shape
         q_heads = width // dim - 2 * kv_heads
+        heads = HeadsView.of(cos, sin, q_heads, cache, eps, 1.0)
         q = qkv.new_empty((rows, q_heads, dim))
-        view = self._view(plan, rows)  # held here: another thread may be given another plan meanwhile
+        view = self.view(plan, rows)  # held here: another thread may be given another plan meanwhile
         status = self._rope_and_store(
             ctypes.addressof(view),
+            ctypes.addressof(heads),
             qkv.data_ptr(),
             cache.k.data_ptr(),
             cache.v.data_ptr(),
             q.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
             None if q_norm is None else _fp32(q_norm).data_ptr(),
             None if k_norm is None else _fp32(k_norm).data_ptr(),
-            q_heads,
-            kv_heads,
-            dim,
-            cos.shape[0],
-            num_slots,
-            eps,
             get_num_threads(),
         )
-        if status:
-            raise IndexError("the plan names a position outside the rotary tables or a slot outside the cache")
+        _check_status(status)
         return q
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         q = _fp32(q)
         rows, q_heads, dim = q.shape
-        num_slots, kv_heads, _ = _check_in_place(cache.k)
+        heads = HeadsView.of(q, q, q_heads, cache, 0.0, scale)  # attention looks at no rotary table
         out = q.new_empty((rows, q_heads * dim))
-        view = self._view(plan, rows)
+        view = self.view(plan, rows)
         status = self._attention(
             ctypes.addressof(view),
+            ctypes.addressof(heads),
             q.data_ptr(),
             cache.k.data_ptr(),
             cache.v.data_ptr(),
             out.data_ptr(),
-            q_heads,
-            kv_heads,
-            dim,
-            num_slots,
             window or 0,
-            scale,
             get_num_threads(),
         )
-        if status == 1:
-            raise DeviceError("not enough memory for attention; use a shorter context or fewer sequences at once")
-        if status:
-            raise IndexError("the plan reads a slot outside the cache")
+        _check_status(status)
         return out
 
-    def _view(self, plan: PassPlan, rows: int) -> PlanView:
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+        return NativeStack(self, layers, caches, shape)
+
+    def view(self, plan: PassPlan, rows: int) -> PlanView:
         last, view = self._last_plan
         if plan is not last:
             view = PlanView.of(plan)
@@ -265,3 +329,10 @@ def _check_in_place(x: Tensor) -> torch.Size:
     if x.dtype is not torch.float32 or not x.is_contiguous():
         raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
     return x.shape
+
+
+def _check_status(status: int) -> None:
+    if status == 1:
+        raise DeviceError("not enough memory for this pass; use a shorter context or fewer sequences at once")
+    if status:
+        raise IndexError("the plan names a position outside the rotary tables or a slot outside the cache")

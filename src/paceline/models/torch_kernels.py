@@ -6,12 +6,14 @@ lossless in distribution but not bit-exact across passes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.models.kernels import Layer, LayerByLayer, Shape, Stack
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
@@ -97,6 +99,9 @@ class TorchKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+        return LayerByLayer(self, layers, caches, shape)
 
 
 def _slots_of(plan: PassPlan, positions: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -1,0 +1,311 @@
+// Attention over a paged cache, for prefill chunks, decoded tokens and token trees alike. A row walks its logical positions
+// in order, in splits at absolute multiples of SPLIT merged first to last, wherever its keys lie in the cache.
+
+#pragma once
+
+#include <cstdlib>
+
+#include "plan.h"
+#include "products.h"
+
+namespace {
+
+struct Attention : Plan {  // one call
+    const float *q, *keys, *values;
+    long q_heads, kv_heads, dim, num_slots, window;
+    float scale;
+    bool bad_slot;
+
+    long group() const { return q_heads / kv_heads; }
+    long begin(long row) const { return window && positions[row] >= window ? positions[row] - window + 1 : 0; }
+    long end(long row) const { return positions[row] + 1; }
+
+    // The slots of a row's positions [from, to). A position it cannot have read is a bug upstream: reported, not followed.
+    void find_slots(long row, long from, long to, long* out) {
+        const int32_t* table = tables + sequence[row] * table_width;
+        const long paged = to < prefix[row] ? to : prefix[row];
+        long p = from;
+        while (p < paged) {
+            const long block = p / block_size, stop = (block + 1) * block_size < paged ? (block + 1) * block_size : paged;
+            const long first = block < table_width && table[block] >= 0 ? table[block] * block_size : -num_slots;
+            for (; p < stop; p++) *out++ = checked(first + p - block * block_size);
+        }
+        for (; p < to; p++) {
+            const long i = p - prefix[row];
+            *out++ = checked(i < path_width ? path[row * path_width + i] : -1);
+        }
+    }
+    long checked(long slot) {
+        if (slot >= 0 && slot < num_slots) return slot;
+        __atomic_store_n(&bad_slot, true, __ATOMIC_RELAXED);
+        return 0;
+    }
+    const float* row_of(const float* cache, long slot, long head) const { return cache + (slot * kv_heads + head) * dim; }
+};
+
+struct Tile {  // neighbouring rows of one sequence
+    long first, rows;
+};
+
+// A weighted sum of values is kept as (sum of e^(s - m) v: dim floats, m, sum of e^(s - m)).
+struct Scratch {  // one thread's
+    float *q, *scores, *panel, *tail, *result, *state;
+};
+
+void merge(float* into, const float* from, long dim) {
+    const float m = into[dim] > from[dim] ? into[dim] : from[dim];
+    const float a = vexp(into[dim] - m), b = vexp(from[dim] - m);
+    for (long i = 0; i < dim; i++) into[i] = into[i] * a + from[i] * b;
+    into[dim] = m;
+    into[dim + 1] = into[dim + 1] * a + from[dim + 1] * b;
+}
+
+// Scores to weights in place, over positions [from, to) of the split.
+void softmax(float* s, long from, long to, float* max, float* sum) {
+    const long first = from / VL * VL, last = (to + VL - 1) / VL * VL;
+    for (long i = first; i < from; i++) s[i] = -INFINITY;
+    for (long i = to; i < last; i++) s[i] = -INFINITY;
+    vec best = load(s + first);
+    for (long i = first + VL; i < last; i += VL) best = larger(load(s + i), best);
+    *max = max_lanes(best);
+    vec total = {};
+    for (long i = first; i < last; i += VL) {
+        const vec e = vexp(load(s + i) - splat(*max));
+        store(s + i, e);
+        total += e;
+    }
+    *sum = sum_lanes(total);
+}
+
+// sum of weight * value over positions [from, to) of the split, added to what `result` holds when `resume`.
+void weigh_values(const Attention& a, const float* weights, long rows, const float* const* values, long from, long to,
+                  float* tail, float* result, bool resume) {
+    const long stride = a.dim + 2, whole = a.dim / NT * NT;
+    for (long c = 0; c < whole; c += NT)
+        product(weights, SCORES, rows, Values{values, c}, from, to,
+                {result + c, stride, NT, resume ? result + c : nullptr, stride});
+    if (whole == a.dim) return;
+    const long columns = a.dim - whole;  // a row's last columns are copied: reading NT of them could leave the cache
+    for (long p = from; p < to; p++) memcpy(tail + p * NT, values[p] + whole, columns * sizeof(float));
+    product(weights, SCORES, rows, Keys{tail}, from, to,
+            {result + whole, stride, columns, resume ? result + whole : nullptr, stride});
+}
+
+void scale_queries(const Attention& a, Tile tile, long head, float* out) {
+    const long G = a.group();
+    for (long r = 0; r < tile.rows; r++) {
+        const float* q = a.q + ((tile.first + r) * a.q_heads + head * G) * a.dim;
+        for (long i = 0; i < G * a.dim; i++) out[r * G * a.dim + i] = q[i] * a.scale;
+    }
+}
+
+// One tile, one kv head, one split. Positions that all rows of the tile read from the same slots are done together, the
+// rest row by row; either way a row goes through its own positions in order.
+void attend_split(Attention& a, Tile tile, long head, long split, const Scratch& s, float* result) {
+    const long G = a.group(), D = a.dim, base = split * SPLIT;
+    scale_queries(a, tile, head, s.q);
+    long low[TILE_ROWS], high[TILE_ROWS];
+    long shared_low = 0, shared_high = SPLIT, any_low = SPLIT, any_paged = 0;
+    for (long r = 0; r < tile.rows; r++) {
+        const long row = tile.first + r, begin = a.begin(row) - base, end = a.end(row) - base;
+        low[r] = begin < 0 ? 0 : begin;
+        high[r] = end > SPLIT ? SPLIT : end;
+        const long paged = a.prefix[row] - base < high[r] ? a.prefix[row] - base : high[r];
+        if (low[r] > shared_low) shared_low = low[r];
+        if (paged < shared_high) shared_high = paged;
+        if (low[r] >= high[r]) continue;
+        if (low[r] < any_low) any_low = low[r];
+        if (paged > any_paged) any_paged = paged;
+    }
+    shared_low = (shared_low + NT - 1) / NT * NT;
+    shared_high = shared_high < 0 ? 0 : shared_high / NT * NT;
+    if (shared_high <= shared_low) shared_low = shared_high = 0;
+
+    // Pages any row reads through the block table, and the pointers to them.
+    long slots[SPLIT];
+    const float *keys[SPLIT], *values[SPLIT];
+    long table_row = tile.first;
+    for (long r = 1; r < tile.rows; r++)
+        if (a.prefix[tile.first + r] > a.prefix[table_row]) table_row = tile.first + r;
+    if (any_low < any_paged) a.find_slots(table_row, base + any_low, base + any_paged, slots + any_low);
+    for (long p = any_low; p < any_paged; p++) {
+        keys[p] = a.row_of(a.keys, slots[p], head);
+        values[p] = a.row_of(a.values, slots[p], head);
+    }
+
+    // Scores of `rows` rows from `first` on against a block; `from_keys` (null: the panel has it) holds positions [from, to).
+    auto score = [&](long first, long rows, long block, long from, long to, const float* const* from_keys) {
+        if (from_keys) {
+            const float* columns[NT];
+            for (long j = 0; j < NT; j++) {  // a column nobody sees may hold anything
+                const long p = block + j < from ? from : block + j < to ? block + j : to - 1;
+                columns[j] = from_keys[p];
+            }
+            const bool more = block >= any_low && block + 2 * NT <= any_paged;
+            pack_panel(columns, D, s.panel, more ? keys + block + NT : nullptr);
+        }
+        const bool paged = block >= any_low && block + NT <= any_paged;
+        product(s.q + first * G * D, D, rows * G, Keys{s.panel, paged ? values + block : nullptr}, 0, D,
+                {s.scores + first * G * SCORES + block, SCORES, NT, nullptr, 0});
+    };
+    auto own_keys = [&](long r, long from, long to, const float* cache, const float** out) {
+        long own[SPLIT];
+        a.find_slots(tile.first + r, base + from, base + to, own + from);
+        for (long p = from; p < to; p++) out[p] = a.row_of(cache, own[p], head);
+    };
+
+    for (long block = 0; block < SPLIT; block += NT) {
+        if (block >= shared_low && block < shared_high) {
+            score(0, tile.rows, block, block, block + NT, keys);
+            continue;
+        }
+        bool packed = false;  // the panel holds this block as the block table has it
+        for (long r = 0; r < tile.rows; r++) {
+            const long from = low[r] > block ? low[r] : block, to = high[r] < block + NT ? high[r] : block + NT;
+            if (from >= to) continue;
+            if (base + to <= a.prefix[tile.first + r]) {
+                score(r, 1, block, any_low, any_paged, packed ? nullptr : keys);
+                packed = true;
+            } else {
+                const float* own[SPLIT];
+                own_keys(r, from, to, a.keys, own);
+                score(r, 1, block, from, to, own);
+                packed = false;
+            }
+        }
+    }
+
+    const long stride = D + 2;
+    for (long r = 0; r < tile.rows; r++)
+        for (long g = r * G; low[r] < high[r] && g < (r + 1) * G; g++)
+            softmax(s.scores + g * SCORES, low[r], high[r], result + g * stride + D, result + g * stride + D + 1);
+
+    const bool shared = shared_low < shared_high;
+    auto own_values = [&](long r, long from, long to, bool resume) {
+        const float* own[SPLIT];
+        own_keys(r, from, to, a.values, own);
+        weigh_values(a, s.scores + r * G * SCORES, G, own, from, to, s.tail, result + r * G * stride, resume);
+    };
+    if (shared) {
+        bool before = false;
+        for (long r = 0; r < tile.rows; r++) before |= low[r] < shared_low;
+        for (long r = 0; before && r < tile.rows; r++) own_values(r, low[r], shared_low, false);
+        weigh_values(a, s.scores, tile.rows * G, values, shared_low, shared_high, s.tail, result, before);
+    }
+    for (long r = 0; r < tile.rows; r++) {
+        const long from = shared ? shared_high : low[r];
+        if (from < high[r]) own_values(r, from, high[r], shared);
+    }
+}
+
+void write_tile(const Attention& a, Tile tile, long head, const float* state, float* out) {
+    const long G = a.group(), D = a.dim;
+    for (long r = 0; r < tile.rows; r++)
+        for (long g = 0; g < G; g++, state += D + 2) {
+            float* o = out + ((tile.first + r) * a.q_heads + head * G + g) * D;
+            for (long i = 0; i < D; i++) o[i] = state[i] / state[D + 1];
+        }
+}
+
+// Merge one split's result for every row of the tile that sees it.
+void merge_tile(const Attention& a, Tile tile, long split, const float* result, float* state) {
+    const long G = a.group(), stride = a.dim + 2;
+    for (long r = 0; r < tile.rows; r++) {
+        const long begin = a.begin(tile.first + r), end = a.end(tile.first + r);
+        if (split < begin / SPLIT || split * SPLIT >= end) continue;
+        for (long g = r * G; g < (r + 1) * G; g++) {
+            if (split == begin / SPLIT)
+                memcpy(state + g * stride, result + g * stride, stride * sizeof(float));
+            else
+                merge(state + g * stride, result + g * stride, a.dim);
+        }
+    }
+}
+
+int attend(Attention& a, float* out, int threads) {
+    const long G = a.group(), D = a.dim, stride = D + 2;
+    const long most_rows = TILE_ROWS / G > 1 ? TILE_ROWS / G : 1;
+    Tile* tiles = (Tile*)malloc(a.rows * sizeof(Tile));
+    if (!tiles) return 1;
+    long num_tiles = 0, largest = 0, work = 0, first_split = INT64_MAX, end_split = 0;
+    for (long row = 0; row < a.rows; row++) {
+        const bool joins = num_tiles && a.sequence[row] == a.sequence[row - 1] && tiles[num_tiles - 1].rows < most_rows;
+        if (joins)
+            tiles[num_tiles - 1].rows++;
+        else
+            tiles[num_tiles++] = {row, 1};
+        if (tiles[num_tiles - 1].rows > largest) largest = tiles[num_tiles - 1].rows;
+        const long first = a.begin(row) / SPLIT, end = (a.end(row) + SPLIT - 1) / SPLIT;
+        first_split = first < first_split ? first : first_split;
+        end_split = end > end_split ? end : end_split;
+        work += (a.end(row) - a.begin(row)) * a.q_heads * D;
+    }
+    if (work < SERIAL) threads = 1;
+    // Enough tiles: each goes through its splits itself. Else the splits are dealt out too and merged afterwards, by the
+    // same function in the same order. With enough items either way, one takes all heads: they are neighbours in memory.
+    const long splits = end_split - first_split;
+    const bool deal = threads > 1 && splits > 1 && num_tiles * a.kv_heads < 4 * threads;
+    const long span = threads == 1 || num_tiles * (deal ? splits : 1) >= 4 * threads ? a.kv_heads : 1;
+    const long parts = a.kv_heads / span, num_items = num_tiles * parts;
+
+    const long heads = largest * G, size = heads * stride;  // a split's result for one tile and kv head
+    const long per_thread = heads * D + heads * SCORES + D * NT + SPLIT * NT + size + span * size + 64;
+    const long dealt = deal ? num_tiles * a.kv_heads * splits * size : 0;
+    float* memory = (float*)malloc((threads * per_thread + dealt) * sizeof(float));
+    if (!memory) {
+        free(tiles);
+        return 1;
+    }
+    auto partial = [&](long tile, long head, long split) {
+        return memory + threads * per_thread + ((tile * a.kv_heads + head) * splits + split - first_split) * size;
+    };
+    auto scratch = [&](int worker) {
+        float* at = memory + worker * per_thread;
+        Scratch s;
+        s.q = at, at += heads * D;
+        s.scores = at, at += heads * SCORES;
+        s.panel = at, at += D * NT;
+        s.tail = at, at += SPLIT * NT;
+        s.result = at, at += size;
+        s.state = at;
+        return s;
+    };
+    auto seen = [&](Tile tile, long split) {
+        for (long r = tile.first; r < tile.first + tile.rows; r++)
+            if (split >= a.begin(r) / SPLIT && split * SPLIT < a.end(r)) return true;
+        return false;
+    };
+
+    if (deal)
+        parallel(num_items * splits, threads, [&](long item, int worker) {
+            const long tile = item / parts / splits, split = first_split + item / parts % splits, part = item % parts;
+            if (!seen(tiles[tile], split)) return;
+            for (long head = part * span; head < (part + 1) * span; head++)
+                attend_split(a, tiles[tile], head, split, scratch(worker), partial(tile, head, split));
+        });
+    parallel(num_items, deal && a.rows * a.q_heads * D * splits < SERIAL ? 1 : threads, [&](long item, int worker) {
+        const long index = item / parts, first_head = item % parts * span;
+        const Tile tile = tiles[index];
+        const Scratch s = scratch(worker);
+        for (long split = first_split; split < end_split; split++) {
+            if (!seen(tile, split)) continue;
+            for (long h = 0; h < span; h++) {
+                float* result = deal ? partial(index, first_head + h, split) : s.result;
+                if (!deal) attend_split(a, tile, first_head + h, split, s, result);
+                merge_tile(a, tile, split, result, s.state + h * size);
+            }
+        }
+        for (long h = 0; h < span; h++) write_tile(a, tile, first_head + h, s.state + h * size, out);
+    });
+    free(memory);
+    free(tiles);
+    return a.bad_slot ? 2 : 0;
+}
+
+int attention(const Plan& plan, const Heads& h, const float* q, const float* keys, const float* values, float* out,
+              long window, int threads) {
+    Attention a{plan, q, keys, values, h.q_heads, h.kv_heads, h.dim, h.num_slots, window, h.scale, false};
+    return plan.rows ? attend(a, out, threads) : 0;
+}
+
+}  // namespace

@@ -1,0 +1,90 @@
+// What happens to one row between the products: norm, rotation, the gated activation.
+
+#pragma once
+
+#include "plan.h"
+#include "pool.h"
+#include "vectors.h"
+
+namespace {
+
+void rms_norm_row(const float* x, const float* weight, float* out, long n, float eps) {
+    vec squares[4] = {};
+    long i = 0;
+    for (; i + 4 * VL <= n; i += 4 * VL)
+        for (int j = 0; j < 4; j++) {
+            const vec v = load(x + i + j * VL);
+            squares[j] = madd(v, v, squares[j]);
+        }
+    for (; i < n; i += VL) {
+        const vec v = n - i < VL ? load_n(x + i, n - i) : load(x + i);
+        squares[0] = madd(v, v, squares[0]);
+    }
+    const float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const float scale = 1.0f / std::sqrt(sum / (float)n + eps);
+    for (i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
+}
+
+void rotate_row(const float* x, const float* cos, const float* sin, float* out, long half) {
+    for (long i = 0; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        out[i] = a * cos[i] - b * sin[i];
+        out[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+void rms_norm(const float* x, float* residual, const float* weight, float* out, long M, long H, float eps, int threads) {
+    if (M * H < SERIAL) threads = 1;
+    parallel(M, threads, [=](long row, int) {
+        const float* from = x + row * H;
+        if (residual) {
+            float* sum = residual + row * H;
+            for (long i = 0; i < H; i++) sum[i] += from[i];
+            from = sum;
+        }
+        rms_norm_row(from, weight, out + row * H, H, eps);
+    });
+}
+
+void silu_mul(const float* gate_up, float* out, long M, long I, int threads) {
+    if (M * I < SERIAL) threads = 1;
+    parallel(M, threads, [=](long row, int) {
+        const float *gate = gate_up + row * 2 * I, *up = gate + I;
+        for (long i = 0; i < I; i += VL) {
+            const long n = I - i < VL ? I - i : VL;
+            const vec g = n == VL ? load(gate + i) : load_n(gate + i, n), u = n == VL ? load(up + i) : load_n(up + i, n);
+            const vec e = vexp(g > vec{} ? -g : g), one = splat(1.0f);  // sigmoid(g) is 1 / (1 + e) or e / (1 + e)
+            const vec y = g * ((g > vec{} ? one : e) / (one + e)) * u;
+            n == VL ? store(out + row * I + i, y) : store_n(out + row * I + i, y, n);
+        }
+    });
+}
+
+// Norm and rotate q and k, write k and v to the cache; 2 when a position or slot is out of range.
+int rope_and_store(const Plan& plan, const Heads& h, float* qkv, float* keys, float* values, float* q_out,
+                   const float* q_norm, const float* k_norm, int threads) {
+    const int32_t *positions = plan.positions, *slots = plan.slots;
+    const long M = plan.rows, D = h.dim, q_heads = h.q_heads, kv_heads = h.kv_heads, width = (q_heads + 2 * kv_heads) * D;
+    const float *cos = h.cos, *sin = h.sin, eps = h.eps;
+    for (long row = 0; row < M; row++)
+        if (positions[row] < 0 || positions[row] >= h.num_positions || slots[row] < -1 || slots[row] >= h.num_slots) return 2;
+    if (M * width < SERIAL) threads = 1;
+    parallel(M, threads, [=](long row, int) {
+        float *q = qkv + row * width, *k = q + q_heads * D, *v = k + kv_heads * D;
+        const float *c = cos + positions[row] * (D / 2), *s = sin + positions[row] * (D / 2);
+        for (long head = 0; head < q_heads; head++) {
+            if (q_norm) rms_norm_row(q + head * D, q_norm, q + head * D, D, eps);
+            rotate_row(q + head * D, c, s, q_out + (row * q_heads + head) * D, D / 2);
+        }
+        if (slots[row] < 0) return;
+        const long at = slots[row] * kv_heads * D;
+        for (long head = 0; head < kv_heads; head++) {
+            if (k_norm) rms_norm_row(k + head * D, k_norm, k + head * D, D, eps);
+            rotate_row(k + head * D, c, s, keys + at + head * D, D / 2);
+        }
+        memcpy(values + at, v, kv_heads * D * sizeof(float));
+    });
+    return 0;
+}
+
+}  // namespace

@@ -1,0 +1,64 @@
+// A run of decoder layers in one call. At one row a layer's small steps take a few microseconds each; calling them one by
+// one from Python would take longer than the steps, and the memory would stand idle meanwhile.
+
+#pragma once
+
+#include <cstdlib>
+
+#include "attention.h"
+#include "elementwise.h"
+
+namespace {
+
+struct Product {  // native_kernels.ProductView
+    const void* panels;
+    const float* bias;
+    int64_t inputs, outputs, bf16;
+};
+
+struct Layer {  // native_kernels.LayerView
+    const float *input_norm, *q_norm, *k_norm, *mlp_norm;
+    float *keys, *values;
+    int64_t window;
+    Product qkv, output, gate_up, down;
+};
+
+void multiply(const float* x, const Product& p, float* out, long M, int threads) {
+    if (p.bf16)
+        linear(x, (const uint16_t*)p.panels, p.bias, out, M, p.inputs, p.outputs, threads);
+    else
+        linear(x, (const float*)p.panels, p.bias, out, M, p.inputs, p.outputs, threads);
+}
+
+// `added` is what the layer before adds to the residual stream (ignored when `first`), and afterwards what the last one adds.
+int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long count, float* residual, float* added,
+               int first, int threads) {
+    const long M = plan.rows, H = count ? layers->qkv.inputs : 0, Q = heads.q_heads * heads.dim;
+    long widest = 0;
+    for (long i = 0; i < count; i++) widest = layers[i].gate_up.outputs > widest ? layers[i].gate_up.outputs : widest;
+    const long qkv_width = Q + 2 * heads.kv_heads * heads.dim;
+    float* memory = (float*)malloc(M * (H + qkv_width + 2 * Q + widest + widest / 2) * sizeof(float));
+    if (!memory) return 1;
+    float *normed = memory, *qkv = normed + M * H, *q = qkv + M * qkv_width, *attended = q + M * Q;
+    float *gate_up = attended + M * Q, *inner = gate_up + M * widest;
+    int status = 0;
+    for (const Layer* layer = layers; layer < layers + count && !status; layer++) {
+        if (first && layer == layers)
+            rms_norm(residual, nullptr, layer->input_norm, normed, M, H, heads.eps, threads);
+        else
+            rms_norm(added, residual, layer->input_norm, normed, M, H, heads.eps, threads);
+        multiply(normed, layer->qkv, qkv, M, threads);
+        status = rope_and_store(plan, heads, qkv, layer->keys, layer->values, q, layer->q_norm, layer->k_norm, threads);
+        if (status) break;
+        status = attention(plan, heads, q, layer->keys, layer->values, attended, layer->window, threads);
+        multiply(attended, layer->output, added, M, threads);
+        rms_norm(added, residual, layer->mlp_norm, normed, M, H, heads.eps, threads);
+        multiply(normed, layer->gate_up, gate_up, M, threads);
+        silu_mul(gate_up, inner, M, layer->gate_up.outputs / 2, threads);
+        multiply(inner, layer->down, added, M, threads);
+    }
+    free(memory);
+    return status;
+}
+
+}  // namespace

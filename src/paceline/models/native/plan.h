@@ -1,0 +1,20 @@
+// What the rows of a pass are (paceline.models.plan.PassPlan) and what the layers' heads look like.
+
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+struct Plan {  // native_kernels.PlanView
+    const int32_t *positions, *slots, *sequence, *prefix, *path, *tables;
+    int64_t rows, path_width, table_width, block_size;
+};
+
+struct Heads {  // native_kernels.HeadsView
+    const float *cos, *sin;  // (num_positions, dim / 2)
+    int64_t q_heads, kv_heads, dim, num_positions, num_slots;
+    float eps, scale;
+};
+
+}  // namespace

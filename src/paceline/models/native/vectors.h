@@ -1,0 +1,150 @@
+// Vectors of VL floats, one source for AVX-512, AVX2, NEON and a baseline.
+//
+// Multiply-adds are fused by hand (madd) and the compiler is told not to fuse any itself (-ffp-contract=off): two
+// instantiations of one template must not round differently.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16, MT = 12;  // MT: rows of a product tile; MT * 2 accumulators fit the registers
+#elif defined(__AVX2__)
+constexpr int VL = 8, MT = 6;
+#elif defined(__aarch64__)
+constexpr int VL = 4, MT = 12;
+#else
+constexpr int VL = 4, MT = 6;
+#endif
+constexpr long NT = 2 * VL;   // columns of a panel
+constexpr long SPLIT = 256;   // positions of an attention split; a multiple of NT for every VL
+constexpr long SCORES = SPLIT + 16;  // a row of scores; a power of two apart, rows would fight over cache sets
+constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
+constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
+
+typedef float vec __attribute__((vector_size(VL * 4)));
+typedef int32_t ivec __attribute__((vector_size(VL * 4)));
+typedef float loose_vec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint16_t loose_half __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
+
+inline vec load(const float* p) { return *(const loose_vec*)p; }
+inline vec load(const uint16_t* p) { return (vec)(__builtin_convertvector(*(const loose_half*)p, uvec) << 16); }  // bf16
+inline void store(float* p, vec v) { *(loose_vec*)p = v; }
+
+inline vec load_n(const float* p, long n) {
+    float lanes[VL] = {};
+    memcpy(lanes, p, n * sizeof(float));
+    return load(lanes);
+}
+inline void store_n(float* p, vec v, long n) { memcpy(p, &v, n * sizeof(float)); }
+
+inline vec splat(float a) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_set1_ps(a);
+#elif defined(__AVX2__)
+    return (vec)_mm256_set1_ps(a);
+#else
+    return a - vec{};  // a + 0 would lose the sign of -0
+#endif
+}
+
+inline vec madd(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+inline float sum_lanes(vec v) {
+    float a[VL];
+    store(a, v);
+    for (int width = VL / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) a[i] += a[i + width];
+    return a[0];
+}
+
+inline float max_lanes(vec v) {
+    float best = v[0];
+    for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
+    return best;
+}
+
+// e^x for x <= 0 within 2 ulp, 0 below the smallest normal number: x = n ln 2 + r, a polynomial in r, times 2^n.
+inline vec vexp(vec x) {
+    const vec lowest = splat(-87.33f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves n in the low bits
+    const vec inside = x < lowest ? lowest : x;  // not-a-number passes both comparisons and comes out as itself
+    const vec shifted = madd(inside, splat(1.44269504088896341f), magic);
+    const vec n = shifted - magic;
+    vec r = madd(n, splat(-0.693359375f), inside);
+    r = madd(n, splat(2.12194440e-4f), r);
+    vec y = splat(1.9875691500e-4f);
+    y = madd(y, r, splat(1.3981999507e-3f));
+    y = madd(y, r, splat(8.3334519073e-3f));
+    y = madd(y, r, splat(4.1665795894e-2f));
+    y = madd(y, r, splat(1.6666665459e-1f));
+    y = madd(y, r, splat(5.0000001201e-1f));
+    y = madd(y, r * r, r) + splat(1.0f);
+    y *= (vec)(((ivec)shifted << 23) + (127 << 23));
+    return x < lowest ? vec{} : y;
+}
+
+inline float vexp(float x) { return vexp(splat(x))[0]; }
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
+#endif
+inline vec interleave_low(vec a, vec b) {
+#if defined(__AVX512F__)
+    return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif defined(__AVX2__)
+    return SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+    return SHUFFLE(a, b, 0, 4, 1, 5);
+#endif
+}
+inline vec interleave_high(vec a, vec b) {
+#if defined(__AVX512F__)
+    return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX2__)
+    return SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+    return SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+
+// Each round rotates the bits of (row, lane) by one; log2(VL) rounds exchange them.
+inline void transpose(vec (&a)[VL]) {
+#pragma GCC unroll 4
+    for (int round = 1; round < VL; round *= 2) {
+        vec b[VL];
+#pragma GCC unroll 8
+        for (int i = 0; i < VL / 2; i++) {
+            b[2 * i] = interleave_low(a[i], a[i + VL / 2]);
+            b[2 * i + 1] = interleave_high(a[i], a[i + VL / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < VL; i++) a[i] = b[i];
+    }
+}
+
+}  // namespace
