@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.drafters.base import Commit, Drafter, DrafterContext, DraftRow
+from paceline.drafters.ngram import NgramDrafter
 
 NONE = "none"  # plain decoding: the empty draft
 
 # method -> its constructor. A new method is one file and one line here.
-DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {}
+DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
+    "ngram": NgramDrafter,
+}
 
 
 def method_names() -> tuple[str, ...]:
