@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.drafters.base import Commit, Drafter, DrafterContext, DraftRow
+from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 
 NONE = "none"  # plain decoding: the empty draft
@@ -12,6 +13,7 @@ NONE = "none"  # plain decoding: the empty draft
 # method -> its constructor. A new method is one file and one line here.
 DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "ngram": NgramDrafter,
+    "draft-model": DraftModelDrafter.from_context,
 }
 
 

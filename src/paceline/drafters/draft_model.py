@@ -1,0 +1,299 @@
+"""A smaller model of the same vocabulary drafts a chain, token by token, under the request's own sampling parameters.
+
+The K/V of token t stand in slot t of the drafter's layers and depend on tokens 0..t only. So rolling back is lowering a
+length: what was drafted and committed alike stays, the next pass writes over the rest. Nothing behind the committed
+tokens is ever trusted, for the engine may have lent those blocks to others between two steps.
+
+Greedy and seeded rows draft what the drafter itself would say (law 3: with the request's own Gumbel noise); other rows
+sample from q, and q goes to verification (Leviathan et al. 2023, Chen et al. 2023).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from paceline.controls import ControlsBuilder
+from paceline.draft import Draft, Proposal
+from paceline.drafters.base import Commit, DrafterContext, DraftRow
+from paceline.errors import InvalidParameter
+from paceline.models.decoder import Model
+from paceline.models.hub import resolve
+from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.plan import PassPlan
+from paceline.models.runtime import LoadedModel, load_model
+from paceline.rng import Lane, coin
+from paceline.sequence import Sequence
+from paceline.verify import Nodes, draw, probabilities, process
+
+CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps
+
+
+@dataclass
+class _State:
+    """What of one sequence is in the drafter's layers."""
+
+    valid: int = 0  # slots [0, valid) hold the K/V of the sequence's tokens
+    shared: tuple[int, int] = (0, 0)  # slots further on that are whole too: a prefix hit on blocks the drafter has seen
+    drafted: list[int] = field(default_factory=list)  # tokens whose K/V follow in slots valid, valid + 1, ...
+
+
+class _Chains:
+    """Drafts in the making. The longest come first, so that whoever is still drafting is a prefix of the rows."""
+
+    def __init__(self, rows: list[int], sequences: list[Sequence], counts: list[int], device: torch.device) -> None:
+        self.rows, self.sequences = rows, sequences  # rows: which of those that asked
+        self.counts = counts  # nodes of each, fixed before anything is drawn
+        self.lengths = [len(sequence.tokens) for sequence in sequences]
+        self.index = torch.arange(len(rows), device=device)
+        self.ends = torch.tensor(self.lengths, device=device)  # (S,) position of the first node
+        self.tokens = self.ends.new_zeros(len(rows), max(counts, default=0))  # (S, K)
+        self.probs: list[Tensor] = []  # q, a tensor for every depth at which somebody sampled
+        self.drawn: list[tuple[int, int]] = []  # (row, depth) of each row of q
+
+    def active(self, depth: int) -> int:
+        return sum(count > depth for count in self.counts)
+
+    def nodes(self, active: int, depth: int) -> Nodes:
+        """The nodes at this depth: parents of what is drawn next. At depth 0 the last committed tokens."""
+        seq = self.index[:active]
+        depths = torch.full_like(seq, depth)
+        return Nodes(seq=seq, node=depths - 1, depth=depths, path=self.tokens[:active, :depth])
+
+
+class DraftModelDrafter:
+    name = "draft-model"
+    taps: tuple[int, ...] = ()
+    needs_host_tokens = True
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        eos_token_ids: Iterable[int] | None = None,
+        version: str | None = None,
+        catch_up: int = CATCH_UP,
+    ) -> None:
+        """`eos_token_ids` are the target's: they end an answer, whatever the draft model thinks ends one."""
+        config = model.config
+        self.version = version or f"{self.name}/{_digest(repr(config))}"
+        self.kv_layers: tuple[KVSpec, ...] = tuple(model.kv_specs)
+        self._model, self._catch_up = model, catch_up
+        self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._builder = ControlsBuilder(config.vocab_size, self._eos, model.device)
+        self._states: dict[str, _State] = {}
+        self._caches: SequenceOf[LayerCache] = ()
+        self._block_size = 0
+
+    @classmethod
+    def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
+        name = context.speculation.draft_model
+        if name is None:
+            raise InvalidParameter("draft_model", "method draft-model needs a model; give one with --draft-model")
+        path = resolve(name)
+        # The target has set the number of threads; loading a second model must not change it.
+        loaded = load_model(path, device=context.device.type, threads=torch.get_num_threads())
+        check_vocabulary(name, loaded, context)
+        version = f"{cls.name}/{_digest(f'{path} {loaded.config} {loaded.dtype}')}"
+        return cls(loaded.decoder, eos_token_ids=context.config.eos_token_ids, version=version)
+
+    def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
+        kept, wanted = caches[0].k.dtype, self._model.cache_dtype
+        if kept != wanted:
+            raise InvalidParameter("draft_model", f"computes in {wanted} and the target in {kept}; load both alike")
+        self._caches, self._block_size = caches, block_size
+
+    def admit(self, sequence: Sequence, start: int, end: int) -> None:
+        # Where only later blocks are known, the ones before are filled although others may share them: whoever did so
+        # before us wrote the same values.
+        self._states[sequence.key] = _State(end) if start == 0 else _State(0, (start, end))
+
+    def commit(self, commits: SequenceOf[Commit]) -> None:
+        """Keep the K/V of what was drafted and committed alike. Everything else is read when a draft is next asked."""
+        for commit in commits:
+            state = self._states[commit.sequence.key]
+            if state.drafted:
+                for drafted, committed in zip(state.drafted, commit.sequence.tokens[state.valid :], strict=False):
+                    if drafted != committed:
+                        break
+                    state.valid += 1
+                state.drafted = []
+
+    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
+        return 0, self._states[sequence.key].valid
+
+    def release(self, sequence: Sequence) -> None:
+        self._states.pop(sequence.key, None)
+
+    def lag(self, sequence: Sequence) -> int:
+        """Tokens it has to read before it can draft for the sequence: 1 or 2 while it drafts every step."""
+        return len(self._missing(sequence))
+
+    def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
+        chains, logits = self._read(rows)
+        if not chains.rows:
+            return Draft.empty(len(rows), self._model.device)
+        controls, tables = self._builder.controls(chains.sequences), self._tables(chains.sequences)
+        active = 0
+        for depth in range(chains.counts[0]):
+            if active != (active := chains.active(depth)):
+                draws = self._builder.draws(chains.sequences, range(active))
+            if depth:
+                logits = self._extend(chains, active, depth, tables)
+            nodes = chains.nodes(active, depth)
+            processed = process(logits, controls, nodes)
+            drawn = draw(processed, replace(draws, coins=None), nodes)
+            if (at := draws.coins) is not None:
+                q = probabilities(processed[at])
+                drawn[at] = sample(q, coin(Lane.DRAFT, draws.key[at], draws.committed[at], nodes.node[at]))
+                chains.probs.append(q)
+                chains.drawn += [(row, depth) for row in at.tolist()]
+            chains.tokens[:active, depth] = drawn
+        return self._finish(chains, len(rows))
+
+    def _read(self, rows: SequenceOf[DraftRow]) -> tuple[_Chains, Tensor]:
+        """Bring the rows up to their last tokens in one pass; those that get there draft, by the logits returned."""
+        counts = [self._num_nodes(row) for row in rows]
+        missing = [self._missing(row.sequence) if count else [] for row, count in zip(rows, counts, strict=True)]
+        now: dict[int, list[int]] = {}  # by row: the positions to read in this step
+        left = self._catch_up
+        for row in sorted(range(len(rows)), key=lambda row: len(missing[row])):  # nobody waits for a longer lag
+            now[row] = missing[row][:left]
+            left -= len(now[row])
+        ready = [row for row, count in enumerate(counts) if count and len(now[row]) == len(missing[row])]
+        ready.sort(key=lambda row: -counts[row])
+        reading = ready + [row for row, chunk in now.items() if 0 < len(chunk) < len(missing[row])]
+        sequences = [rows[row].sequence for row in reading]
+        chains = _Chains(ready, sequences[: len(ready)], [counts[row] for row in ready], self._model.device)
+        if not reading:
+            return chains, torch.empty(0)
+
+        tokens: list[int] = []
+        positions: list[int] = []
+        owners: list[int] = []
+        last: list[int] = []
+        for owner, (row, sequence) in enumerate(zip(reading, sequences, strict=True)):
+            tokens += [sequence.tokens[at] for at in now[row]]
+            positions += now[row]
+            owners += [owner] * len(now[row])
+            last.append(len(tokens) - 1)
+        logits = self._forward(
+            self._ints(tokens),
+            self._ints(positions),
+            self._ints(owners),
+            self._tables(sequences),
+            self._ints(last[: len(ready)]),
+            max_len=max(positions) + 1,
+        )
+        for row, sequence in zip(reading, sequences, strict=True):
+            state, rest = self._states[sequence.key], missing[row][len(now[row]) :]
+            state.valid, state.drafted = rest[0] if rest else len(sequence.tokens), []
+        return chains, logits
+
+    def _extend(self, chains: _Chains, active: int, depth: int, tables: Tensor) -> Tensor:
+        """One pass over the tokens drawn last, which stand behind the committed ones."""
+        return self._forward(
+            chains.tokens[:active, depth - 1],
+            chains.ends[:active] + (depth - 1),
+            chains.index[:active],
+            tables[:active],
+            chains.index[:active],
+            max_len=max(chains.lengths[:active]) + depth,
+        )
+
+    def _finish(self, chains: _Chains, batch: int) -> Draft:
+        """Rows in the order asked. A token that ends the answer ends its chain: what follows it cannot matter."""
+        drafted = chains.tokens.tolist()
+        kept = []
+        for sequence, tokens, count in zip(chains.sequences, drafted, chains.counts, strict=True):
+            self._states[sequence.key].drafted = tokens[: count - 1]  # the last one's K/V were never computed
+            ends = {*sequence.params.stop_token_ids, *(() if sequence.params.ignore_eos else self._eos)}
+            kept.append(next((at + 1 for at, token in enumerate(tokens[:count]) if token in ends), count))
+        width, rows = max(kept), self._ints(chains.rows)
+        tokens_of = chains.tokens.new_zeros(batch, width)
+        tokens_of[rows] = chains.tokens[:, :width]
+        num_nodes = rows.new_zeros(batch)
+        num_nodes[rows] = self._ints(kept)
+        if not chains.probs:
+            return Draft.chains(tokens_of, num_nodes, source=0)
+        row_of = [[-1] * (width + 1) for _ in range(batch)]
+        for index, (row, depth) in enumerate(chains.drawn):
+            if depth < kept[row]:
+                row_of[chains.rows[row]][depth] = index
+        probs = chains.probs[0] if len(chains.probs) == 1 else torch.cat(chains.probs)
+        return Draft.chains(tokens_of, num_nodes, source=0, q=Proposal(probs=probs, row_of=self._ints(row_of)))
+
+    def _missing(self, sequence: Sequence) -> list[int]:
+        """Positions to read before drafting. The last token is always among them: its logits start the draft."""
+        state, length = self._states[sequence.key], len(sequence.tokens)
+        first = min(state.valid, length - 1)
+        start, end = state.shared
+        if first >= start:
+            return list(range(max(first, min(end, length - 1)), length))
+        return [*range(first, start), *range(min(end, length - 1), length)]
+
+    def _num_nodes(self, row: DraftRow) -> int:
+        """The last node is drawn but never read, so it may lie one position past the draft model's own context."""
+        return max(min(row.budget, self._model.config.max_positions + 1 - len(row.sequence.tokens)), 0)
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, owners: Tensor, tables: Tensor, logit_rows: Tensor, max_len: int
+    ) -> Tensor:
+        """(len(logit_rows), V). `owners` says whose row of the block tables each token belongs to."""
+        blocks = tables[owners, positions // self._block_size]
+        positions = positions.int()
+        plan = PassPlan(
+            positions=positions,
+            slots=blocks * self._block_size + positions % self._block_size,
+            sequence=owners.int(),
+            prefix=positions + 1,
+            path=positions.new_empty(len(positions), 0),
+            path_len=torch.zeros_like(positions),
+            block_tables=tables,
+            block_size=self._block_size,
+            max_len=max_len,
+        )
+        return self._model.forward(tokens, plan, self._caches, logit_rows).logits
+
+    def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
+        width = max(len(sequence.blocks) for sequence in sequences)
+        tables = [sequence.blocks + [-1] * (width - len(sequence.blocks)) for sequence in sequences]
+        return torch.tensor(tables, dtype=torch.int32, device=self._model.device)
+
+    def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+
+def sample(probs: Tensor, coins: Tensor) -> Tensor:
+    """(R,) the token whose stretch of the cumulative q (R, V) holds the coin; never one of probability 0."""
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    point = torch.minimum(coins * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
+
+
+def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:
+    """Refuse a draft model whose token ids mean something else than the target's."""
+    theirs, ours = loaded.config.vocab_size, context.config.vocab_size
+    advice = "a draft model must share the target's vocabulary, as smaller models of its family do"
+    if theirs != ours:
+        raise InvalidParameter("draft_model", f"{name} has {theirs} tokens and the target {ours}; {advice}")
+    if context.token_texts is None:
+        return
+    text, own = context.token_texts, loaded.tokenizer.token_text
+    differs = next((token for token in range(ours) if text(token) != own(token)), None)
+    if differs is not None:
+        raise InvalidParameter(
+            "draft_model",
+            f"{name} has another vocabulary: token {differs} is {own(differs)!r} there "
+            f"and {text(differs)!r} in the target; {advice}",
+        )
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
