@@ -43,6 +43,8 @@ class ControlsBuilder:
     def draws(self, sequences: SequenceOf[Sequence], owners: SequenceOf[int]) -> Draws:
         """How each row of logits becomes a token; row i belongs to sequence `owners[i]`."""
         self._compose(sequences)
+        if all(sequence.params.greedy for sequence in sequences):
+            return Draws(key=self._keys, committed=self._keys)  # nobody draws, so nobody looks at lengths
         return Draws.of(
             key=self._keys,
             committed=self._ints([len(sequence.tokens) for sequence in sequences]),

@@ -5,6 +5,7 @@ A drafter that raises, returns NaN or breaks the contract costs its rows the spe
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence as SequenceOf
 
@@ -28,6 +29,7 @@ class DrafterSet:
         self._by_name = {drafter.name: drafter for drafter in drafters}
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.failures = 0
+        self._empty = functools.lru_cache(64)(lambda batch: Draft.empty(batch, device))
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -52,7 +54,7 @@ class DrafterSet:
             if draft is not None:
                 parts.append((indices, draft))
         if not parts:
-            return Draft.empty(len(rows), self._device)
+            return self._empty(len(rows))
         return Draft.merge(parts, len(rows), self._vocab_size, self._device)
 
     def _propose(self, drafter: Drafter, rows: list[DraftRow]) -> Draft | None:

@@ -8,7 +8,9 @@ of a sequence with L tokens is written to the slot of position L + j, whatever i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,16 +64,18 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, device: torch.device) -
     sampled: list[int] = []
     logit_rows: list[int] = []
     logit_row_of: list[list[int]] = []
-    counts = draft.num_nodes.tolist()
-    trees = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.depth.tolist(), strict=True)
+    counts = draft.num_nodes.tolist() if draft.width else [0] * draft.batch
+    trees = []
+    if draft.width:
+        trees = list(zip(draft.tokens.tolist(), draft.parents.tolist(), draft.depth.tolist(), strict=True))
     for index, row in enumerate(batch.rows):
         begin = len(rows.tokens)
         _add_tokens(rows, row, index, block_size)
         span = Span(row, begin, len(rows.tokens), 0, True, [])
         if row.samples:
             span.num_nodes = counts[len(sampled)]
-            tokens, parents, depths = next(trees)
             if span.num_nodes:
+                tokens, parents, depths = trees[len(sampled)]
                 span.depths = depths[: span.num_nodes]
                 span.is_chain = all(parents[node] == node - 1 for node in range(span.num_nodes))
                 _add_nodes(rows, span, index, tokens, parents, block_size)
@@ -83,10 +87,10 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, device: torch.device) -
             sampled.append(index)
         spans.append(span)
     return Layout(
-        tokens=torch.tensor(rows.tokens, device=device),
+        tokens=_array(rows.tokens, np.int64, device),
         plan=_plan(rows, batch, block_size, device),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        logit_row_of=torch.tensor(logit_row_of, dtype=torch.int64, device=device).view(len(sampled), draft.width + 1),
+        logit_rows=_array(logit_rows, np.int64, device),
+        logit_row_of=_array(logit_row_of, np.int64, device).view(len(sampled), draft.width + 1),
         spans=spans,
         sampled=sampled,
         is_tree=not all(span.is_chain for span in spans),
@@ -122,21 +126,29 @@ def _add_nodes(rows: _Rows, span: Span, index: int, tokens: list[int], parents: 
 
 
 def _plan(rows: _Rows, batch: Batch, block_size: int, device: torch.device) -> PassPlan:
-    def ints(values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     width = max((len(row.sequence.blocks) for row in batch.rows), default=0)
     tables = [row.sequence.blocks + [-1] * (width - len(row.sequence.blocks)) for row in batch.rows]
     deepest = max(map(len, rows.paths), default=0)
     paths = [path + [-1] * (deepest - len(path)) for path in rows.paths] if deepest else []
+    # One array for all that is one number a row: making a small tensor costs more than filling it.
+    lengths = [len(path) for path in rows.paths]
+    each = _array([rows.positions, rows.slots, rows.sequence, rows.prefix, lengths], np.int32, device).view(
+        5, len(rows.tokens)
+    )
     return PassPlan(
-        positions=ints(rows.positions),
-        slots=ints(rows.slots),
-        sequence=ints(rows.sequence),
-        prefix=ints(rows.prefix),
-        path=ints(paths) if deepest else torch.empty((len(rows.tokens), 0), dtype=torch.int32, device=device),
-        path_len=ints([len(path) for path in rows.paths]),
-        block_tables=ints(tables),
+        positions=each[0],
+        slots=each[1],
+        sequence=each[2],
+        prefix=each[3],
+        path=_array(paths, np.int32, device) if deepest else each.new_empty((len(rows.tokens), 0)),
+        path_len=each[4],
+        block_tables=_array(tables, np.int32, device),
         block_size=block_size,
         max_len=max(rows.positions, default=-1) + 1,
     )
+
+
+def _array(values: list[int] | list[list[int]], dtype: type[np.integer[Any]], device: torch.device) -> Tensor:
+    """Through numpy: after a pass has swept the caches, torch.tensor takes several times as long."""
+    tensor = torch.from_numpy(np.array(values, dtype=dtype))
+    return tensor if device.type == "cpu" else tensor.to(device)

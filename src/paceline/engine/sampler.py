@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -17,6 +18,8 @@ class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._device = device
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
+        # Plain steps ask for the same few numbers of rows again and again.
+        self._roots = functools.lru_cache(64)(lambda batch: (list(range(batch)), Nodes.roots(batch, device)))
 
     def verify(self, sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
         """`row_of` (B, N + 1): which row of logits belongs to the last token (0) and to each node (i + 1)."""
@@ -37,6 +40,6 @@ class Sampler:
     def _nodes(self, draft: Draft, row_of: Tensor, deepest: int) -> tuple[list[int], Nodes]:
         """Every row's sequence, on the host as well: rows lie in order of sequence and node."""
         if draft.width == 0:
-            return list(range(draft.batch)), Nodes.roots(draft.batch, self._device)
+            return self._roots(draft.batch)
         owner, slot = (row_of >= 0).nonzero(as_tuple=True)
         return owner.tolist(), Nodes.of(draft, owner, slot - 1, deepest)
