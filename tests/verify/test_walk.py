@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.draft import Draft, Kind, Proposal, ancestors
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
-from paceline.verify.walk import _pick, _pick_batch, pick, pick_seeded
+from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
 
 VOCAB, EXACT = 3, 1e-12
 
@@ -95,7 +95,8 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(name):
     for outcome in itertools.product(range(VOCAB), repeat=rows):
         at = torch.tensor(outcome)[:, None]
         weight = float(stretches.gather(1, at).prod())
-        drawn = draw(logits, draws, nodes, uniforms=middles.gather(1, at)[:, 0])
+        coins = middles.gather(1, at)[:, 0]
+        drawn = draw(logits, draws, nodes, lambda lane, key, committed, node, coins=coins: coins)
         verdict = walk(draft, drawn, row_of, max_depth=draft.width)
         said = tuple(verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist())
         for rest in itertools.product(range(VOCAB), repeat=3 - len(said)):  # the steps after this one, plainly
@@ -279,8 +280,8 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
 def test_coins_at_the_very_ends_pick_tokens_that_can_be_said():
     logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]])
     for coin, token in ((2.0**-53, 1), (1 - 2.0**-53, 3)):
-        for function in (pick, _pick_batch):
-            assert function(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]
+        assert pick(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]
+        assert _pick(logits[0].numpy(), coin) == token
 
 
 def test_a_coin_picks_by_cumulative_p_in_a_large_vocabulary():
@@ -291,7 +292,9 @@ def test_a_coin_picks_by_cumulative_p_in_a_large_vocabulary():
     for coin in torch.rand(300, generator=generator, dtype=torch.float64).tolist():
         expected = int(torch.searchsorted(cumulative, torch.tensor([coin], dtype=torch.float64), right=True))
         assert _pick(logits.numpy(), coin) == expected
-        assert _pick_batch(logits[None], torch.tensor([coin], dtype=torch.float64)).tolist() == [expected]
+        assert _pick_batch(torch.softmax(logits, -1)[None], torch.tensor([coin], dtype=torch.float64)).tolist() == [
+            expected
+        ]
 
 
 def test_a_seed_draws_from_p():

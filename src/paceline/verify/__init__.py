@@ -1,17 +1,21 @@
 """Verification: logits of a draft's nodes in, the tokens a step commits out. Pure functions of tensors and keys.
 
-Every row goes through the walk (laws 1 and 3), which is lossless for any draft; rules that accept more of a sampled
-draft stand beside it, and `verify` picks by row.
+The walk (laws 1 and 3) is lossless for any draft. Rows that were sampled from q and carry no seed go through the rules
+that accept more of such a draft (law 2): block verification on chains, traversal on trees. `verify` picks by row.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Logprobs, Verdict
+from paceline.rng import Lane, coin
+from paceline.verify.chain import Rule, chain
+from paceline.verify.outcome import Stop, climb, has_children, outcome, take
+from paceline.verify.pick import pick_weighted
 from paceline.verify.processors import (
     BadWords,
     Bias,
@@ -23,23 +27,38 @@ from paceline.verify.processors import (
     probabilities,
     process,
 )
-from paceline.verify.walk import Draws, draw, walk
+from paceline.verify.tree import tree
+from paceline.verify.walk import CoinSource, Draws, descend, draw, walk
 
 __all__ = [
     "BadWords",
     "Bias",
+    "CoinSource",
     "Controls",
     "Draws",
     "MinTokens",
     "Nodes",
     "Penalties",
+    "Routes",
+    "Rule",
     "draw",
     "logprobs",
+    "pick_weighted",
     "probabilities",
     "process",
+    "route",
     "verify",
     "walk",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """Which rows of a draft each rule judges, ascending. None: no row."""
+
+    walk: Tensor | None
+    chain: Tensor | None = None
+    tree: Tensor | None = None
 
 
 def verify(
@@ -52,17 +71,145 @@ def verify(
     *,
     max_depth: int,
     num_logprobs: int | None = None,
+    rule: Rule = "block",
+    routes: Routes | None = None,
+    source: CoinSource = coin,
 ) -> Verdict:
     """Judge a batch of drafts by the raw logits (R, V) of their nodes.
 
     `row_of` (B, N + 1) gives each slot (0 the root, i + 1 node i) its row of logits, -1 for padding; `nodes` is that
-    the other way round. `max_depth` bounds every depth; the verdict is that wide plus one.
+    the other way round. `max_depth` bounds every depth; the verdict is that wide plus one. `rule` is for sampled
+    chains; `routes`, where the host knows them, spare a device from being read; `source` is where coins come from.
     """
-    tokens = draw(process(logits, controls, nodes), draws, nodes)
-    verdict = walk(draft, tokens, row_of, max_depth)
+    judge = _Judge(draft, logits, row_of, nodes, controls, draws, max_depth, rule, source)
+    if draft.q is None or draft.width == 0 or max_depth == 0:
+        verdict = judge.walk(None)
+    else:
+        verdict = judge.by_route(route(draft, nodes, draws) if routes is None else routes)
     if num_logprobs is None:
         return verdict
-    return dataclasses.replace(verdict, logprobs=_committed_logprobs(verdict, logits, row_of, num_logprobs))
+    return replace(verdict, logprobs=_committed_logprobs(verdict, logits, row_of, num_logprobs))
+
+
+def route(draft: Draft, nodes: Nodes, draws: Draws) -> Routes:
+    """Rows drawn from q throughout, by requests without a seed, to the rules made for them. It reads device values."""
+    if draft.q is None:
+        return Routes(walk=torch.arange(draft.batch, device=draft.tokens.device))
+    index = torch.arange(draft.width, device=draft.tokens.device)
+    used = index < draft.num_nodes[:, None]
+    from_q = draft.q.row_of.gather(1, draft.parents + 1) >= 0
+    sampled = draws.asking(draws.coins, nodes) & (draft.num_nodes > 0) & (from_q | ~used).all(1)
+    is_chain = ((draft.parents == index - 1) | ~used).all(1)
+
+    def rows(wanted: Tensor) -> Tensor | None:
+        found = wanted.nonzero()[:, 0]
+        return found if found.shape[0] else None
+
+    return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """The arguments of `verify`. On a CPU only those nodes are processed that a rule looks at."""
+
+    draft: Draft
+    logits: Tensor
+    row_of: Tensor
+    nodes: Nodes
+    controls: Controls
+    draws: Draws
+    max_depth: int
+    rule: Rule
+    source: CoinSource
+
+    def by_route(self, routes: Routes) -> Verdict:
+        parts = [(routes.walk, self.walk), (routes.chain, self.chain), (routes.tree, self.tree)]
+        verdicts = [(rows, judge(rows)) for rows, judge in parts if rows is not None]
+        return verdicts[0][1] if len(verdicts) == 1 else _merge(verdicts, self.draft.batch)
+
+    def walk(self, rows: Tensor | None) -> Verdict:
+        """Of these rows; None: of all."""
+        if self.logits.is_cpu and self.draft.width and not self.controls.neutral:
+            rows = torch.arange(self.draft.batch) if rows is None else rows
+            return descend(
+                self.draft,
+                self.logits,
+                self.row_of,
+                self.nodes,
+                self.controls,
+                self.draws,
+                rows,
+                max_depth=self.max_depth,
+                source=self.source,
+            )
+        tokens = draw(process(self.logits, self.controls, self.nodes), self.draws, self.nodes, self.source)
+        verdict = walk(self.draft, tokens, self.row_of, self.max_depth)
+        return verdict if rows is None else _take(verdict, rows)
+
+    def chain(self, rows: Tensor) -> Verdict:
+        draft, key, committed = self._of(rows)
+        p, index = self._parents(draft, rows)
+        stop = chain(draft, p, index, key, committed, max_depth=self.max_depth, rule=self.rule, source=self.source)
+        node = torch.arange(self.max_depth, device=rows.device)
+        path = torch.where(node < stop.slot[:, None], node, -1)
+        return outcome(draft, path, stop.slot, self._last(stop, rows, key, committed), stop.leaf)
+
+    def tree(self, rows: Tensor) -> Verdict:
+        draft, key, committed = self._of(rows)
+        p, index = self._parents(draft, rows)
+        stop = tree(draft, p, index, key, committed, max_depth=self.max_depth, source=self.source)
+        path, num_accepted = climb(draft, stop.slot, self.max_depth)
+        return outcome(draft, path, num_accepted, self._last(stop, rows, key, committed), stop.leaf)
+
+    def _of(self, rows: Tensor) -> tuple[Draft, Tensor, Tensor]:
+        return take(self.draft, rows), self.draws.key[rows], self.draws.committed[rows]
+
+    def _parents(self, draft: Draft, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """p (R', V) at the slots that have children, and where each slot's row of it is (B', N + 1)."""
+        row_of = self.row_of[rows]
+        if not self.logits.is_cpu:  # how many there are is not for the host to know
+            return self._p(row_of.clamp_min(0).flatten()), torch.arange(row_of.numel(), device=rows.device).view_as(
+                row_of
+            )
+        wanted = has_children(draft)
+        index = torch.where(wanted, wanted.flatten().cumsum(0).view_as(row_of) - 1, -1)
+        return self._p(row_of[wanted]), index
+
+    def _last(self, stop: Stop, rows: Tensor, key: Tensor, committed: Tensor) -> Tensor:
+        """The token after the accepted ones: by the residual, at a leaf by p."""
+        at = self.row_of[rows, stop.slot]
+        if not self.logits.is_cpu:
+            weights = torch.where(stop.leaf[:, None], self._p(at), stop.residual)
+        elif bool(stop.leaf.any()):
+            weights = stop.residual.index_put((stop.leaf,), self._p(at[stop.leaf]))
+        else:
+            weights = stop.residual
+        return pick_weighted(weights, self.source(Lane.RESIDUAL, key, committed, stop.slot - 1))
+
+    def _p(self, at: Tensor) -> Tensor:
+        return probabilities(process(self.logits[at], self.controls, self.nodes.take(at)))
+
+
+def _take(verdict: Verdict, rows: Tensor) -> Verdict:
+    return Verdict(
+        tokens=verdict.tokens[rows],
+        num_accepted=verdict.num_accepted[rows],
+        path=verdict.path[rows],
+        kinds=verdict.kinds[rows],
+    )
+
+
+def _merge(parts: list[tuple[Tensor, Verdict]], batch: int) -> Verdict:
+    """One verdict of several, each for its own rows."""
+
+    def put(name: str) -> Tensor:
+        values: list[Tensor] = [getattr(verdict, name) for _, verdict in parts]
+        merged = values[0].new_empty(batch, *values[0].shape[1:])
+        for (rows, _), value in zip(parts, values, strict=True):
+            merged[rows] = value
+        return merged
+
+    return Verdict(tokens=put("tokens"), num_accepted=put("num_accepted"), path=put("path"), kinds=put("kinds"))
 
 
 def _committed_logprobs(verdict: Verdict, logits: Tensor, row_of: Tensor, top: int) -> Logprobs:

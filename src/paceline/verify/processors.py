@@ -75,6 +75,12 @@ class Controls:
     min_tokens: MinTokens | None = None
     fallback: Tensor | None = None  # (S,) int64, the token (EOS) allowed again where every one is banned; None: token 0
 
+    @property
+    def neutral(self) -> bool:
+        """Processing would hand the logits back as they are."""
+        parts = (self.temperature, self.penalties, self.bias, self.bad_words, self.min_tokens)
+        return all(part is None for part in parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
@@ -106,6 +112,10 @@ class Nodes:
             depth=draft.depth[seq, at] * is_node,
             path=torch.where((path >= 0) & is_node[:, None], tokens, -1),
         )
+
+    def take(self, rows: Tensor) -> Nodes:
+        """Some of the rows."""
+        return Nodes(seq=self.seq[rows], node=self.node[rows], depth=self.depth[rows], path=self.path[rows])
 
 
 def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:

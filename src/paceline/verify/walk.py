@@ -8,9 +8,8 @@ draft is lossless here, a sampled one and one with duplicates too.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,17 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Kind, Verdict
-from paceline.rng import Lane, bits, coin, gumbel, gumbel_row
-from paceline.verify.processors import Nodes, argmax, probabilities
+from paceline.rng import Lane, coin
+from paceline.verify.outcome import has_children, outcome, take
+from paceline.verify.pick import pick, pick_seeded
+from paceline.verify.processors import Controls, Nodes, argmax, process
 
-BLOCK = 256
+CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """How R rows of processed logits become tokens. A row in neither list is greedy."""
+    """How R rows of processed logits become tokens. A row in neither list is greedy; a sequence's rows are alike."""
 
     key: Tensor  # (S,) int64, the request's seed, or its private random key
     committed: Tensor  # (S,) int64, tokens (prompt and output) when the step starts
@@ -43,19 +44,21 @@ class Draws:
 
         return Draws(key=key, committed=committed, coins=rows(False), seeded=rows(True))
 
+    def asking(self, rows: Tensor | None, nodes: Nodes) -> Tensor:
+        """(S,) bool: the sequences those rows belong to."""
+        asked = torch.zeros_like(self.key, dtype=torch.bool)
+        return asked if rows is None else asked.index_fill_(0, nodes.seq[rows], True)
 
-def draw(logits: Tensor, draws: Draws, nodes: Nodes, uniforms: Tensor | None = None) -> Tensor:
-    """(R,) the token each row says. `uniforms` (R,) stand in for the coins (to enumerate, or to replay)."""
+
+def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) -> Tensor:
+    """(R,) the token each row says."""
     rows = logits.shape[0]
     sampled = sum(0 if part is None else part.shape[0] for part in (draws.coins, draws.seeded))
     tokens = argmax(logits) if sampled < rows else nodes.seq.new_empty(rows)
     if draws.coins is not None:
         at = draws.coins
         seq = nodes.seq[at]
-        if uniforms is None:
-            coins = coin(Lane.WALK, draws.key[seq], draws.committed[seq], nodes.node[at])
-        else:
-            coins = uniforms[at]
+        coins = source(Lane.WALK, draws.key[seq], draws.committed[seq], nodes.node[at])
         tokens[at] = pick(_rows(logits, at), coins)
     if draws.seeded is not None:
         at = draws.seeded
@@ -65,67 +68,56 @@ def draw(logits: Tensor, draws: Draws, nodes: Nodes, uniforms: Tensor | None = N
     return tokens
 
 
-def pick(logits: Tensor, coins: Tensor) -> Tensor:
-    """(R,) the token whose stretch of cumulative p holds the coin; never one of probability 0."""
-    if logits.is_cpu:
-        return torch.tensor([_pick(*row) for row in zip(logits.numpy(), coins.tolist(), strict=True)])
-    return _pick_batch(logits, coins)
-
-
-def _pick_batch(logits: Tensor, coins: Tensor) -> Tensor:
-    """All rows at once, without reading a value."""
-    cumulative = probabilities(logits).cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    # p sums to 1 up to rounding: the coin is scaled to the sum, and kept under it.
-    point = torch.minimum(coins * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
-
-
-def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
-    """The same for one row (V,): of the tokens left, first the block of them that holds the coin, then the token."""
-    left = _left(logits)
-    weights = logits - logits.max() if left is None else logits[left] - logits.max()
-    np.exp(weights, out=weights)
-    ends = np.add.reduceat(weights, np.arange(0, weights.shape[0], BLOCK), dtype=np.float64).cumsum()
-    point = min(coin * ends[-1], math.nextafter(ends[-1], 0))
-    block = int(ends.searchsorted(point, "right"))
-    inside = weights[block * BLOCK : (block + 1) * BLOCK]
-    rest = point - (ends[block - 1] if block else 0.0)
-    offset = int(inside.cumsum(dtype=np.float64).searchsorted(rest, "right"))
-    # A block's total may round above the sum of its tokens in turn: the last one that can be said then holds the coin.
-    index = block * BLOCK + min(offset, int(np.flatnonzero(inside)[-1]))
-    return index if left is None else int(left[index])
-
-
-def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """(R,) argmax(log p + Gumbel(seed, position, token)); log p up to a constant is the processed logit."""
-    if not logits.is_cpu:
-        return argmax(logits + gumbel(seed, position, logits.shape[1]).to(logits.dtype))
-    keys = bits(Lane.GUMBEL, seed, position).tolist()
-    return torch.tensor([_pick_seeded(*row) for row in zip(logits.numpy(), keys, strict=True)])
-
-
-def _pick_seeded(logits: np.ndarray[Any, Any], key: int) -> int:
-    """The same for one row (V,). Noise is the costly part: only the tokens the filters left get any."""
-    left = _left(logits)
-    if left is None:
-        return int(np.argmax(gumbel_row(key, np.arange(logits.shape[0])) + logits))
-    return int(left[np.argmax(gumbel_row(key, left) + logits[left])])
-
-
-def _left(logits: np.ndarray[Any, Any]) -> Any:
-    """The tokens of a row (V,) that can be said; None: all of them."""
-    return np.flatnonzero(logits > -np.inf) if logits.min() == -np.inf else None
-
-
 def walk(draft: Draft, drawn: Tensor, row_of: Tensor, max_depth: int) -> Verdict:
     """Follow the draft along the tokens drawn (R,). `row_of` (B, N + 1): slot -> row, -1 for padding; no host sync."""
     said = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
     if draft.width == 0 or max_depth == 0:
         return _plain(said[:, 0], max_depth)
-    accepted, has_children = _accepted(draft, said, max_depth)
-    path, num_accepted = _path(draft, accepted, max_depth)
-    return _verdict(draft, said, has_children, path, num_accepted)
+    path, num_accepted = _path(draft, _accepted(draft, said, max_depth), max_depth)
+    above = torch.cat((path.new_zeros(draft.batch, 1), path + 1), 1).gather(1, num_accepted[:, None])  # the last slot
+    leaf = ~has_children(draft).gather(1, above)[:, 0]
+    return outcome(draft, path, num_accepted, said.gather(1, above)[:, 0], leaf)
+
+
+def descend(
+    draft: Draft,
+    logits: Tensor,
+    row_of: Tensor,
+    nodes: Nodes,
+    controls: Controls,
+    draws: Draws,
+    rows: Tensor,
+    *,
+    max_depth: int,
+    source: CoinSource = coin,
+) -> Verdict:
+    """The same walk of the rows (B',) of a draft, on the host: level by level, processing only the nodes it reaches."""
+    coins, seeded = (draws.asking(part, nodes).numpy() for part in (draws.coins, draws.seeded))
+    tokens, parents = draft.tokens.numpy(), draft.parents.numpy()
+    used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]
+    batch = rows.shape[0]
+    path = np.full((batch, max_depth), -1)
+    num_accepted, last, leaf = np.zeros(batch, np.int64), np.zeros(batch, np.int64), np.zeros(batch, bool)
+    live, owner, node = np.arange(batch), rows.numpy(), np.full(batch, -1)
+    while live.size:
+        at = row_of[torch.from_numpy(owner), torch.from_numpy(node + 1)]
+        here = nodes.take(at)
+        sub = replace(draws, coins=_found(coins[owner]), seeded=_found(seeded[owner]))
+        said = draw(process(logits[at], controls, here), sub, here, source).numpy()
+        children = used[owner] & (parents[owner] == node[:, None])
+        agrees = children & (tokens[owner] == said[:, None])  # of equal siblings the first one counts
+        last[live], leaf[live] = said, ~children.any(1)
+        goes = agrees.any(1)
+        live, owner, node = live[goes], owner[goes], agrees.argmax(1)[goes]
+        path[live, num_accepted[live]] = node
+        num_accepted[live] += 1
+    parts = (torch.from_numpy(part) for part in (path, num_accepted, last, leaf))
+    return outcome(take(draft, rows), *parts)
+
+
+def _found(wanted: np.ndarray[Any, Any]) -> Tensor | None:
+    found = np.flatnonzero(wanted)
+    return torch.from_numpy(found) if found.size else None
 
 
 def _rows(logits: Tensor, at: Tensor) -> Tensor:
@@ -145,8 +137,8 @@ def _plain(tokens: Tensor, max_depth: int) -> Verdict:
     )
 
 
-def _accepted(draft: Draft, said: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-    """(B, N) which nodes the walk passes through, and (B, N + 1) which slots have children."""
+def _accepted(draft: Draft, said: Tensor, max_depth: int) -> Tensor:
+    """(B, N) which nodes the walk passes through."""
     index = torch.arange(draft.width, device=said.device).expand_as(draft.tokens)
     valid = index < draft.num_nodes[:, None]
     above = draft.parents + 1  # the parent's slot
@@ -160,8 +152,7 @@ def _accepted(draft: Draft, said: Tensor, max_depth: int) -> tuple[Tensor, Tenso
     for _ in range(max(max_depth - 1, 0).bit_length()):  # pointer doubling: every ancestor must agree as well
         reached = reached & reached.gather(1, jump)
         jump = jump.gather(1, jump)
-    has_children = torch.zeros_like(said).scatter_reduce_(1, above, valid.to(said.dtype), "amax") > 0
-    return reached[:, 1:], has_children
+    return reached[:, 1:]
 
 
 def _path(draft: Draft, accepted: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
@@ -170,15 +161,3 @@ def _path(draft: Draft, accepted: Tensor, max_depth: int) -> tuple[Tensor, Tenso
     column = torch.where(accepted, draft.depth - 1, max_depth)  # the last column swallows the rest
     path = draft.tokens.new_full((draft.batch, max_depth + 1), -1).scatter_(1, column, index)
     return path[:, :max_depth], accepted.sum(-1)
-
-
-def _verdict(draft: Draft, said: Tensor, has_children: Tensor, path: Tensor, num_accepted: Tensor) -> Verdict:
-    depth = torch.arange(path.shape[1] + 1, device=said.device)
-    before, at_end = depth < num_accepted[:, None], depth == num_accepted[:, None]
-    slots = torch.cat((torch.zeros_like(path[:, :1]), path + 1), 1).clamp_min(
-        0
-    )  # (B, D + 1), where each token was said
-    tokens = torch.where(before | at_end, said.gather(1, slots), -1)
-    last = torch.where(has_children.gather(1, slots), int(Kind.RECOVERED), int(Kind.BONUS))
-    kinds = torch.where(before, int(Kind.DRAFTED), torch.where(at_end, last, int(Kind.PAD))).to(torch.uint8)
-    return Verdict(tokens=tokens, num_accepted=num_accepted, path=path, kinds=kinds)

@@ -1,0 +1,87 @@
+"""From numbers to one token a row: by a coin against cumulative weights, or by a seed's Gumbel noise.
+
+On a CPU with a vocabulary of some size rows go one by one through numpy, looking only at the tokens that can be said;
+elsewhere all rows at once, without reading a value. Both give the token whose stretch of the cumulative sum holds the
+coin, and never one of weight 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.rng import Lane, bits, gumbel, gumbel_row
+from paceline.verify.processors import argmax, probabilities
+
+BLOCK = 256
+
+
+def pick(logits: Tensor, coins: Tensor) -> Tensor:
+    """(R,) the token whose stretch of cumulative p = softmax(logits) holds the coin."""
+    if not _row_by_row(logits):
+        return _pick_batch(probabilities(logits), coins)
+    return torch.tensor([_pick(*row) for row in zip(logits.numpy(), coins.tolist(), strict=True)])
+
+
+def pick_weighted(weights: Tensor, coins: Tensor) -> Tensor:
+    """(R,) the same by weights (R, V) that need not sum to 1, but to more than 0."""
+    if not _row_by_row(weights):
+        return _pick_batch(weights, coins)
+    return torch.tensor([_pick_weighted(*row) for row in zip(weights.numpy(), coins.tolist(), strict=True)])
+
+
+def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """(R,) argmax(log p + Gumbel(seed, position, token)); log p up to a constant is the processed logit."""
+    if not logits.is_cpu:
+        return argmax(logits + gumbel(seed, position, logits.shape[1]).to(logits.dtype))
+    keys = bits(Lane.GUMBEL, seed, position).tolist()
+    return torch.tensor([_pick_seeded(*row) for row in zip(logits.numpy(), keys, strict=True)])
+
+
+def _row_by_row(values: Tensor) -> bool:
+    return values.is_cpu and values.shape[1] > BLOCK
+
+
+def _pick_batch(weights: Tensor, coins: Tensor) -> Tensor:
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    # The coin is scaled to the sum, and kept under it.
+    point = torch.minimum(coins * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
+
+
+def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
+    """Of the tokens left of one row (V,)."""
+    left = _left(logits)
+    weights = logits - logits.max() if left is None else logits[left] - logits.max()
+    index = _pick_weighted(np.exp(weights, out=weights), coin)
+    return index if left is None else int(left[index])
+
+
+def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
+    """Of one row (V,): first the block of tokens that holds the coin, then the token."""
+    ends = np.add.reduceat(weights, np.arange(0, weights.shape[0], BLOCK), dtype=np.float64).cumsum()
+    point = min(coin * ends[-1], math.nextafter(ends[-1], 0))
+    block = int(ends.searchsorted(point, "right"))
+    inside = weights[block * BLOCK : (block + 1) * BLOCK]
+    rest = point - (ends[block - 1] if block else 0.0)
+    offset = int(inside.cumsum(dtype=np.float64).searchsorted(rest, "right"))
+    # A block's total may round above the sum of its tokens in turn: the last one that can be said then holds the coin.
+    return block * BLOCK + min(offset, int(np.flatnonzero(inside)[-1]))
+
+
+def _pick_seeded(logits: np.ndarray[Any, Any], key: int) -> int:
+    """Of one row (V,). Noise is the costly part: only the tokens the filters left get any."""
+    left = _left(logits)
+    if left is None:
+        return int(np.argmax(gumbel_row(key, np.arange(logits.shape[0])) + logits))
+    return int(left[np.argmax(gumbel_row(key, left) + logits[left])])
+
+
+def _left(logits: np.ndarray[Any, Any]) -> Any:
+    """The tokens of a row (V,) that can be said; None: all of them."""
+    return np.flatnonzero(logits > -np.inf) if logits.min() == -np.inf else None
