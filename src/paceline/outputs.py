@@ -17,6 +17,9 @@ class SpeculationStats:
     num_committed_tokens: int = 0
     drafted_per_position: list[int] = field(default_factory=list)  # by depth, from 1
     accepted_per_position: list[int] = field(default_factory=list)
+    drafts_by_method: dict[str, int] = field(default_factory=dict)
+    spent_s: float = 0.0  # in steps that only decoded
+    plain_s: float = 0.0  # what the same tokens would have taken plainly, as the engine measures it
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -27,13 +30,23 @@ class SpeculationStats:
         """τ: committed tokens per target pass; plain decoding has 1."""
         return self.num_committed_tokens / self.num_target_passes if self.num_target_passes else None
 
-    def add(self, drafted_by_depth: list[int], accepted: int, committed: int) -> None:
+    @property
+    def estimated_speedup(self) -> float | None:
+        """Against a live estimate of plain decoding; None where nothing could be measured."""
+        return self.plain_s / self.spent_s if self.spent_s and self.plain_s else None
+
+    @property
+    def mean_draft_length(self) -> float | None:
+        return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
+
+    def add(self, drafted_by_depth: list[int], accepted: int, committed: int, method: str = "none") -> None:
         """Note one verified step; `drafted_by_depth[i]` nodes stood at depth i + 1."""
         self.num_target_passes += 1
         self.num_committed_tokens += committed
         if not drafted_by_depth:
             return
         self.num_drafts += 1
+        self.drafts_by_method[method] = self.drafts_by_method.get(method, 0) + 1
         self.num_draft_tokens += sum(drafted_by_depth)
         self.num_accepted_tokens += accepted
         for per_position in (self.drafted_per_position, self.accepted_per_position):
@@ -49,6 +62,8 @@ class SpeculationStats:
             "num_accepted_tokens",
             "num_target_passes",
             "num_committed_tokens",
+            "spent_s",
+            "plain_s",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("drafted_per_position", "accepted_per_position"):
@@ -56,6 +71,8 @@ class SpeculationStats:
             mine.extend([0] * (len(theirs) - len(mine)))
             for i, value in enumerate(theirs):
                 mine[i] += value
+        for method, drafts in other.drafts_by_method.items():
+            self.drafts_by_method[method] = self.drafts_by_method.get(method, 0) + drafts
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -32,8 +32,17 @@ class ByRequest:
     def __init__(self, choices: dict[str, Choice]):
         self.choices = choices
 
-    def choose(self, sequence):
-        return self.choices.get(sequence.request_id, Choice())
+    def plan(self, sequences, other_rows):
+        return [self.choices.get(sequence.request_id, Choice()) for sequence in sequences]
+
+    def observe(self, report):
+        pass
+
+    def plain_seconds(self, num_sequences, sampled):
+        return None
+
+    def forget(self, sequence):
+        pass
 
 
 def greedy_alone(prompt, max_tokens, eos=()):

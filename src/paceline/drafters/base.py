@@ -29,6 +29,9 @@ from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
 
 
+LEARNED = 6  # evidence of a trained drafter: it always has an opinion, and mostly a good one
+
+
 @dataclass(frozen=True)
 class DraftRow:
     """A sequence that asks for a draft of at most `budget` nodes. Room for them is reserved behind its tokens."""
@@ -86,6 +89,15 @@ class Drafter(Protocol):
     def release(self, sequence: Sequence) -> None:
         """The sequence left (finished, cancelled or preempted): forget it."""
 
+    def evidence(self, sequence: Sequence) -> int:
+        """How much speaks for the draft it would make now: 0 nothing, so it would be empty. Committed tokens only."""
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        """What it would say next, without drafting; empty where that is not cheap."""
+
+    def lag(self, sequence: Sequence) -> int:
+        """Tokens it has to read before it can draft."""
+
 
 class HostDrafter:
     """What a drafter without taps and K/V of its own leaves empty."""
@@ -106,6 +118,15 @@ class HostDrafter:
 
     def absorbed(self, sequence: Sequence) -> tuple[int, int]:
         return 0, 0
+
+    def evidence(self, sequence: Sequence) -> int:
+        return 1
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        return []
+
+    def lag(self, sequence: Sequence) -> int:
+        return 0
 
     def release(self, sequence: Sequence) -> None:
         pass

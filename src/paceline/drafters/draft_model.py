@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal
-from paceline.drafters.base import Commit, DrafterContext, DraftRow
+from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow
 from paceline.errors import InvalidParameter
 from paceline.models.decoder import Model
 from paceline.models.hub import resolve
@@ -129,6 +129,12 @@ class DraftModelDrafter:
 
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence.key, None)
+
+    def evidence(self, sequence: Sequence) -> int:
+        return LEARNED
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        return []  # it would take passes of its own
 
     def lag(self, sequence: Sequence) -> int:
         """Tokens it has to read before it can draft for the sequence: 1 or 2 while it drafts every step."""

@@ -95,9 +95,12 @@ class NgramDrafter(HostDrafter):
         state = self._states.get(sequence.key)
         return 0 if state is None else state.match
 
-    def next_match_length(self, sequence: Sequence) -> int:
+    def evidence(self, sequence: Sequence) -> int:
         """The same for the proposal it would make now: a function of the committed tokens alone."""
         return self._find(self._state(sequence))[0]
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        return self._chain(sequence, count)
 
     def commit(self, commits: SequenceOf[Commit]) -> None:
         for commit in commits:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.drafters.base import Commit
+from paceline.drafters.base import LEARNED, Commit
 from paceline.sequence import Sequence
 
 
@@ -100,6 +100,15 @@ class TappedDrafter:
     def absorbed(self, sequence: Sequence) -> tuple[int, int]:
         state = self._states[sequence.key]
         return state.start, state.end
+
+    def evidence(self, sequence: Sequence) -> int:
+        return LEARNED
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        return []
+
+    def lag(self, sequence: Sequence) -> int:
+        return len(self._states[sequence.key].ring)
 
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence.key, None)

@@ -44,3 +44,6 @@ class StepOutput:
     text: str  # what became visible; a possible beginning of a stop string is held back
     kinds: list[int]  # per token, draft.Kind: drafted, recovered or bonus
     finished: bool
+    method: str = "none"  # who drafted
+    drafted: int = 0  # depth of the draft
+    accepted: int = 0  # drafted tokens the target agreed with, also those a stop cut off

@@ -76,7 +76,7 @@ class Committer:
         if sequence.logprobs is not None:
             sequence.logprobs += logprobs[:kept]
         drafted = [span.depths.count(depth) for depth in range(1, max(span.depths, default=0) + 1)]
-        sequence.stats.add(drafted, min(accepted, kept), kept)
+        sequence.stats.add(drafted, min(accepted, kept), kept, span.row.method)
         finished = sequence.finish_reason is not None
         piece = ""
         if text is not None:
@@ -85,7 +85,9 @@ class Committer:
                 self.forget(sequence)
             piece = text.take()
             sequence.text += piece
-        return StepOutput(sequence, tokens[:kept], piece, kinds[:kept], finished)
+        return StepOutput(
+            sequence, tokens[:kept], piece, kinds[:kept], finished, span.row.method, len(drafted), accepted
+        )
 
     def _stops(self, sequence: Sequence, token: int, text: OutputText | None) -> bool:
         """Note why the sequence ends with this token, if it does."""

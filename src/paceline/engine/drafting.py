@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -29,6 +30,7 @@ class DrafterSet:
         self._by_name = {drafter.name: drafter for drafter in drafters}
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.failures = 0
+        self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
         self._empty = functools.lru_cache(64)(lambda batch: Draft.empty(batch, device))
 
     @property
@@ -49,8 +51,11 @@ class DrafterSet:
             if row.budget > 0:
                 wanted.setdefault(row.method, []).append(index)
         parts = []
+        self.seconds = {}
         for method, indices in wanted.items():
+            started = time.perf_counter()
             draft = self._propose(self._by_name[method], [DraftRow(rows[i].sequence, rows[i].budget) for i in indices])
+            self.seconds[method] = max(rows[i].budget for i in indices), time.perf_counter() - started
             if draft is not None:
                 parts.append((indices, draft))
         if not parts:

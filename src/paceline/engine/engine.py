@@ -11,13 +11,13 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from paceline.config import EngineConfig
-from paceline.drafters import Drafter
-from paceline.engine.batch import StepOutput
+from paceline.drafters import NONE, Drafter
+from paceline.engine.batch import Batch, StepOutput
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.model_runner import ModelRunner
-from paceline.engine.policy import FixedPolicy, Policy
+from paceline.engine.model_runner import Flight, ModelRunner
+from paceline.engine.policy import AUTO, AdaptivePolicy, Policy, StepReport, wish
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
@@ -57,11 +57,12 @@ class Engine:
             specs, num_blocks=num_blocks, block_size=config.block_size, dtype=model.cache_dtype, device=model.device
         )
         self.drafters.bind(cache, len(model.kv_specs))
+        self.policy: Policy = policy or AdaptivePolicy(drafters)
         self.blocks = BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
         self.scheduler = Scheduler(
             config,
             self.blocks,
-            policy or FixedPolicy(),
+            self.policy,
             recompute_last=bool(self.drafters.taps),
             on_admit=lambda sequence: self.drafters.admit(sequence, self.blocks),
             on_release=self.drafters.release,
@@ -76,8 +77,20 @@ class Engine:
         flight = self.runner.launch(batch)  # draft, one target pass, verify, compact
         self.drafters.overlap()  # what may run while the device computes
         outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish
-        self.stats.add(batch, outputs, model_s=flight.model_s, step_s=time.perf_counter() - started)
+        self._learn(batch, flight, outputs, time.perf_counter() - started)
         return outputs
+
+    def _learn(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> None:
+        """Timings for the policy and for the user: what the step took, and what it would have taken plainly."""
+        self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
+        rows = len(flight.layout.tokens)
+        self.policy.observe(StepReport(len(batch.rows), rows, step_s, self.drafters.seconds, outputs))
+        if all(row.count == 1 for row in batch.rows):
+            sampled = any(not output.sequence.params.greedy for output in outputs)
+            plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
+            for output in outputs if plain_s else ():
+                output.sequence.stats.spent_s += step_s
+                output.sequence.stats.plain_s += (plain_s or 0.0) * len(output.tokens)
 
     def add_request(self, request_id: str, prompt: SequenceOf[int], params: SamplingParams) -> list[Sequence]:
         """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults."""
@@ -93,6 +106,7 @@ class Engine:
             Sequence(request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words)
             for index in range(params.n)
         ]
+        self._check_speculation(sequences[0])
         for sequence in sequences:
             self.scheduler.add(sequence)
         return sequences
@@ -102,12 +116,21 @@ class Engine:
         cancelled = [sequence for sequence in self.scheduler.sequences() if sequence.request_id == request_id]
         for sequence in cancelled:
             self.scheduler.finish(sequence, "abort")
+            self.policy.forget(sequence)
             self.committer.forget(sequence)
         return cancelled
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def _check_speculation(self, sequence: Sequence) -> None:
+        method, _ = wish(sequence, NONE, None)
+        available = (NONE, AUTO, *(drafter.name for drafter in self.drafters.drafters))
+        if method not in available:
+            raise InvalidParameter(
+                "speculation", f"{method!r} is not available here; choose from {', '.join(available)}"
+            )
 
     def _check_prompt(self, prompt: SequenceOf[int]) -> None:
         if not prompt:

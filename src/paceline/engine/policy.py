@@ -1,12 +1,34 @@
-"""Which method drafts for a sequence, and how far ahead."""
+"""Which method drafts for a sequence, and how far ahead, decided anew each step by expected tokens per second.
+
+A drafted node is worth the probability that it is accepted and costs what one more row costs. Nodes of all sequences
+are taken in order of worth while that raises the step's rate; no draft at all is always a candidate and wins ties.
+Everything used here is committed history and timings, never the draft at hand: that would bias the output.
+
+Methods that live on the host are tried in the shadow: what they would have said is compared with what was committed, so
+their acceptance is known without paying for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from paceline.drafters import NONE
+from paceline.config import MAX_K
+from paceline.drafters import NONE, Drafter
+from paceline.engine.acceptance import Acceptance
+from paceline.engine.batch import StepOutput
+from paceline.engine.cost import CostModel
 from paceline.sequence import Sequence
+
+AUTO = "auto"
+MARGIN = 0.03  # what a plan must promise over plain decoding
+PROBE_EVERY = 64  # plain steps of a sequence after which a method that casts no shadow is tried once more
+PROBE_BUDGET = 2
+SHADOWS = 4  # sequences whose shadows are compared in one step
+SHADOW_DEPTH = 8
+PATIENT_TOKENS = 2  # a drafter that must read the prompt first does not delay the first tokens
 
 
 @dataclass(frozen=True)
@@ -15,18 +37,270 @@ class Choice:
     budget: int = 0  # nodes
 
 
-class Policy(Protocol):
-    """May look at committed history and timings only, never at the draft at hand: that would bias the output."""
+@dataclass(frozen=True)
+class StepReport:
+    """What a step was and took."""
 
-    def choose(self, sequence: Sequence) -> Choice: ...
+    num_sequences: int
+    rows: int  # of the target pass
+    step_s: float
+    draft_s: Mapping[str, tuple[int, float]]  # method -> (largest budget, seconds)
+    outputs: SequenceOf[StepOutput]
+
+
+class Policy(Protocol):
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int) -> list[Choice]:
+        """One choice per decoding sequence; `other_rows` of the same pass belong to prompts."""
+
+    def observe(self, report: StepReport) -> None:
+        """Learn from a step."""
+
+    def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
+        """What a step without drafts would take now; None while unknown."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is finished."""
+
+
+def wish(sequence: Sequence, method: str, k: int | None) -> tuple[str, int | None]:
+    """(method, k) for a sequence: its own request outranks the engine's."""
+    own = sequence.params.speculation
+    if own is None:
+        return method, k
+    if isinstance(own, str):
+        return own, k
+    return own.get("method", method), own.get("k", k)
 
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """The same method and k for everyone; plain decoding by default."""
+    """The same method and k for everyone, whatever it costs."""
 
     method: str = NONE
     k: int = 0
 
-    def choose(self, sequence: Sequence) -> Choice:
-        return Choice(self.method, self.k)
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int) -> list[Choice]:
+        return [Choice(self.method, self.k)] * len(sequences)
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+    def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
+        return None
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+@dataclass
+class _Costs:
+    """Step times, apart for greedy and sampled batches and for few and many sequences: their overheads differ."""
+
+    models: dict[tuple[bool, int], CostModel]
+
+    @staticmethod
+    def _size(num_sequences: int) -> int:
+        return max(num_sequences - 1, 0).bit_length()
+
+    def of(self, num_sequences: int, sampled: bool) -> CostModel:
+        return self.models.setdefault((sampled, self._size(num_sequences)), CostModel())
+
+
+@dataclass
+class _Shadow:
+    evidence: int
+    guess: list[int]
+    matched: int = 0
+
+
+class AdaptivePolicy:
+    """`method` auto, or one method with k left open, or both fixed; what a request asks for outranks it."""
+
+    def __init__(self, drafters: SequenceOf[Drafter], method: str = NONE, k: int | None = None) -> None:
+        self._drafters = {drafter.name: drafter for drafter in drafters}
+        self._method, self._k = method, k
+        self._costs = _Costs({})
+        self._draft_seconds: dict[str, float] = {}  # per depth of a draft
+        self._acceptance = Acceptance()
+        self._shadows: dict[tuple[str, str], _Shadow] = {}
+        self._evidence: dict[tuple[str, str], int] = {}  # of the drafts under way
+        self._since_probe: dict[str, int] = {}
+        self._turn = 0
+        self.expected_gain: float | None = None  # of the last plan over plain decoding
+
+    # -- deciding
+
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int) -> list[Choice]:
+        choices = [Choice()] * len(sequences)
+        self._evidence.clear()
+        cost = self._costs.of(len(sequences), _any_sampled(sequences))
+        base = len(sequences) + other_rows
+        offers: list[tuple[float, int, int]] = []  # (-worth of the node, sequence, its depth from 1)
+        methods: dict[int, str] = {}
+        for index, sequence in enumerate(sequences):
+            method, k = wish(sequence, self._method, self._k)
+            most = min(k or MAX_K, sequence.room - 1)
+            if method == NONE or most < 1:
+                continue
+            if method != AUTO and k is not None:
+                choices[index] = Choice(method, most)
+                self._note_evidence(sequence, method)
+                continue
+            best = self._best_method(sequence, self._allowed(method), most, cost, base)
+            if best is not None:
+                methods[index], survival = best
+                offers += [(-worth, index, depth) for depth, worth in enumerate(survival, start=1)]
+        self._fill(choices, offers, methods, cost, base, len(sequences))
+        for index, method in methods.items():
+            if choices[index].budget == 0 and self._probe_is_due(sequences[index], method):
+                choices[index] = Choice(method, min(PROBE_BUDGET, sequences[index].room - 1))
+        return choices
+
+    def _probe_is_due(self, sequence: Sequence, method: str) -> bool:
+        """Only drafters that cannot be watched in the shadow need it."""
+        if (sequence.key, method) in self._shadows:
+            return False
+        waited = self._since_probe.get(sequence.key, 0) + 1
+        self._since_probe[sequence.key] = 0 if waited >= PROBE_EVERY else waited
+        return waited >= PROBE_EVERY
+
+    def _fill(
+        self,
+        choices: list[Choice],
+        offers: list[tuple[float, int, int]],
+        methods: dict[int, str],
+        cost: CostModel,
+        base: int,
+        value: float,
+    ) -> None:
+        """Take nodes in order of worth up to the number that gives the most tokens per second."""
+        offers.sort()
+        plain = rate = value / cost.seconds(base)
+        best, tokens, depths = 0, float(value), dict.fromkeys(methods.values(), 0)
+        for taken, (worth, index, depth) in enumerate(offers[:MAX_OFFERS], start=1):
+            tokens -= worth
+            depths[methods[index]] = max(depths[methods[index]], depth)
+            seconds = cost.seconds(base + taken) + sum(self._drafting(m, d) for m, d in depths.items() if d)
+            if tokens / seconds > rate * (1 if best else 1 + MARGIN):
+                best, rate = taken, tokens / seconds
+        self.expected_gain = rate / plain
+        for _, index, depth in offers[:best]:
+            choices[index] = Choice(methods[index], max(depth, choices[index].budget))
+
+    def _best_method(
+        self, sequence: Sequence, methods: SequenceOf[str], most: int, cost: CostModel, base: int
+    ) -> tuple[str, list[float]] | None:
+        """The method whose best draft for this sequence alone promises the highest rate."""
+        best: tuple[float, str, list[float]] | None = None
+        for method in methods:
+            evidence = self._note_evidence(sequence, method)
+            if not evidence:
+                continue
+            sampled = not sequence.params.greedy
+            survival = self._acceptance.survival(sequence.key, method, sampled, evidence, min(most, DEEPEST))
+            tokens, rate = 1.0, 0.0
+            for depth, worth in enumerate(survival, start=1):
+                tokens += worth
+                rate = max(rate, tokens / (cost.seconds(base + depth) + self._drafting(method, depth)))
+            if best is None or rate > best[0]:
+                best = rate, method, survival
+        return None if best is None else best[1:]
+
+    def _allowed(self, method: str) -> SequenceOf[str]:
+        return list(self._drafters) if method == AUTO else [method]
+
+    def _note_evidence(self, sequence: Sequence, method: str) -> int:
+        drafter = self._drafters[method]
+        if drafter.lag(sequence) and sequence.num_output < PATIENT_TOKENS:
+            return 0
+        evidence = self._evidence[sequence.key, method] = drafter.evidence(sequence)
+        return evidence
+
+    def _drafting(self, method: str, depth: int) -> float:
+        return self._draft_seconds.get(method, 0.0) * depth
+
+    # -- learning
+
+    def observe(self, report: StepReport) -> None:
+        sequences = [output.sequence for output in report.outputs]
+        drafting = sum(seconds for _, seconds in report.draft_s.values())
+        if len(sequences) == report.num_sequences and sequences:
+            cost = self._costs.of(len(sequences), _any_sampled(sequences))
+            cost.observe(report.rows, report.step_s - drafting)
+        for method, (depth, seconds) in report.draft_s.items():
+            before = self._draft_seconds.get(method, seconds / depth)
+            self._draft_seconds[method] = 0.9 * before + 0.1 * seconds / depth
+        for output in report.outputs:
+            self._judge(output)
+        self._turn += 1
+        for offset in range(min(SHADOWS, len(report.outputs))):
+            self._cast_shadows(report.outputs[(self._turn + offset) % len(report.outputs)])
+
+    def _judge(self, output: StepOutput) -> None:
+        """A real draft met its fate, and so did the shadows it makes superfluous."""
+        key, sampled = output.sequence.key, not output.sequence.params.greedy
+        if output.drafted:
+            evidence = self._evidence.get((key, output.method), 1)
+            self._acceptance.note(key, output.method, sampled, evidence, output.drafted, output.accepted)
+            self._shadows.pop((key, output.method), None)
+        for (owner, method), shadow in list(self._shadows.items()):
+            if owner == key and not self._goes_on(shadow, output.tokens):
+                self._acceptance.note(key, method, sampled, shadow.evidence, len(shadow.guess), shadow.matched)
+                del self._shadows[owner, method]
+        if output.finished:
+            self.forget(output.sequence)
+
+    @staticmethod
+    def _goes_on(shadow: _Shadow, committed: SequenceOf[int]) -> bool:
+        for token in committed:
+            if shadow.matched == len(shadow.guess) or shadow.guess[shadow.matched] != token:
+                return False
+            shadow.matched += 1
+        return shadow.matched < len(shadow.guess)
+
+    def _cast_shadows(self, output: StepOutput) -> None:
+        sequence = output.sequence
+        method, k = wish(sequence, self._method, self._k)
+        if output.finished or method == NONE or (method != AUTO and k is not None):
+            return
+        for name in self._allowed(method):
+            drafter = self._drafters[name]
+            if (sequence.key, name) in self._shadows or (output.drafted and output.method == name):
+                continue
+            if guess := drafter.guess(sequence, SHADOW_DEPTH):
+                self._shadows[sequence.key, name] = _Shadow(drafter.evidence(sequence), guess)
+
+    def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
+        cost = self._costs.of(num_sequences, sampled)
+        return None if cost.scale is None else cost.seconds(num_sequences)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._acceptance.forget(sequence.key)
+        self._since_probe.pop(sequence.key, None)
+        for method in self._drafters:
+            self._shadows.pop((sequence.key, method), None)
+
+    # -- between runs
+
+    def state(self) -> dict[str, Any]:
+        costs = [
+            {"sampled": sampled, "size": size, **model.as_dict()}
+            for (sampled, size), model in self._costs.models.items()
+        ]
+        return {"costs": costs, "acceptance": self._acceptance.as_list(), "draft_seconds": self._draft_seconds}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Raises KeyError, TypeError or ValueError on a state of another form, and is then as before."""
+        models = {(bool(m["sampled"]), int(m["size"])): CostModel.from_dict(m) for m in state["costs"]}
+        seconds = {str(method): float(value) for method, value in state["draft_seconds"].items()}
+        acceptance = Acceptance()
+        acceptance.load(state["acceptance"])
+        self._costs, self._draft_seconds, self._acceptance = _Costs(models), seconds, acceptance
+
+
+DEEPEST = 16  # how far ahead a plan looks
+MAX_OFFERS = 256  # nodes one step may take
+
+
+def _any_sampled(sequences: SequenceOf[Sequence]) -> bool:
+    return any(not sequence.params.greedy for sequence in sequences)

@@ -17,6 +17,8 @@ from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
 from paceline.sequence import Sequence, Status
 
+NO_DRAFT = Choice()
+
 
 class Scheduler:
     def __init__(
@@ -55,8 +57,9 @@ class Scheduler:
         batch = Batch()
         decodes = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
         prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
+        choices = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
         for done, sequence in enumerate(decodes):
-            self._continue(sequence, batch, reserved=len(decodes) - done - 1)
+            self._continue(sequence, batch, len(decodes) - done - 1, choices.get(sequence.key, NO_DRAFT))
         for sequence in prompts:
             self._continue(sequence, batch)
         if all(sequence.status is Status.RUNNING for sequence in decodes + prompts):
@@ -75,7 +78,13 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
-    def _continue(self, sequence: Sequence, batch: Batch, reserved: int = 0) -> None:
+    def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> dict[str, Choice]:
+        decoding = [sequence for sequence in sequences if sequence.decoding]
+        others = min(prompt_tokens, self.config.max_num_batched_tokens - len(sequences))
+        choices = self.policy.plan(decoding, others) if decoding else []
+        return {sequence.key: choice for sequence, choice in zip(decoding, choices, strict=True)}
+
+    def _continue(self, sequence: Sequence, batch: Batch, reserved: int = 0, choice: Choice = NO_DRAFT) -> None:
         """Give the sequence its row, at younger ones' cost if need be; `reserved` tokens are promised to others."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
@@ -83,10 +92,12 @@ class Scheduler:
         count = min(sequence.num_uncomputed, left)
         if count <= 0:
             return
-        choice = self._draft_budget(sequence, min(left - count - reserved, self._draft_cap - batch.num_drafted))
+        # Never past what may be committed: the last token comes from the target itself.
+        budget = min(choice.budget, sequence.room - 1, left - count - reserved, self._draft_cap - batch.num_drafted)
+        choice = Choice(choice.method, budget) if budget > 0 else NO_DRAFT
         end = sequence.num_computed + count + 1  # one slot more: what the pass commits
         if not self.blocks.can_allocate(sequence, end + choice.budget):
-            choice = Choice()  # rather give up the draft than another's cache
+            choice = NO_DRAFT  # rather give up the draft than another's cache
         while not self.blocks.can_allocate(sequence, end):
             victim = self.running[-1]
             self._preempt(victim, batch)
@@ -94,14 +105,6 @@ class Scheduler:
                 return
         self.blocks.allocate(sequence, end + choice.budget)
         batch.rows.append(Row(sequence, sequence.num_computed, count, choice.method, choice.budget))
-
-    def _draft_budget(self, sequence: Sequence, left: int) -> Choice:
-        """Never draft past what may be committed: the last token comes from the target itself."""
-        if not sequence.decoding:
-            return Choice()
-        choice = self.policy.choose(sequence)
-        budget = min(choice.budget, sequence.room - 1, left)
-        return Choice(choice.method, budget) if budget > 0 else Choice()
 
     def _admit(self, batch: Batch) -> None:
         while self.waiting and len(self.running) < self.config.max_num_seqs:
