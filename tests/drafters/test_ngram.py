@@ -63,7 +63,7 @@ def naive(tokens, budget, ngram_min, ngram_max):
 def test_a_proposal_is_what_a_naive_search_finds(tokens, budget, ngram_min, more):
     drafter, sequence = make(ngram_min, ngram_min + more), sequence_of(tokens)
     expected, length = naive(tokens, budget, ngram_min, ngram_min + more)
-    assert drafter.next_match_length(sequence) == length
+    assert drafter.evidence(sequence) == length
     assert propose(drafter, sequence, budget) == expected
     assert drafter.match_length(sequence) == length
 

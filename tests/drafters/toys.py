@@ -45,8 +45,17 @@ class ByRequest:
     def __init__(self, choices):
         self.choices = choices
 
-    def choose(self, sequence):
-        return self.choices.get(sequence.request_id, Choice())
+    def plan(self, sequences, other_rows):
+        return [self.choices.get(sequence.request_id, Choice()) for sequence in sequences]
+
+    def observe(self, report):
+        pass
+
+    def plain_seconds(self, num_sequences, sampled):
+        return None
+
+    def forget(self, sequence):
+        pass
 
 
 def run_engine(drafters, choices, prompts, num_blocks=128, max_tokens=24, **sampling):

@@ -1,0 +1,143 @@
+"""Suffix decoding (2411.04975): draft what followed the last tokens elsewhere in this text, or in past answers.
+
+Each sequence has an index over its prompt and output; one store over finished answers serves all. Together they keep
+within `suffix_bytes`: the store may take three quarters, and a sequence that finds no room left forgets its oldest
+tokens. Aborted and preempted sequences teach the store nothing, so nothing is learned twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from paceline.draft import Draft
+from paceline.drafters.base import Commit, DrafterContext, DraftRow, HostDrafter
+from paceline.drafters.suffix_index import MIN_ROWS, SuffixIndex, pack
+from paceline.drafters.suffix_store import SuffixStore
+from paceline.drafters.suffix_tree import Tree, best_tree, longest_match
+from paceline.sequence import Sequence
+
+log = logging.getLogger("paceline")
+
+
+@dataclass
+class _State:
+    sequence: Sequence
+    index: SuffixIndex | None  # None: there was no memory left for it
+    indexed: int = 0  # tokens taken in
+    match: int = 0  # of the last proposal
+
+
+class SuffixDrafter(HostDrafter):
+    name = "suffix"
+    source = 1  # in `Draft.source`
+
+    def __init__(self, context: DrafterContext) -> None:
+        settings = context.speculation
+        for_store = settings.suffix_bytes // 4 * 3
+        self._max_local_bytes = settings.suffix_bytes - for_store
+        self._local_bytes = 0
+        self._states: dict[str, _State] = {}
+        self.store = SuffixStore(for_store, context.config.vocab_size, context.encode, settings.suffix_store)
+        self.store.seed(settings.suffix_corpus)
+        self.store.load()
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes + self._local_bytes
+
+    def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
+        trees = [self._best_tree(row.sequence, row.budget) for row in rows]
+        for row, tree in zip(rows, trees, strict=True):
+            self._states[row.sequence.key].match = tree.match
+        width = max((len(tree.tokens) for tree in trees), default=0)
+
+        table = torch.zeros(3, len(rows), width, dtype=torch.int64)
+        if width:
+            table = torch.tensor(
+                [
+                    [one + [filler] * (width - len(one)) for one in lists]
+                    for lists, filler in (
+                        ([tree.tokens for tree in trees], 0),
+                        ([tree.parents for tree in trees], -1),
+                        ([tree.depths for tree in trees], 0),
+                    )
+                ]
+            )
+        counts = torch.tensor([[len(tree.tokens) for tree in trees], [self.source] * len(rows)], dtype=torch.int64)
+        return Draft(tokens=table[0], parents=table[1], depth=table[2], num_nodes=counts[0], source=counts[1])
+
+    def match_length(self, sequence: Sequence) -> int:
+        """Tokens of context that the last proposal's evidence shares; 0: nothing was found."""
+        state = self._states.get(sequence.key)
+        return 0 if state is None else state.match
+
+    def evidence(self, sequence: Sequence) -> int:
+        """The longest match there is for the tokens committed by now; a proposal may rest on a shorter one."""
+        state = self._caught_up(sequence, len(sequence.tokens))
+        return longest_match(self._indexes(state), pack(sequence.tokens))
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        return self._best_tree(sequence, count).best_path()
+
+    def commit(self, commits: SequenceOf[Commit]) -> None:
+        for commit in commits:
+            sequence, end = commit.sequence, commit.first + commit.count
+            # A decode also committed the token after those computed; of a prompt only what was computed is taken in,
+            # so that indexing is spread over the chunks.
+            self._caught_up(sequence, end if end < len(sequence.tokens) - 1 else len(sequence.tokens))
+
+    def admit(self, sequence: Sequence, start: int, end: int) -> None:
+        self._forget(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        known = self._forget(sequence)
+        if known and sequence.finish_reason not in (None, "abort"):
+            self.store.learn(sequence.output_tokens)
+
+    def save(self) -> None:
+        """Keep what was learned in `suffix_store`, if one was named."""
+        self.store.save()
+
+    def close(self) -> None:
+        try:
+            self.save()
+        except OSError as problem:
+            log.warning("the suffix store was not saved: %s", problem)
+
+    def _best_tree(self, sequence: Sequence, budget: int) -> Tree:
+        state = self._caught_up(sequence, len(sequence.tokens))
+        return best_tree(self._indexes(state), pack(sequence.tokens), budget)
+
+    def _indexes(self, state: _State) -> list[SuffixIndex]:
+        return [index for index in (state.index, self.store.index) if index is not None]
+
+    def _caught_up(self, sequence: Sequence, end: int) -> _State:
+        """The sequence's state with tokens[:end] indexed."""
+        state = self._states.get(sequence.key)
+        if state is None or state.sequence is not sequence:
+            self._forget(sequence)
+            state = self._states[sequence.key] = _State(sequence, self._new_index())
+        if state.indexed < end:
+            if state.index is not None:
+                spare = self._max_local_bytes - self._local_bytes
+                wanted = len(sequence.tokens) - state.indexed  # a prompt's whole length at once
+                self._local_bytes += state.index.make_room(wanted, spare)
+                state.index.extend(sequence.tokens[state.indexed : end])
+            state.indexed = end
+        return state
+
+    def _new_index(self) -> SuffixIndex | None:
+        if self._local_bytes + SuffixIndex.bytes_for(MIN_ROWS) > self._max_local_bytes:
+            return None
+        self._local_bytes += SuffixIndex.bytes_for(MIN_ROWS)
+        return SuffixIndex()
+
+    def _forget(self, sequence: Sequence) -> bool:
+        state = self._states.pop(sequence.key, None)
+        if state is not None and state.index is not None:
+            self._local_bytes -= state.index.nbytes
+        return state is not None and state.sequence is sequence

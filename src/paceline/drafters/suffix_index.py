@@ -1,0 +1,197 @@
+"""Every place of a growing text where its last tokens occurred before, in flat arrays of known size.
+
+The text is a ring: when it is full the oldest tokens give way, one by one. Beside it stand hash chains, as in LZ77:
+for each n of `LEVELS` a table of heads (hash of n tokens -> where its most recent continuation begins) and, for each
+position, the previous position with the same hash. Hashes may collide; a position counts only once the tokens before it
+have been compared. `END` separates texts and is never proposed.
+
+The tokens before a position are compared as one integer of 32 bits a token, the newest on top: the highest bit in which
+two of them differ tells how many tokens agree.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import numpy.typing as npt
+
+DEPTH = 24  # longest match told apart
+LEVELS = (8, 4, 2, 1)  # match lengths that have chains of their own
+LIMIT = 16  # most recent occurrences looked at for each level
+END = -1  # after the last token of a text
+MIN_ROWS = 64
+
+_PRIME = 1_858_537_381  # hashes are packed tokens modulo this; below 2**31, so that products fit 64 bits
+_BASE = (1 << 32) % _PRIME
+_ABSENT = 0xFFFFFFFE  # before the beginning of a pattern: equal to no token and not to END
+_BULK = 48  # more new tokens than this are worth numpy's overhead
+_CHUNK = 16_384  # tokens indexed at once, which bounds what is needed meanwhile
+_LAST_POSITION = (1 << 31) - (1 << 27)  # positions are 32-bit; past this the ring is numbered afresh
+
+Ints = npt.NDArray[np.int32]
+
+
+def pack(tokens: SequenceOf[int]) -> int:
+    """The last `DEPTH` tokens as one integer, the newest on top."""
+    tail = array("I", tokens[-DEPTH:])
+    absent = array("I", [_ABSENT]) * (DEPTH - len(tail))
+    return int.from_bytes(absent.tobytes() + tail.tobytes(), sys.byteorder)
+
+
+class SuffixIndex:
+    def __init__(self, rows: int = MIN_ROWS) -> None:
+        """`rows`: tokens it holds, a power of two of at least `MIN_ROWS`."""
+        self.rows = rows
+        self._clear()
+
+    def _clear(self) -> None:
+        rows = self.rows
+        self.end = DEPTH  # position of the next token: END fills those before, so that every token has a context
+        self._text: Ints = np.full(rows + DEPTH, END, np.int32)  # the first DEPTH slots again behind the last
+        self._heads: list[Ints] = [np.full(rows, -1, np.int32) for _ in LEVELS]
+        self._links: list[Ints] = [np.full(rows, -1, np.int32) for _ in LEVELS]
+        self._recent = (1 << 32 * LEVELS[0]) - 1  # the last tokens, packed; END before the beginning
+        self._open_views()
+
+    def _open_views(self) -> None:
+        """Single elements are read and written through memoryviews, several times faster than through numpy."""
+        self.text = self._text.data
+        self._bytes = self.text.cast("B")
+        self._chains = [
+            (32 * (LEVELS[0] - n), heads.data, links.data)
+            for n, heads, links in zip(LEVELS, self._heads, self._links, strict=True)
+        ]
+
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        return 4 * (rows + DEPTH + 2 * len(LEVELS) * rows)
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_for(self.rows)
+
+    def make_room(self, count: int, spare: int) -> int:
+        """Double the ring until `count` more tokens fit or `spare` bytes would be exceeded; the bytes it grew by."""
+        before = self.nbytes
+        rows = self.rows
+        while self.end + count > rows >= self.end and self.bytes_for(2 * rows) - before <= spare:
+            rows *= 2
+        if rows > self.rows:
+            self._grow(rows)
+        return self.nbytes - before
+
+    def _grow(self, rows: int) -> None:
+        """Nothing is hashed again: a head stands for every bucket its own splits into, chains keep a few strangers."""
+        self._chains.clear()
+        del self.text, self._bytes
+        text: Ints = np.full(rows + DEPTH, END, np.int32)
+        text[: self.rows] = self._text[: self.rows]
+        text[rows:] = text[:DEPTH]
+        self._text = text
+        for level in range(len(LEVELS)):
+            self._heads[level] = np.tile(self._heads[level], rows // self.rows)
+            links: Ints = np.full(rows, -1, np.int32)
+            links[: self.rows] = self._links[level]
+            self._links[level] = links
+        self.rows = rows
+        self._open_views()
+
+    def extend(self, tokens: SequenceOf[int]) -> None:
+        """Append; each token becomes the continuation of the n-grams that end before it."""
+        if len(tokens) > _BULK or self.end > _LAST_POSITION:
+            self.extend_array(np.asarray(tokens, np.int32))
+        else:
+            for token in tokens:
+                self._append(token)
+
+    def extend_array(self, tokens: Ints) -> None:
+        """The same, with numpy: several times faster for many tokens."""
+        if self.end > _LAST_POSITION:
+            kept = self.tokens()
+            self._clear()
+            self.extend_array(kept)
+        step = min(_CHUNK, self.rows)
+        for first in range(0, len(tokens), step):
+            self._extend(tokens[first : first + step])
+
+    def _append(self, token: int) -> None:
+        end, mask, recent = self.end, self.rows - 1, self._recent
+        slot = end & mask
+        for shift, heads, links in self._chains:
+            bucket = (recent >> shift) % _PRIME & mask
+            links[slot] = heads[bucket]
+            heads[bucket] = end
+        self.text[slot] = token
+        if slot < DEPTH:
+            self.text[slot + self.rows] = token
+        self._recent = recent >> 32 | (token & 0xFFFFFFFF) << 32 * (LEVELS[0] - 1)
+        self.end = end + 1
+
+    def _extend(self, tokens: Ints) -> None:
+        count, longest = len(tokens), LEVELS[0]
+        positions = np.arange(self.end, self.end + count)
+        slots = positions & (self.rows - 1)
+        before = np.frombuffer(self._recent.to_bytes(4 * longest, "little"), np.uint32)
+        context = np.concatenate([before, tokens.view(np.uint32)]).astype(np.int64)
+        hashes = np.zeros(count, np.int64)
+        for back in range(1, longest + 1):  # Horner from the newest token: the hash of every shorter n on the way
+            hashes = (hashes * _BASE + context[longest - back : longest - back + count]) % _PRIME
+            if back in LEVELS:
+                level = LEVELS.index(back)
+                self._link(self._heads[level], self._links[level], hashes & (self.rows - 1), positions, slots)
+        self._text[slots] = tokens
+        self._text[self.rows :] = self._text[:DEPTH]
+        self._recent = int.from_bytes(context[-longest:].astype(np.uint32).tobytes(), "little")
+        self.end += count
+
+    @staticmethod
+    def _link(
+        heads: Ints,
+        links: Ints,
+        buckets: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+    ) -> None:
+        order = np.argsort(buckets, kind="stable")
+        bucket, position = buckets[order], positions[order]
+        again = bucket[1:] == bucket[:-1]
+        previous = heads[bucket]
+        previous[1:][again] = position[:-1][again]
+        links[slots[order]] = previous
+        last = np.append(~again, True)
+        heads[bucket[last]] = position[last]
+
+    def tokens(self, last: int | None = None) -> Ints:
+        """The text still held, or its last tokens."""
+        held = min(self.end - DEPTH, self.rows)
+        count = held if last is None else min(held, last)
+        kept: Ints = self._text[np.arange(self.end - count, self.end) & (self.rows - 1)]
+        return kept
+
+    def occurrences(self, level: int, pattern: int) -> list[tuple[int, int]]:
+        """(match length, where the continuation begins) of the last LEVELS[level] tokens' most recent occurrences.
+
+        `pattern` is packed. A full ring does not look at its oldest tokens, whose context is half overwritten.
+        """
+        n, rows, mask, text = LEVELS[level], self.rows, self.rows - 1, self._bytes
+        _, heads, links = self._chains[level]
+        oldest = max(self.end - rows, 0) + DEPTH
+        found: list[tuple[int, int]] = []
+        position = heads[(pattern >> 32 * (DEPTH - n)) % _PRIME & mask]
+        for _ in range(2 * LIMIT):
+            if position < oldest:
+                break
+            slot = position & mask
+            if slot < DEPTH:
+                slot += rows
+            differ = int.from_bytes(text[4 * (slot - DEPTH) : 4 * slot], "little") ^ pattern
+            match = DEPTH - (differ.bit_length() + 31 >> 5)
+            if match >= n:
+                found.append((match, position))
+                if len(found) == LIMIT:
+                    break
+            position = links[position & mask]
+        return found

@@ -1,0 +1,529 @@
+"""Suffix decoding against a naive count over all occurrences, its memory, its file, and through the engine."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import SpeculationConfig
+from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow, suffix_index
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, SuffixIndex, pack
+from paceline.drafters.suffix_store import SuffixStore
+from paceline.drafters.suffix_tree import THRESHOLD, allowance, best_tree, longest_match
+from paceline.engine.policy import Choice
+from paceline.errors import InvalidParameter
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+from paceline.testing import toy_config
+from tests.drafters.toys import greedy_periodic, run_engine
+
+texts = st.integers(0, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=44))
+
+
+def make(encode=None, vocab_size=11, **speculation):
+    context = DrafterContext(
+        toy_config(vocab_size), torch.device("cpu"), SpeculationConfig(**speculation), encode=encode
+    )
+    return SuffixDrafter(context)
+
+
+def encode(text):
+    return [ord(letter) % 11 for letter in text]
+
+
+def sequence_of(tokens, num_prompt=None, request_id="a", index=0):
+    prompt = tokens[: len(tokens) if num_prompt is None else num_prompt]
+    sequence = Sequence(request_id, prompt, SamplingParams().resolve({}), index=index, max_len=100_000)
+    sequence.tokens += tokens[len(prompt) :]
+    return sequence
+
+
+def propose(drafter, sequence, budget):
+    """(tokens, parents) of a valid draft of one row."""
+    draft = drafter.propose([DraftRow(sequence, budget)])
+    draft.validate(1 << 30)
+    assert draft.q is None
+    count = int(draft.num_nodes[0])
+    assert count <= budget
+    return draft.tokens[0, :count].tolist(), draft.parents[0, :count].tolist()
+
+
+def answer(drafter, tokens, request_id="past"):
+    """Let the drafter see a finished answer."""
+    sequence = sequence_of([9, *tokens], 1, request_id)
+    drafter.commit([Commit(sequence, 0, len(sequence.tokens) - 1, None)])
+    sequence.finish_reason = "stop"
+    drafter.release(sequence)
+
+
+# -- the naive reference -----------------------------------------------------------------------------------------
+
+
+def common_suffix(text, position, tokens):
+    length = 0
+    while length < min(DEPTH, position, len(tokens)) and text[position - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def naive_occurrences(text, tokens):
+    """position -> match length of the most recent occurrences at each level."""
+    matches = {position: common_suffix(text, position, tokens) for position in range(1, len(text))}
+    return {
+        position: matches[position]
+        for n in LEVELS
+        for position in sorted((p for p in matches if matches[p] >= n), reverse=True)[:LIMIT]
+    }
+
+
+def votes(text, starts, path):
+    """How many of the starts are followed by the path, where the text, at its end, is continued by the path itself."""
+    longer = [*text, *path]
+    return sum(longer[start : start + len(path)] == path for start in starts)
+
+
+def naive_tree(text, starts, budget):
+    """Sum of probabilities of the most probable nodes."""
+    paths, frontier = [], [[]]
+    while frontier:
+        children = [[*path, token] for path in frontier for token in range(11) if len(path) < budget]
+        frontier = [path for path in children if votes(text, starts, path) >= THRESHOLD * len(starts)]
+        paths += frontier
+    counts = sorted((votes(text, starts, path) for path in paths), reverse=True)[:budget]
+    return sum(counts) / len(starts)
+
+
+def naive_best(structures, tokens, budget):
+    """(score, match length)."""
+    best = (0.0, 0)
+    for text in structures:
+        known = naive_occurrences(text, tokens)
+        for match in range(DEPTH, 0, -1):
+            starts = [position for position, length in known.items() if length >= match]
+            if starts:
+                score = naive_tree(text, starts, allowance(match, budget))
+                if score > best[0]:
+                    best = (score, match)
+    return best
+
+
+def paths_of(tree):
+    paths = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    return paths
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts, st.lists(texts, max_size=3), st.integers(0, 6))
+def test_the_best_tree_is_the_one_a_naive_count_finds(tokens, past, budget):
+    local, store = SuffixIndex(), SuffixIndex(256)
+    local.extend(tokens)
+    for text in past:
+        store.extend([*text, END])
+    tree = best_tree([local, store], pack(tokens), budget)
+    structures = [tokens, [token for text in past for token in [*text, END]]]
+    score, match = naive_best(structures, tokens, budget)
+    assert (tree.score, tree.match) == (pytest.approx(score), match)
+    assert len(tree.tokens) <= budget
+    assert len({tuple(path) for path in paths_of(tree)}) == len(tree.tokens), "siblings differ"
+    matches = [common_suffix(text, at, tokens) for text in structures for at in range(1, len(text))]
+    assert longest_match([local, store], pack(tokens)) == max(matches, default=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts, st.integers(1, 6))
+def test_a_tree_expects_what_the_occurrences_say(tokens, budget):
+    index = SuffixIndex()
+    index.extend(tokens)
+    tree = best_tree([index], pack(tokens), budget)
+    if tree.tokens:
+        starts = [at for at, length in naive_occurrences(tokens, tokens).items() if length >= tree.match]
+        shares = [votes(tokens, starts, path) / len(starts) for path in paths_of(tree)]
+        assert min(shares) >= THRESHOLD
+        assert sum(shares) == pytest.approx(tree.score)
+        assert tree.depths == [len(path) for path in paths_of(tree)]
+
+
+def test_it_branches_where_the_evidence_does():
+    index = SuffixIndex()
+    tokens = [1, 2, 3, 5, 6, 1, 2, 3, 5, 7, 1, 2, 3, 8, 9, 1, 2, 3]
+    index.extend(tokens)
+    tree = best_tree([index], pack(tokens), 4)
+    assert (tree.match, tree.score) == (3, pytest.approx((2 + 1 + 1) / 3))
+    assert tree.tokens == [5, 8, 7]
+    assert tree.parents == [-1, -1, 0], "a match of 3 allows three nodes; of equals the shallow and the recent first"
+    assert tree.best_path() == [5, 7]
+
+
+# -- the index ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=70), max_size=8), st.booleans())
+def test_one_by_one_in_bulk_and_grown_are_the_same(pieces, grow):
+    single, bulk = SuffixIndex(64 if grow else 1024), SuffixIndex(64 if grow else 1024)
+    whole = []
+    for piece in pieces:
+        whole += piece
+        for index in (single, bulk):
+            if grow:
+                index.make_room(len(piece), 1 << 20)
+        for token in piece:
+            single._append(token)
+        bulk.extend_array(np.array(piece, np.int32))
+    assert single.tokens().tolist() == bulk.tokens().tolist() == whole
+    assert single._recent == bulk._recent
+    for one, other in zip(single._chains, bulk._chains, strict=True):
+        assert one[0] == other[0]
+        assert one[1].tolist() == other[1].tolist()
+        assert one[2].tolist() == other[2].tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=100, max_size=250), st.lists(st.integers(9, 90), min_size=1))
+def test_a_full_ring_forgets_the_oldest_and_finds_the_rest(tokens, sizes):
+    index, at = SuffixIndex(64), 0
+    while at < len(tokens):
+        size = sizes[at % len(sizes)]
+        index.extend(tokens[at : at + size])
+        at += size
+        seen = tokens[:at]
+        assert index.tokens().tolist() == seen[-64:]
+        assert index.tokens(5).tolist() == seen[-5:]
+        for level, n in enumerate(LEVELS):
+            for match, position in index.occurrences(level, pack(seen)):
+                start = position - DEPTH  # the text begins at position DEPTH
+                assert match >= n
+                assert match == common_suffix(seen, start, seen)
+                assert start > len(seen) - 64
+    assert index.nbytes == SuffixIndex.bytes_for(64)
+
+
+def test_positions_start_again_before_they_overflow(monkeypatch):
+    monkeypatch.setattr(suffix_index, "_LAST_POSITION", 300)
+    index = SuffixIndex()
+    noise = random.Random(0)
+    tokens = [noise.randrange(3) for _ in range(1000)]
+    for first in range(0, 1000, 7):
+        index.extend(tokens[first : first + 7])
+        assert index.tokens(40).tolist() == tokens[: first + 7][-40:]
+        assert index.end < 400
+    assert index.occurrences(LEVELS.index(1), pack(tokens))
+
+
+# -- the drafter -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts, st.data())
+def test_commits_propose_the_same_as_a_fresh_drafter(tokens, data):
+    """Prefill chunks, then decodes of one token or more, with preemptions in between."""
+    drafter, sequence = make(), sequence_of(tokens, data.draw(st.integers(1, len(tokens))))
+    sequence.tokens = tokens[: sequence.num_prompt]
+    drafter.admit(sequence, 0, 0)
+    computed = 0
+    while computed < sequence.num_prompt:
+        count = data.draw(st.integers(1, sequence.num_prompt - computed))
+        drafter.commit([Commit(sequence, computed, count, None)])
+        computed += count
+    while len(sequence.tokens) < len(tokens):
+        if data.draw(st.booleans()):
+            drafter.release(sequence)
+            drafter.admit(sequence, 0, 0)
+        sequence.tokens += tokens[len(sequence.tokens) :][: data.draw(st.integers(1, 3))]
+        drafter.commit([Commit(sequence, computed, len(sequence.tokens) - 1 - computed, None)])
+        computed = len(sequence.tokens) - 1
+        assert propose(drafter, sequence, 5) == propose(make(), sequence, 5)
+    assert drafter.store.index.end == DEPTH, "nothing is learned before the end"
+
+
+@pytest.mark.parametrize("tokens", [[3], [1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("budget", [0, 1, 64])
+def test_little_or_no_history_gives_an_empty_draft(tokens, budget):
+    drafter, sequence = make(), sequence_of(tokens)
+    assert propose(drafter, sequence, budget) == ([], [])
+    assert drafter.match_length(sequence) == drafter.evidence(sequence) == 0
+    assert drafter.propose([]).batch == 0
+
+
+def test_a_budget_of_nothing_or_more_than_there_is():
+    sequence = sequence_of([1, 2, 3, 1, 2])
+    assert propose(make(), sequence, 0) == ([], [])
+    assert propose(make(), sequence, 1) == ([3], [-1])
+    assert propose(make(), sequence, 64) == ([3, 1], [-1, 0]), "a match of two allows two nodes"
+
+
+def test_a_loop_is_continued_past_the_end_of_the_text():
+    drafter, sequence = make(), sequence_of([1, 2, 3] * 6)
+    assert propose(drafter, sequence, 9) == ([1, 2, 3] * 3, [*range(-1, 8)])
+    assert drafter.match_length(sequence) == drafter.evidence(sequence) == 15
+    assert drafter.guess(sequence, 4) == [1, 2, 3, 1]
+    drafter.release(sequence)
+    assert drafter.match_length(sequence) == 0
+
+
+def test_unknown_sequences_can_be_released_and_teach_nothing():
+    drafter, sequence = make(), sequence_of([1, 2, 3, 4, 5], 1)
+    sequence.finish_reason = "stop"
+    drafter.release(sequence)
+    assert drafter.store.index.end == DEPTH
+    assert drafter.nbytes == drafter.store.nbytes
+
+
+def test_answers_to_one_request_do_not_mix_and_rows_may_differ():
+    rows = [
+        DraftRow(sequence_of([1, 2, 3, 1, 2], index=0), 4),
+        DraftRow(sequence_of([5, 6, 7, 8], index=1), 4),
+        DraftRow(sequence_of([1, 2, 4, 1, 2], index=2), 1),
+    ]
+    draft = make().propose(rows)
+    draft.validate(11)
+    assert draft.num_nodes.tolist() == [2, 0, 1]
+    assert draft.tokens.tolist() == [[3, 1], [0, 0], [4, 0]]
+
+
+def test_finished_answers_serve_later_requests_and_are_learned_once():
+    drafter = make()
+    past = sequence_of([9, 9, 1, 2, 3, 4, 5, 6], 2, "past")
+    drafter.admit(past, 0, 0)
+    drafter.commit([Commit(past, 0, 5, None)])
+    drafter.release(past)  # preempted
+    assert drafter.store.index.end == DEPTH
+    drafter.admit(past, 0, 0)
+    drafter.commit([Commit(past, 0, 7, None)])
+    past.finish_reason = "length"
+    drafter.release(past)
+    drafter.release(past)
+    assert drafter.store.index.tokens().tolist() == [1, 2, 3, 4, 5, 6, END], "the output alone, once"
+    assert propose(drafter, sequence_of([8, 1, 2, 3]), 8) == ([4, 5, 6], [-1, 0, 1])
+    assert propose(drafter, sequence_of([7, 2, 3]), 1) == ([4], [-1])
+
+
+def test_aborted_answers_are_not_learned():
+    drafter = make()
+    past = sequence_of([9, 1, 2, 3, 4], 1)
+    drafter.commit([Commit(past, 0, 4, None)])
+    drafter.release(past)
+    past.finish_reason = "abort"
+    drafter.release(past)
+    assert drafter.store.index.end == DEPTH
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_memory_stays_within_its_bound_and_the_oldest_answers_go_first():
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        limit = 2 << 20
+        drafter = make(vocab_size=49152, suffix_bytes=limit)
+        noise = random.Random(0)
+        first = [noise.randrange(49152) for _ in range(200)]
+        answer(drafter, first)
+        assert propose(drafter, sequence_of(first[:20], request_id="b"), 4)[0] == first[20:24]
+        drafter.release(sequence_of([], request_id="b"))
+        for number in range(400):
+            last = [noise.randrange(49152) for _ in range(200)]
+            answer(drafter, last, str(number))
+            assert drafter.nbytes <= limit
+        live = [sequence_of([*last * 10, *last[:50]], request_id=f"live {number}") for number in range(20)]
+        for sequence in live:  # 720 kB if all of it were kept; a quarter of the bound is theirs
+            drafter.commit([Commit(sequence, 0, len(sequence.tokens), None)])
+        assert drafter.nbytes <= limit
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * limit < used < 1.1 * limit, "the arrays are all there is, but for a few objects per sequence"
+    assert propose(drafter, sequence_of(last[:20], request_id="c"), 4)[0] == last[20:24]
+    assert propose(drafter, sequence_of(first[:20], request_id="d"), 4)[0][:2] != first[20:22]
+    for sequence in live:
+        assert len(propose(drafter, sequence, 4)[0]) == 4, "a sequence without room of its own still has the store"
+        drafter.release(sequence)
+
+
+@pytest.mark.parametrize("suffix_bytes", [0, 100, 9_300])
+def test_a_bound_too_small_for_anything_drafts_nothing(suffix_bytes):
+    drafter = make(suffix_bytes=suffix_bytes)
+    answer(drafter, [1, 2, 3, 4])
+    assert drafter.nbytes <= suffix_bytes
+    propose(drafter, sequence_of([1, 2, 3, 1, 2]), 4)
+    assert drafter.nbytes <= suffix_bytes
+
+
+# -- kept between runs -------------------------------------------------------------------------------------------
+
+
+def test_what_was_learned_is_kept_between_runs(tmp_path):
+    path = tmp_path / "deep" / "store"
+    drafter = make(encode, suffix_store=str(path))
+    answer(drafter, [1, 2, 3, 4, 5])
+    drafter.close()
+    again = make(encode, suffix_store=str(path))
+    assert propose(again, sequence_of([2, 3]), 4)[0] == [4, 5]
+    answer(again, [6, 7, 8])
+    again.save()
+    again.save()
+    third = make(encode, suffix_store=str(path))
+    assert third.store.index.tokens().tolist() == [1, 2, 3, 4, 5, END, 6, 7, 8, END]
+    assert [file.name for file in path.parent.iterdir()] == ["store"]
+
+
+def test_a_store_without_news_is_not_written(tmp_path):
+    drafter = make(encode, suffix_store=str(tmp_path / "store"))
+    drafter.close()
+    assert list(tmp_path.iterdir()) == []
+    make(encode).close()
+
+
+def broken_files(good):
+    header, _, payload = good.partition(b"\n")
+    yield "damaged", good[:-3]
+    yield "damaged", header + b"\n"
+    yield "damaged", header + b"\n" + payload[:-4] + b"\xff\xff\xff\x7f"
+    yield "damaged", header.replace(b'"tokens": 6', b'"tokens": "x"') + b"\n" + payload
+    yield "left as it is", header.replace(b'"format": 1', b'"format": 2') + b"\n" + payload
+    yield "left as it is", header.replace(b'"vocab_size": 11', b'"vocab_size": 12') + b"\n" + payload
+    yield "left as it is", b"dear diary\n" + payload
+    yield "left as it is", b"[1, 2]\n"
+    yield "left as it is", b"\xff\xfe\x00" * 4000
+
+
+def test_a_broken_or_foreign_file_is_no_obstacle(tmp_path, caplog):
+    path = tmp_path / "store"
+    drafter = make(encode, suffix_store=str(path))
+    answer(drafter, [1, 2, 3, 4, 5])
+    drafter.save()
+    good = path.read_bytes()
+    for problem, content in broken_files(good):
+        path.write_bytes(content)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="paceline"):
+            started = make(encode, suffix_store=str(path))
+        assert problem in caplog.text, content[:100]
+        assert started.store.index.end == DEPTH
+        answer(started, [1, 2, 3])
+        started.close()
+        assert (path.read_bytes() == content) == (problem != "damaged"), "only our own broken file is replaced"
+    path.write_bytes(good)
+    caplog.clear()
+    other = make(lambda text: encode(text)[::-1], suffix_store=str(path))
+    assert "another tokenizer" in caplog.text
+    assert other.store.index.end == DEPTH
+
+
+def test_a_store_that_cannot_be_written_warns(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    drafter = make(encode, suffix_store=str(tmp_path / "file" / "store"))
+    answer(drafter, [1, 2, 3])
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        drafter.close()
+    assert "was not saved" in caplog.text
+
+
+def test_a_store_larger_than_the_memory_keeps_the_newest(tmp_path):
+    path = str(tmp_path / "store")
+    large = SuffixStore(1 << 20, 11, encode, path)
+    noise = random.Random(0)
+    for _ in range(20):
+        large.learn([noise.randrange(11) for _ in range(100)])
+    large.save()
+    small = SuffixStore(10_000, 11, encode, path)
+    small.load()
+    assert small.nbytes <= 10_000
+    assert small.index.tokens().tolist() == large.index.tokens().tolist()[-small.index.rows :]
+
+
+def test_a_corpus_seeds_the_store_but_is_not_saved_with_it(tmp_path):
+    (tmp_path / "one.txt").write_text("hello world\n" * 3)
+    (tmp_path / "two.txt").write_text("other words", encoding="utf-8")
+    corpus = (str(tmp_path / "one.txt"), str(tmp_path / "two.txt"))
+    drafter = make(encode, suffix_corpus=corpus, suffix_store=str(tmp_path / "store"))
+    text = [*encode("hello world\n" * 3), END, *encode("other words"), END]
+    assert drafter.store.index.tokens().tolist() == text
+    assert propose(drafter, sequence_of(encode("hello wo")), 3)[0] == encode("rld")
+    answer(drafter, [1, 2, 3])
+    drafter.close()
+    again = make(encode, suffix_corpus=corpus, suffix_store=str(tmp_path / "store"))
+    assert again.store.index.tokens().tolist() == [*text, 1, 2, 3, END]
+
+
+def test_a_corpus_that_cannot_be_read_is_refused_by_name(tmp_path):
+    missing = str(tmp_path / "missing.txt")
+    with pytest.raises(InvalidParameter, match=r"suffix_corpus.*missing\.txt"):
+        make(encode, suffix_corpus=(missing,))
+    with pytest.raises(InvalidParameter, match="suffix_corpus"):
+        make(encode, suffix_corpus=(str(tmp_path),))
+    with pytest.raises(InvalidParameter, match="tokenizer"):
+        make(None, suffix_corpus=(missing,))
+
+
+# -- in the engine -----------------------------------------------------------------------------------------------
+
+
+def test_it_is_in_the_table():
+    assert DRAFTERS["suffix"] is SuffixDrafter
+
+
+@pytest.mark.parametrize("num_blocks", [128, 14])
+def test_greedy_output_is_unchanged_and_comes_in_fewer_passes(num_blocks):
+    """At 14 blocks of 4 the four sequences preempt one another."""
+    prompts = {str(i): [1, 2, 3, 4, 5, 1, 2, 3 + i] for i in range(4)}
+    drafter = make()
+    choices = {name: Choice("suffix", 4) for name in prompts}
+    sequences, passes = run_engine([drafter], choices, prompts, num_blocks)
+    for name, prompt in prompts.items():
+        assert sequences[name].output_tokens == greedy_periodic(prompt, 24)
+    _, plain = run_engine([], {}, prompts, num_blocks)
+    assert passes < plain
+    assert sum(s.num_preemptions for s in sequences.values()) > 0 or num_blocks == 128
+    learned = drafter.store.index.tokens().tolist()
+    assert len(learned) == 4 * 25, "every answer once, whatever was preempted"
+    assert drafter.nbytes == drafter.store.nbytes
+    # Warm: the same questions again.
+    again, warm = run_engine([drafter], choices, prompts, num_blocks)
+    assert [again[name].output_tokens for name in prompts] == [sequences[name].output_tokens for name in prompts]
+    assert warm < passes or num_blocks != 128
+
+
+def test_sampled_output_with_a_seed_is_unchanged():
+    prompts = {str(i): [1, 2, 3, 4, 5, 1, 2, 3 + i] for i in range(4)}
+    sampling = {"seed": 5, "temperature": 1.5}
+    plain, _ = run_engine([], {}, prompts, **sampling)
+    drafted, _ = run_engine([make()], {name: Choice("suffix", 6) for name in prompts}, prompts, **sampling)
+    for name in prompts:
+        assert drafted[name].output_tokens == plain[name].output_tokens
+
+
+# -- costs -------------------------------------------------------------------------------------------------------
+
+
+def test_costs_do_not_grow_with_the_context():
+    """Measured under 50 µs a row and 2 µs a token; asserted ten times that, for a busy machine."""
+    noise = random.Random(0)
+    words = [[noise.randrange(49152) for _ in range(noise.randint(1, 4))] for _ in range(300)]
+    tokens = [token for _ in range(8000) for token in words[int(noise.paretovariate(0.7)) % 300]]
+    drafter, sequence = make(vocab_size=49152), sequence_of(tokens)
+    for number in range(20):
+        answer(drafter, tokens[500 * number :][:800], str(number))
+    started = time.perf_counter()
+    drafter.commit([Commit(sequence, 0, len(tokens), None)])
+    assert (time.perf_counter() - started) / len(tokens) < 20e-6
+    times = []
+    for token in tokens[:200]:
+        sequence.tokens.append(token)
+        drafter.commit([Commit(sequence, len(sequence.tokens) - 2, 1, None)])
+        started = time.perf_counter()
+        drafter._best_tree(sequence, 8)
+        times.append(time.perf_counter() - started)
+    assert sorted(times)[len(times) // 2] < 500e-6
