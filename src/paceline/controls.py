@@ -22,6 +22,7 @@ from paceline.verify import BadWords, Bias, Controls, Draws, MinTokens, Penaltie
 class _History:
     """Token counts of one sequence, brought up to date as it grows."""
 
+    sequence: Sequence
     in_prompt: Tensor  # (V,) bool
     counts: Tensor  # (V,) int32
     num_counted: int
@@ -30,7 +31,7 @@ class _History:
 class ControlsBuilder:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, sorted(eos_token_ids), device
-        self._composition: tuple[str, ...] = ()
+        self._composition: tuple[Sequence, ...] = ()
         self._controls = Controls()
         self._keys = self._ints([])
         self._histories: dict[str, _History] = {}
@@ -54,7 +55,7 @@ class ControlsBuilder:
         )
 
     def _compose(self, sequences: SequenceOf[Sequence]) -> None:
-        composition = tuple(sequence.key for sequence in sequences)
+        composition = tuple(sequences)  # sequences compare by identity: a request id may be used again
         if composition == self._composition:
             return
         self._composition = composition
@@ -99,11 +100,11 @@ class ControlsBuilder:
 
     def _history(self, sequence: Sequence) -> _History:
         history = self._histories.get(sequence.key)
-        if history is None:
+        if history is None or history.sequence is not sequence:
             in_prompt = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             in_prompt[self._ints(sequence.tokens[: sequence.num_prompt])] = True
             counts = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
-            history = self._histories[sequence.key] = _History(in_prompt, counts, sequence.num_prompt)
+            history = self._histories[sequence.key] = _History(sequence, in_prompt, counts, sequence.num_prompt)
         new = self._ints(sequence.tokens[history.num_counted :])
         history.counts.index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
         history.num_counted = len(sequence.tokens)
