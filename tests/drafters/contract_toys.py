@@ -1,0 +1,268 @@
+"""A toy world for the drafters' contract: a target that half repeats itself, and every method made for it.
+
+The target's next token depends on the last two tokens, with a whisper of the whole context *as read back through the
+cache*: lookup methods are often right and often wrong, and a slip of the cache changes the output.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.controls import ControlsBuilder
+from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.engine.engine import Engine
+from paceline.engine.policy import Choice
+from paceline.models.decoder import ModelOutput
+from paceline.models.kv_cache import KVSpec
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+from paceline.testing import context_logits, toy_config
+from paceline.verify import Nodes, probabilities, process
+
+VOCAB = 11
+
+
+@functools.lru_cache(None)
+def repeating(context, vocab_size=VOCAB):
+    pair = context_logits(context[-2:], vocab_size, "pair")
+    whole = context_logits(context, vocab_size, "whole")
+    return [a + 0.4 * b for a, b in zip(pair, whole, strict=True)]
+
+
+@functools.lru_cache(None)
+def imitating(context, vocab_size=VOCAB):
+    """A good drafter for `repeating`, but not a perfect one."""
+    noise = context_logits(context, vocab_size, "imitation")
+    return [a + 0.7 * b for a, b in zip(repeating(context, vocab_size), noise, strict=True)]
+
+
+@functools.lru_cache(None)
+def contrary(context, vocab_size=VOCAB):
+    return [-a for a in repeating(context, vocab_size)]
+
+
+class FunctionModel:
+    """Says what `logits_of(context, vocab_size)` says, the context read through the block tables it was given."""
+
+    def __init__(self, logits_of, config=None, num_layers=2):
+        self.logits_of, self.config = logits_of, config or toy_config(VOCAB)
+        self.kv_specs = (KVSpec(num_kv_heads=1, head_dim=1),) * num_layers
+        self.device, self.cache_dtype = torch.device("cpu"), torch.float64
+        self.rows_per_pass = []
+        self.fail_at = set()  # numbers of the passes that raise
+
+    def forward(self, tokens, plan, caches, logit_rows, taps=()):
+        self.rows_per_pass.append(len(tokens))
+        if len(self.rows_per_pass) in self.fail_at:
+            raise RuntimeError("the model stumbles")
+        written = plan.slots >= 0
+        slots = plan.slots[written].long()
+        for cache in caches:
+            cache.k[slots, 0, 0] = tokens[written].double()
+            cache.v[slots, 0, 0] = plan.positions[written].double()
+        contexts = read_contexts(plan, caches, logit_rows)
+        logits = [self.logits_of(context, self.config.vocab_size) for context in contexts]
+        return ModelOutput(torch.tensor(logits, dtype=torch.float32).view(len(contexts), self.config.vocab_size), None)
+
+
+def read_contexts(plan, caches, rows):
+    if not len(rows):
+        return []
+    length, prefix = plan.positions[rows, None] + 1, plan.prefix[rows, None]
+    assert plan.max_len > int(plan.positions.max())
+    at = torch.arange(int(length.max())).expand(len(rows), -1)
+    tables = plan.block_tables[plan.sequence[rows].long()]
+    slots = tables.gather(1, (at // plan.block_size).clamp_max(tables.shape[1] - 1)) * plan.block_size
+    slots = slots + at % plan.block_size
+    if plan.path.shape[1]:
+        slots = torch.where(
+            at < prefix, slots, plan.path[rows].gather(1, (at - prefix).clamp(0, plan.path.shape[1] - 1))
+        )
+    inside = at < length
+    assert bool((slots[inside] >= 0).all()), "a row reads a slot it does not own"
+    slots = torch.where(inside, slots, 0).long()
+    tokens = caches[0].k[slots, 0, 0]
+    for cache in caches:
+        assert torch.equal(cache.v[slots, 0, 0][inside], at[inside].double()), "positions are not in order"
+        assert torch.equal(cache.k[slots, 0, 0][inside], tokens[inside]), "layers disagree"
+    return [tuple(map(int, row[:n])) for row, n in zip(tokens.tolist(), length[:, 0].tolist(), strict=True)]
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(letter) - ord("a") for letter in text if letter != " "]
+
+    def decode(self, tokens):
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+    def incremental_decoder(self, skip_special_tokens):
+        return self
+
+    def push(self, token):
+        return self.decode([token])
+
+    def flush(self):
+        return ""
+
+
+def context_for(config, **options):
+    return DrafterContext(
+        config=config,
+        device=torch.device("cpu"),
+        speculation=SpeculationConfig(**options),
+        encode=Letters().encode,
+        token_texts=lambda token: Letters().decode([token]),
+    )
+
+
+# How each method of the table is made for a toy target. A method without an entry fails its whole contract.
+MAKERS = {
+    "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
+    "suffix": lambda config: DRAFTERS["suffix"](context_for(config)),
+    "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
+}
+
+
+def make_drafter(method, config=None):
+    assert method in MAKERS, f"method {method!r} is in DRAFTERS but contract_toys.MAKERS does not know how to make it"
+    return MAKERS[method](config or toy_config(VOCAB))
+
+
+class Choosing:
+    """A policy that learns nothing: `choose(sequence)` says it all."""
+
+    def plan(self, sequences, other_rows):
+        return [self.choose(sequence) for sequence in sequences]
+
+    def observe(self, report):
+        pass
+
+    def plain_seconds(self, num_sequences, sampled):
+        return None
+
+    def forget(self, sequence):
+        pass
+
+
+class ByRequest(Choosing):
+    """Method and budget by request id, or the same for everyone."""
+
+    def __init__(self, choices, default=None):
+        self.choices, self.default = choices, default or Choice()
+
+    def choose(self, sequence):
+        return self.choices.get(sequence.request_id, self.default)
+
+
+def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, **config):
+    """The first drafter drafts for everyone, unless a policy says otherwise."""
+    model = model or FunctionModel(repeating, toy_config(VOCAB, eos_token_ids=eos))
+    if policy is None and drafters:
+        policy = ByRequest({}, Choice(drafters[0].name, k))
+    defaults = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return Engine(
+        model,
+        EngineConfig(**{**defaults, **config}),
+        drafters=drafters,
+        policy=policy,
+        tokenizer=tokenizer or Letters(),
+    )
+
+
+def params(**options):
+    return SamplingParams(**options).resolve({})
+
+
+def prompt_of(which, length):
+    """Prompts of the same `which` share their beginning."""
+    return [(which * 5 + at * at * (1 + which)) % VOCAB for at in range(length)]
+
+
+def run(engine, requests, cancel=(), after_step=None):
+    """requests: (arrival step, id, prompt, params); cancel: (step, id). (sequences, step outputs) by request id."""
+    sequences, outputs = {}, {}
+    pending = sorted(requests, key=lambda request: request[0])
+    for step in itertools.count():
+        while pending and (pending[0][0] <= step or not engine.has_work):
+            _, name, prompt, wanted = pending.pop(0)
+            (sequences[name],) = engine.add_request(name, prompt, wanted)
+        for at, name in cancel:
+            if at == step:
+                engine.cancel(name)
+        if not engine.has_work and not pending:
+            return sequences, outputs
+        for output in engine.step():
+            outputs.setdefault(output.sequence.request_id, []).append(output)
+        engine.blocks.check(engine.scheduler.sequences())
+        if after_step is not None:
+            after_step(engine)
+        assert step < 5000, "the engine does not finish"
+    raise AssertionError("unreachable")
+
+
+def answers(engine, requests, **options):
+    return {name: sequence.output_tokens for name, sequence in run(engine, requests, **options)[0].items()}
+
+
+_PLAIN = {}  # many tests ask for the same answers
+
+
+def plain(requests, **options):
+    """What the same requests get one by one without any drafter, cache sharing or company."""
+    told = {}
+    for _, name, prompt, wanted in requests:
+        key = repr((prompt, wanted, options))
+        if key not in _PLAIN:
+            _PLAIN[key] = run(make_engine(prefix_caching=False, **options), [(0, name, prompt, wanted)])[0][name]
+        told[name] = _PLAIN[key]
+    return told
+
+
+def exercised(sequences):
+    """Both must have happened, else an identical output proves nothing."""
+    drafted = sum(sequence.stats.num_draft_tokens for sequence in sequences)
+    accepted = sum(sequence.stats.num_accepted_tokens for sequence in sequences)
+    return 0 < accepted < drafted
+
+
+def exact_joint(logits_of, vocab_size, prompt, wanted, length):
+    """Probability of every continuation of `length` tokens, one token after the other, without any engine."""
+    joint = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for said, mass in joint.items():
+            sequence = Sequence("x", prompt, wanted, max_len=1000)
+            sequence.tokens += said
+            controls = ControlsBuilder(vocab_size, frozenset(), torch.device("cpu")).controls([sequence])
+            logits = torch.tensor([logits_of(tuple(sequence.tokens), vocab_size)])
+            p = probabilities(process(logits, controls, Nodes.roots(1)).double())[0].tolist()
+            longer |= {(*said, token): mass * share for token, share in enumerate(p) if share > 0}
+        joint = longer
+    return joint
+
+
+def g_test(counts, expected):
+    """p-value of the observed counts; cells that expect fewer than 5 are taken together."""
+    total = sum(counts.values())
+    assert set(counts) <= set(expected), f"impossible outcomes: {set(counts) - set(expected)}"
+    cells, rest = [], [0.0, 0.0]
+    for outcome, mass in expected.items():
+        cell = [counts.get(outcome, 0), mass * total]
+        if cell[1] >= 5:
+            cells.append(cell)
+        else:
+            rest = [rest[0] + cell[0], rest[1] + cell[1]]
+    if rest[1] >= 5:
+        cells.append(rest)
+    else:  # too little to stand alone
+        cells[-1] = [cells[-1][0] + rest[0], cells[-1][1] + rest[1]]
+    observed, predicted = torch.tensor(cells, dtype=torch.float64).T
+    g = 2 * torch.special.xlogy(observed, observed / predicted).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2, dtype=torch.float64), g / 2))

@@ -1,0 +1,430 @@
+"""What every entry of the DRAFTERS table owes: speculation changes when tokens come, never which.
+
+A new method joins by being in the table; `contract_toys.MAKERS` says how it is made for the toy target.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.draft import Kind
+from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.engine.engine import Engine
+from paceline.engine.policy import Choice
+from paceline.models.decoder import ModelOutput
+from paceline.testing import toy_config
+from tests.drafters.contract_toys import (
+    MAKERS,
+    VOCAB,
+    ByRequest,
+    Choosing,
+    FunctionModel,
+    Letters,
+    answers,
+    exact_joint,
+    exercised,
+    g_test,
+    make_drafter,
+    make_engine,
+    params,
+    plain,
+    prompt_of,
+    repeating,
+    run,
+)
+
+METHODS = list(DRAFTERS)
+FALSE_ALARM = 1e-6  # of each statistical test
+
+
+def every(requests):
+    return [(0, str(i), prompt, wanted) for i, (prompt, wanted) in enumerate(requests)]
+
+
+def check(method, requests, *, k=4, drafter=None, **options):
+    """Speculative equals plain, token for token, and both accepts and rejects occurred. Returns the sequences."""
+    engine = make_engine([drafter or make_drafter(method)], k=k, **options)
+    sequences, outputs = run(engine, requests)
+    own = {name: value for name, value in options.items() if name in ("eos", "max_model_len")}
+    for name, alone in plain(requests, **own).items():
+        assert sequences[name].output_tokens == alone.output_tokens, name
+        assert sequences[name].finish_reason == alone.finish_reason
+        assert sequences[name].stop_reason == alone.stop_reason
+        assert sequences[name].text == alone.text
+        assert sequences[name].stats.num_committed_tokens == alone.num_output
+    assert engine.drafters.failures == 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    return sequences, outputs
+
+
+def test_every_method_can_be_made():
+    assert set(DRAFTERS) <= set(MAKERS), "give contract_toys.MAKERS an entry for every method of the table"
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_output_is_the_plain_one(method, k):
+    requests = every([(prompt_of(i, 3 + 4 * i), params(max_tokens=40)) for i in range(4)])
+    sequences, _ = check(method, requests, k=k)
+    assert exercised(sequences.values())
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_seed_gives_the_plain_output(method, k):
+    requests = every([(prompt_of(i, 9), params(max_tokens=40, temperature=0.7, seed=i)) for i in range(4)])
+    sequences, _ = check(method, requests, k=k)
+    assert exercised(sequences.values())
+
+
+WISHES = {
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 0.7},
+    "frequency": {"frequency_penalty": 0.4},
+    "bias": {"logit_bias": {3: 2.5, 4: -100, 0: 1.0}},
+    "bad_words": {"bad_words": ["cd", "e", "aba"]},
+    "min_tokens": {"min_tokens": 20},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.2},
+    "logprobs": {"logprobs": 4},
+    "all": {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "logit_bias": {2: 1.0},
+        "bad_words": ["ab"],
+        "min_tokens": 12,
+        "top_k": 6,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "logprobs": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("method", METHODS)
+def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(method, wish):
+    """`plain` decodes one token a pass, through the same parameters."""
+    samplings = [{}, {"temperature": 0.8, "seed": 5}, {"temperature": 0.5, "seed": 6}, {"temperature": 0.3, "seed": 7}]
+    wished = {"ignore_eos": "min_tokens" not in WISHES[wish], **WISHES[wish]}
+    requests = every([(prompt_of(i, 12), params(max_tokens=30, **wished, **s)) for i, s in enumerate(samplings * 2)])
+    sequences, _ = check(method, requests, eos=(7,))
+    if wish == "logprobs":
+        for name, alone in plain(requests, eos=(7,)).items():
+            assert sequences[name].logprobs == alone.logprobs
+    assert sum(sequence.stats.num_accepted_tokens for sequence in sequences.values()) > 0
+
+
+SAMPLED = {
+    "temperature": {"temperature": 2.5},
+    "filters": {"temperature": 3.0, "top_p": 0.9, "min_p": 0.1},
+    "penalties": {"temperature": 2.0, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {1: 0.7}},
+}
+
+
+@pytest.mark.parametrize("wish", SAMPLED)
+@pytest.mark.parametrize("method", METHODS)
+def test_unseeded_output_is_distributed_as_the_target_says(method, wish):
+    """The joint of five tokens (three steps at least) of many answers; a false alarm once in a million times."""
+    vocab, length, answered = 3, 5, 2000
+    prompt = [0, 1, 2, 0, 1, 2, 0, 1]
+    config = toy_config(vocab)
+    engine = make_engine(
+        [make_drafter(method, config)],
+        k=2,
+        model=FunctionModel(repeating, config),
+        num_blocks=600,
+        max_num_seqs=100,
+        max_num_batched_tokens=512,
+    )
+    wanted = params(max_tokens=length, **SAMPLED[wish])
+    sequences = [engine.add_request(str(i), prompt, wanted)[0] for i in range(answered)]
+    while engine.has_work:
+        engine.step()
+    assert engine.drafters.failures == 0
+    assert exercised(sequences)
+    exact = exact_joint(repeating, vocab, prompt, wanted, length)
+    said = collections.Counter(tuple(sequence.output_tokens) for sequence in sequences)
+    assert g_test(said, exact) > FALSE_ALARM
+    for first in range(length - 1):  # pairs gather a small bias in fewer cells
+        pairs, expected = collections.Counter(), collections.defaultdict(float)
+        for tokens, count in said.items():
+            pairs[tokens[first : first + 2]] += count
+        for tokens, mass in exact.items():
+            expected[tokens[first : first + 2]] += mass
+        assert g_test(pairs, expected) > FALSE_ALARM, first
+
+
+def test_the_distribution_test_would_notice_a_bias():
+    """0.06 of total variation, moved from the likeliest pair of tokens to the next."""
+    exact = exact_joint(repeating, 3, [0, 1, 2, 0, 1, 2, 0, 1], params(temperature=2.5), 2)
+    first, second, *_ = sorted(exact, key=exact.get, reverse=True)
+    biased = {**exact, first: exact[first] - 0.06, second: exact[second] + 0.06}
+    counts = {outcome: round(2000 * mass) for outcome, mass in biased.items()}
+    assert g_test(counts, exact) < FALSE_ALARM
+
+
+def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row():
+    choices = {f"{method} {k}": Choice(method, k) for method in METHODS for k in (1, 5)}
+    engine = make_engine([make_drafter(method) for method in METHODS], policy=ByRequest(choices), max_num_seqs=16)
+    requests = []
+    for i, name in enumerate(["plain", *choices]):
+        sampling = {"temperature": 0.7, "seed": i} if i % 2 else {}
+        requests.append((i % 3, name, prompt_of(i, 6 + i), params(max_tokens=30, **sampling)))
+    sequences, _ = run(engine, requests)
+    for name, alone in plain(requests).items():
+        assert sequences[name].output_tokens == alone.output_tokens, name
+    assert sequences["plain"].stats.num_drafts == 0
+    for method in METHODS:
+        assert exercised([sequences[f"{method} 5"], sequences[f"{method} 1"]]), method
+    assert engine.drafters.failures == 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 12),  # arrival
+            st.integers(0, 2),  # which shared beginning
+            st.integers(1, 24),  # prompt length
+            st.integers(1, 25),  # max_tokens
+            st.sampled_from([None, 5, 9]),  # seed; None is greedy
+            st.integers(0, 60),  # cancelled at this step, if under 20
+            st.sampled_from(["none", *METHODS]),
+            st.integers(1, 6),  # budget
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(13, 40),  # blocks: two of the longest sequences never fit together at the low end
+    st.integers(4, 40),  # tokens per step
+    st.booleans(),
+)
+def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(wanted, num_blocks, step_tokens, caching):
+    engine = make_engine(
+        [make_drafter(method) for method in METHODS],
+        policy=ByRequest({str(i): Choice(method, k) for i, (*_, method, k) in enumerate(wanted) if method != "none"}),
+        num_blocks=num_blocks,
+        max_num_seqs=4,
+        max_num_batched_tokens=step_tokens,
+        prefix_caching=caching,
+    )
+    requests, cancel = [], []
+    for i, (arrival, which, length, max_tokens, seed, cancelled, _, _) in enumerate(wanted):
+        sampling = params(max_tokens=max_tokens, **({} if seed is None else {"seed": seed, "temperature": 0.8}))
+        requests.append((arrival, str(i), prompt_of(which, length), sampling))
+        if cancelled < 20:
+            cancel.append((cancelled, str(i)))
+    sequences, _ = run(engine, requests, cancel)
+    for name, alone in plain(requests).items():
+        told = sequences[name].output_tokens
+        assert told == (
+            alone.output_tokens[: len(told)] if sequences[name].finish_reason == "abort" else alone.output_tokens
+        )
+    assert engine.blocks.num_free == num_blocks
+    assert engine.drafters.failures == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_preemption_in_mid_draft_loses_nothing(method):
+    requests = every([(prompt_of(i, 6), params(max_tokens=26)) for i in range(4)])
+    sequences, _ = check(method, requests, num_blocks=12, max_num_seqs=4)
+    assert sum(sequence.num_preemptions for sequence in sequences.values()) > 0
+    assert exercised(sequences.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cancelling_in_mid_draft_frees_everything_and_disturbs_nobody(method):
+    requests = every([(prompt_of(i, 9), params(max_tokens=30)) for i in range(3)])
+    for step in range(1, 9):
+        engine = make_engine([make_drafter(method)])
+        told = answers(engine, requests, cancel=[(step, "1")])
+        alone = plain(requests)
+        assert told["0"] == alone["0"].output_tokens
+        assert told["2"] == alone["2"].output_tokens
+        assert told["1"] == alone["1"].output_tokens[: len(told["1"])]
+        assert engine.blocks.num_free == engine.blocks.num_blocks
+        again, _ = run(engine, requests)  # the same names anew
+        assert {name: sequence.output_tokens for name, sequence in again.items()} == {
+            name: sequence.output_tokens for name, sequence in alone.items()
+        }
+        assert engine.drafters.failures == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prefix_hit_changes_nothing(method):
+    engine = make_engine([make_drafter(method)])
+    asked = {"first": prompt_of(0, 22), "longer": prompt_of(0, 30), "same": prompt_of(0, 22), "other": prompt_of(1, 9)}
+    for name, prompt in asked.items():
+        for sampling in ({}, {"temperature": 0.7, "seed": 3}):
+            request = (0, name, prompt, params(max_tokens=20, **sampling))
+            sequence = run(engine, [request])[0][name]
+            assert sequence.output_tokens == plain([request])[name].output_tokens
+            assert (sequence.num_cached_prompt > 0) == (name in ("longer", "same") or bool(sampling))
+    assert engine.drafters.failures == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_token_inside_an_accepted_run_ends_the_answer_there(method):
+    inside = 0
+    for stop in range(VOCAB):
+        for which, wish in ((0, {"stop_token_ids": [stop]}), (2, {"stop_token_ids": [stop], "min_tokens": 15})):
+            requests = every([(prompt_of(which, 12), params(max_tokens=40, **wish))])
+            sequences, outputs = check(method, requests, k=6)
+            inside += sequences["0"].stop_reason == stop and outputs["0"][-1].kinds[-1] == Kind.DRAFTED
+    assert inside > 0, "no stop token was ever drafted"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_eos_inside_an_accepted_run_ends_the_answer_there(method):
+    inside = 0
+    for eos in range(VOCAB):
+        for ignore in (False, True):
+            requests = every([(prompt_of(0, 12), params(max_tokens=40, ignore_eos=ignore))])
+            sequences, outputs = check(method, requests, k=6, eos=(eos,))
+            inside += sequences["0"].finish_reason == "stop" and outputs["0"][-1].kinds[-1] == Kind.DRAFTED
+    assert inside > 0, "EOS was never drafted"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_string_inside_an_accepted_run_ends_the_text_there(method):
+    request = (prompt_of(0, 12), params(max_tokens=40))
+    text = Letters().decode(plain(every([request]))["0"].output_tokens)
+    for first in range(0, 30, 3):
+        for include in (False, True):
+            wish = {"stop": [text[first : first + 3], "zz"], "include_stop_str_in_output": include}
+            sequences, _ = check(method, every([(request[0], params(max_tokens=40, **wish))]), k=6)
+            assert sequences["0"].finish_reason == "stop"
+            assert sequences["0"].text == text[: text.index(wish["stop"][0]) + 3 * include]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_remainder_of_max_tokens_is_met_exactly(method):
+    for max_tokens in range(1, 16):
+        sequences, _ = check(method, every([(prompt_of(0, 12), params(max_tokens=max_tokens))]), k=5)
+        assert sequences["0"].num_output == max_tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_full_context_ends_the_answer(method):
+    for length in range(25, 31):
+        sequences, _ = check(method, every([(prompt_of(0, 9), params())]), k=6, max_model_len=length)
+        assert len(sequences["0"].tokens) == length
+        assert sequences["0"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_of_one_token(method):
+    check(method, every([([token], params(max_tokens=20)) for token in range(4)]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_drafter_that_raises_now_and_then_costs_speculation_never_the_answer(method):
+    drafter, calls, chance = make_drafter(method), [0, 0], random.Random(1)
+    propose = drafter.propose
+
+    def unreliable(rows):
+        calls[0] += 1
+        before = chance.random() < 0.2
+        if before:
+            calls[1] += 1
+            raise RuntimeError("no ideas")
+        draft = propose(rows)
+        if chance.random() < 0.2:  # all its work is done, and lost
+            calls[1] += 1
+            raise RuntimeError("forgot what it wanted to say")
+        return draft
+
+    drafter.propose = unreliable
+    requests = every([(prompt_of(i, 9), params(max_tokens=40)) for i in range(3)])
+    engine = make_engine([drafter])
+    sequences, _ = run(engine, requests)
+    for name, alone in plain(requests).items():
+        assert sequences[name].output_tokens == alone.output_tokens
+    assert engine.drafters.failures == calls[1] > 0
+    assert exercised(sequences.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_without_speculation_in_between_change_nothing(method):
+    class NowAndThen(Choosing):
+        def __init__(self):
+            self.chance = random.Random(3)
+
+        def choose(self, sequence):
+            return Choice(method, self.chance.randint(1, 5)) if self.chance.random() < 0.4 else Choice()
+
+    requests = every([(prompt_of(i, 20), params(max_tokens=40)) for i in range(3)])
+    sequences, _ = check(method, requests, policy=NowAndThen())
+    assert exercised(sequences.values())
+
+
+class Stumbling:
+    """A real model as its own drafter, wrong at every fourth position."""
+
+    def __init__(self, model):
+        self.model = model
+        self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
+        self.cache_dtype = model.cache_dtype
+
+    def forward(self, tokens, plan, caches, logit_rows, taps=()):
+        logits = self.model.forward(tokens, plan, caches, logit_rows).logits
+        wrong = plan.positions[logit_rows] % 4 == 3
+        return ModelOutput(torch.where(wrong[:, None], -logits, logits), None)
+
+
+def make_real(method, llm):
+    if method == "draft-model":  # loading another one takes seconds; the table's way is tested on tiny models
+        return DraftModelDrafter(Stumbling(llm.loaded.decoder))
+    return DRAFTERS[method](
+        DrafterContext(
+            config=llm.config,
+            device=llm.loaded.decoder.device,
+            speculation=SpeculationConfig(method=method),
+            encode=llm.tokenizer.encode,
+            token_texts=llm.tokenizer.token_text,
+        )
+    )
+
+
+REAL = (
+    ("Repeat after me: one two three four. one two three four. one two", {}),
+    ("The list of colours is red, green, blue. Again, the list of colours is", {"temperature": 0.6, "seed": 11}),
+    ("def add(a, b):\n    return a + b\n\ndef add3(a, b, c):\n    return", {"repetition_penalty": 1.1}),
+)
+
+
+@pytest.fixture(scope="module")
+def real_answers(smollm2):
+    requests = [
+        (0, str(i), smollm2.tokenizer.encode(text), params(max_tokens=20, **wish))
+        for i, (text, wish) in enumerate(REAL)
+    ]
+    engine = Engine(smollm2.loaded.decoder, EngineConfig(num_blocks=64), tokenizer=smollm2.tokenizer)
+    return requests, answers(engine, requests)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_real_model_says_the_same(method, smollm2, real_answers):
+    requests, expected = real_answers
+    engine = Engine(
+        smollm2.loaded.decoder,
+        EngineConfig(num_blocks=64),
+        tokenizer=smollm2.tokenizer,
+        drafters=[make_real(method, smollm2)],
+        policy=ByRequest({"2": Choice(method, 6)}, Choice(method, 3)),
+    )
+    sequences, _ = run(engine, requests)
+    assert {name: sequence.output_tokens for name, sequence in sequences.items()} == expected
+    assert exercised(sequences.values())
+    assert engine.drafters.failures == 0
