@@ -19,7 +19,7 @@ SOURCE = Path(paceline.__file__).parent
 RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
-        *("tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
+        *("tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab", "speculative_config"),
     },
     {"models", "verify"},
     {"controls"},

@@ -53,8 +53,8 @@ REFUSED = [
     ("logprobs", MAX_LOGPROBS + 1),
     ("include_stop_str_in_output", "yes"),
     ("skip_special_tokens", None),
-    ("speculation", "ngram"),
-    ("speculation", {"method": "ngram"}),
+    ("speculation", 3),
+    ("speculation", {"speed": 9}),
 ]
 
 
@@ -73,7 +73,7 @@ def test_values_out_of_range_are_refused_by_name(field, value):
         ("logprobs", 21, "between 0 and 20"),
         ("max_tokens", 0, "at least 1"),
         ("top_k", -2, "0 or -1 for off"),
-        ("speculation", "medusa", '"none"'),
+        ("speculation", {"method": "ngram", "k": 0}, "64"),
     ],
 )
 def test_a_refusal_says_what_is_allowed(field, value, says):

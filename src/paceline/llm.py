@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import machine
-from paceline.config import EngineConfig
-from paceline.drafters import method_names
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.drafters import DRAFTERS, NONE, Drafter, DrafterContext, method_names
 from paceline.engine.engine import Engine
+from paceline.engine.policy import AUTO, AdaptivePolicy
+from paceline.engine.policy_memory import PolicyMemory
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as Answer
+from paceline.speculative_config import read as read_speculative_config
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -30,7 +35,12 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
-        method: str = "none",
+        method: str = "auto",
+        k: int | None = None,
+        draft_model: str | None = None,
+        suffix_corpus: Sequence[str] = (),
+        suffix_store: str | None = None,
+        speculative_config: str | Mapping[str, Any] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -39,8 +49,12 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
-        if method not in method_names():
-            raise InvalidParameter("method", f"{method!r} is not one of {', '.join(method_names())}")
+        speculation = SpeculationConfig(
+            method=method, k=k, draft_model=draft_model, suffix_corpus=tuple(suffix_corpus), suffix_store=suffix_store
+        )
+        if speculative_config is not None:
+            speculation = read_speculative_config(speculative_config, speculation)
+        _check_method(speculation)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -48,14 +62,43 @@ class LLM:
             kv_cache_bytes=kv_cache_bytes,
             prefix_caching=prefix_caching,
         )
-        self.name, self.method = model, method
+        self.name, self.method, self.speculation = model, speculation.method, speculation
         self.note = machine.guard_amx(cache_home())  # for the user: what had to be worked around
-        self.loaded: LoadedModel = load_model(resolve(model, progress), dtype=dtype, device=device, threads=threads)
+        path = resolve(model, progress)
+        self.loaded: LoadedModel = load_model(path, dtype=dtype, device=device, threads=threads)
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
-        self.engine = Engine(self.loaded.decoder, config, tokenizer=self.tokenizer)
+        drafters = self._drafters()
+        self._policy = AdaptivePolicy(drafters, speculation.method, speculation.k)
+        self._memory = PolicyMemory(path, self.loaded, self.kernels_name)
+        self._memory.load(self._policy)
+        self.engine = Engine(
+            self.loaded.decoder, config, tokenizer=self.tokenizer, drafters=drafters, policy=self._policy
+        )
         self.max_model_len = self.engine.max_model_len
         self.load_s = time.perf_counter() - started
         self._request_ids = map(str, itertools.count())
+        atexit.register(_close_if_alive, weakref.ref(self))
+
+    def _drafters(self) -> list[Drafter]:
+        """Every method that may be asked for: requests can choose their own even where the engine's is another."""
+        wanted = self.speculation
+        context = DrafterContext(
+            self.config,
+            self.loaded.decoder.device,
+            wanted,
+            encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
+            token_texts=self.tokenizer.token_text,
+        )
+        if wanted.method == NONE:
+            return []
+        needs_model = {"draft-model"} if wanted.draft_model is None else set()
+        return [make(context) for name, make in DRAFTERS.items() if name not in needs_model]
+
+    def close(self) -> None:
+        """Keep what was learnt for the next run. Called at exit as well; harmless to call twice."""
+        self._memory.save(self._policy)
+        for drafter in self.engine.drafters.drafters:
+            drafter.close()
 
     @property
     def dtype_name(self) -> str:
@@ -207,6 +250,14 @@ def _completion(answer: Answer, llm: LLM) -> CompletionOutput:
     )
 
 
+def _check_method(speculation: SpeculationConfig) -> None:
+    known = (*method_names(), AUTO)
+    if speculation.method not in known:
+        raise InvalidParameter("method", f"{speculation.method!r} is not one of {', '.join(known)}")
+    if speculation.method == "draft-model" and speculation.draft_model is None:
+        raise InvalidParameter("draft_model", "method draft-model needs one; name a model with the same vocabulary")
+
+
 def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
@@ -217,3 +268,9 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if len(params) != count:
         raise InvalidParameter("params", f"{len(params)} sampling parameters for {count} prompts; give one or as many")
     return list(params)
+
+
+def _close_if_alive(reference: weakref.ref[LLM]) -> None:
+    llm = reference()
+    if llm is not None:
+        llm.close()

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.config import MAX_K
 from paceline.errors import InvalidParameter
 
 MAX_LOGPROBS = 20
@@ -219,7 +220,20 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
     }
 
 
-def _speculation(value: Any) -> str | None:
-    if value not in (None, "none"):
-        raise InvalidParameter("speculation", f'{value!r} does not exist; use "none", or leave it out')
-    return "none" if value == "none" else None
+def _speculation(value: Any) -> str | dict[str, Any] | None:
+    """A method's name, or {"method": ..., "k": ...}; which methods there are, the engine knows."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidParameter("speculation", f'must be a method or {{"method": ..., "k": ...}}, got {value!r}')
+    for key in value:
+        if key not in ("method", "k"):
+            raise InvalidParameter("speculation", f"{key!r} is not understood; it takes method and k")
+    chosen = dict(value)
+    if "method" in chosen and not isinstance(chosen["method"], str):
+        raise InvalidParameter("speculation", f"method must be a name, got {chosen['method']!r}")
+    if chosen.get("k") == "auto":
+        chosen["k"] = None
+    if chosen.get("k") is not None:
+        chosen["k"] = _integer("speculation", chosen["k"], 1, MAX_K)
+    return chosen

@@ -28,7 +28,6 @@ from paceline.draft import Draft
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
 
-
 LEARNED = 6  # evidence of a trained drafter: it always has an opinion, and mostly a good one
 
 
@@ -98,6 +97,9 @@ class Drafter(Protocol):
     def lag(self, sequence: Sequence) -> int:
         """Tokens it has to read before it can draft."""
 
+    def close(self) -> None:
+        """The engine is done: keep what is worth keeping."""
+
 
 class HostDrafter:
     """What a drafter without taps and K/V of its own leaves empty."""
@@ -127,6 +129,9 @@ class HostDrafter:
 
     def lag(self, sequence: Sequence) -> int:
         return 0
+
+    def close(self) -> None:
+        pass
 
     def release(self, sequence: Sequence) -> None:
         pass

@@ -136,6 +136,9 @@ class DraftModelDrafter:
     def guess(self, sequence: Sequence, count: int) -> list[int]:
         return []  # it would take passes of its own
 
+    def close(self) -> None:
+        pass
+
     def lag(self, sequence: Sequence) -> int:
         """Tokens it has to read before it can draft for the sequence: 1 or 2 while it drafts every step."""
         return len(self._missing(sequence))

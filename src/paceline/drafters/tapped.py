@@ -110,5 +110,8 @@ class TappedDrafter:
     def lag(self, sequence: Sequence) -> int:
         return len(self._states[sequence.key].ring)
 
+    def close(self) -> None:
+        pass
+
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence.key, None)

@@ -1,0 +1,67 @@
+"""What the policy learnt, kept between runs in the cache folder, so that a one-shot command does not start cold.
+
+One file per model, device, dtype, kernels and number of threads: costs do not carry over. Losing it costs speed for a
+moment and nothing else, so a file that cannot be read or written is not worth an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.engine.policy import AdaptivePolicy
+from paceline.errors import CacheFolderError
+from paceline.models.hub import cache_home
+from paceline.models.runtime import LoadedModel
+
+log = logging.getLogger("paceline")
+FORMAT = 1
+
+
+class PolicyMemory:
+    def __init__(self, model: Path, loaded: LoadedModel, kernels: str) -> None:
+        setting = [
+            str(model.resolve()),
+            str(loaded.decoder.device),
+            str(loaded.dtype),
+            kernels,
+            torch.get_num_threads(),
+        ]
+        name = hashlib.blake2b(json.dumps(setting).encode(), digest_size=8).hexdigest()
+        self._setting, self._name = setting, f"{name}.json"
+
+    def load(self, policy: AdaptivePolicy) -> None:
+        try:
+            stored = json.loads(self._path().read_text())
+            if stored["format"] == FORMAT and stored["setting"] == self._setting:
+                policy.load(stored["state"])
+        except FileNotFoundError:
+            pass
+        except (OSError, CacheFolderError, ValueError, KeyError, TypeError) as problem:
+            log.debug("nothing remembered of earlier runs: %r", problem)
+
+    def save(self, policy: AdaptivePolicy) -> None:
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "setting": self._setting,
+            "saved": time.time(),
+            "state": policy.state(),
+        }
+        try:
+            path = self._path()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staging = path.with_suffix(f".{os.getpid()}.tmp")
+            staging.write_text(json.dumps(body))
+            staging.replace(path)
+        except (OSError, CacheFolderError) as problem:
+            log.debug("what was learnt could not be kept: %r", problem)
+
+    def _path(self) -> Path:
+        return cache_home() / "policy" / self._name
