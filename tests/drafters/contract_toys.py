@@ -60,6 +60,7 @@ class FunctionModel:
         self.rows_per_pass.append(len(tokens))
         if len(self.rows_per_pass) in self.fail_at:
             raise RuntimeError("the model stumbles")
+        assert int(plan.positions.max()) < min(plan.max_len, self.config.max_positions)
         written = plan.slots >= 0
         slots = plan.slots[written].long()
         for cache in caches:
@@ -74,7 +75,6 @@ def read_contexts(plan, caches, rows):
     if not len(rows):
         return []
     length, prefix = plan.positions[rows, None] + 1, plan.prefix[rows, None]
-    assert plan.max_len > int(plan.positions.max())
     at = torch.arange(int(length.max())).expand(len(rows), -1)
     tables = plan.block_tables[plan.sequence[rows].long()]
     slots = tables.gather(1, (at // plan.block_size).clamp_max(tables.shape[1] - 1)) * plan.block_size

@@ -115,9 +115,9 @@ WISHES = {
 @pytest.mark.parametrize("method", METHODS)
 def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(method, wish):
     """`plain` decodes one token a pass, through the same parameters."""
-    samplings = [{}, {"temperature": 0.8, "seed": 5}, {"temperature": 0.5, "seed": 6}, {"temperature": 0.3, "seed": 7}]
+    samplings = [{}, {"temperature": 0.8, "seed": 5}, {}, {"temperature": 0.4, "seed": 7}]
     wished = {"ignore_eos": "min_tokens" not in WISHES[wish], **WISHES[wish]}
-    requests = every([(prompt_of(i, 12), params(max_tokens=30, **wished, **s)) for i, s in enumerate(samplings * 2)])
+    requests = every([(prompt_of(i, 12), params(max_tokens=26, **wished, **s)) for i, s in enumerate(samplings)])
     sequences, _ = check(method, requests, eos=(7,))
     if wish == "logprobs":
         for name, alone in plain(requests, eos=(7,)).items():
@@ -127,8 +127,14 @@ def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(me
 
 SAMPLED = {
     "temperature": {"temperature": 2.5},
-    "filters": {"temperature": 3.0, "top_p": 0.9, "min_p": 0.1},
-    "penalties": {"temperature": 2.0, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {1: 0.7}},
+    "all": {
+        "temperature": 2.0,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.5,
+        "logit_bias": {1: 0.7},
+    },
 }
 
 
@@ -136,7 +142,7 @@ SAMPLED = {
 @pytest.mark.parametrize("method", METHODS)
 def test_unseeded_output_is_distributed_as_the_target_says(method, wish):
     """The joint of five tokens (three steps at least) of many answers; a false alarm once in a million times."""
-    vocab, length, answered = 3, 5, 2000
+    vocab, length, answered = 3, 5, 1500
     prompt = [0, 1, 2, 0, 1, 2, 0, 1]
     config = toy_config(vocab)
     engine = make_engine(
@@ -166,11 +172,11 @@ def test_unseeded_output_is_distributed_as_the_target_says(method, wish):
 
 
 def test_the_distribution_test_would_notice_a_bias():
-    """0.06 of total variation, moved from the likeliest pair of tokens to the next."""
+    """0.08 of total variation, moved from the likeliest pair of tokens to the next."""
     exact = exact_joint(repeating, 3, [0, 1, 2, 0, 1, 2, 0, 1], params(temperature=2.5), 2)
     first, second, *_ = sorted(exact, key=exact.get, reverse=True)
-    biased = {**exact, first: exact[first] - 0.06, second: exact[second] + 0.06}
-    counts = {outcome: round(2000 * mass) for outcome, mass in biased.items()}
+    biased = {**exact, first: exact[first] - 0.08, second: exact[second] + 0.08}
+    counts = {outcome: round(1500 * mass) for outcome, mass in biased.items()}
     assert g_test(counts, exact) < FALSE_ALARM
 
 

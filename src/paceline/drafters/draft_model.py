@@ -29,7 +29,7 @@ from paceline.models.plan import PassPlan
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
-from paceline.verify import Nodes, draw, probabilities, process
+from paceline.verify import Nodes, draw, pick_weighted, probabilities, process
 
 CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps
 
@@ -159,7 +159,7 @@ class DraftModelDrafter:
             drawn = draw(processed, replace(draws, coins=None), nodes)
             if (at := draws.coins) is not None:
                 q = probabilities(processed[at])
-                drawn[at] = sample(q, coin(Lane.DRAFT, draws.key[at], draws.committed[at], nodes.node[at]))
+                drawn[at] = pick_weighted(q, coin(Lane.DRAFT, draws.key[at], draws.committed[at], nodes.node[at]))
                 chains.probs.append(q)
                 chains.drawn += [(row, depth) for row in at.tolist()]
             chains.tokens[:active, depth] = drawn
@@ -276,14 +276,6 @@ class DraftModelDrafter:
 
     def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._model.device)
-
-
-def sample(probs: Tensor, coins: Tensor) -> Tensor:
-    """(R,) the token whose stretch of the cumulative q (R, V) holds the coin; never one of probability 0."""
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    point = torch.minimum(coins * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
 
 
 def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:
