@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow, suffix_index
 from paceline.drafters.suffix import SuffixDrafter
-from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, SuffixIndex, pack
+from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
 from paceline.drafters.suffix_store import SuffixStore
-from paceline.drafters.suffix_tree import THRESHOLD, allowance, best_tree, longest_match
+from paceline.drafters.suffix_tree import THRESHOLD, Lookup, allowance, best_tree, longest_match
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
@@ -116,6 +116,10 @@ def naive_best(structures, tokens, budget):
     return best
 
 
+def lookups(tokens, *indexes):
+    return [Lookup(index, Context(tokens)) for index in indexes]
+
+
 def paths_of(tree):
     paths = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
@@ -130,14 +134,14 @@ def test_the_best_tree_is_the_one_a_naive_count_finds(tokens, past, budget):
     local.extend(tokens)
     for text in past:
         store.extend([*text, END])
-    tree = best_tree([local, store], pack(tokens), budget)
+    tree = best_tree(lookups(tokens, local, store), budget)
     structures = [tokens, [token for text in past for token in [*text, END]]]
     score, match = naive_best(structures, tokens, budget)
     assert (tree.score, tree.match) == (pytest.approx(score), match)
     assert len(tree.tokens) <= budget
     assert len({tuple(path) for path in paths_of(tree)}) == len(tree.tokens), "siblings differ"
     matches = [common_suffix(text, at, tokens) for text in structures for at in range(1, len(text))]
-    assert longest_match([local, store], pack(tokens)) == max(matches, default=0)
+    assert longest_match(lookups(tokens, local, store)) == max(matches, default=0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -145,7 +149,7 @@ def test_the_best_tree_is_the_one_a_naive_count_finds(tokens, past, budget):
 def test_a_tree_expects_what_the_occurrences_say(tokens, budget):
     index = SuffixIndex()
     index.extend(tokens)
-    tree = best_tree([index], pack(tokens), budget)
+    tree = best_tree(lookups(tokens, index), budget)
     if tree.tokens:
         starts = [at for at, length in naive_occurrences(tokens, tokens).items() if length >= tree.match]
         shares = [votes(tokens, starts, path) / len(starts) for path in paths_of(tree)]
@@ -158,7 +162,7 @@ def test_it_branches_where_the_evidence_does():
     index = SuffixIndex()
     tokens = [1, 2, 3, 5, 6, 1, 2, 3, 5, 7, 1, 2, 3, 8, 9, 1, 2, 3]
     index.extend(tokens)
-    tree = best_tree([index], pack(tokens), 4)
+    tree = best_tree(lookups(tokens, index), 4)
     assert (tree.match, tree.score) == (3, pytest.approx((2 + 1 + 1) / 3))
     assert tree.tokens == [5, 8, 7]
     assert tree.parents == [-1, -1, 0], "a match of 3 allows three nodes; of equals the shallow and the recent first"
@@ -201,7 +205,9 @@ def test_a_full_ring_forgets_the_oldest_and_finds_the_rest(tokens, sizes):
         assert index.tokens().tolist() == seen[-64:]
         assert index.tokens(5).tolist() == seen[-5:]
         for level, n in enumerate(LEVELS):
-            for match, position in index.occurrences(level, pack(seen)):
+            matches = {}
+            for position in index.occurrences(level, Context(seen), matches):
+                match = matches[position]
                 start = position - DEPTH  # the text begins at position DEPTH
                 assert match >= n
                 assert match == common_suffix(seen, start, seen)
@@ -218,7 +224,7 @@ def test_positions_start_again_before_they_overflow(monkeypatch):
         index.extend(tokens[first : first + 7])
         assert index.tokens(40).tolist() == tokens[: first + 7][-40:]
         assert index.end < 400
-    assert index.occurrences(LEVELS.index(1), pack(tokens))
+    assert index.occurrences(LEVELS.index(1), Context(tokens), {})
 
 
 # -- the drafter -------------------------------------------------------------------------------------------------

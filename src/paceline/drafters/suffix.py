@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from paceline.draft import Draft
 from paceline.drafters.base import Commit, DrafterContext, DraftRow, HostDrafter
-from paceline.drafters.suffix_index import MIN_ROWS, SuffixIndex, pack
+from paceline.drafters.suffix_index import MIN_ROWS, Context, SuffixIndex
 from paceline.drafters.suffix_store import SuffixStore
-from paceline.drafters.suffix_tree import Tree, best_tree, longest_match
+from paceline.drafters.suffix_tree import Lookup, Tree, best_tree, longest_match
 from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
@@ -29,6 +29,8 @@ class _State:
     index: SuffixIndex | None  # None: there was no memory left for it
     indexed: int = 0  # tokens taken in
     match: int = 0  # of the last proposal
+    lookups: list[Lookup] = field(default_factory=list)
+    looked_up: tuple[int, int] = (-1, -1)  # at how many tokens and at which version of the store
 
 
 class SuffixDrafter(HostDrafter):
@@ -77,8 +79,7 @@ class SuffixDrafter(HostDrafter):
 
     def evidence(self, sequence: Sequence) -> int:
         """The longest match there is for the tokens committed by now; a proposal may rest on a shorter one."""
-        state = self._caught_up(sequence, len(sequence.tokens))
-        return longest_match(self._indexes(state), pack(sequence.tokens))
+        return longest_match(self._lookups(sequence))
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
         return self._best_tree(sequence, count).best_path()
@@ -109,11 +110,18 @@ class SuffixDrafter(HostDrafter):
             log.warning("the suffix store was not saved: %s", problem)
 
     def _best_tree(self, sequence: Sequence, budget: int) -> Tree:
-        state = self._caught_up(sequence, len(sequence.tokens))
-        return best_tree(self._indexes(state), pack(sequence.tokens), budget)
+        return best_tree(self._lookups(sequence), budget)
 
-    def _indexes(self, state: _State) -> list[SuffixIndex]:
-        return [index for index in (state.index, self.store.index) if index is not None]
+    def _lookups(self, sequence: Sequence) -> list[Lookup]:
+        """In the sequence's own text and in the store; looked up once for whoever asks before the next token."""
+        state = self._caught_up(sequence, len(sequence.tokens))
+        now = state.indexed, self.store.version
+        if state.looked_up != now:
+            context = Context(sequence.tokens)
+            indexes = (state.index, self.store.index)
+            state.lookups = [Lookup(index, context) for index in indexes if index is not None]
+            state.looked_up = now
+        return state.lookups
 
     def _caught_up(self, sequence: Sequence, end: int) -> _State:
         """The sequence's state with tokens[:end] indexed."""

@@ -4,14 +4,10 @@ The text is a ring: when it is full the oldest tokens give way, one by one. Besi
 for each n of `LEVELS` a table of heads (hash of n tokens -> where its most recent continuation begins) and, for each
 position, the previous position with the same hash. Hashes may collide; a position counts only once the tokens before it
 have been compared. `END` separates texts and is never proposed.
-
-The tokens before a position are compared as one integer of 32 bits a token, the newest on top: the highest bit in which
-two of them differ tells how many tokens agree.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Sequence as SequenceOf
 
@@ -19,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 DEPTH = 24  # longest match told apart
-LEVELS = (8, 4, 2, 1)  # match lengths that have chains of their own
-LIMIT = 16  # most recent occurrences looked at for each level
+LEVELS = (5, 2, 1)  # match lengths that have chains of their own
+LIMIT = 8  # most recent occurrences looked at for each level
 END = -1  # after the last token of a text
 MIN_ROWS = 64
 
 _PRIME = 1_858_537_381  # hashes are packed tokens modulo this; below 2**31, so that products fit 64 bits
 _BASE = (1 << 32) % _PRIME
-_ABSENT = 0xFFFFFFFE  # before the beginning of a pattern: equal to no token and not to END
+_STRANGER = -2  # equal to no token and not to END
 _BULK = 48  # more new tokens than this are worth numpy's overhead
 _CHUNK = 16_384  # tokens indexed at once, which bounds what is needed meanwhile
 _LAST_POSITION = (1 << 31) - (1 << 27)  # positions are 32-bit; past this the ring is numbered afresh
@@ -34,11 +30,18 @@ _LAST_POSITION = (1 << 31) - (1 << 27)  # positions are 32-bit; past this the ri
 Ints = npt.NDArray[np.int32]
 
 
-def pack(tokens: SequenceOf[int]) -> int:
-    """The last `DEPTH` tokens as one integer, the newest on top."""
-    tail = array("I", tokens[-DEPTH:])
-    absent = array("I", [_ABSENT]) * (DEPTH - len(tail))
-    return int.from_bytes(absent.tobytes() + tail.tobytes(), sys.byteorder)
+class Context:
+    """The last tokens of a text, ready to be looked up."""
+
+    def __init__(self, tokens: SequenceOf[int]) -> None:
+        tail = tokens[-DEPTH:]
+        self.newest_first = [*reversed(tail), _STRANGER]
+        self.packed = memoryview(array("i", tail)).cast("B")
+        value, values = 0, [0]
+        for token in self.newest_first[: min(LEVELS[0], len(tail))]:
+            value = (value * _BASE + token) % _PRIME
+            values.append(value)
+        self.hashes = [values[n] if n < len(values) else None for n in LEVELS]  # None: there are not so many tokens
 
 
 class SuffixIndex:
@@ -171,26 +174,50 @@ class SuffixIndex:
         kept: Ints = self._text[np.arange(self.end - count, self.end) & (self.rows - 1)]
         return kept
 
-    def occurrences(self, level: int, pattern: int) -> list[tuple[int, int]]:
-        """(match length, where the continuation begins) of the last LEVELS[level] tokens' most recent occurrences.
+    def agreed(self, starts: SequenceOf[int], depth: int, count: int) -> list[int]:
+        """Up to `count` tokens from `depth` after every start (newest first), if they are the same; else nothing."""
+        count = min(count, self.end - starts[0] - depth)
+        slots = [start + depth & self.rows - 1 for start in starts]
+        if count < 1 or max(slots) + count > len(self.text):
+            return []
+        first = self._bytes[4 * slots[0] : 4 * (slots[0] + count)]
+        for slot in slots[1:]:
+            if self._bytes[4 * slot : 4 * (slot + count)] != first:
+                return []
+        tokens: list[int] = self.text[slots[0] : slots[0] + count].tolist()
+        return tokens[: tokens.index(END)] if END in tokens else tokens
 
-        `pattern` is packed. A full ring does not look at its oldest tokens, whose context is half overwritten.
+    def occurrences(self, level: int, context: Context, known: dict[int, int]) -> list[int]:
+        """Where the last LEVELS[level] tokens occurred, newest first: positions of what followed.
+
+        `known` gives and receives the match length of every position. A full ring does not look at its oldest tokens,
+        whose own context is half overwritten.
         """
-        n, rows, mask, text = LEVELS[level], self.rows, self.rows - 1, self._bytes
+        value = context.hashes[level]
+        if value is None:
+            return []
+        n, rows, mask, text = LEVELS[level], self.rows, self.rows - 1, self.text
         _, heads, links = self._chains[level]
-        oldest = max(self.end - rows, 0) + DEPTH
-        found: list[tuple[int, int]] = []
-        position = heads[(pattern >> 32 * (DEPTH - n)) % _PRIME & mask]
+        tail, oldest = context.newest_first, max(self.end - rows, 0) + DEPTH
+        found: list[int] = []
+        position = heads[value & mask]
         for _ in range(2 * LIMIT):
             if position < oldest:
                 break
-            slot = position & mask
-            if slot < DEPTH:
-                slot += rows
-            differ = int.from_bytes(text[4 * (slot - DEPTH) : 4 * slot], "little") ^ pattern
-            match = DEPTH - (differ.bit_length() + 31 >> 5)
+            match = known.get(position, -1)
+            if match < 0:
+                slot = position & mask
+                if slot < DEPTH:
+                    slot += rows
+                if n >= LEVELS[0] and self._bytes[4 * (slot - DEPTH) : 4 * slot] == context.packed:
+                    match = DEPTH  # a loop, most likely: one comparison in place of many
+                else:
+                    match = 0
+                    while text[slot - 1 - match] == tail[match]:
+                        match += 1
+                known[position] = match
             if match >= n:
-                found.append((match, position))
+                found.append(position)
                 if len(found) == LIMIT:
                     break
             position = links[position & mask]

@@ -44,6 +44,7 @@ class SuffixStore:
         self.index = SuffixIndex() if SuffixIndex.bytes_for(MIN_ROWS) <= max_bytes else None
         self._num_learned = 0  # tokens from answers, END included; they follow the seed
         self._unsaved = False
+        self.version = 0  # changes with its content
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +68,7 @@ class SuffixStore:
         if self.index is not None:
             self.index.make_room(len(tokens), self._max_bytes - self.index.nbytes)
             self.index.extend_array(tokens)
+            self.version += 1
 
     def _encoded(self, file: str) -> Iterator[list[int]]:
         if self._encode is None:
