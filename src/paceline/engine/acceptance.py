@@ -13,6 +13,7 @@ from typing import Any
 POSITIONS = 16  # deeper ones count as the last
 MEMORY = 400.0  # trials after which old ones fade
 PRIOR_TRIALS = 4.0
+HOPELESS = 0.01
 EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and the next begins
 
 Key = tuple[str, bool, int]
@@ -61,16 +62,18 @@ class Acceptance:
         self._own: dict[tuple[str, str], _Own] = {}
 
     def survival(self, sequence_key: str, method: str, sampled: bool, evidence: int, depth: int) -> list[float]:
-        """Probability that the first 1, 2, ..., depth drafted tokens are all accepted."""
+        """Probability that the first 1, 2, ..., depth drafted tokens are all accepted; ends where hope does."""
         at = bucket(evidence)
         record = self._records.get((method, sampled, at))
         own = self._own.get((sequence_key, method))
-        bend = 1.0 if own is None else (own.hits + 3.0) / (own.expected + 3.0)
+        bend = 1.0 if own is None else min((own.hits + 3.0) / (own.expected + 3.0), 1.25)
         alive, result = 1.0, []
         for position in range(depth):
             guess = prior(at, position)
             rate = guess if record is None else record.rate(position, guess)
-            alive *= min(rate * min(bend, 1.25), 0.99)
+            alive *= min(rate * bend, 0.99)
+            if alive < HOPELESS:
+                break
             result.append(alive)
         return result
 

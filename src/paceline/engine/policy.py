@@ -26,6 +26,9 @@ AUTO = "auto"
 MARGIN = 0.03  # what a plan must promise over plain decoding
 PROBE_EVERY = 64  # plain steps of a sequence after which a method that casts no shadow is tried once more
 PROBE_BUDGET = 2
+EXPLORE_EVERY, EXPLORE_WITHIN = 16, 0.85  # how often a guessed cost is put to the test, and at what promise
+FIRST_PLAIN = 3
+PLAIN_EVERY = 128
 SHADOWS = 4  # sequences whose shadows are compared in one step
 SHADOW_DEPTH = 8
 PATIENT_TOKENS = 2  # a drafter that must read the prompt first does not delay the first tokens
@@ -125,28 +128,44 @@ class AdaptivePolicy:
         self._shadows: dict[tuple[str, str], _Shadow] = {}
         self._evidence: dict[tuple[str, str], int] = {}  # of the drafts under way
         self._since_probe: dict[str, int] = {}
-        self._turn = 0
+        self._turn = self._since_plain = 0
         self.expected_gain: float | None = None  # of the last plan over plain decoding
 
     # -- deciding
 
     def plan(self, sequences: SequenceOf[Sequence], other_rows: int) -> list[Choice]:
-        choices = [Choice()] * len(sequences)
         self._evidence.clear()
-        cost = self._costs.of(len(sequences), _any_sampled(sequences))
-        base = len(sequences) + other_rows
-        offers: list[tuple[float, int, int]] = []  # (-worth of the node, sequence, its depth from 1)
-        methods: dict[int, str] = {}
+        choices = [Choice()] * len(sequences)
+        open_ended: dict[int, tuple[str, int]] = {}  # sequence -> (method or auto, most nodes)
         for index, sequence in enumerate(sequences):
             method, k = wish(sequence, self._method, self._k)
             most = min(k or MAX_K, sequence.room - 1)
             if method == NONE or most < 1:
                 continue
-            if method != AUTO and k is not None:
+            if method == AUTO or k is None:
+                open_ended[index] = method, most
+            else:
                 choices[index] = Choice(method, most)
                 self._note_evidence(sequence, method)
-                continue
-            best = self._best_method(sequence, self._allowed(method), most, cost, base)
+        base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
+        cost = self._costs.of(len(sequences), _any_sampled(sequences))
+        if open_ended and self._knows_plain(cost, base):
+            self._decide(sequences, open_ended, choices, cost, base)
+        return choices
+
+    def _decide(
+        self,
+        sequences: SequenceOf[Sequence],
+        open_ended: dict[int, tuple[str, int]],
+        choices: list[Choice],
+        cost: CostModel,
+        base: int,
+    ) -> None:
+        offers: list[tuple[float, int, int]] = []  # (-worth of the node, sequence, its depth from 1)
+        methods: dict[int, str] = {}
+        alone = [cost.seconds(base + depth) for depth in range(DEEPEST + 1)]
+        for index, (method, most) in open_ended.items():
+            best = self._best_method(sequences[index], self._allowed(method), most, alone)
             if best is not None:
                 methods[index], survival = best
                 offers += [(-worth, index, depth) for depth, worth in enumerate(survival, start=1)]
@@ -154,7 +173,6 @@ class AdaptivePolicy:
         for index, method in methods.items():
             if choices[index].budget == 0 and self._probe_is_due(sequences[index], method):
                 choices[index] = Choice(method, min(PROBE_BUDGET, sequences[index].room - 1))
-        return choices
 
     def _probe_is_due(self, sequence: Sequence, method: str) -> bool:
         """Only drafters that cannot be watched in the shadow need it."""
@@ -163,6 +181,14 @@ class AdaptivePolicy:
         waited = self._since_probe.get(sequence.key, 0) + 1
         self._since_probe[sequence.key] = 0 if waited >= PROBE_EVERY else waited
         return waited >= PROBE_EVERY
+
+    def _knows_plain(self, cost: CostModel, base: int) -> bool:
+        """Whether to draft pays is judged against plain steps, so some are taken at first, and one now and then."""
+        self._since_plain += 1
+        if cost.times_seen(base) >= FIRST_PLAIN and self._since_plain < PLAIN_EVERY:
+            return True
+        self._since_plain = 0
+        return False
 
     def _fill(
         self,
@@ -177,20 +203,24 @@ class AdaptivePolicy:
         offers.sort()
         plain = rate = value / cost.seconds(base)
         best, tokens, depths = 0, float(value), dict.fromkeys(methods.values(), 0)
+        unseen = 0  # a somewhat larger number of nodes whose cost is only guessed
         for taken, (worth, index, depth) in enumerate(offers[:MAX_OFFERS], start=1):
             tokens -= worth
             depths[methods[index]] = max(depths[methods[index]], depth)
             seconds = cost.seconds(base + taken) + sum(self._drafting(m, d) for m, d in depths.items() if d)
             if tokens / seconds > rate * (1 if best else 1 + MARGIN):
                 best, rate = taken, tokens / seconds
+            elif best and self._turn % EXPLORE_EVERY == 0 and tokens / seconds > EXPLORE_WITHIN * rate:
+                unseen = unseen or (taken if cost.times_seen(base + taken) < FIRST_PLAIN else 0)
         self.expected_gain = rate / plain
+        best = unseen if unseen > best else best
         for _, index, depth in offers[:best]:
             choices[index] = Choice(methods[index], max(depth, choices[index].budget))
 
     def _best_method(
-        self, sequence: Sequence, methods: SequenceOf[str], most: int, cost: CostModel, base: int
+        self, sequence: Sequence, methods: SequenceOf[str], most: int, seconds: SequenceOf[float]
     ) -> tuple[str, list[float]] | None:
-        """The method whose best draft for this sequence alone promises the highest rate."""
+        """The method whose best draft for this sequence alone promises the highest rate; `seconds` by its depth."""
         best: tuple[float, str, list[float]] | None = None
         for method in methods:
             evidence = self._note_evidence(sequence, method)
@@ -198,10 +228,10 @@ class AdaptivePolicy:
                 continue
             sampled = not sequence.params.greedy
             survival = self._acceptance.survival(sequence.key, method, sampled, evidence, min(most, DEEPEST))
-            tokens, rate = 1.0, 0.0
+            tokens, rate, drafting = 1.0, 0.0, self._drafting(method, 1)
             for depth, worth in enumerate(survival, start=1):
                 tokens += worth
-                rate = max(rate, tokens / (cost.seconds(base + depth) + self._drafting(method, depth)))
+                rate = max(rate, tokens / (seconds[depth] + drafting * depth))
             if best is None or rate > best[0]:
                 best = rate, method, survival
         return None if best is None else best[1:]

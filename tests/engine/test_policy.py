@@ -1,0 +1,189 @@
+"""The policy on a simulated clock: it must find the best k and stay off where drafting loses."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from paceline.config import SpeculationConfig
+from paceline.drafters.base import HostDrafter
+from paceline.engine.acceptance import Acceptance
+from paceline.engine.batch import StepOutput
+from paceline.engine.cost import GRID, CostModel
+from paceline.engine.policy import AdaptivePolicy, Choice, StepReport
+from paceline.errors import InvalidParameter
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+from paceline.speculative_config import read
+
+FLAT = {1: 1.0, 64: 1.3}  # a memory-bound pass
+STEEP = {1: 1.0, 64: 50.0}  # a saturated one
+
+
+def seconds_of(curve, rows):
+    (a, x), (b, y) = sorted(curve.items())
+    return 0.02 * (x + (y - x) * (rows - a) / (b - a))
+
+
+class Guesser(HostDrafter):
+    """Right with probability `alpha` at each token; its evidence is constant."""
+
+    def __init__(self, name, alpha, *, evidence=4, seconds=0.0, shadow=True):
+        self.name, self.alpha, self._evidence, self.seconds, self.shadow = name, alpha, evidence, seconds, shadow
+        self.noise = random.Random(name)
+
+    def evidence(self, sequence):
+        return self._evidence
+
+    def guess(self, sequence, count):
+        """Token 1 is what is always committed in the simulation; anything else is wrong."""
+        return [1 if self.noise.random() < self.alpha else 0 for _ in range(count)] if self.shadow else []
+
+    def accepted(self, budget):
+        count = 0
+        while count < budget and self.noise.random() < self.alpha:
+            count += 1
+        return count
+
+
+def sequence(name, **params):
+    made = Sequence(name, [5], SamplingParams(max_tokens=10**6, **params).resolve({}), max_len=10**6)
+    made.tokens.append(1)
+    made.num_computed = 1
+    return made
+
+
+def simulate(policy, guessers, curve, sequences, steps):
+    """Tokens per simulated second, after the policy has planned and learnt every step."""
+    by_name = {guesser.name: guesser for guesser in guessers}
+    noise, tokens, clock = random.Random(3), 0, 0.0
+    for _ in range(steps):
+        choices = policy.plan(sequences, 0)
+        outputs, rows, drafting = [], 0, {}
+        for one, choice in zip(sequences, choices, strict=True):
+            rows += 1 + choice.budget
+            accepted = by_name[choice.method].accepted(choice.budget) if choice.budget else 0
+            if choice.budget:
+                depth, _ = drafting.get(choice.method, (0, 0.0))
+                depth = max(depth, choice.budget)
+                drafting[choice.method] = depth, by_name[choice.method].seconds * depth
+            committed = [1] * (accepted + 1)
+            one.tokens += committed
+            outputs.append(StepOutput(one, committed, "", [], False, choice.method, choice.budget, accepted))
+            tokens += len(committed)
+        taken = seconds_of(curve, rows) * noise.uniform(0.9, 1.1) + sum(s for _, s in drafting.values())
+        clock += taken
+        policy.observe(StepReport(len(sequences), rows, taken, drafting, outputs))
+    return tokens / clock
+
+
+def best_fixed(alpha, curve, num_sequences):
+    """Expected tokens per second of plain decoding and of the best fixed k."""
+    rates = [
+        num_sequences * sum(alpha**i for i in range(k + 1)) / seconds_of(curve, num_sequences * (1 + k))
+        for k in range(17)
+    ]
+    return rates[0], max(rates)
+
+
+@pytest.mark.parametrize("curve", [FLAT, STEEP], ids=["flat", "steep"])
+@pytest.mark.parametrize("alpha", [0.05, 0.4, 0.8, 0.95])
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_auto_is_within_five_per_cent_of_the_best_fixed_k(curve, alpha, num_sequences):
+    guesser = Guesser("g", alpha)
+    plain, best = best_fixed(alpha, curve, num_sequences)
+    policy = AdaptivePolicy([guesser], "auto")
+    rate = simulate(policy, [guesser], curve, [sequence(f"s{i}") for i in range(num_sequences)], 1500)
+    assert rate > 0.97 * plain
+    assert rate > 0.95 * best
+
+
+def test_a_costly_drafter_that_guesses_badly_is_left_alone_and_a_good_one_found_again():
+    dear = Guesser("dear", 0.2, evidence=6, seconds=0.01, shadow=False)
+    policy = AdaptivePolicy([dear], "auto")
+    many = [sequence("s")]
+    plain = 1 / seconds_of(FLAT, 1)
+    simulate(policy, [dear], FLAT, many, 200)
+    assert simulate(policy, [dear], FLAT, many, 1000) > 0.97 * plain
+    dear.alpha = 0.95  # the workload changes: rare probes notice
+    simulate(policy, [dear], FLAT, many, 6000)
+    assert simulate(policy, [dear], FLAT, many, 500) > 1.15 * plain
+
+
+def test_the_better_of_two_methods_is_chosen_per_sequence():
+    good, bad = Guesser("good", 0.9), Guesser("bad", 0.3)
+    policy = AdaptivePolicy([bad, good], "auto")
+    many = [sequence("a"), sequence("b", speculation="none"), sequence("c", speculation={"method": "bad", "k": 3})]
+    simulate(policy, [good, bad], FLAT, many, 600)
+    mine, off, fixed = policy.plan(many, 0)
+    assert mine.method == "good"
+    assert off == Choice()
+    assert fixed == Choice("bad", 3)
+
+
+def test_budgets_never_pass_what_may_be_committed():
+    policy = AdaptivePolicy([Guesser("g", 0.95)], "g", 8)
+    short = sequence("s")
+    short.max_len = len(short.tokens) + 3
+    assert policy.plan([short], 0) == [Choice("g", 2)]
+    short.max_len = len(short.tokens) + 1
+    assert policy.plan([short], 0) == [Choice()]
+
+
+def test_what_was_learnt_survives_a_restart():
+    guesser = Guesser("g", 0.9)
+    policy = AdaptivePolicy([guesser], "auto")
+    simulate(policy, [guesser], FLAT, [sequence("s")], 500)
+    again = AdaptivePolicy([guesser], "auto")
+    again.load(json.loads(json.dumps(policy.state())))
+    fresh = [sequence("t")]
+    assert again.plan(fresh, 0)[0].budget >= 4, "a one-shot request does not start cold"
+    for broken in ({}, {"costs": [{"sampled": 1, "size": 0, "scale": 1, "rows": [7], "factor": [1]}]}, {"costs": 3}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            again.load(broken)
+    assert again.plan(fresh, 0)[0].budget >= 4, "a broken state changes nothing"
+
+
+def test_costs_follow_the_machine_and_keep_their_shape():
+    cost, noise = CostModel(), random.Random(0)
+    for _ in range(400):
+        rows = noise.choice([1, 2, 5, 9, 16])
+        cost.observe(rows, seconds_of(STEEP, rows) * noise.uniform(0.8, 1.25))
+    assert cost.seconds(16) / cost.seconds(1) == pytest.approx(seconds_of(STEEP, 16) / seconds_of(STEEP, 1), rel=0.15)
+    before = cost.seconds(16) / cost.seconds(1)
+    for _ in range(60):
+        cost.observe(1, 3 * seconds_of(STEEP, 1))  # the machine slows down threefold while only one row is seen
+    assert cost.seconds(1) == pytest.approx(3 * seconds_of(STEEP, 1), rel=0.1)
+    assert cost.seconds(16) / cost.seconds(1) == pytest.approx(before, rel=0.5)
+    assert cost.seconds(2 * GRID[-1]) == pytest.approx(2 * cost.seconds(GRID[-1]))
+
+
+def test_acceptance_is_counted_by_position_reached():
+    acceptance = Acceptance()
+    for _ in range(300):
+        acceptance.note("s", "m", False, 4, drafted=4, accepted=2)  # positions 1 and 2 hold, 3 fails, 4 is never tried
+    first, second, third, _ = acceptance.survival("other", "m", False, 4, 4)
+    assert first == pytest.approx(0.99, abs=0.02)
+    assert second == pytest.approx(0.98, abs=0.03)
+    assert third < 0.05
+
+
+def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
+    base = SpeculationConfig(method="auto")
+    config = read('{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 4}', base)
+    assert (config.method, config.k, config.ngram_max) == ("ngram", 6, 4)
+    assert read({"model": "smollm2"}, base).method == "draft-model"
+    assert read({"prompt_lookup_max": 1}, base).ngram_min == 1
+    for wrong, says in (
+        ({"posterior_threshold": 0.1}, "posterior_threshold would change"),
+        ({"method": "medusa"}, "medusa"),
+        ({"warp": 9}, "warp is not understood"),
+        ({"num_speculative_tokens": 0}, "between 1 and 64"),
+        ({"num_speculative_tokens": "many"}, "whole number"),
+        ("{", "not JSON"),
+        ("[]", "JSON object"),
+    ):
+        with pytest.raises(InvalidParameter, match=says):
+            read(wrong, base)
