@@ -1,0 +1,137 @@
+"""Is a sample drawn from a known distribution? G-tests with a stated false-alarm probability and power. No torch.
+
+With at least `ENOUGH` expected in every cell G follows chi-square; with less its tail is bounded without any limit
+theorem (Agrawal 2020, "Finite-sample concentration of the multinomial in relative entropy"), so that small samples
+raise no false alarm either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+FALSE_ALARM = 1e-6  # of one whole run of `prove`, all its tests together
+POWER = 0.99
+ENOUGH = 20.0  # expected count from which on chi-square is trusted far out in its tail
+POOLED = 5.0  # cells that expect less are counted as one
+
+
+@dataclass(frozen=True)
+class GTest:
+    """The outcome of one test. `cells` are those left after pooling; `impossible` counts what cannot happen."""
+
+    g: float
+    cells: int
+    samples: int
+    smallest: float  # expected count of the rarest cell
+    impossible: int = 0
+
+    @property
+    def df(self) -> int:
+        return self.cells - 1
+
+    @property
+    def p_value(self) -> float:
+        return 0.0 if self.impossible else tail(self.g, self.df, self.smallest)
+
+    def detectable(self, alpha: float) -> float | None:
+        """The total variation from which on any bias (between the pooled cells) is caught with probability POWER.
+
+        Of all biases of total variation d the hardest to see has the noncentrality 4 n d^2 (Cauchy-Schwarz).
+        """
+        if self.df < 1 or not self.samples:
+            return None
+        threshold = _root(lambda g: alpha - tail(g, self.df, self.smallest), float(self.df))
+        needed = _root(lambda shift: noncentral_survival(threshold, self.df, shift) - POWER, 1.0)
+        return min(math.sqrt(needed / (4 * self.samples)), 1.0)
+
+
+def g_test(counts: Sequence[float], probabilities: Sequence[float]) -> GTest:
+    """Of counts against probabilities that sum to 1, cell by cell."""
+    total = float(sum(counts))
+    impossible = sum(count for count, p in zip(counts, probabilities, strict=True) if p <= 0)
+    cells: list[tuple[float, float]] = []
+    rare = (0.0, 0.0)
+    for count, p in sorted(zip(counts, probabilities, strict=True), key=lambda cell: -cell[1]):
+        if p <= 0:
+            continue
+        if p * total >= POOLED:
+            cells.append((count, p * total))
+        else:
+            rare = rare[0] + count, rare[1] + p * total
+    if rare[1] > 0:
+        if rare[1] < POOLED and cells:  # still too few: with the rarest of the others
+            rare = rare[0] + cells[-1][0], rare[1] + cells[-1][1]
+            cells.pop()
+        cells.append(rare)
+    g = 2 * sum(count * math.log(count / expected) for count, expected in cells if count)
+    smallest = min((expected for _, expected in cells), default=0.0)
+    return GTest(max(g, 0.0), len(cells), int(total), smallest, int(impossible))
+
+
+def tail(g: float, df: int, smallest: float) -> float:
+    """P(G >= g) when nothing is wrong: by chi-square, or an upper bound where some cell expects little."""
+    if df < 1:
+        return 1.0
+    if smallest >= ENOUGH:
+        return chi_square_survival(g, df)
+    half = g / 2
+    return 1.0 if half <= df else math.exp(min(-half + df * (1 + math.log(half / df)), 0.0))
+
+
+def chi_square_survival(x: float, df: float) -> float:
+    return 1.0 if x <= 0 else upper_gamma(df / 2, x / 2)
+
+
+def noncentral_survival(x: float, df: int, shift: float) -> float:
+    """P(X > x) of a noncentral chi-square, as a Poisson mixture of central ones."""
+    half = shift / 2
+    width = 12 * math.sqrt(half) + 20
+    total = 0.0
+    for j in range(max(0, int(half - width)), int(half + width) + 1):
+        weight = math.exp(-half + j * math.log(half) - math.lgamma(j + 1)) if half > 0 else float(j == 0)
+        total += weight * chi_square_survival(x, df + 2 * j)
+    return min(total, 1.0)
+
+
+def upper_gamma(a: float, x: float) -> float:
+    """The regularised upper incomplete gamma function Q(a, x): by its series near 0, else by Lentz's fraction."""
+    if x <= 0:
+        return 1.0
+    front = math.exp(-x + a * math.log(x) - math.lgamma(a))
+    if x < a + 1:
+        term = total = 1 / a
+        n = a
+        while abs(term) > abs(total) * 1e-16:
+            n += 1
+            term *= x / n
+            total += term
+        return max(1.0 - total * front, 0.0)
+    b = x + 1 - a
+    c, d = 1e300, 1 / b
+    fraction = d
+    for i in range(1, 10_000):
+        step = -i * (i - a)
+        b += 2
+        d = 1 / _away_from_zero(step * d + b)
+        c = _away_from_zero(b + step / c)
+        fraction *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return front * fraction
+
+
+def _away_from_zero(value: float) -> float:
+    return value if abs(value) > 1e-300 else 1e-300
+
+
+def _root(rising: Callable[[float], float], start: float) -> float:
+    """Where a rising function of a positive number crosses 0."""
+    low, high = 0.0, max(start, 1.0)
+    while rising(high) < 0:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return high
