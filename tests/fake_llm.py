@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from paceline.config import SpeculationConfig
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculationStats, StreamChunk
 from paceline.sampling_params import SamplingParams
 
+METHODS = ("none", "ngram", "suffix", "draft-model", "auto")
 DELAY_S = float(os.environ.get("FAKE_DELAY_S", "0"))
 
 
@@ -28,13 +30,18 @@ class FakeLLM:
     requests: ClassVar[list[tuple[Any, SamplingParams]]] = []
     closed: ClassVar[int] = 0
     error: ClassVar[Exception | None] = None  # raised on the first token
+    expected_gain: ClassVar[float | None] = None
+    drafted: ClassVar[SpeculationStats | None] = None  # what an answer says of itself unless asked to be plain
+    plain_says: ClassVar[int | None] = None  # the token plain decoding ends with, where it shall differ
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
-        if options["method"] != "none":
-            raise InvalidParameter("method", f"{options['method']!r} does not exist; there is: none")
+        if options["method"] not in METHODS:
+            raise InvalidParameter("method", f"{options['method']!r} is not one of {', '.join(METHODS)}")
         FakeLLM.created.append({"model": model, **options})
         self.name, self.method, self.load_s, self.note = model, options["method"], 0.5, None
-        self.max_model_len = options["max_model_len"] or 100
+        self.speculation = SpeculationConfig(method=options["method"], k=options["k"])
+        self.tokenizer = FakeTokenizer()
+        self.max_model_len = options["max_model_len"] or 1000
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[StreamChunk]:
         FakeLLM.requests.append((prompt, params))
@@ -59,7 +66,8 @@ class FakeLLM:
                     last = token == count - 1
                     text = f"word{token}" if token == 0 else f" word{token}"
                     output = whole if last and index == 0 else None
-                    yield StreamChunk(index, text, [token], "length" if last else None, output)
+                    kinds = [0 if token % 2 and params.speculation is None else 2]
+                    yield StreamChunk(index, text, [token], "length" if last else None, output, kinds)
         finally:
             FakeLLM.closed += 1
 
@@ -69,8 +77,23 @@ def _answer(index: int, count: int, params: SamplingParams) -> CompletionOutput:
     if params.logprobs is not None:
         logprobs = [{t: Logprob(-0.5, 2, f"word{t}"), t + 1: Logprob(-0.25, 1, f"word{t + 1}")} for t in range(count)]
     text = " ".join(f"word{token}" for token in range(count))
-    speculation = SpeculationStats(num_target_passes=count, num_committed_tokens=count)
-    return CompletionOutput(index, text, list(range(count)), "length", None, logprobs, speculation)
+    speculation, tokens = SpeculationStats(num_target_passes=count, num_committed_tokens=count), list(range(count))
+    if params.speculation == "none" and FakeLLM.plain_says is not None:
+        tokens[-1] = FakeLLM.plain_says
+    elif params.speculation is None and FakeLLM.drafted is not None:
+        speculation = FakeLLM.drafted
+    return CompletionOutput(index, text, tokens, "length", None, logprobs, speculation)
+
+
+class FakeTokenizer:
+    def incremental_decoder(self, skip_special_tokens: bool) -> FakeTokenizer:
+        return self
+
+    def push(self, token: int) -> str:
+        return f"word{token} "
+
+    def flush(self) -> str:
+        return ""
 
 
 def module() -> types.ModuleType:

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 
 from paceline import __version__
 from paceline.cli.app import app, run
+from paceline.cli.demo import repeats
+from paceline.outputs import SpeculationStats
 from tests import fake_llm
 from tests.fake_llm import FakeLLM
 
@@ -42,7 +44,8 @@ def _fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLLM, "created", [])
     monkeypatch.setattr(FakeLLM, "requests", [])
     monkeypatch.setattr(FakeLLM, "closed", 0)
-    monkeypatch.setattr(FakeLLM, "error", None)
+    for name in ("error", "expected_gain", "drafted", "plain_says"):
+        monkeypatch.setattr(FakeLLM, name, None)
 
 
 class Result:
@@ -73,14 +76,14 @@ def paceline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_answer_goes_to_stdout_and_one_line_to_stderr(paceline: Callable[..., Result]) -> None:
-    result = paceline("generate", "hello there", "--max-tokens", "3")
+    result = paceline("generate", "hello there", "--max-tokens", "3", "--method", "none")
     assert result.code == 0
     assert result.out == "word0 word1 word2\n"
     assert result.err == "3 tokens · 1.0 tok/s · none · first after 0.25 s\n"
 
 
 def test_one_token_has_no_rate(paceline: Callable[..., Result]) -> None:
-    assert paceline("generate", "hello", "--max-tokens", "1").err.startswith("1 token · n/a tok/s · none")
+    assert paceline("generate", "hello", "--max-tokens", "1").err.startswith("1 token · n/a tok/s · ")
 
 
 def test_a_prompt_goes_through_the_chat_template_unless_raw(paceline: Callable[..., Result]) -> None:
@@ -136,11 +139,73 @@ def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
             "dtype": "float32",
             "device": "cpu",
             "threads": 2,
-            "method": "none",
+            "method": "auto",
+            "k": None,
+            "draft_model": None,
+            "suffix_corpus": (),
+            "suffix_store": None,
+            "speculative_config": None,
             "max_model_len": 50,
             "progress": None,
         }
     ]
+
+
+def test_drafting_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
+    flags = "--k 4 --draft-model small --suffix-corpus a.txt --suffix-corpus b.txt --suffix-store store"
+    paceline("generate", "hello", *flags.split(), "--speculative-config", '{"prompt_lookup_max": 3}')
+    paceline("chat", "--method", "ngram", "--k", "auto", stdin=b"")
+    first, second = FakeLLM.created
+    assert (first["method"], first["k"], first["draft_model"]) == ("auto", 4, "small")
+    assert (first["suffix_corpus"], first["suffix_store"]) == (("a.txt", "b.txt"), "store")
+    assert first["speculative_config"] == '{"prompt_lookup_max": 3}'
+    assert (second["method"], second["k"]) == ("ngram", None)
+
+
+def stats(**drafts_by_method: int) -> SpeculationStats:
+    """18 drafts of 4 nodes and 48 of 72 accepted, in 20 passes that took half as long as plain decoding would have."""
+    return SpeculationStats(
+        num_drafts=18,
+        num_draft_tokens=72,
+        num_accepted_tokens=48,
+        num_target_passes=20,
+        num_committed_tokens=68,
+        drafts_by_method=drafts_by_method,
+        spent_s=1.0,
+        plain_s=2.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafted", "gain", "expected"),
+    [
+        ("--method auto", stats(suffix=18), 1.5, "suffix k≈4 · τ 3.4 · est. 2.0x"),
+        ("--method auto", stats(ngram=6, suffix=12), 1.5, "suffix+ngram k≈4 · τ 3.4 · est. 2.0x"),
+        ("--method auto", stats(ngram=1, suffix=17), 1.5, "suffix k≈4 · τ 3.4 · est. 2.0x"),
+        ("--method ngram --k 4", stats(ngram=18), None, "ngram k≈4 · τ 3.4 · est. 2.0x"),
+        ("--method auto", None, 0.9, "speculation off: expected 0.9x"),
+        ("--method ngram", None, 0.9, "speculation off: expected 0.9x"),
+        ("--method auto", None, None, "speculation off"),
+        ("--method ngram --k 4", None, 0.9, "ngram, nothing to draft from"),
+        ("--method none", None, None, "none"),
+    ],
+)
+def test_the_last_line_says_what_drafting_did(
+    flags: str, drafted: SpeculationStats | None, gain: float | None, expected: str, paceline: Callable[..., Result]
+) -> None:
+    FakeLLM.drafted, FakeLLM.expected_gain = drafted, gain
+    err = paceline("generate", "hello", "--max-tokens", "41", *flags.split()).err
+    assert err == f"41 tokens · 20 tok/s · {expected} · first after 0.25 s\n"
+
+
+def test_json_names_the_engines_method_and_keeps_its_keys_when_drafts_were_made(
+    paceline: Callable[..., Result],
+) -> None:
+    FakeLLM.drafted = stats(suffix=18)
+    found = paceline("generate", "hello", "--json").json
+    assert (set(found), found["method"]) == (RESULT_KEYS, "auto")
+    assert set(found["speculation"]) == SPECULATION_KEYS
+    assert found["speculation"]["num_accepted_tokens"] == 48
 
 
 def test_several_answers_are_printed_in_order_under_headings(paceline: Callable[..., Result]) -> None:
@@ -194,6 +259,21 @@ def test_json_logprobs_name_the_chosen_token_and_the_likeliest(paceline: Callabl
         (["hello", "--top-p", "0"], "top_p"),
         (["hello", "--top-p", "1.5"], "top_p"),
         (["hello", "--method", "eagle9"], "method"),
+        (["hello", "--k", "0"], "k"),
+        (["hello", "--k", "200"], "k"),
+        (["hello", "--k", "many"], "k"),
+        (["hello", "--method", "none", "--k", "4"], "k"),
+        (["hello", "--method", "none", "--draft-model", "small"], "draft_model"),
+        (["hello", "--method", "ngram", "--draft-model", "small"], "draft_model"),
+        (["hello", "--method", "ngram", "--suffix-corpus", "a.txt"], "suffix_corpus"),
+        (["hello", "--method", "draft-model", "--suffix-store", "file"], "suffix_store"),
+        (["hello", "--speculative-config", "{"], "speculative_config"),
+        (["hello", "--speculative-config", '{"method": "ngram", "posterior_threshold": 0.1}'], "speculative_config"),
+        (["hello", "--speculative-config", '{"method": "eagle3"}'], "speculative_config"),
+        (["hello", "--method", "suffix", "--speculative-config", '{"method": "ngram"}'], "method"),
+        (["hello", "--k", "4", "--speculative-config", '{"num_speculative_tokens": 5}'], "k"),
+        (["hello", "--draft-model", "a", "--speculative-config", '{"model": "b"}'], "draft_model"),
+        (["hello", "--draft-model", "a", "--speculative-config", '{"method": "ngram"}'], "draft_model"),
         (["one two three", "--raw", "--max-model-len", "2"], None),
     ],
 )
@@ -304,6 +384,81 @@ def test_chat_with_json_prints_one_object_per_turn(paceline: Callable[..., Resul
     result = paceline("chat", "--json", stdin=b"first\nsecond\n")
     assert [set(json.loads(line)) for line in result.out.splitlines()] == [RESULT_KEYS, RESULT_KEYS]
     assert result.err == ""
+
+
+# -- demo
+
+
+def test_the_demo_answers_three_prompts_both_ways_speculatively_first(paceline: Callable[..., Result]) -> None:
+    FakeLLM.drafted = stats(suffix=18)
+    result = paceline("demo")
+    assert result.code == 0
+    assert result.out.count("identical output: yes") == 3
+    assert "\x1b" not in result.out
+    [created] = FakeLLM.created
+    assert not created["prefix_caching"]
+    warm_up, *asked = FakeLLM.requests
+    assert warm_up[1].speculation == "none"
+    assert [params.speculation for _, params in asked] == [None, "none"] * 3
+    assert all(params.temperature == 0 and params.max_tokens == 160 for _, params in asked)
+    requests = [str(request) for request, _ in asked]
+    assert requests[::2] == requests[1::2]
+    assert len(set(requests)) == 3
+
+
+def test_the_demo_compares_tokens_and_fails_when_they_differ(paceline: Callable[..., Result]) -> None:
+    FakeLLM.plain_says = 999
+    result = paceline("demo", "hello", "--max-tokens", "20")
+    assert result.code == 1
+    assert "identical output: NO, they part at token 19" in result.out
+    found = paceline("demo", "hello", "--max-tokens", "20", "--json")
+    assert (found.code, found.err) == (1, "")
+    assert [(one["identical"], one["first_difference"]) for one in found.json["rounds"]] == [(False, 19)]
+
+
+def test_the_demo_asks_only_the_users_prompt_where_there_is_one(paceline: Callable[..., Result]) -> None:
+    FakeLLM.drafted = stats(suffix=18)
+    [one] = paceline("demo", "hello", "--json").json["rounds"]
+    assert (one["prompt"], one["identical"], one["speedup"], one["loops"]) == ("hello", True, 1.0, False)
+    assert (one["acceptance_rate"], one["mean_acceptance_length"]) == (48 / 72, 3.4)
+    assert one["drafted_by"] == {"suffix": 18}
+
+
+def test_the_demo_says_when_nothing_was_gained(paceline: Callable[..., Result]) -> None:
+    assert "no speed-up here: there was nothing worth drafting" in paceline("demo", "hello").out
+    FakeLLM.drafted = stats(suffix=18)
+    assert "no speed-up here: drafts were made and did not pay" in paceline("demo", "hello").out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "loops"), [([*range(31)], False), ([*range(16), 99, *range(16)], True), ([], False)]
+)
+def test_an_answer_that_repeats_sixteen_tokens_loops(tokens: list[int], loops: bool) -> None:
+    assert repeats(tokens, 16) is loops
+
+
+def test_the_demo_refuses_what_it_cannot_compare(paceline: Callable[..., Result]) -> None:
+    for flags in (["--method", "none"], ["--max-tokens", "0"], ["--method", "ngram", "--draft-model", "small"]):
+        result = paceline("demo", "hello", *flags)
+        assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
+    assert not FakeLLM.created
+
+
+def test_the_demo_colours_accepted_drafts_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, inside = os.openpty()
+    process = _start("demo", "hello", "--max-tokens", "3", delay_s=0, stdin=inside, stdout=inside, stderr=inside)
+    os.close(inside)
+    try:
+        screen = Screen(terminal)
+        screen.wait_for("word0 \x1b[1;32mword1 \x1b[0mword2")  # drafted: the odd ones
+        screen.wait_for("word0 word1 word2")
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
 
 
 # -- the process itself
@@ -422,7 +577,7 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
     assert min(elapsed) < 1.5
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["models"], ["doctor"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["models"], ["doctor"], ["demo"]], ids=str)
 def test_every_command_has_help(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0

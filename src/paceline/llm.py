@@ -101,6 +101,11 @@ class LLM:
             drafter.close()
 
     @property
+    def expected_gain(self) -> float | None:
+        """What the last step's plan promised over plain decoding; None before there was one."""
+        return self._policy.expected_gain
+
+    @property
     def dtype_name(self) -> str:
         return str(self.loaded.dtype).removeprefix("torch.")
 
@@ -153,6 +158,7 @@ class LLM:
                         token_ids=output.tokens,
                         finish_reason=output.sequence.finish_reason,
                         output=request.output(self) if request.finished else None,
+                        kinds=output.kinds,
                     )
         finally:
             self.engine.cancel(request.request_id)

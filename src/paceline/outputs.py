@@ -146,3 +146,4 @@ class StreamChunk:
     token_ids: list[int]
     finish_reason: str | None = None
     output: RequestOutput | None = None  # on the last chunk of the request: the whole answer
+    kinds: list[int] = field(default_factory=list)  # per token, draft.Kind: 0 is an accepted draft

@@ -15,6 +15,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.chat import chat
+from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
 from paceline.cli.models import models, pull
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, pull, models, doctor):
+for command in (generate, chat, demo, pull, models, doctor):
     app.command()(command)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.generate import answer, interrupted, load_llm, messages, refuse_unseen_logprobs
 from paceline.cli.options import RunOptions, with_options
 from paceline.cli.output import Tally, print_error, print_json, print_note, result_object
+from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidPrompt, PacelineError
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ def chat(*, options: RunOptions) -> int:
     """Hold a conversation; with piped input every line is a turn."""
     refuse_unseen_logprobs(options)
     params = options.sampling_params()
+    drafting = speculation_arguments(options)
     interactive = sys.stdin.isatty()
     try:
-        conversation = Conversation(load_llm(options), params, options)
+        conversation = Conversation(load_llm(options, drafting), params, options)
     except KeyboardInterrupt:
         return interrupted(None, options.json)
     if interactive:
@@ -81,7 +83,7 @@ class Conversation:
     def _turn(self, text: str) -> bool:
         asked = messages(None if self.history else self.options.system, text)
         asked = [*self.history, *asked]
-        tally = Tally(self.llm.method)
+        tally = Tally(self.llm)
         stopped = False
         try:
             with ctrl_c_between_chunks() as check:
@@ -100,7 +102,7 @@ class Conversation:
         if stopped:
             interrupted(tally, self.options.json)
         elif self.options.json:
-            print_json(result_object(self.llm, tally, self.options.logprobs))
+            print_json(result_object(tally, self.options.logprobs))
         else:
             print_note(tally.line())
         if self._context_is_full(tally):

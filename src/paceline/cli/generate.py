@@ -12,6 +12,7 @@ import typer
 from paceline.cli.options import RunOptions, with_options
 from paceline.cli.output import Interrupted, Tally, print_json, print_json_error, print_note, result_object, write
 from paceline.cli.progress import progress
+from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidPrompt
 from paceline.outputs import StreamChunk
 
@@ -38,16 +39,17 @@ def generate(
     refuse_unseen_logprobs(options)
     text = read_prompt(prompt)
     params = options.sampling_params(n=n)
+    drafting = speculation_arguments(options)
     request: Request = text if raw else messages(options.system, text)
     tally = None
     try:
-        llm = load_llm(options)
-        tally = Tally(llm.method)
+        llm = load_llm(options, drafting)
+        tally = Tally(llm)
         answer(llm, request, params, tally, quiet=options.json)
     except KeyboardInterrupt:
         return interrupted(tally, options.json)
     if options.json:
-        print_json(result_object(llm, tally, options.logprobs))
+        print_json(result_object(tally, options.logprobs))
     else:
         print_note(tally.line())
     return 0
@@ -77,7 +79,7 @@ def messages(system: str | None, text: str) -> list[dict[str, Any]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def load_llm(options: RunOptions) -> LLM:
+def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
     """The seam to the engine, and the first moment torch is imported."""
     with progress(plain=False) as report:
         if report is not None:
@@ -89,9 +91,9 @@ def load_llm(options: RunOptions) -> LLM:
             dtype=options.dtype,
             device=options.device,
             threads=options.threads,
-            method=options.method,
             max_model_len=options.max_model_len,
             progress=report,
+            **more,
         )
     if llm.note and sys.stderr.isatty():
         print_note(llm.note)

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 
 def _flag(*names: str, help: str, panel: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar, show_default=panel == "Model")
+    return typer.Option(
+        *names, help=help, rich_help_panel=panel, metavar=metavar, show_default=not panel.startswith("Sampling")
+    )
 
 
 _model = functools.partial(_flag, panel="Model")
+_drafting = functools.partial(_flag, panel="Speculation (never changes what the model says)")
 _sampling = functools.partial(_flag, panel="Sampling (unset: what the model's own generation config says)")
 
 
@@ -29,13 +32,34 @@ class RunOptions:
     model: Annotated[
         str, _model("--model", "-m", help="Alias, folder with safetensors, .gguf file or hub id.", metavar="MODEL")
     ] = "smollm2"
-    method: Annotated[str, _model("--method", help="Drafting method; none decodes plainly.", metavar="METHOD")] = "none"
     dtype: Annotated[str, _model("--dtype", help="Weights.", metavar="auto|float32|bfloat16")] = "auto"
     device: Annotated[str, _model("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto"
     threads: Annotated[int | None, _model("--threads", help="CPU threads; all usable cores if unset.")] = None
     max_model_len: Annotated[int | None, _model("--max-model-len", help="Longest context, in tokens.")] = None
     system: Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")] = None
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False
+
+    method: Annotated[
+        str,
+        _drafting(
+            "--method",
+            help="Who drafts; auto takes what pays, step by step, and none decodes plainly.",
+            metavar="auto|none|ngram|suffix|draft-model",
+        ),
+    ] = "auto"
+    k: Annotated[str, _drafting("--k", help="Tokens drafted ahead; auto decides each step.", metavar="N|auto")] = "auto"
+    draft_model: Annotated[
+        str | None, _drafting("--draft-model", help="A smaller model with the same vocabulary.", metavar="MODEL")
+    ] = None
+    suffix_corpus: Annotated[
+        list[str] | None, _drafting("--suffix-corpus", help="Text to draft from; repeatable.", metavar="FILE")
+    ] = None
+    suffix_store: Annotated[
+        str | None, _drafting("--suffix-store", help="Keeps past answers to draft from between runs.", metavar="FILE")
+    ] = None
+    speculative_config: Annotated[
+        str | None, _drafting("--speculative-config", help="All of it in one object, as vLLM has it.", metavar="JSON")
+    ] = None
 
     temperature: Annotated[float | None, _sampling("--temperature", "-t", help="0 is greedy.")] = None
     top_k: Annotated[int | None, _sampling("--top-k", help="Keep the k most likely tokens.")] = None

@@ -22,7 +22,7 @@ class Interrupted(Exception):
 class Tally:
     """What has been seen of one request: enough for the last line even when it is cut short."""
 
-    method: str
+    llm: LLM
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
@@ -62,20 +62,52 @@ class Tally:
         decoded = sum(max(0, count - 1) for count in self.tokens.values())
         return decoded / self.decode_s if decoded and self.decode_s else None
 
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Of all answers together; empty until the request is finished."""
+        merged = SpeculationStats()
+        for answer in self.output.outputs if self.output is not None else ():
+            merged.merge(answer.speculation)
+        return merged
+
     def line(self) -> str:
         tokens = "1 token" if self.completion_tokens == 1 else f"{self.completion_tokens} tokens"
-        rate = "n/a" if self.tokens_per_second is None else f"{self.tokens_per_second:.1f}"
+        drafting = self.llm.method if self.output is None else drafting_words(self.llm, self.speculation)
         first = "" if self.ttft_s is None else f" · first after {self.ttft_s:.2f} s"
-        return f"{tokens} · {rate} tok/s · {self.method}{first}"
+        return f"{tokens} · {rate_words(self.tokens_per_second)} · {drafting}{first}"
 
 
-def result_object(llm: LLM, tally: Tally, top: int | None) -> dict[str, Any]:
+def rate_words(tokens_per_second: float | None) -> str:
+    if tokens_per_second is None:
+        return "n/a tok/s"
+    return f"{tokens_per_second:.{0 if tokens_per_second >= 10 else 1}f} tok/s"
+
+
+def drafting_words(llm: LLM, stats: SpeculationStats) -> str:
+    """`suffix k≈4 · τ 2.4 · est. 1.7x`, or why there was no draft."""
+    if llm.method == "none":
+        return "none"
+    if not stats.num_drafts:
+        if llm.method != "auto" and llm.speculation.k is not None:
+            return f"{llm.method}, nothing to draft from"
+        expected = "" if llm.expected_gain is None else f": expected {llm.expected_gain:.1f}x"
+        return f"speculation off{expected}"
+    words = [f"{method_words(stats)} k≈{stats.mean_draft_length:.0f}", f"τ {stats.mean_acceptance_length:.1f}"]
+    if stats.estimated_speedup is not None:
+        words.append(f"est. {stats.estimated_speedup:.1f}x")
+    return " · ".join(words)
+
+
+def method_words(stats: SpeculationStats) -> str:
+    """Who drafted, the busiest first; whoever had less than a tenth of the drafts is not named."""
+    ranked = sorted(stats.drafts_by_method.items(), key=lambda item: -item[1])
+    return "+".join(method for method, drafts in ranked if 10 * drafts >= stats.num_drafts)
+
+
+def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
     """The object `--json` prints; its keys are part of the interface. `top` is how many logprobs were asked for."""
-    output = tally.output
+    llm, output = tally.llm, tally.output
     assert output is not None, "the request is not finished"
-    speculation = SpeculationStats()
-    for answer in output.outputs:
-        speculation.merge(answer.speculation)
     return {
         "model": llm.name,
         "method": llm.method,
@@ -87,7 +119,7 @@ def result_object(llm: LLM, tally: Tally, top: int | None) -> dict[str, Any]:
             "decode_s": tally.decode_s,
             "tokens_per_second": tally.tokens_per_second,
         },
-        "speculation": speculation.as_dict(),
+        "speculation": tally.speculation.as_dict(),
     }
 
 

@@ -1,0 +1,279 @@
+"""`paceline demo`: the same answer speculatively and plainly, and whether it is the same.
+
+Each prompt is answered speculatively first: the suffix drafter learns from finished answers, and one it has already
+seen would be a memory, not a speed-up. No prefix is shared, both are greedy, and tokens are compared, not text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.demo_prompts import PROMPTS
+from paceline.cli.generate import closing, load_llm, messages, read_prompt
+from paceline.cli.options import RunOptions
+from paceline.cli.output import Tally, method_words, print_json, rate_words
+from paceline.cli.speculation import NONE, speculation_arguments
+from paceline.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.llm import LLM
+
+DRAFTED = 0  # draft.Kind.DRAFTED, without importing torch for it
+NOTICEABLE = 1.03
+BUSY = 1.1  # times τ; a pass commits τ tokens, so this much more was the clock
+LOOP = 16  # tokens that come twice in an answer: it goes round in circles, which flatters lookup
+ACCEPTED_STYLE = "bold green"
+
+
+def demo(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Ask this instead of the three built-in prompts; - reads it from stdin.")
+    ] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help="As for generate.", metavar="MODEL")] = "smollm2",
+    method: Annotated[
+        str, typer.Option("--method", help="Who drafts.", metavar="auto|ngram|suffix|draft-model")
+    ] = "auto",
+    k: Annotated[str, typer.Option("--k", help="Tokens drafted ahead.", metavar="N|auto")] = "auto",
+    draft_model: Annotated[
+        str | None, typer.Option("--draft-model", help="A smaller model with the same vocabulary.", metavar="MODEL")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of each answer.")] = 160,
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> int:
+    """Answer speculatively and plainly, side by side; exit code 1 if a single token differs."""
+    if method == NONE:
+        raise InvalidParameter("method", "the demo compares a drafting method with plain decoding; name another")
+    options = RunOptions(
+        model=model, method=method, k=k, draft_model=draft_model, threads=threads, device=device, max_tokens=max_tokens
+    )
+    options.sampling_params()  # refuses a wrong max_tokens before the model is loaded
+    arguments = speculation_arguments(options)
+    prompts = PROMPTS if prompt is None else {"yours": read_prompt(prompt)}
+    llm = load_llm(options, {**arguments, "prefix_caching": False})
+    shown = Nothing() if json else Screen(llm)
+    warm_up(llm)
+    rounds = [compare(llm, name, text, max_tokens, shown) for name, text in prompts.items()]
+    shown.summary(rounds)
+    if json:
+        print_json({"model": llm.name, "method": llm.method, "rounds": [one.as_dict() for one in rounds]})
+    return 0 if all(one.identical for one in rounds) else 1
+
+
+def warm_up(llm: LLM) -> None:
+    """The first steps of a process pay for what later ones do not; neither side shall."""
+    run(llm, "Count to ten.", 8, speculation=NONE, shown=Nothing())
+
+
+def compare(llm: LLM, name: str, prompt: str, max_tokens: int, shown: Shown) -> Round:
+    shown.prompt(name, prompt)
+    shown.heading("speculatively")
+    speculative = run(llm, prompt, max_tokens, speculation=None, shown=shown)
+    shown.heading("plainly")
+    plain = run(llm, prompt, max_tokens, speculation=NONE, shown=shown)
+    result = Round(name, prompt, speculative, plain)
+    shown.verdict(result)
+    return result
+
+
+def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, shown: Shown) -> Tally:
+    from paceline.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=speculation)
+    tally = Tally(llm)
+    with closing(llm.stream(messages(None, prompt), params)) as chunks:
+        for chunk in chunks:
+            tally.add(chunk)
+            shown.tokens(chunk.token_ids, chunk.kinds)
+    shown.end()
+    return tally
+
+
+@dataclass(frozen=True)
+class Round:
+    name: str
+    prompt: str
+    speculative: Tally
+    plain: Tally
+
+    @property
+    def first_difference(self) -> int | None:
+        """Where the answers part; None: nowhere."""
+        ours, theirs = token_ids(self.speculative), token_ids(self.plain)
+        if ours == theirs:
+            return None
+        agree = [a == b for a, b in zip(ours, theirs, strict=False)]
+        return agree.index(False) if False in agree else len(agree)
+
+    @property
+    def identical(self) -> bool:
+        return self.first_difference is None
+
+    @property
+    def speedup(self) -> float | None:
+        fast, slow = self.speculative.tokens_per_second, self.plain.tokens_per_second
+        return fast / slow if fast and slow else None
+
+    @property
+    def loops(self) -> bool:
+        return repeats(token_ids(self.speculative), LOOP)
+
+    @property
+    def method(self) -> str:
+        return method_words(self.speculative.speculation) or "off"
+
+    def as_dict(self) -> dict[str, Any]:
+        stats = self.speculative.speculation
+        return {
+            "name": self.name,
+            "prompt": self.prompt,
+            "text": self.speculative.said,
+            "drafted_by": dict(stats.drafts_by_method),
+            "speculative": timing(self.speculative),
+            "plain": timing(self.plain),
+            "speedup": self.speedup,
+            "acceptance_rate": stats.acceptance_rate,
+            "mean_acceptance_length": stats.mean_acceptance_length,
+            "identical": self.identical,
+            "first_difference": self.first_difference,
+            "loops": self.loops,
+        }
+
+
+def token_ids(tally: Tally) -> list[int]:
+    assert tally.output is not None, "the request is not finished"
+    return list(tally.output.outputs[0].token_ids)
+
+
+def timing(tally: Tally) -> dict[str, Any]:
+    return {
+        "completion_tokens": tally.completion_tokens,
+        "ttft_s": tally.ttft_s,
+        "decode_s": tally.decode_s,
+        "tokens_per_second": tally.tokens_per_second,
+    }
+
+
+def repeats(tokens: Sequence[int], length: int) -> bool:
+    """Whether some run of `length` tokens comes twice."""
+    runs = [tuple(tokens[at : at + length]) for at in range(len(tokens) - length + 1)]
+    return len(set(runs)) < len(runs)
+
+
+class Nothing:
+    """What --json shows meanwhile."""
+
+    def prompt(self, name: str, text: str) -> None: ...
+    def heading(self, how: str) -> None: ...
+    def tokens(self, tokens: Sequence[int], kinds: Sequence[int]) -> None: ...
+    def end(self) -> None: ...
+    def verdict(self, one: Round) -> None: ...
+    def summary(self, rounds: Sequence[Round]) -> None: ...
+
+
+Shown = Nothing
+
+
+class Screen(Nothing):
+    """Colours on a terminal, the same words without them elsewhere."""
+
+    def __init__(self, llm: LLM) -> None:
+        from rich.console import Console
+
+        reconfigure = getattr(sys.stdout, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")  # what the encoding cannot say becomes a question mark
+        self._console: Console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._decoder = llm.tokenizer.incremental_decoder(True)
+        self._at_line_start = True
+        self._print(f"{llm.name}, greedy; accepted drafts in ", end="")
+        self._print("green", ACCEPTED_STYLE)
+
+    def prompt(self, name: str, text: str) -> None:
+        self._print(f"\n── {name} ──", "bold")
+        self._print(text, "dim")
+
+    def heading(self, how: str) -> None:
+        self._print(f"\n{how}:", "bold")
+
+    def tokens(self, tokens: Sequence[int], kinds: Sequence[int]) -> None:
+        for token, kind in zip(tokens, kinds, strict=True):
+            self._piece(self._decoder.push(token), ACCEPTED_STYLE if kind == DRAFTED else "")
+
+    def end(self) -> None:
+        self._piece(self._decoder.flush(), "")
+        if not self._at_line_start:
+            self._print("")
+        self._at_line_start = True
+
+    def verdict(self, one: Round) -> None:
+        self._print("")
+        for line in verdict_lines(one):
+            self._print(line)
+
+    def summary(self, rounds: Sequence[Round]) -> None:
+        from rich.box import SIMPLE
+        from rich.table import Table
+
+        table = Table(
+            box=SIMPLE, padding=(0, 1, 0, 0), caption="plain, drafted: tokens per second", caption_justify="left"
+        )
+        for column in ("prompt", "plain", "drafted", "speed-up", "accepted", "τ", "by", "identical"):
+            table.add_column(column, justify="left" if column in ("prompt", "by") else "right")
+        for one in rounds:
+            table.add_row(*summary_row(one))
+        self._console.print(table, soft_wrap=False)
+
+    def _piece(self, text: str, style: str) -> None:
+        if text:
+            self._at_line_start = text.endswith("\n")
+            self._print(text, style, end="")
+
+    def _print(self, text: str, style: str = "", end: str = "\n") -> None:
+        self._console.print(text, style=style, end=end)
+        self._console.file.flush()
+
+
+def verdict_lines(one: Round) -> list[str]:
+    stats = one.speculative.speculation
+    rates = f"plain {rate_words(one.plain.tokens_per_second)} · speculative"
+    words = [f"{rates} {rate_words(one.speculative.tokens_per_second)}", times(one.speedup)]
+    if stats.acceptance_rate is not None:
+        tau = stats.mean_acceptance_length or 1.0
+        words += [f"{one.method} accepted {stats.acceptance_rate:.0%} of its drafts", f"τ {tau:.1f}"]
+    same = "yes" if one.identical else f"NO, they part at token {one.first_difference}"
+    lines = [" · ".join(words), f"identical output: {same}"]
+    if one.speedup is not None and one.speedup < NOTICEABLE:
+        why = "drafts were made and did not pay" if stats.num_drafts else "there was nothing worth drafting"
+        lines.append(f"no speed-up here: {why}")
+    if one.speedup is not None and one.speedup > BUSY * (stats.mean_acceptance_length or 1.0):
+        lines.append("the machine was busy with something else: no speed-up above τ comes from speculation")
+    if one.loops:
+        lines.append(f"the answer goes round in circles (the same {LOOP} tokens twice), which flatters lookup")
+    return lines
+
+
+def summary_row(one: Round) -> list[str]:
+    stats = one.speculative.speculation
+    rates = [tally.tokens_per_second for tally in (one.plain, one.speculative)]
+    return [
+        one.name + (" (loops)" if one.loops else ""),
+        *("n/a" if rate is None else f"{rate:.1f}" for rate in rates),
+        times(one.speedup),
+        "none" if stats.acceptance_rate is None else f"{stats.acceptance_rate:.0%}",
+        f"{stats.mean_acceptance_length or 1.0:.2f}",
+        one.method,
+        "yes" if one.identical else "NO",
+    ]
+
+
+def times(factor: float | None) -> str:
+    return "n/a" if factor is None else f"{factor:.2f}x"
