@@ -329,7 +329,8 @@ def test_thresholds_for_whole_batches_equal_those_row_by_row(rows):
     top_p, min_p = (torch.tensor([getattr(r, n) for _, r in rows], dtype=torch.float64) for n in ("top_p", "min_p"))
     for row, (_, asked) in enumerate(rows):
         reference_filters(logits[row].tolist(), asked)  # leaves out values too near a border
-    one = processors._numpy_thresholds(logits, top_k, top_p, min_p)[:, None]
+    wanted = zip(logits.numpy(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    one = torch.tensor([[processors._threshold(*row)] for row in wanted], dtype=torch.float64)
     other = processors._torch_thresholds(logits, top_k, top_p, min_p)[:, None]
     assert torch.equal(logits < one, logits < other)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from paceline.draft import Draft, Logprobs, Verdict
 from paceline.rng import Lane, coin
 from paceline.verify.chain import Rule, chain
+from paceline.verify.narrow import narrow
 from paceline.verify.outcome import Stop, climb, has_children, outcome, take
-from paceline.verify.pick import pick_weighted
+from paceline.verify.pick import pick, pick_weighted
 from paceline.verify.processors import (
     BadWords,
     Bias,
@@ -147,47 +148,64 @@ class _Judge:
         return verdict if rows is None else _take(verdict, rows)
 
     def chain(self, rows: Tensor) -> Verdict:
-        draft, key, committed = self._of(rows)
-        p, index = self._parents(draft, rows)
-        stop = chain(draft, p, index, key, committed, max_depth=self.max_depth, rule=self.rule, source=self.source)
+        sampled = self._sampled(rows, siblings=False)
+        stop = chain(*sampled.judged, max_depth=self.max_depth, rule=self.rule, source=self.source)
         node = torch.arange(self.max_depth, device=rows.device)
         path = torch.where(node < stop.slot[:, None], node, -1)
-        return outcome(draft, path, stop.slot, self._last(stop, rows, key, committed), stop.leaf)
+        return outcome(sampled.draft, path, stop.slot, self._last(stop, sampled), stop.leaf)
 
     def tree(self, rows: Tensor) -> Verdict:
-        draft, key, committed = self._of(rows)
-        p, index = self._parents(draft, rows)
-        stop = tree(draft, p, index, key, committed, max_depth=self.max_depth, source=self.source)
-        path, num_accepted = climb(draft, stop.slot, self.max_depth)
-        return outcome(draft, path, num_accepted, self._last(stop, rows, key, committed), stop.leaf)
+        sampled = self._sampled(rows, siblings=True)
+        stop = tree(*sampled.judged, max_depth=self.max_depth, source=self.source)
+        path, num_accepted = climb(sampled.draft, stop.slot, self.max_depth)
+        return outcome(sampled.draft, path, num_accepted, self._last(stop, sampled), stop.leaf)
 
-    def _of(self, rows: Tensor) -> tuple[Draft, Tensor, Tensor]:
-        return take(self.draft, rows), self.draws.key[rows], self.draws.committed[rows]
+    def _sampled(self, rows: Tensor, *, siblings: bool) -> _Sampled:
+        """p where something was drafted below, and what else the rules take."""
+        draft, row_of = take(self.draft, rows), self.row_of[rows]
+        key, committed = self.draws.key[rows], self.draws.committed[rows]
+        if not self.logits.is_cpu:  # how many slots have children is not for the host to know
+            p = probabilities(self._processed(row_of.clamp_min(0).flatten()))
+            index = torch.arange(row_of.numel(), device=rows.device).view_as(row_of)
+            return _Sampled(draft, row_of, (draft, p, index, key, committed))
+        if self.controls.filters:
+            narrowed, p, index, columns = narrow(draft, row_of, self._processed, self.max_depth, remainder=siblings)
+            return _Sampled(draft, row_of, (narrowed, p, index, key, committed), columns)
+        parents = has_children(draft)
+        p = probabilities(self._processed(row_of[parents]))
+        index = torch.where(parents, parents.flatten().cumsum(0).view_as(row_of) - 1, -1)
+        return _Sampled(draft, row_of, (draft, p, index, key, committed))
 
-    def _parents(self, draft: Draft, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """p (R', V) at the slots that have children, and where each slot's row of it is (B', N + 1)."""
-        row_of = self.row_of[rows]
-        if not self.logits.is_cpu:  # how many there are is not for the host to know
-            return self._p(row_of.clamp_min(0).flatten()), torch.arange(row_of.numel(), device=rows.device).view_as(
-                row_of
-            )
-        wanted = has_children(draft)
-        index = torch.where(wanted, wanted.flatten().cumsum(0).view_as(row_of) - 1, -1)
-        return self._p(row_of[wanted]), index
-
-    def _last(self, stop: Stop, rows: Tensor, key: Tensor, committed: Tensor) -> Tensor:
+    def _last(self, stop: Stop, sampled: _Sampled) -> Tensor:
         """The token after the accepted ones: by the residual, at a leaf by p."""
-        at = self.row_of[rows, stop.slot]
+        _, _, _, key, committed = sampled.judged
+        coins = self.source(Lane.RESIDUAL, key, committed, stop.slot - 1)
+        at, leaf = sampled.row_of.gather(1, stop.slot[:, None])[:, 0], stop.leaf
         if not self.logits.is_cpu:
-            weights = torch.where(stop.leaf[:, None], self._p(at), stop.residual)
-        elif bool(stop.leaf.any()):
-            weights = stop.residual.index_put((stop.leaf,), self._p(at[stop.leaf]))
-        else:
-            weights = stop.residual
-        return pick_weighted(weights, self.source(Lane.RESIDUAL, key, committed, stop.slot - 1))
+            p = probabilities(self._processed(at))
+            return pick_weighted(torch.where(leaf[:, None], p, stop.residual), coins)
+        tokens, inner = torch.empty_like(at), ~leaf
+        if bool(leaf.any()):
+            tokens[leaf] = pick(self._processed(at[leaf]), coins[leaf])
+        if bool(inner.any()):
+            picked = pick_weighted(stop.residual[inner], coins[inner])
+            tokens[inner] = picked if sampled.columns is None else sampled.columns[picked]
+        return tokens
 
-    def _p(self, at: Tensor) -> Tensor:
-        return probabilities(process(self.logits[at], self.controls, self.nodes.take(at)))
+    def _processed(self, at: Tensor) -> Tensor:
+        if at.shape[0] == 1 and at.is_cpu:  # a view is as good: nothing writes into the logits
+            return process(self.logits[int(at) : int(at) + 1], self.controls, self.nodes.take(at))
+        return process(self.logits[at], self.controls, self.nodes.take(at))
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """Some rows of the draft as the rules for sampled drafts take them."""
+
+    draft: Draft
+    row_of: Tensor  # (B', N + 1) slot -> row of logits
+    judged: tuple[Draft, Tensor, Tensor, Tensor, Tensor]  # draft, p, slot -> row of p, key, committed
+    columns: Tensor | None = None  # (C,) the tokens p and q are over; None: all of them
 
 
 def _take(verdict: Verdict, rows: Tensor) -> Verdict:

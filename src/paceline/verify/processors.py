@@ -12,6 +12,7 @@ kept are kept too, and the outcome does not depend on any order of equal logits.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,20 @@ class Controls:
     fallback: Tensor | None = None  # (S,) int64, the token (EOS) allowed again where every one is banned; None: token 0
 
     @property
+    def filters(self) -> bool:
+        """Somebody may leave tokens out."""
+        return not (self.top_k is None and self.top_p is None and self.min_p is None)
+
+    @functools.cached_property
+    def on_host(self) -> list[tuple[float, int, float, float]]:
+        """temperature, top_k, top_p and min_p of each sequence as plain numbers."""
+        assert self.temperature is not None
+        off: list[tuple[Tensor | None, float]] = [(self.top_k, 0), (self.top_p, 1.0), (self.min_p, 0.0)]
+        size = self.temperature.shape[0]
+        rest = [[neutral] * size if part is None else part.tolist() for part, neutral in off]
+        return list(zip(self.temperature.tolist(), *rest, strict=True))
+
+    @property
     def neutral(self) -> bool:
         """Processing would hand the logits back as they are."""
         parts = (self.temperature, self.penalties, self.bias, self.bad_words, self.min_tokens)
@@ -136,8 +151,10 @@ def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
         logits = _allow_fallback_(banned, controls.fallback, nodes)
     if controls.temperature is not None:
         # The first writing step makes the copy the later ones may write into.
-        logits = _temper(logits, _by_row(controls.temperature, logits, nodes), copy=logits is original)
-        logits = _filter_(logits, controls, nodes)
+        out = torch.empty_like(logits) if logits is original else logits
+        if logits.is_cpu:
+            return _sharpen_rows(logits, controls, nodes, out)
+        return _filter_(_temper(logits, _by_row(controls.temperature, logits, nodes), out), controls, nodes)
     return logits
 
 
@@ -239,37 +256,50 @@ def _allow_fallback_(logits: Tensor, fallback: Tensor | None, nodes: Nodes) -> T
     return logits.scatter_(1, token[:, None], value)
 
 
-def _temper(logits: Tensor, temperature: Tensor, copy: bool) -> Tensor:
+def _temper(logits: Tensor, temperature: Tensor, out: Tensor) -> Tensor:
     """The distance to the row's highest logit, over the temperature: no temperature overflows, and no filter below can
     take the highest away, not even from the greedy rows (only shifted, which leaves their argmax alone)."""
     info = torch.finfo(logits.dtype)
-    scale = torch.where(temperature > 0, temperature, 1).clamp(info.tiny, info.max)
-    highest = logits.amax(-1, keepdim=True)
-    out = logits - highest if copy else logits.sub_(highest)
-    return out.div_(scale)
+    scale = torch.where(temperature > 0, temperature, 1).clamp_(info.tiny, info.max)
+    return torch.sub(logits, logits.amax(-1, keepdim=True), out=out).div_(scale)
+
+
+def _sharpen_rows(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor) -> Tensor:
+    """`_temper` and the filters on the host, row by row: a row stays in the cache."""
+    info = torch.finfo(logits.dtype)
+    for source, target, seq in zip(logits, out, nodes.seq.tolist(), strict=True):
+        temperature, top_k, top_p, min_p = controls.on_host[seq]
+        torch.sub(source, source.amax(), out=target)
+        if temperature == 0:
+            continue
+        if temperature != 1:
+            target.div_(min(max(temperature, info.tiny), info.max))
+        if controls.filters:
+            _keep_(target, _threshold(target.numpy(), top_k, top_p, min_p))
+    return out
 
 
 def _filter_(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
     """min_p, top_k and top_p as one threshold per row of tempered logits, whose highest is 0."""
-    if controls.top_k is None and controls.top_p is None and controls.min_p is None:
+    if not controls.filters:
         return logits
-    rows = nodes.seq.shape[0]
+    rows, device = nodes.seq.shape[0], nodes.seq.device
     top_k = torch.zeros_like(nodes.seq) if controls.top_k is None else controls.top_k[nodes.seq]
-    top_p = torch.ones(rows, device=logits.device) if controls.top_p is None else controls.top_p[nodes.seq]
-    min_p = torch.zeros(rows, device=logits.device) if controls.min_p is None else controls.min_p[nodes.seq]
-    find = _numpy_thresholds if logits.is_cpu else _torch_thresholds
-    threshold = find(logits, top_k, top_p.double(), min_p.double())[:, None]
+    top_p = torch.ones(rows, device=device) if controls.top_p is None else controls.top_p[nodes.seq]
+    min_p = torch.zeros(rows, device=device) if controls.min_p is None else controls.min_p[nodes.seq]
+    threshold = _torch_thresholds(logits, top_k, top_p.double(), min_p.double())[:, None]
     return logits.masked_fill_(logits < threshold, -torch.inf)
 
 
-def _numpy_thresholds(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """(R,) row by row on the host, where numpy selects and sorts several times faster than torch."""
-    asked = zip(logits.numpy(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
-    return torch.tensor([_threshold(*row) for row in asked], dtype=logits.dtype)
+def _keep_(logits: Tensor, threshold: float) -> None:
+    """-inf below the threshold of one row, several times faster than a mask: the kernel keeps what is above."""
+    if threshold > -math.inf:
+        under = np.nextafter(logits.numpy().dtype.type(threshold), -math.inf)
+        torch.threshold_(logits, float(under), -math.inf)
 
 
 def _threshold(logits: np.ndarray[Any, Any], top_k: int, top_p: float, min_p: float) -> float:
-    """The lowest logit of one row (V,) that stays."""
+    """The lowest logit of one row (V,) that stays, on the host, where numpy selects and sorts faster than torch."""
     vocab = logits.shape[0]
     threshold = float(logits.dtype.type(math.log(min_p))) if min_p > 0 else -math.inf
     if 0 < top_k < vocab:
@@ -277,9 +307,13 @@ def _threshold(logits: np.ndarray[Any, Any], top_k: int, top_p: float, min_p: fl
     if top_p >= 1:
         return threshold
     kept = logits if threshold == -math.inf else logits[np.flatnonzero(logits >= threshold)]
-    goal = top_p * float(np.exp(kept).sum(dtype=np.float64))
-    for count in (CANDIDATES, kept.shape[0]):  # all of them only where the first do not reach
-        highest = _falling(kept, count)
+    weights = np.exp(kept)
+    total = float(weights.sum())
+    goal = top_p * total
+    # Tokens this rare are worth less than 1 - top_p all together: the rest reaches the goal without them.
+    candidates = kept[np.flatnonzero(weights >= (1 - top_p) * total / vocab)]
+    for values, count in ((candidates, CANDIDATES), (candidates, vocab), (kept, vocab)):  # the last: against rounding
+        highest = _falling(values, count)
         held = np.exp(highest).cumsum(dtype=np.float64)
         if held[-1] >= goal:
             break
