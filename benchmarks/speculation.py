@@ -1,0 +1,198 @@
+"""Speculation against our own plain decoding: copy-heavy work of our own, or any file of prompts, by category.
+
+Every configuration is an engine of its own over the same weights, with its own suffix store, and sees each prompt
+once: no answer is memorised. Prompts are interleaved: all configurations answer one before the next. At temperature 0.7
+requests are seeded, so all give the same tokens and the comparison is paired. EOS is respected. Answers that repeat a
+16-gram are looping and are reported apart, since loops flatter lookup.
+
+    python benchmarks/speculation.py                                   # copy-heavy prompts
+    python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --batch 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import finish
+from copy_prompts import copy_prompts
+
+from paceline import SamplingParams
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.engine.engine import Engine
+from paceline.engine.policy import AdaptivePolicy
+from paceline.models.hub import resolve
+from paceline.models.runtime import LoadedModel, load_model
+
+LOOP = 16
+NO_LOOPS = "all but loops"
+
+
+class Configuration:
+    """An engine with drafters of its own on shared weights."""
+
+    def __init__(self, loaded: LoadedModel, method: str, k: int | None) -> None:
+        self.name = method if k is None else f"{method} k={k}"
+        context = DrafterContext(loaded.config, loaded.decoder.device, SpeculationConfig(method=method, k=k))
+        names = [] if method == "none" else ["ngram", "suffix"] if method == "auto" else [method]
+        drafters = [DRAFTERS[name](context) for name in names]
+        policy = AdaptivePolicy(drafters, method, k)
+        config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29)
+        self.engine = Engine(loaded.decoder, config, drafters=drafters, policy=policy)
+        self.overhead: list[float] = []
+
+    def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, list[list[int]], Any]:
+        """Seconds of decoding (after every first token), the answers, and the statistics of the first."""
+        sequences = [self.engine.add_request(str(index), prompt, params)[0] for index, prompt in enumerate(prompts)]
+        while any(sequence.num_output == 0 for sequence in sequences):
+            self.engine.step()
+        already = sum(sequence.num_output for sequence in sequences)
+        started = time.perf_counter()
+        while self.engine.has_work:
+            self.engine.step()
+        seconds = time.perf_counter() - started
+        stats = sequences[0].stats
+        for sequence in sequences[1:]:
+            stats.merge(sequence.stats)
+        answers = [sequence.output_tokens for sequence in sequences]
+        decoded = sum(map(len, answers)) - already
+        return (seconds / decoded if decoded else 0.0), answers, stats
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    seen = set()
+    for start in range(len(tokens) - LOOP + 1):
+        gram = tuple(tokens[start : start + LOOP])
+        if gram in seen:
+            return True
+        seen.add(gram)
+    return False
+
+
+def read_prompts(path: str | None, per_category: int | None) -> list[dict[str, Any]]:
+    if path is None:
+        prompts = copy_prompts()
+    else:
+        prompts = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    if per_category is None:
+        return prompts
+    kept: dict[str, list[dict[str, Any]]] = {}
+    for prompt in prompts:
+        kept.setdefault(prompt["category"], []).append(prompt)
+    return [prompt for category in kept.values() for prompt in category[:per_category]]
+
+
+def speedup(rows: list[dict[str, Any]], name: str) -> dict[str, float] | None:
+    """Time per token of plain over that of `name`, all prompts together, with a paired bootstrap over prompts."""
+    pairs = [(row["seconds"]["none"] * row["tokens"], row["seconds"][name] * row["tokens"]) for row in rows]
+    if not pairs:
+        return None
+    noise = random.Random(1)
+    draws = sorted(
+        sum(a for a, _ in chosen) / sum(b for _, b in chosen)
+        for chosen in (noise.choices(pairs, k=len(pairs)) for _ in range(1000))
+    )
+    return {"ratio": sum(a for a, _ in pairs) / sum(b for _, b in pairs), "low": draws[25], "high": draws[974]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts")
+    parser.add_argument("--per-category", type=int)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
+    args = parser.parse_args()
+
+    loaded = load_model(resolve("smollm2"), dtype="float32", device="cpu")
+    fixed = [(name.split(":")[0], int(name.split(":")[1])) for name in args.fixed]
+    prompts = read_prompts(args.prompts, args.per_category)
+    result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens, "cells": []}
+    for temperature in args.temperature:
+        configurations = [Configuration(loaded, m, k) for m, k in [("none", None), ("auto", None), *fixed]]
+        rows = run(configurations, loaded, prompts, temperature, args)
+        report(configurations, rows, temperature, result)
+    finish("speculation", result)
+
+
+def run(
+    configurations: list[Configuration],
+    loaded: LoadedModel,
+    prompts: list[dict[str, Any]],
+    temperature: float,
+    args: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """One row per batch of conversations and turn; the second turn continues from plain decoding's first answer."""
+    noise, rows = random.Random(0), []
+    params = SamplingParams(
+        temperature=temperature, seed=7 if temperature else None, max_tokens=args.max_tokens
+    ).resolve({})
+    for configuration in configurations:  # warm up: the first passes fault pages in
+        configuration.answer([loaded.tokenizer.encode("Hello there, how are you today?")] * args.batch, params)
+    by_category: dict[str, list[dict[str, Any]]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt["category"], []).append(prompt)
+    for category, members in by_category.items():
+        for start in range(0, len(members), args.batch):
+            group = members[start : start + args.batch]
+            talks: list[list[dict[str, str]]] = [[] for _ in group]
+            for turn in range(min(len(prompt["turns"]) for prompt in group)):
+                for talk, prompt in zip(talks, group, strict=True):
+                    talk.append({"role": "user", "content": prompt["turns"][turn]})
+                tokens = [loaded.tokenizer.apply_chat_template(talk) for talk in talks]
+                order = configurations[:]
+                noise.shuffle(order)
+                answers, row = {}, {"category": category, "seconds": {}, "tau": {}}
+                for configuration in order:
+                    seconds, answers[configuration.name], stats = configuration.answer(tokens, params)
+                    row["seconds"][configuration.name] = seconds
+                    row["tau"][configuration.name] = stats.mean_acceptance_length
+                same = all(answer == answers["none"] for answer in answers.values())
+                row |= {"identical": same, "tokens": sum(map(len, answers["none"]))}
+                row["loops"] = any(map(loops, answers["none"]))
+                if all(row["seconds"].values()):
+                    rows.append(row)
+                for talk, answer in zip(talks, answers["none"], strict=True):
+                    talk.append({"role": "assistant", "content": loaded.tokenizer.decode(answer)})
+    return rows
+
+
+def report(
+    configurations: list[Configuration], rows: list[dict[str, Any]], temperature: float, result: dict[str, Any]
+) -> None:
+    names = [configuration.name for configuration in configurations if configuration.name != "none"]
+    print(f"\ntemperature {temperature}: speed-up over plain decoding [95 %], τ; {torch.get_num_threads()} threads")
+    categories = ["all", NO_LOOPS, *dict.fromkeys(row["category"] for row in rows)]
+    for category in categories:
+        mine = [
+            row for row in rows if category in ("all", row["category"]) or (category == NO_LOOPS and not row["loops"])
+        ]
+        cell: dict[str, Any] = {"temperature": temperature, "category": category, "answers": len(mine)}
+        for name in names:
+            ratio = speedup(mine, name)
+            if ratio is not None:
+                cell[name] = ratio | {"tau": statistics.mean(row["tau"][name] for row in mine)}
+        cell["identical"] = all(row["identical"] for row in mine)
+        cell["looping"] = sum(row["loops"] for row in mine)
+        result["cells"].append(cell)
+        figures = "  ".join(f"{name} {figure(cell[name])}" for name in names if name in cell)
+        print(
+            f"{category:16} {len(mine):3} answers, {cell['looping']} looping, identical {cell['identical']}: {figures}"
+        )
+
+
+def figure(entry: dict[str, float]) -> str:
+    return f"{entry['ratio']:.2f}x [{entry['low']:.2f}, {entry['high']:.2f}] τ {entry['tau']:.2f}"
+
+
+if __name__ == "__main__":
+    main()
