@@ -82,7 +82,8 @@ class SuffixDrafter(HostDrafter):
         return longest_match(self._lookups(sequence))
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        return self._best_tree(sequence, count).best_path()
+        tree = self._best_tree(sequence, count)
+        return tree.best_path() if tree.tokens else []
 
     def commit(self, commits: SequenceOf[Commit]) -> None:
         for commit in commits:

@@ -10,7 +10,8 @@ their acceptance is known without paying for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from paceline.engine.batch import StepOutput
 from paceline.engine.cost import CostModel
 from paceline.sequence import Sequence
 
+log = logging.getLogger("paceline")
 AUTO = "auto"
 MARGIN = 0.03  # what a plan must promise over plain decoding
 PROBE_EVERY = 64  # plain steps of a sequence after which a method that casts no shadow is tried once more
@@ -240,11 +242,22 @@ class AdaptivePolicy:
         return list(self._drafters) if method == AUTO else [method]
 
     def _note_evidence(self, sequence: Sequence, method: str) -> int:
-        drafter = self._drafters[method]
+        evidence = self._evidence[sequence.key, method] = self._ask(method, self._evidence_of, sequence)
+        return evidence
+
+    @staticmethod
+    def _evidence_of(drafter: Drafter, sequence: Sequence) -> int:
         if drafter.lag(sequence) and sequence.num_output < PATIENT_TOKENS:
             return 0
-        evidence = self._evidence[sequence.key, method] = drafter.evidence(sequence)
-        return evidence
+        return drafter.evidence(sequence)
+
+    def _ask(self, method: str, question: Callable[[Drafter, Sequence], int], sequence: Sequence) -> int:
+        """A drafter that fails to answer has nothing to say; the answer under way does not suffer."""
+        try:
+            return question(self._drafters[method], sequence)
+        except Exception as problem:
+            log.warning("drafter %s failed to say what it knows: %r", method, problem)
+            return 0
 
     def _drafting(self, method: str, depth: int) -> float:
         return self._draft_seconds.get(method, 0.0) * depth
@@ -294,11 +307,15 @@ class AdaptivePolicy:
         if output.finished or method == NONE or (method != AUTO and k is not None):
             return
         for name in self._allowed(method):
-            drafter = self._drafters[name]
             if (sequence.key, name) in self._shadows or (output.drafted and output.method == name):
                 continue
-            if guess := drafter.guess(sequence, SHADOW_DEPTH):
-                self._shadows[sequence.key, name] = _Shadow(drafter.evidence(sequence), guess)
+            self._ask(name, self._cast_shadow, sequence)
+
+    def _cast_shadow(self, drafter: Drafter, sequence: Sequence) -> int:
+        guess, evidence = drafter.guess(sequence, SHADOW_DEPTH), drafter.evidence(sequence)
+        if guess:
+            self._shadows[sequence.key, drafter.name] = _Shadow(evidence, guess)
+        return evidence
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
         cost = self._costs.of(num_sequences, sampled)
