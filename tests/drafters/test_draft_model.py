@@ -9,7 +9,7 @@ import torch
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.controls import ControlsBuilder
-from paceline.drafters import DRAFTERS, DrafterContext, DraftRow
+from paceline.drafters import DRAFTERS, DrafterContext, DraftRow, draft_model
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
@@ -19,6 +19,7 @@ from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
 from paceline.models.runtime import load_model
+from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
 from paceline.testing import toy_config
 from paceline.verify import Nodes, probabilities, process
@@ -156,7 +157,7 @@ def test_a_pass_that_fails_midway_leaves_the_drafter_sound():
 
 def test_it_drafts_up_to_the_end_of_its_own_context_and_no_further():
     draft = FunctionModel(repeating, toy_config(VOCAB, max_positions=24))
-    engine = make_engine([DraftModelDrafter(draft)], k=4)
+    engine = make_engine([DraftModelDrafter(draft)], k=8)
     request = (0, "a", prompt_of(0, 10), params(max_tokens=40))
     sequence, outputs = (part["a"] for part in run(engine, [request]))
     assert sequence.output_tokens == plain([request])["a"].output_tokens
@@ -247,6 +248,31 @@ def test_the_same_request_draws_another_draft_at_every_length_and_the_same_one_i
     assert len({tuple(chain) for chain in together.values()}) > 1
     for name, chain in together.items():
         assert drafts(name)[name] == chain
+
+
+def test_every_coin_is_drawn_once_and_from_its_own_lane(monkeypatch):
+    """Verification draws coins by the same words: sharing one with it would bias the output."""
+    tossed = []
+
+    def noted(lane, *words):
+        tossed.extend((lane, *each) for each in zip(*(word.tolist() for word in words), strict=True))
+        return coin(lane, *words)
+
+    monkeypatch.setattr(draft_model, "coin", noted)
+    engine = make_engine([DraftModelDrafter(FunctionModel(imitating))], k=3)
+    sequences, _ = run(engine, [(0, str(i), prompt_of(i, 5), params(max_tokens=30, temperature=1.0)) for i in range(3)])
+    assert {lane for lane, *_ in tossed} == {Lane.DRAFT}
+    assert len(set(tossed)) == len(tossed) == sum(sequence.stats.num_draft_tokens for sequence in sequences.values())
+
+
+def test_asked_twice_it_says_the_same():
+    """As after a step that failed elsewhere."""
+    drafter = bound(DraftModelDrafter(FunctionModel(imitating)), 8)
+    sequence = sequence_of(prompt_of(0, 9), list(range(8)))
+    drafter.admit(sequence, 0, 0)
+    first, second = (drafter.propose([DraftRow(sequence, 4)]) for _ in range(2))
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert drafter.absorbed(sequence) == (0, 9)
 
 
 class Stumbling:

@@ -243,8 +243,8 @@ class DraftModelDrafter:
         first = min(state.valid, length - 1)
         start, end = state.shared
         if first >= start:
-            return list(range(max(first, min(end, length - 1)), length))
-        return [*range(first, start), *range(min(end, length - 1), length)]
+            return list(range(first, length))
+        return [*range(first, start), *range(end, length)]  # a hit always leaves a token to compute: end < length
 
     def _num_nodes(self, row: DraftRow) -> int:
         """The last node is drawn but never read, so it may lie one position past the draft model's own context."""
