@@ -1,9 +1,10 @@
-# make demo   a fresh machine to a streamed answer        make test   ruff, mypy and the tests
+# make demo   a fresh machine to answers, plain and drafted   make test   ruff, mypy and the tests
+# make demo PROMPT='...' asks that instead
 # make clean  removes .venv and everything built          PYTHON=python3.12 make ... picks the interpreter
 
 PYTHON ?= python3
 MODEL ?= smollm2
-PROMPT ?= Explain in three sentences why the sky is blue.
+PROMPT ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in src/pace
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/paceline pull $(MODEL)
-	$(BIN)/paceline generate --model $(MODEL) "$(PROMPT)"
+	$(BIN)/paceline demo --model $(MODEL) $(if $(PROMPT),"$(PROMPT)")
 
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

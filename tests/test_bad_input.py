@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.app import run
+from tests.models.tiny import save_tiny
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -90,6 +91,16 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path, capsys: py
         ["--temperature", "-1"],
         ["--min-tokens", "5", "--max-tokens", "2"],
         ["--method", "eagle9"],
+        ["--k", "0"],
+        ["--k", "200"],
+        ["--k", "some"],
+        ["--k", "4", "--method", "none"],
+        ["--draft-model", "smollm2", "--method", "ngram"],
+        ["--suffix-corpus", "nowhere.txt"],
+        ["--suffix-corpus", "nowhere.txt", "--method", "draft-model"],
+        ["--speculative-config", "ngram"],
+        ["--speculative-config", '{"method": "medusa"}'],
+        ["--speculative-config", '{"method": "ngram", "posterior_threshold": 0.3}'],
         ["--dtype", "int3"],
         ["--device", "abacus"],
         ["--threads", "0"],
@@ -104,6 +115,32 @@ def test_a_value_out_of_range_names_its_field(
 ) -> None:
     field = flags[0].removeprefix("--").replace("-", "_")
     assert refused(capsys, "generate", "hello", *flags).startswith(f"error: {field}: ")
+
+
+def test_a_lossy_option_is_refused_by_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    config = '{"method": "ngram", "posterior_threshold": 0.3}'
+    line = refused(capsys, "generate", "hello", "--speculative-config", config)
+    assert "posterior_threshold" in line
+    assert "lossless" in line
+
+
+def test_the_draft_model_method_without_a_model(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "generate", "hello", "--method", "draft-model")
+    assert line.startswith("error: draft_model: ")
+
+
+def test_a_draft_model_that_is_not_there(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not exist" in refused(capsys, "generate", "hello", "--draft-model", "./nowhere")
+
+
+def test_a_draft_model_with_another_vocabulary(
+    smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny("llama-tied", tmp_path)
+    capsys.readouterr()  # saving draws a bar
+    line = refused(capsys, "generate", "hello", "--draft-model", str(tmp_path))
+    assert line.startswith("error: draft_model: ")
+    assert "97 tokens" in line
 
 
 def test_an_empty_prompt(capsys: pytest.CaptureFixture[str]) -> None:

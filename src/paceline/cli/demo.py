@@ -248,7 +248,7 @@ def verdict_lines(one: Round) -> list[str]:
     words = [f"{rates} {rate_words(one.speculative.tokens_per_second)}", times(one.speedup)]
     if stats.acceptance_rate is not None:
         tau = stats.mean_acceptance_length or 1.0
-        words += [f"{one.method} accepted {stats.acceptance_rate:.0%} of its drafts", f"τ {tau:.1f}"]
+        words += [f"{one.method}: {stats.acceptance_rate:.0%} of drafts accepted", f"τ {tau:.1f}"]
     same = "yes" if one.identical else f"NO, they part at token {one.first_difference}"
     lines = [" · ".join(words), f"identical output: {same}"]
     if one.speedup is not None and one.speedup < NOTICEABLE:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 CHAT = "Give me three tips for staying focused while working from home."
 
-CODE = '''Rename the variable `total` to `result` in this function. Reply with the whole function and nothing else.
+CODE = """Remove the line that prints from this function and repeat the rest of it word for word.
 
 ```python
-def average_price(items, discount=0.0):
-    """Average price of the items that are in stock, after the discount."""
-    total = 0.0
-    count = 0
-    for item in items:
-        if item["in_stock"]:
-            total += item["price"] * (1.0 - discount)
-            count += 1
-    if count == 0:
-        return None
-    return total / count
-```'''
+def read_settings(path):
+    settings = {}
+    with open(path) as file:
+        for line in file:
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, value = line.split("=", 1)
+            settings[key.strip()] = value.strip()
+    print("settings read:", len(settings))
+    return settings
+```"""
 
 QUOTE = """Repeat the following paragraph word for word.
 
