@@ -198,7 +198,7 @@ def run(engine, requests, cancel=(), after_step=None):
                 engine.cancel(name)
         if not engine.has_work and not pending:
             return sequences, outputs
-        for output in engine.step():
+        for output in engine.step() if engine.has_work else ():
             outputs.setdefault(output.sequence.request_id, []).append(output)
         engine.blocks.check(engine.scheduler.sequences())
         if after_step is not None:
