@@ -37,7 +37,7 @@ MAKE = [line[1] for line in command_lines() if line[0] == "make"]
 
 def test_there_are_commands_to_check() -> None:
     assert {"demo", "test"} <= set(MAKE)
-    assert {"generate", "chat", "pull", "models", "doctor"} <= {arguments[0] for arguments in PACELINE}
+    assert {"generate", "chat", "demo", "prove", "pull", "models", "doctor"} <= {arguments[0] for arguments in PACELINE}
 
 
 @pytest.mark.parametrize("arguments", PACELINE, ids=" ".join)
