@@ -74,6 +74,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         started = time.perf_counter()
         batch = self.scheduler.schedule()  # prefill chunks and decodes alike
+        if not batch.rows:
+            return []
         flight = self.runner.launch(batch)  # draft, one target pass, verify, compact
         self.drafters.overlap()  # what may run while the device computes
         outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish
