@@ -1,6 +1,6 @@
 // Threads that share the items of one loop. An item is claimed when a thread is ready for it, and the loop ends when the
 // last item is done, not when the last thread has looked in: on a busy machine a thread the system keeps waiting costs only
-// the item it holds. (OpenMP waits for every thread at every loop; two hundred loops a token made that 20 times slower.)
+// the item it holds. (OpenMP waits for every thread at every loop; two hundred loops a token made that several times slower.)
 //
 // The whole state of a loop is one word (its number, how many items it has, which comes next), so a late thread can never
 // claim an item of a loop it does not know. Between loops threads spin for a moment, since the next comes in microseconds,
