@@ -32,6 +32,7 @@ class FakeLLM:
     error: ClassVar[Exception | None] = None  # raised on the first token
     expected_gain: ClassVar[float | None] = None
     drafted: ClassVar[SpeculationStats | None] = None  # what an answer says of itself unless asked to be plain
+    plain_s: ClassVar[float] = 2.0  # how long plain decoding takes; everything else takes two seconds
     plain_says: ClassVar[int | None] = None  # the token plain decoding ends with, where it shall differ
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
@@ -52,7 +53,8 @@ class FakeLLM:
 
     def _chunks(self, words: list[str], params: SamplingParams) -> Iterator[StreamChunk]:
         count = min(params.max_tokens or 5, self.max_model_len - len(words))
-        metrics = RequestMetrics(arrival_time=10.0, first_token_time=10.25, finished_time=12.25)
+        seconds = self.plain_s if params.speculation == "none" else 2.0
+        metrics = RequestMetrics(arrival_time=10.0, first_token_time=10.25, finished_time=10.25 + seconds)
         outputs = [_answer(index, count, params) for index in range(params.n)]
         whole = RequestOutput("0", None, list(range(len(words))), outputs, True, metrics)
         if started := os.environ.get("FAKE_STARTED"):
