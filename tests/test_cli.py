@@ -490,6 +490,17 @@ def test_ctrl_c_keeps_what_was_streamed_and_exits_130() -> None:
     assert err.count("\n") == 1
 
 
+def test_ctrl_c_ends_the_demo_with_130() -> None:
+    process = _start("demo", "hello")
+    assert process.stdout is not None
+    while "speculatively" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "interrupted\n")
+    assert not out or out.endswith("\n")
+
+
 def test_ctrl_c_with_json_is_an_error_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = tmp_path / "started"  # nothing is printed that could be waited for
     monkeypatch.setenv("FAKE_STARTED", str(started))

@@ -7,14 +7,14 @@ seen would be a memory, not a speed-up. No prefix is shared, both are greedy, an
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.demo_prompts import PROMPTS
-from paceline.cli.generate import closing, load_llm, messages, read_prompt
+from paceline.cli.generate import closing, interrupted, load_llm, messages, read_prompt
 from paceline.cli.options import RunOptions
 from paceline.cli.output import Tally, method_words, print_json, rate_words
 from paceline.cli.speculation import NONE, speculation_arguments
@@ -58,14 +58,21 @@ def demo(
     options.sampling_params()  # refuses a wrong max_tokens before the model is loaded
     arguments = speculation_arguments(options)
     prompts = PROMPTS if prompt is None else {"yours": read_prompt(prompt)}
-    llm = load_llm(options, {**arguments, "prefix_caching": False})
-    shown = Nothing() if json else Screen(llm)
+    try:
+        rounds = show(load_llm(options, {**arguments, "prefix_caching": False}), prompts, max_tokens, as_json=json)
+    except KeyboardInterrupt:
+        return interrupted(None, json)
+    return 0 if all(one.identical for one in rounds) else 1
+
+
+def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool) -> list[Round]:
+    shown = Nothing() if as_json else Screen(llm)
     warm_up(llm)
     rounds = [compare(llm, name, text, max_tokens, shown) for name, text in prompts.items()]
     shown.summary(rounds)
-    if json:
+    if as_json:
         print_json({"model": llm.name, "method": llm.method, "rounds": [one.as_dict() for one in rounds]})
-    return 0 if all(one.identical for one in rounds) else 1
+    return rounds
 
 
 def warm_up(llm: LLM) -> None:
@@ -89,11 +96,13 @@ def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, show
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=speculation)
     tally = Tally(llm)
-    with closing(llm.stream(messages(None, prompt), params)) as chunks:
-        for chunk in chunks:
-            tally.add(chunk)
-            shown.tokens(chunk.token_ids, chunk.kinds)
-    shown.end()
+    try:
+        with closing(llm.stream(messages(None, prompt), params)) as chunks:
+            for chunk in chunks:
+                tally.add(chunk)
+                shown.tokens(chunk.token_ids, chunk.kinds)
+    finally:
+        shown.end()
     return tally
 
 
