@@ -73,6 +73,8 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.k is not None and not 1 <= self.k <= MAX_K:
             raise InvalidParameter("k", f"must be between 1 and {MAX_K}, or auto; got {self.k}")
+        if self.k is not None and self.method == "none":
+            raise InvalidParameter("k", "method none drafts nothing; leave k out or choose a method")
         if not 1 <= self.ngram_min <= self.ngram_max:
             raise InvalidParameter("ngram_min", f"must be between 1 and ngram_max ({self.ngram_max})")
 

@@ -32,8 +32,10 @@ class SpeculationStats:
 
     @property
     def estimated_speedup(self) -> float | None:
-        """Against a live estimate of plain decoding; None where nothing could be measured."""
-        return self.plain_s / self.spent_s if self.spent_s and self.plain_s else None
+        """Against a live estimate of plain decoding, and never more than τ; None where nothing could be measured."""
+        if not self.spent_s or not self.plain_s or self.mean_acceptance_length is None:
+            return None
+        return min(self.plain_s / self.spent_s, self.mean_acceptance_length)
 
     @property
     def mean_draft_length(self) -> float | None:

@@ -82,8 +82,7 @@ class SuffixDrafter(HostDrafter):
         return longest_match(self._lookups(sequence))
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        tree = self._best_tree(sequence, count)
-        return tree.best_path() if tree.tokens else []
+        return self._best_tree(sequence, count).best_path()
 
     def commit(self, commits: SequenceOf[Commit]) -> None:
         for commit in commits:

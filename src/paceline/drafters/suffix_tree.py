@@ -37,7 +37,7 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """The tokens from the root's child down to a node."""
-        if node + 1 == len(self.tokens) == self.depths[-1]:  # a chain
+        if self.tokens and node + 1 == len(self.tokens) == self.depths[-1]:  # a chain
             return self.tokens
         tokens: list[int] = []
         while node >= 0:

@@ -131,7 +131,7 @@ class AdaptivePolicy:
         self._evidence: dict[tuple[str, str], int] = {}  # of the drafts under way
         self._since_probe: dict[str, int] = {}
         self._turn = self._since_plain = 0
-        self.expected_gain: float | None = None  # of the last plan over plain decoding
+        self.expected_gain: float | None = None  # what drafting promised over plain decoding in the last step
 
     # -- deciding
 
@@ -144,16 +144,20 @@ class AdaptivePolicy:
             most = min(k or MAX_K, sequence.room - 1)
             if method == NONE or most < 1:
                 continue
-            if method == AUTO or k is None:
+            if k is None:
                 open_ended[index] = method, most
             else:
-                choices[index] = Choice(method, most)
-                self._note_evidence(sequence, method)
+                choices[index] = Choice(self._surest(sequence, method), most)
         base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
         cost = self._costs.of(len(sequences), _any_sampled(sequences))
         if open_ended and self._knows_plain(cost, base):
             self._decide(sequences, open_ended, choices, cost, base)
         return choices
+
+    def _surest(self, sequence: Sequence, method: str) -> str:
+        """With k fixed only the method is left to choose: the one with the most to go by."""
+        evidence = {name: self._note_evidence(sequence, name) for name in self._allowed(method)}
+        return max(evidence, key=evidence.__getitem__)
 
     def _decide(
         self,
@@ -205,16 +209,18 @@ class AdaptivePolicy:
         offers.sort()
         plain = rate = value / cost.seconds(base)
         best, tokens, depths = 0, float(value), dict.fromkeys(methods.values(), 0)
+        drafted = 0.0  # the rate of the best plan that drafts at all
         unseen = 0  # a somewhat larger number of nodes whose cost is only guessed
         for taken, (worth, index, depth) in enumerate(offers[:MAX_OFFERS], start=1):
             tokens -= worth
             depths[methods[index]] = max(depths[methods[index]], depth)
             seconds = cost.seconds(base + taken) + sum(self._drafting(m, d) for m, d in depths.items() if d)
+            drafted = max(drafted, tokens / seconds)
             if tokens / seconds > rate * (1 if best else 1 + MARGIN):
                 best, rate = taken, tokens / seconds
             elif best and self._turn % EXPLORE_EVERY == 0 and tokens / seconds > EXPLORE_WITHIN * rate:
                 unseen = unseen or (taken if cost.times_seen(base + taken) < FIRST_PLAIN else 0)
-        self.expected_gain = rate / plain
+        self.expected_gain = drafted / plain if offers else None
         best = unseen if unseen > best else best
         for _, index, depth in offers[:best]:
             choices[index] = Choice(methods[index], max(depth, choices[index].budget))
