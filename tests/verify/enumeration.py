@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -102,7 +102,8 @@ class Setting:
     ends: tuple = ()
     ids: tuple | None = None  # the draft vocabulary
     sampled: bool = True  # False: the draft is handed over as a deterministic one
-    temperature: float | None = None  # of both; None: nothing to process
+    temperature: float | None = None  # the target's; None: nothing to process
+    top_k: int = 0  # the target's; needs a temperature
     code: SimpleNamespace = field(default_factory=lambda: PRODUCT)
 
 
@@ -113,7 +114,6 @@ class Rows:
         self.setting, self.rows = setting, rows
         self.width = len(setting.parents)
         self.committed = len(rows[0][0])
-        self.weights = torch.tensor([row[3] for row in rows], dtype=torch.float64)
         columns = [self._columns(*row[:3]) for row in rows]
         self.tokens, self.parents, self.depth = (
             torch.tensor(list(c)) for c in zip(*[c[:3] for c in columns], strict=True)
@@ -122,6 +122,7 @@ class Rows:
         self.logits = torch.stack([c[3] for c in columns])  # (B, N + 1, V)
         self.q = torch.stack([c[4] for c in columns])
         self.max_depth = int(self.depth.max())
+        self.on_paper = [OnPaper(setting, *row[:3]) for row in rows] if setting.sampled else []
 
     def _columns(self, said, tokens, parents):
         def pad(values, filler):
@@ -167,7 +168,10 @@ class Rows:
         )
         controls = package.Controls()
         if setting.temperature is not None:
-            controls = package.Controls(temperature=torch.full((size,), setting.temperature, dtype=torch.float64))
+            controls = package.Controls(
+                temperature=torch.full((size,), setting.temperature, dtype=torch.float64),
+                top_k=torch.full((size,), setting.top_k) if setting.top_k else None,
+            )
         asked = {}
         with _uniforms(setting.code.rng, coins, asked, size):
             verdict = package.verify(
@@ -212,6 +216,101 @@ class _uniforms:
         self.rng.uniform = self.kept
 
 
+# --- the rules on paper, in lists: what the tests compare with, and where the breakpoints are expected ---
+
+
+class OnPaper:
+    """One row's stages (node, threshold, weights of the next token): the first whose coin passes is where it stops."""
+
+    def __init__(self, setting, said, tokens, parents):
+        nodes = range(-1, len(tokens))
+        p = [p_of(setting, (*said, *_path(tokens, parents, node))) for node in nodes]
+        q = [setting.drafter.p((*said, *_path(tokens, parents, node))).tolist() for node in nodes]
+        is_chain = list(parents) == chains(len(tokens))
+        self.stages = stages(setting.rule if is_chain else "tree", tokens, parents, p, q)
+
+    def threshold(self, node):
+        return next((threshold for at, threshold, _ in self.stages if at == node), 0.5)
+
+    def weights(self, node):
+        return next(weights for at, _, weights in self.stages if at == node)
+
+
+def stages(rule, tokens, parents, p, q):
+    """p and q by slot. For the token rule the stages are those of stopping there; `stop_at` knows."""
+    return {"token": _token_stages, "block": _block_stages, "tree": _tree_stages}[rule](tokens, parents, p, q)
+
+
+def stop_at(rule, found, u):
+    """The stage at which a row stops, by its nodes' coins u."""
+    if rule == "token":
+        kept = list(itertools.takewhile(lambda stage: stage[0] >= 0 and u[stage[0]] <= stage[1], found[1:]))
+        return kept[-1] if kept else found[0]
+    return next(stage for stage in found if stage[0] < 0 or u[stage[0]] <= stage[1])
+
+
+def _ratio(p, q, token):
+    return p[token] / q[token] if q[token] > 0 else 0.0
+
+
+def _excess(a, p, q):
+    weights = [max(a * x - y, 0.0) for x, y in zip(p, q, strict=True)]
+    return weights if sum(weights) > 0 else p
+
+
+def _token_stages(tokens, parents, p, q):
+    last = len(tokens)
+    weights = [p[i] if i == last else _excess(1.0, p[i], q[i]) for i in range(last + 1)]
+    return [(-1, 1.0, weights[0])] + [
+        (i, min(1.0, _ratio(p[i], q[i], token)), weights[i + 1]) for i, token in enumerate(tokens)
+    ]
+
+
+def _block_stages(tokens, parents, p, q):
+    a, found = 1.0, [(-1, 1.0, _excess(1.0, p[0], q[0]) if tokens else p[0])]
+    for i, token in enumerate(tokens):
+        a = min(1.0, a * _ratio(p[i], q[i], token))
+        if i + 1 == len(tokens):
+            found.append((i, a, p[i + 1]))
+            continue
+        surplus = sum(max(a * x - y, 0.0) for x, y in zip(p[i + 1], q[i + 1], strict=True))
+        keep = surplus / (surplus + 1 - a) if surplus + 1 - a > 0 else 1.0
+        found.append((i, keep, _excess(a, p[i + 1], q[i + 1])))
+    return found[::-1]
+
+
+def _tree_stages(tokens, parents, p, q):
+    """Traversal verification with real deletions."""
+    p, q = {s - 1: list(row) for s, row in enumerate(p)}, {s - 1: list(row) for s, row in enumerate(q)}
+    left, a, found = set(range(len(tokens))), {-1: 1.0}, []
+
+    def children(node):
+        return [n for n in sorted(left) if parents[n] == node]
+
+    def recompute(node):
+        for child in children(node):
+            a[child] = min(1.0, a[node] * _ratio(p[node], q[node], tokens[child]))
+            recompute(child)
+
+    recompute(-1)
+    while left:
+        leaf = -1
+        while children(leaf):
+            leaf = children(leaf)[0]
+        found.append((leaf, a[leaf], p[leaf]))
+        left.remove(leaf)
+        u = parents[leaf]
+        r = [max(a[u] * x - y, 0.0) for x, y in zip(p[u], q[u], strict=True)]
+        total = sum(r)
+        p[u] = [x / total for x in r] if total > 0 else p[u]
+        q[u][tokens[leaf]] = 0.0
+        mass = sum(q[u])
+        q[u] = [x / mass for x in q[u]] if mass > 0 else q[u]
+        a[u] = total / (total + 1 - a[u]) if total + 1 - a[u] > 0 else a[u]
+        recompute(u)
+    return [*found, (-1, 1.0, p[-1])]
+
+
 # --- one step as boxes ---
 
 
@@ -241,12 +340,12 @@ def boxes_of(setting, contexts):
     return walked_boxes(batch)
 
 
-def sampled_boxes(batch):
+def _corners(batch):
+    """Every combination of the two sides of every acceptance coin's threshold, coins in the middle of their side."""
     everyone = torch.arange(len(batch.rows))
     _, asked = batch.judge(everyone, {})
     accept = [key for key in asked if key[0] == Lane.ACCEPT]
     thresholds = _thresholds(batch, accept)
-    # Every combination of the two sides of every threshold, coins in the middle of their side.
     corners = list(itertools.product((0, 1), repeat=len(accept)))
     index = everyone.repeat_interleave(len(corners))
     above = torch.tensor(corners, dtype=torch.bool).view(len(corners), len(accept)).repeat(len(everyone), 1)
@@ -256,11 +355,16 @@ def sampled_boxes(batch):
     middle = (low + high) / 2
     coins = {key: middle[:, c] for c, key in enumerate(accept)}
     verdict, asked = batch.judge(index, coins)
+    return index, coins, low, high, verdict, asked
+
+
+def sampled_boxes(batch):
+    index, coins, low, high, verdict, asked = _corners(batch)
     # What is said last depends on where the row stopped: one representative each.
-    stops = torch.cat((index[:, None], verdict.path), 1)
+    stops = torch.stack((index, verdict.path.amax(1)), 1)  # the node accepted last: nodes stand parents first
     kinds, which = stops.unique(dim=0, return_inverse=True)
     first = torch.full((len(kinds),), len(index)).scatter_reduce_(0, which, torch.arange(len(index)), "amin")
-    ends = _token_ends(batch, index[first], {key: value[first] for key, value in coins.items()})
+    ends = _token_ends(batch, index[first], {key: value[first] for key, value in coins.items()}, kinds.tolist())
     residual = torch.zeros(len(index), dtype=torch.int64)
     names = [key for key in asked if key[0] != Lane.ACCEPT]
     for at, key in enumerate(names):
@@ -271,7 +375,7 @@ def sampled_boxes(batch):
         said, drafted, _, weight = batch.rows[row]
         run = tuple(drafted[node] for node in path[box][: count[box]])
         assert run == tuple(tokens[box][: count[box]])
-        intervals = {key: (float(low[box, c]), float(high[box, c])) for c, key in enumerate(accept)}
+        intervals = {key: (float(low[box, c]), float(high[box, c])) for c, key in enumerate(coins)}
         start = 0.0
         for token, end in enumerate(ends[which[box]].tolist()):
             if end > start:
@@ -293,43 +397,48 @@ def _thresholds(batch, accept):
         verdict, _ = batch.judge(index, coins)
         return torch.cat((verdict.num_accepted[:, None], verdict.path), 1)
 
-    low, high = torch.full_like(earlier, LOW), torch.full_like(earlier, HIGH)
-    below = stop(low)
-    matters = (below != stop(high)).any(1)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        same = (stop(middle) == below).all(1)
-        low, high = torch.where(same, middle, low), torch.where(same, high, middle)
-    (one, two), (first, second) = low.view(2, count, rows), matters.view(2, count, rows)
+    below = stop(torch.full_like(earlier, LOW))
+    matters = (below != stop(torch.full_like(earlier, HIGH))).any(1)
+    guess = torch.tensor([[s.threshold(c) for s in batch.on_paper] for c in range(count)], dtype=torch.float64)
+    found = _locate(lambda value: (stop(value) == below).all(1), guess.flatten().repeat(2), matters)
+    (one, two), (first, second) = found.view(2, count, rows), matters.view(2, count, rows)
     assert (abs(one - two)[first & second] < EXACT).all(), "a threshold depends on the other coins"
     return torch.where(first, one, torch.where(second, two, 0.5)).T
 
 
-def _token_ends(batch, index, coins):
+def _token_ends(batch, index, coins, stops):
     """(len(index), V) the coin up to which each row says token 0, 0 or 1, ..., with those acceptance coins."""
     vocab, size = batch.setting.target.vocab, len(index)
     wide = index.repeat_interleave(vocab)
     token = torch.arange(vocab).repeat(size)
     spread = {key: value.repeat_interleave(vocab) for key, value in coins.items()}
-
     _, asked = batch.judge(wide, spread)
     others = [key for key in asked if key[0] != Lane.ACCEPT]
 
-    def last(value):
+    def said(value):
         verdict, _ = batch.judge(wide, {**spread, **dict.fromkeys(others, value)})
-        return verdict.tokens.gather(1, verdict.num_accepted[:, None])[:, 0]
+        return verdict.tokens.gather(1, verdict.num_accepted[:, None])[:, 0] <= token
 
-    low, high = (
-        torch.full((size * vocab,), LOW, dtype=torch.float64),
-        torch.full((size * vocab,), HIGH, dtype=torch.float64),
-    )
-    never, always = last(low) > token, last(high) <= token
+    ends = torch.full((size * vocab,), LOW, dtype=torch.float64)
+    never, always = ~said(ends), said(torch.full_like(ends, HIGH))
+    weights = torch.tensor([batch.on_paper[row].weights(node) for row, node in stops], dtype=torch.float64)
+    guess = (weights.cumsum(1) / weights.sum(1, keepdim=True)).flatten()
+    found = _locate(said, guess, ~never & ~always)
+    return torch.where(always, 1.0, torch.where(never, 0.0, found)).view(size, vocab)
+
+
+def _locate(same, guess, matters):
+    """(R,) up to where `same(value)` holds: the guess where the code confirms it on both sides, else by bisection."""
+    near = 4e-15
+    hit = same((guess - near).clamp(LOW, HIGH)) & ~same((guess + near).clamp(LOW, HIGH))
+    if (hit | ~matters).all():
+        return guess
+    low, high = torch.full_like(guess, LOW), torch.full_like(guess, HIGH)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        said = last(middle) <= token
-        low, high = torch.where(said, middle, low), torch.where(said, high, middle)
-    ends = torch.where(always, 1.0, torch.where(never, 0.0, low))
-    return ends.view(size, vocab)
+        holds = same(middle)
+        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+    return torch.where(hit, guess, low)
 
 
 def walked_boxes(batch):
@@ -394,7 +503,7 @@ def joint_of_three(setting, steps):
     for said, probability in (_tied if shared else _independent)(first, second):
         for rest in itertools.product(range(setting.target.vocab), repeat=max(3 - len(said), 0)):
             whole = (*said[:3], *rest)
-            joint[whole] += probability * math.prod(_p(setting, whole[:i])[whole[i]] for i in range(len(said), 3))
+            joint[whole] += probability * math.prod(p_of(setting, whole[:i])[whole[i]] for i in range(len(said), 3))
     return joint, sum(box.probability * box.accepted for box in first), shared
 
 
@@ -428,21 +537,28 @@ def _tied(first, second):
                 yield (*one.tokens, *two.tokens), volume
 
 
-def _p(setting, said):
-    logits = setting.target.logits(said)
-    return torch.softmax(logits / (setting.temperature or 1.0), -1).tolist()
+def p_of(setting, said):
+    """The target's p as a list."""
+    logits = setting.target.logits(said) / (setting.temperature or 1.0)
+    if setting.top_k:
+        logits = torch.where(logits < logits.topk(setting.top_k).values[-1], -torch.inf, logits)
+    return torch.softmax(logits, -1).tolist()
+
+
+def mean_accepted(setting):
+    """Drafted tokens the first step keeps on average."""
+    rows = [((), *draft) for draft in drafts(setting.drafter, (), setting.parents, setting.ends)]
+    index, _, low, high, verdict, _ = _corners(Rows(setting, rows))
+    weights = torch.tensor([row[3] for row in rows], dtype=torch.float64)[index]
+    return float((weights * (high - low).prod(1) * verdict.num_accepted).sum())
 
 
 def check(setting, steps=2):
     """Raise unless three tokens are distributed as the target's, exactly; return the mean accepted."""
     joint, accepted, shared = joint_of_three(setting, steps)
     for whole in itertools.product(range(setting.target.vocab), repeat=3):
-        exact = math.prod(_p(setting, whole[:i])[whole[i]] for i in range(3))
+        exact = math.prod(p_of(setting, whole[:i])[whole[i]] for i in range(3))
         assert abs(joint[whole] - exact) < EXACT, (whole, joint[whole], exact)
     assert abs(sum(joint.values()) - 1) < EXACT
     assert not shared, f"coins used in two steps: {sorted(shared)}"
     return accepted
-
-
-def with_code(setting, code):
-    return replace(setting, code=code)

@@ -34,13 +34,14 @@ def chain(
     """Chains drawn from draft.q. `row_of` (B, N + 1): slot -> row of p (R, V); slots without a child may hold -1."""
     assert draft.q is not None
     q = draft.q.over(p.shape[1]).to(p.dtype)  # (M, V)
-    tokens, length = draft.tokens[:, :max_depth], draft.num_nodes
+    most = min(max_depth, draft.width)  # K
+    tokens, length = draft.tokens[:, :most], draft.num_nodes
     p_row, q_row = row_of.clamp_min(0), draft.q.row_of.clamp_min(0)
-    ratio = likelihood_ratio(p[p_row[:, :max_depth], tokens], q[q_row[:, :max_depth], tokens])  # (B, K)
-    node = torch.arange(max_depth, device=tokens.device).expand_as(tokens)
-    coins = node_coins(source, key, committed, max_depth)
+    ratio = likelihood_ratio(p[p_row[:, :most], tokens], q[q_row[:, :most], tokens])  # (B, K)
+    node = torch.arange(most, device=tokens.device).expand_as(tokens)
+    coins = node_coins(source, key, committed, most)
     if rule == "token":
-        scale = torch.ones_like(ratio[:, :1]).expand(-1, max_depth + 1)  # a residual of p as it is
+        scale = torch.ones_like(ratio[:, :1]).expand(-1, most + 1)  # a residual of p as it is
         passed = (coins <= ratio) & (node < length[:, None])
         stop = passed.long().cumprod(1).sum(1)
     else:

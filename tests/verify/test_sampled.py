@@ -1,0 +1,345 @@
+"""Law 2: chains and trees drawn from q are judged losslessly, by exact enumeration through the real functions."""
+
+import itertools
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.draft import Draft, Kind, Proposal
+from paceline.rng import Lane, coin
+from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, process, route, verify
+from paceline.verify.tree import _postorder
+from tests.verify.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
+from tests.verify.test_processors import controls_of, requests
+from tests.verify.test_walk import batch_of, flatten
+
+TARGET, DRAFTER = Toy(1, 3), Toy(2, 3)
+SPARSE_P = Fixed([0.5, 0.5, 0.0], [0.0, 0.25, 0.75], [0.2, 0.8, 0.0])
+SPARSE_Q = Fixed([0.25, 0.0, 0.75], [0.5, 0.5, 0.0], [0.0, 0.6, 0.4])
+FEW = Fixed([0.3, 0.0, 0.7], [0.6, 0.0, 0.4])  # a draft vocabulary of tokens 0 and 2
+
+SETTINGS = {
+    "token level, chain of 3": Setting(TARGET, DRAFTER, tuple(chains(3)), rule="token"),
+    "block, chain of 3": Setting(TARGET, DRAFTER, tuple(chains(3))),
+    "block, chain of 2, four tokens": Setting(Toy(3, 4), Toy(4, 4), tuple(chains(2))),
+    "block, zeros in p and q": Setting(SPARSE_P, SPARSE_Q, tuple(chains(3))),
+    "block, a chain that stops after a token": Setting(TARGET, DRAFTER, tuple(chains(3)), ends=(1,)),
+    "block, small draft vocabulary": Setting(TARGET, FEW, tuple(chains(3)), ids=(0, 2)),
+    "block, p filtered": Setting(TARGET, DRAFTER, tuple(chains(3)), temperature=0.7, top_k=2),
+    "token level, p filtered": Setting(TARGET, DRAFTER, tuple(chains(2)), rule="token", temperature=0.7, top_k=2),
+    "block, p filtered, small draft vocabulary": Setting(
+        TARGET, FEW, tuple(chains(2)), ids=(2, 0), temperature=1.3, top_k=2
+    ),
+    "tree, two children": Setting(TARGET, DRAFTER, (-1, -1)),
+    "tree, three children of four tokens": Setting(Toy(5, 4), Toy(6, 4), (-1, -1, -1)),
+    "tree, two levels": Setting(TARGET, DRAFTER, (-1, -1, 0, 0)),
+    "tree, levels in turn": Setting(TARGET, DRAFTER, (-1, 0, -1, 2)),
+    "tree, three levels": Setting(TARGET, DRAFTER, (-1, -1, 1, 2)),
+    "tree, zeros in p and q": Setting(SPARSE_P, SPARSE_Q, (-1, -1, 0, 1)),
+    "tree, small draft vocabulary": Setting(TARGET, FEW, (-1, -1, 0), ids=(0, 2)),
+    "tree, p filtered": Setting(TARGET, DRAFTER, (-1, -1, 0), temperature=0.7, top_k=2),
+    "walk, chain": Setting(TARGET, DRAFTER, tuple(chains(2)), sampled=False),
+    "walk, tree": Setting(TARGET, DRAFTER, (-1, -1, 0), sampled=False),
+    "walk, only where it gets to": Setting(TARGET, DRAFTER, tuple(chains(2)), sampled=False, temperature=0.8),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_three_tokens_over_two_steps_are_distributed_as_the_targets(name):
+    check(SETTINGS[name])
+
+
+def test_a_full_tree_of_two_levels_is_lossless():
+    check(Setting(TARGET, DRAFTER, (-1, -1, 0, 0, 1, 1)), steps=1)
+
+
+def test_traversal_keeps_more_than_block_and_block_more_than_token_level():
+    means = []
+    for seed in range(4):
+        toys = Toy(10 + seed, 3), Toy(20 + seed, 3)
+        token = mean_accepted(Setting(*toys, tuple(chains(2)), rule="token"))
+        block = mean_accepted(Setting(*toys, tuple(chains(2))))
+        traversal = mean_accepted(Setting(*toys, (-1, -1, 0, 0, 1, 1)))
+        assert token <= block + 1e-12
+        assert block <= traversal + 1e-12
+        means.append((token, block, traversal))
+    token, block, traversal = (sum(column) / 4 for column in zip(*means, strict=True))
+    assert token + 0.005 < block < traversal - 0.05
+
+
+def test_on_a_chain_traversal_is_block_verification():
+    """The same thresholds, hence the same verdict by the same coins."""
+    draft, logits, row_of, nodes, controls, draws = sampled_batch(500, [chains(3)] * 500, seed=3)
+    arguments = (draft, logits, row_of, nodes, controls, draws)
+    rows = torch.arange(500)
+    block = verify(*arguments, max_depth=3)
+    traversal = verify(*arguments, max_depth=3, routes=Routes(walk=None, tree=rows))
+    assert len(block.num_accepted.unique()) == 4
+    for name in ("tokens", "num_accepted", "path", "kinds"):
+        assert torch.equal(getattr(block, name), getattr(traversal, name))
+
+
+# --- batches drawn at random ---
+
+
+def sampled_batch(size, shapes, *, vocab=6, seed=0, dtype=torch.float64, spread=0.7, controls=None, drafted=None):
+    """Drafts of these shapes, drawn from a q near the target's p. `drafted(b)` False: the row's q is withheld."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = [], max(len(shape) for shape in shapes)
+    logits = torch.randn(size, width + 1, vocab, generator=generator, dtype=dtype) * 1.5
+    q = torch.softmax(logits + torch.randn(logits.shape, generator=generator, dtype=dtype) * spread, -1)
+    row_of_q = torch.full((size, width + 1), -1)
+    for b, shape in enumerate(shapes):
+        tokens, depth = [0] * len(shape), []
+        for parent in shape:
+            depth.append(1 if parent < 0 else depth[parent] + 1)
+        for slot in range(len(shape) + 1):
+            children = [node for node, parent in enumerate(shape) if parent == slot - 1]
+            if children:
+                drawn = torch.multinomial(q[b, slot].float(), len(children), generator=generator)
+                for node, token in zip(children, drawn.tolist(), strict=True):
+                    tokens[node] = token
+                if drafted is None or drafted(b, slot):
+                    row_of_q[b, slot] = b * (width + 1) + slot
+        rows.append((tokens, list(shape), depth))
+    draft = replace(batch_of(rows, width), q=Proposal(probs=q.flatten(0, 1), row_of=row_of_q))
+    row_of, nodes = flatten(draft)
+    used = torch.arange(width + 1) <= draft.num_nodes[:, None]
+    draws = Draws(
+        key=torch.arange(size) * 977 + seed,
+        committed=torch.arange(size) % 13,
+        coins=torch.arange(nodes.seq.shape[0]),
+    )
+    return draft, logits[used], row_of, nodes, controls or Controls(), draws
+
+
+def test_a_draft_from_the_target_itself_is_accepted_whole_with_a_bonus():
+    """τ = k + 1 exactly: the ratio is 1, whatever the coins."""
+    highest = 1 - 2.0**-53
+
+    def hostile(lane, key, committed, node):
+        return torch.full(key.shape, highest, dtype=torch.float64)
+
+    for length, rule, source in itertools.product((4, 1), ("block", "token"), (coin, hostile)):
+        arguments = sampled_batch(300, [chains(length)] * 300, spread=0.0)
+        verdict = verify(*arguments, max_depth=4, rule=rule, source=source)
+        assert (verdict.num_accepted == length).all()
+        assert (verdict.kinds[:, length] == Kind.BONUS).all()
+
+
+def test_of_a_tree_from_the_target_itself_the_first_leaf_is_accepted():
+    shape = [-1, -1, 0, 0, 1]
+    draft, logits, row_of, nodes, controls, draws = sampled_batch(300, [shape] * 300, spread=0.0)
+    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=2)
+    assert verdict.path.tolist() == [[0, 2]] * 300
+    assert (verdict.kinds[:, 2] == Kind.BONUS).all()
+
+
+@pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_a_hostile_drafter_gets_nothing_accepted(shape, rule):
+    """p and q on disjoint tokens: τ = 1."""
+    draft, logits, row_of, nodes, _, draws = sampled_batch(400, [shape] * 400)
+    q = draft.q.probs.clone()
+    q[:, :3] = 0
+    draft = replace(draft, q=replace(draft.q, probs=q / q.sum(-1, keepdim=True)), tokens=3 + draft.tokens % 3)
+    logits = logits.clone()
+    logits[:, 3:] = -math.inf
+    verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=3, rule=rule)
+    assert not verdict.num_accepted.any()
+    assert (verdict.tokens[:, 0] < 3).all()
+    assert (verdict.kinds[:, 0] == Kind.RECOVERED).all()
+
+
+SHAPES = [chains(3), [], [-1, -1, 0, 1], chains(1), [-1, -1, -1], chains(4), [-1, 0, 0, 2, -1], chains(2)]
+
+
+def test_rows_of_all_kinds_share_a_batch_and_none_notices():
+    """Greedy, seeded, deterministic, sampled chains and trees of different sizes: each as if it were alone."""
+    size = 64
+    kinds = [("coins", "coins", "greedy", "seeded", "coins")[b % 5] for b in range(size)]
+    shapes = [SHAPES[b % len(SHAPES)] for b in range(size)]
+    temperature = torch.tensor([0.0 if kind == "greedy" else 0.9 for kind in kinds])
+    controls = Controls(temperature=temperature, top_k=torch.arange(size) % 3 * 2)
+    draft, logits, row_of, nodes, _, draws = sampled_batch(
+        size, shapes, drafted=lambda b, slot: b % 7 != 3 and (b % 11 != 5 or slot == 0)
+    )
+    of = Draws.of(
+        key=draws.key,
+        committed=draws.committed,
+        seq=nodes.seq.tolist(),
+        greedy=[kind == "greedy" for kind in kinds],
+        seeded=[kind == "seeded" for kind in kinds],
+    )
+    routes = route(draft, nodes, of)
+    assert min(len(routes.walk), len(routes.chain), len(routes.tree)) > 5
+    assert all(kinds[b] == "coins" and shapes[b] for b in [*routes.chain.tolist(), *routes.tree.tolist()])
+    together = verify(draft, logits, row_of, nodes, controls, of, max_depth=4, num_logprobs=2)
+    draft.validate(6)
+    for b in range(size):
+        rows = row_of[b][row_of[b] >= 0]
+        alone = Draft(
+            tokens=draft.tokens[b : b + 1],
+            parents=draft.parents[b : b + 1],
+            depth=draft.depth[b : b + 1],
+            num_nodes=draft.num_nodes[b : b + 1],
+            source=draft.source[b : b + 1],
+            q=replace(draft.q, row_of=draft.q.row_of[b : b + 1]),
+        )
+        own_rows, own_nodes = flatten(alone)
+        own = Draws.of(
+            key=draws.key[b : b + 1],
+            committed=draws.committed[b : b + 1],
+            seq=[0] * len(rows),
+            greedy=[kinds[b] == "greedy"],
+            seeded=[kinds[b] == "seeded"],
+        )
+        only = Controls(temperature=temperature[b : b + 1], top_k=controls.top_k[b : b + 1])
+        verdict = verify(alone, logits[rows], own_rows, own_nodes, only, own, max_depth=4, num_logprobs=2)
+        for name in ("tokens", "num_accepted", "path", "kinds"):
+            assert torch.equal(getattr(verdict, name)[0], getattr(together, name)[b])
+        count = int(verdict.num_accepted) + 1
+        assert torch.equal(verdict.logprobs.chosen[0, :count], together.logprobs.chosen[b, :count])
+
+
+def test_a_row_sampled_only_in_part_is_walked():
+    draft, _, _, nodes, _, draws = sampled_batch(3, [chains(3)] * 3, drafted=lambda b, slot: b != 1 or slot != 1)
+    routes = route(draft, nodes, draws)
+    assert routes.walk.tolist() == [1]
+    assert routes.chain.tolist() == [0, 2]
+    assert routes.tree is None
+
+
+# --- against plain loops, every node's p from a one-token call ---
+
+
+def by_coin(weights, u):
+    point, total = u * sum(weights), 0.0
+    for token, weight in enumerate(weights):
+        total += weight
+        if point < total:
+            return token
+    raise AssertionError(weights)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(requests, min_size=1, max_size=4), st.integers(0, 10**6), st.sampled_from(["block", "token"]), st.data()
+)
+def test_sampled_drafts_are_judged_as_by_loops_over_one_token_calls(asked, seed, rule, data):
+    """Every sampling parameter, chains and trees: p at each node comes from a call for that node's history alone."""
+    asked = [replace(one, temperature=one.temperature or 0.8) for one in asked]
+    shapes = [data.draw(st.sampled_from([s for s in SHAPES if s])) for _ in asked]
+    draft, logits, row_of, nodes, _, draws = sampled_batch(len(asked), shapes, vocab=7, seed=seed)
+    verdict = verify(draft, logits, row_of, nodes, controls_of(asked), draws, max_depth=4, rule=rule)
+    for b, one in enumerate(asked):
+        tokens, parents = draft.tokens[b].tolist()[: len(shapes[b])], shapes[b]
+        p, q = [], []
+        for slot in range(len(tokens) + 1):
+            said, node = (), slot - 1
+            while node >= 0:
+                said, node = (tokens[node], *said), parents[node]
+            history = controls_of([replace(one, output=(*one.output, *said))])
+            row = logits[row_of[b, slot]][None]
+            p.append(probabilities(process(row, history, Nodes.roots(1)))[0].tolist())
+            q.append(draft.q.probs[draft.q.row_of[b, slot]].tolist())
+        key, committed = draws.key[b : b + 1], draws.committed[b : b + 1]
+        u = [float(coin(Lane.ACCEPT, key, committed, torch.tensor([node]))) for node in range(len(tokens))]
+        judged_by = rule if parents == chains(len(tokens)) else "tree"
+        node, _, weights = stop_at(judged_by, stages(judged_by, tokens, parents, p, q), u)
+        path, at = [], node
+        while at >= 0:
+            path, at = [at, *path], parents[at]
+        last = by_coin(weights, float(coin(Lane.RESIDUAL, key, committed, torch.tensor([node]))))
+        assert verdict.path[b].tolist() == path + [-1] * (4 - len(path))
+        assert verdict.tokens[b].tolist() == [tokens[n] for n in path] + [last] + [-1] * (4 - len(path))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_nodes_are_judged_in_postorder(data):
+    count = data.draw(st.integers(1, 9))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(count)]
+    depth = []
+    for parent in parents:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    draft = batch_of([([0] * count, parents, depth), ([0], [-1], [1])], 9)
+
+    def after(node):
+        below = [after(n) for n in range(count) if parents[n] == node]
+        return [n for part in below for n in part] + [node]
+
+    assert _postorder(draft, 9)[0, :count].tolist() == after(-1)[:-1]
+    assert _postorder(draft, 9)[1, 0] == 0
+
+
+# --- what must not happen, and does not hurt ---
+
+
+@pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("harm", ["zero", "tiny", "nan"])
+def test_a_broken_q_costs_the_draft_and_never_the_answer(shape, rule, filtered, harm):
+    draft, logits, row_of, nodes, _, draws = sampled_batch(200, [shape] * 200, dtype=torch.float32)
+    q = draft.q.probs.clone().view(200, -1, 6)
+    q[:, 1] = {"zero": 0.0, "tiny": 1e-42, "nan": math.nan}[harm]
+    draft = replace(draft, q=replace(draft.q, probs=q.flatten(0, 1)))
+    controls = Controls(temperature=torch.ones(200), top_k=torch.full((200,), 4)) if filtered else Controls()
+    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3, rule=rule)
+    rows = torch.arange(200)
+    assert ((verdict.tokens[rows, verdict.num_accepted] >= 0) & (verdict.tokens[rows, verdict.num_accepted] < 6)).all()
+    if harm != "tiny":
+        assert not (verdict.path == shape.index(0)).any()  # no child of node 0, whose q is broken
+
+
+def test_a_chain_whose_q_is_no_number_ends_before_it_losslessly():
+    """Node 0 keeps its full chance, and what follows it comes from p: as if nothing had been drafted there."""
+    draft, logits, row_of, nodes, controls, draws = sampled_batch(300, [chains(2)] * 300)
+    q = draft.q.probs.clone().view(300, 3, 6)
+    q[:, 1] = math.nan
+    broken = replace(draft, q=replace(draft.q, probs=q.flatten(0, 1)))
+    short = Draft.chains(draft.tokens[:, :1], torch.ones(300, dtype=torch.int64), 0)
+    short = replace(short, q=replace(draft.q, row_of=draft.q.row_of[:, :2]))
+    rows = row_of[:, :2]
+    long_verdict = verify(broken, logits, row_of, nodes, controls, draws, max_depth=2)
+    short_verdict = verify(short, logits, rows, nodes, controls, draws, max_depth=1)
+    assert torch.equal(long_verdict.tokens[:, :2], short_verdict.tokens)
+    assert short_verdict.num_accepted.unique().numel() == 2
+
+
+def test_the_ratio_uses_the_very_tensor_that_was_sampled(monkeypatch):
+    seen = []
+    module = sys.modules["paceline.verify"]
+    real = module.chain
+    monkeypatch.setattr(
+        module, "chain", lambda draft, *rest, **options: seen.append(draft.q.probs) or real(draft, *rest, **options)
+    )
+    arguments = sampled_batch(4, [chains(2)] * 4)
+    verify(*arguments, max_depth=2)
+    assert seen[0] is arguments[0].q.probs
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_cuda_device_judges_alike(filtered):
+    size = 64
+    controls = Controls(temperature=torch.full((size,), 0.8), top_k=torch.full((size,), 4)) if filtered else None
+    arguments = sampled_batch(size, [SHAPES[b % len(SHAPES)] for b in range(size)], controls=controls)
+    here = verify(*arguments, max_depth=4)
+    there = verify(*[on_cuda(part) for part in arguments], max_depth=4)
+    for name in ("tokens", "num_accepted", "path", "kinds"):
+        assert torch.equal(getattr(here, name), getattr(there, name).cpu())
+
+
+def on_cuda(part):
+    if isinstance(part, torch.Tensor):
+        return part.cuda()
+    if part is None or not hasattr(part, "__dataclass_fields__"):
+        return part
+    return type(part)(**{name: on_cuda(getattr(part, name)) for name in part.__dataclass_fields__})
