@@ -26,7 +26,7 @@ RANKS: list[set[str]] = [
     {"drafters"},
     {"engine"},
     {"llm", "training"},
-    {"server", "bench", "advisor"},
+    {"server", "bench", "advisor", "prove"},
     {"cli"},
 ]
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}

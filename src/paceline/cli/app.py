@@ -20,6 +20,7 @@ from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
 from paceline.cli.models import models, pull
 from paceline.cli.output import Interrupted, print_error, print_json_error
+from paceline.cli.prove import prove
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, demo, pull, models, doctor):
+for command in (generate, chat, demo, prove, pull, models, doctor):
     app.command()(command)
 
 

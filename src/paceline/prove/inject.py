@@ -1,0 +1,121 @@
+"""Faults on purpose: what `prove --inject` breaks, at run time and inside `prove` only, to show that it is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft, Kind, Verdict
+from paceline.engine import sampler
+from paceline.engine.batch import Batch
+from paceline.engine.engine import Engine
+from paceline.engine.layout import slot
+from paceline.engine.model_runner import Flight
+from paceline.errors import InvalidParameter
+from paceline.prove.replay import Verify
+from paceline.rng import Lane, coin
+from paceline.verify import Controls, Draws, Nodes, probabilities, process, verify
+from paceline.verify.outcome import has_children
+
+BIAS = 0.03  # total variation of the first token
+FAULTS = {
+    "bias": f"a bias of total variation {BIAS} in what the verifier says",
+    "rollback": "the cache after a rejected draft off by one slot, in one layer",
+    "bonus": "the bonus token from the logits of the node before",
+    "coins": "coins of a step used again in the next",
+}
+
+
+def check(fault: str | None) -> None:
+    if fault is not None and fault not in FAULTS:
+        raise InvalidParameter("inject", f"{fault!r} is not one of {', '.join(FAULTS)}")
+
+
+@contextmanager
+def injected(engine: Engine, fault: str | None) -> Iterator[Verify]:
+    """The verifier to prove, which is also what the engine uses meanwhile: the real one, or one with a fault."""
+    broken: dict[str, Verify] = {"bias": _biased, "bonus": _wrong_bonus, "coins": _reused_coins}
+    chosen: Verify = broken.get(fault or "", verify)
+    with _attribute(sampler, "verify", chosen):
+        if fault == "rollback":
+            with _attribute(engine.runner, "launch", _off_by_one(engine)):
+                yield chosen
+        else:
+            yield chosen
+
+
+@contextmanager
+def _attribute(owner: ModuleType | object, name: str, value: object) -> Iterator[None]:
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _biased(
+    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws, **rest: Any
+) -> Verdict:
+    """Where the likeliest token was said first, say the next likeliest instead, in 3 of 100 steps altogether."""
+    verdict = verify(draft, logits, row_of, nodes, controls, draws, **rest)
+    p = probabilities(process(logits[row_of[:, 0]], controls, nodes.take(row_of[:, 0])))
+    best = p.topk(2, -1)
+    moved = torch.rand(p.shape[0], device=p.device) < BIAS / best.values[:, 0].clamp_min(BIAS)
+    moved &= draws.asking(draws.coins, nodes) & (verdict.tokens[:, 0] == best.indices[:, 0])
+    tokens, kinds, path = verdict.tokens.clone(), verdict.kinds.clone(), verdict.path.clone()
+    tokens[moved, 0], tokens[moved, 1:] = best.indices[moved, 1], -1
+    kinds[moved, 0], kinds[moved, 1:] = int(Kind.RECOVERED), int(Kind.PAD)
+    path[moved] = -1
+    num_accepted = verdict.num_accepted.masked_fill(moved, 0)
+    return replace(verdict, tokens=tokens, kinds=kinds, path=path, num_accepted=num_accepted)
+
+
+def _wrong_bonus(draft: Draft, logits: Tensor, row_of: Tensor, *args: Any, **rest: Any) -> Verdict:
+    """The logits of a leaf serve the bonus only: put its parent's in their place."""
+    if draft.width:
+        used = torch.arange(draft.width, device=row_of.device) < draft.num_nodes[:, None]
+        leaf = used & ~has_children(draft)[:, 1:]
+        above = row_of.gather(1, draft.parents + 1)
+        changed = logits.clone()
+        changed[row_of[:, 1:][leaf]] = logits[above[leaf]]
+        logits = changed
+    return verify(draft, logits, row_of, *args, **rest)
+
+
+def _reused_coins(*args: Any, **rest: Any) -> Verdict:
+    def source(lane: Lane, key: Tensor, committed: Tensor, node: Tensor) -> Tensor:
+        return coin(lane, key, torch.zeros_like(committed), node)
+
+    return verify(*args, **{**rest, "source": source})
+
+
+def _off_by_one(engine: Engine) -> Any:
+    """Launch as ever; then, where something was rejected, the last slot kept holds what should have been dropped."""
+    launch, cache = engine.runner.launch, engine.runner.cache
+    layer = cache.layers[len(engine.model.kv_specs) // 2]
+
+    def broken(batch: Batch) -> Flight:
+        flight = launch(batch)
+        if flight.verdict is None:
+            return flight
+        for index, accepted in zip(flight.layout.sampled, flight.verdict.num_accepted.tolist(), strict=True):
+            span = flight.layout.spans[index]
+            if accepted < span.num_nodes:
+                sequence = span.row.sequence
+                kept = len(sequence.tokens) - 1 + accepted
+                to, source = (slot(sequence, at, cache.block_size) for at in (kept, kept + 1))
+                layer.k[to], layer.v[to] = layer.k[source].clone(), layer.v[source].clone()
+        return flight
+
+    return broken

@@ -1,0 +1,108 @@
+"""Watch an engine verify: what was accepted, rejected and added, and the p and q of real steps, kept for replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft, Kind, Verdict
+from paceline.engine.engine import Engine
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+
+MOST_STEPS = 48  # kept of one generation: a step's logits take megabytes
+
+
+@dataclass
+class Seen:
+    """What became of drafts. A check that lacks one of the three has not tested what it is named for."""
+
+    accepts: int = 0  # drafted tokens
+    rejects: int = 0  # steps that ended in a recovered token
+    bonus: int = 0  # steps that ended in one more token after a draft
+    committed: int = 0  # tokens of all verdicts, those a stop cut off included
+
+    @property
+    def complete(self) -> bool:
+        return self.accepts > 0 and self.rejects > 0 and self.bonus > 0
+
+    def add(self, verdict: Verdict, drafted: Tensor) -> None:
+        """`drafted` (B,) bool: the rows that carried a draft."""
+        final = verdict.kinds.gather(1, verdict.num_accepted[:, None])[:, 0]
+        self.accepts += int(verdict.num_accepted.sum())
+        self.rejects += int(((final == Kind.RECOVERED) & drafted).sum())
+        self.bonus += int(((final == Kind.BONUS) & drafted).sum())
+        self.committed += int(verdict.num_accepted.sum()) + verdict.num_accepted.shape[0]
+
+    def merge(self, other: Seen) -> None:
+        for name in ("accepts", "rejects", "bonus", "committed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of one verification, as it was: a draft, the raw logits of its nodes, q where it was sampled."""
+
+    params: SamplingParams
+    committed: int
+    tokens: list[int]
+    parents: list[int]
+    logits: Tensor  # (n + 1, V) by slot
+    q: Tensor | None  # (n + 1, V) by slot of the parent; rows without children are zero
+
+
+@dataclass
+class Tap:
+    keep: bool = False  # steps of sampling requests without a seed
+    seen: Seen = field(default_factory=Seen)
+    steps: list[Step] = field(default_factory=list)
+    runs: dict[str, list[int]] = field(default_factory=dict)  # by sequence: accepted tokens of each step
+
+    @contextmanager
+    def on(self, engine: Engine) -> Iterator[Tap]:
+        sampler = engine.runner.sampler
+        inner = sampler.verify
+
+        def verify(sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
+            verdict = inner(sequences, draft, logits, row_of)
+            self.seen.add(verdict, draft.num_nodes > 0)
+            for sequence, accepted in zip(sequences, verdict.num_accepted.tolist(), strict=True):
+                self.runs.setdefault(sequence.key, []).append(accepted)
+            if self.keep and draft.width:
+                self._keep(sequences, draft, logits, row_of)
+            return verdict
+
+        setattr(sampler, "verify", verify)  # noqa: B010  (an instance attribute hides the method)
+        try:
+            yield self
+        finally:
+            delattr(sampler, "verify")
+
+    def _keep(self, sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor) -> None:
+        for row, sequence in enumerate(sequences):
+            count = int(draft.num_nodes[row])
+            if not count or sequence.params.greedy or sequence.seed is not None or len(self.steps) >= MOST_STEPS:
+                continue
+            q = None
+            if draft.q is not None and bool((draft.q.row_of[row] >= 0).any()):
+                at = draft.q.row_of[row, : count + 1]
+                q = draft.q.over(logits.shape[1])[at.clamp_min(0)] * (at >= 0)[:, None]
+            step = Step(
+                params=sequence.params,
+                committed=len(sequence.tokens),
+                tokens=draft.tokens[row, :count].tolist(),
+                parents=draft.parents[row, :count].tolist(),
+                logits=logits[row_of[row, : count + 1]].clone(),
+                q=None if q is None else q.clone(),
+            )
+            self.steps.append(step)
+
+
+def random_keys(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """(count,) int64: private keys as requests without a seed get them."""
+    return torch.randint(0, 2**63 - 1, (count,), generator=generator, dtype=torch.int64).to(device)
