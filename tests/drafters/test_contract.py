@@ -142,7 +142,7 @@ SAMPLED = {
 @pytest.mark.parametrize("method", METHODS)
 def test_unseeded_output_is_distributed_as_the_target_says(method, wish):
     """The joint of five tokens (three steps at least) of many answers; a false alarm once in a million times."""
-    vocab, length, answered = 3, 5, 1500
+    vocab, length, answered = 3, 5, 1200
     prompt = [0, 1, 2, 0, 1, 2, 0, 1]
     config = toy_config(vocab)
     engine = make_engine(
@@ -176,7 +176,7 @@ def test_the_distribution_test_would_notice_a_bias():
     exact = exact_joint(repeating, 3, [0, 1, 2, 0, 1, 2, 0, 1], params(temperature=2.5), 2)
     first, second, *_ = sorted(exact, key=exact.get, reverse=True)
     biased = {**exact, first: exact[first] - 0.08, second: exact[second] + 0.08}
-    counts = {outcome: round(1500 * mass) for outcome, mass in biased.items()}
+    counts = {outcome: round(1200 * mass) for outcome, mass in biased.items()}
     assert g_test(counts, exact) < FALSE_ALARM
 
 
@@ -252,7 +252,7 @@ def test_preemption_in_mid_draft_loses_nothing(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_cancelling_in_mid_draft_frees_everything_and_disturbs_nobody(method):
     requests = every([(prompt_of(i, 9), params(max_tokens=30)) for i in range(3)])
-    for step in range(1, 9):
+    for step in range(1, 9, 2):
         engine = make_engine([make_drafter(method)])
         told = answers(engine, requests, cancel=[(step, "1")])
         alone = plain(requests)
@@ -295,7 +295,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_answer_there(method):
 def test_eos_inside_an_accepted_run_ends_the_answer_there(method):
     inside = 0
     for eos in range(VOCAB):
-        for ignore in (False, True):
+        for ignore in (False, True) if eos < 3 else (False,):
             requests = every([(prompt_of(0, 12), params(max_tokens=40, ignore_eos=ignore))])
             sequences, outputs = check(method, requests, k=6, eos=(eos,))
             inside += sequences["0"].finish_reason == "stop" and outputs["0"][-1].kinds[-1] == Kind.DRAFTED
@@ -306,7 +306,7 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(method):
 def test_a_stop_string_inside_an_accepted_run_ends_the_text_there(method):
     request = (prompt_of(0, 12), params(max_tokens=40))
     text = Letters().decode(plain(every([request]))["0"].output_tokens)
-    for first in range(0, 30, 3):
+    for first in range(0, 30, 5):
         for include in (False, True):
             wish = {"stop": [text[first : first + 3], "zz"], "include_stop_str_in_output": include}
             sequences, _ = check(method, every([(request[0], params(max_tokens=40, **wish))]), k=6)
