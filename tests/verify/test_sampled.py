@@ -332,7 +332,15 @@ def test_a_cuda_device_judges_alike(filtered):
     controls = Controls(temperature=torch.full((size,), 0.8), top_k=torch.full((size,), 4)) if filtered else None
     arguments = sampled_batch(size, [SHAPES[b % len(SHAPES)] for b in range(size)], controls=controls)
     here = verify(*arguments, max_depth=4)
-    there = verify(*[on_cuda(part) for part in arguments], max_depth=4)
+    there = verify(*on_cuda(arguments), max_depth=4)
+    routes = route(arguments[0], arguments[3], arguments[5])
+    blind = on_cuda(arguments), on_cuda(routes)
+    torch.cuda.set_sync_debug_mode("error")  # with the routes known, the host reads nothing
+    try:
+        again = verify(*blind[0], max_depth=4, routes=blind[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(there.tokens, again.tokens)
     for name in ("tokens", "num_accepted", "path", "kinds"):
         assert torch.equal(getattr(here, name), getattr(there, name).cpu())
 
@@ -340,6 +348,8 @@ def test_a_cuda_device_judges_alike(filtered):
 def on_cuda(part):
     if isinstance(part, torch.Tensor):
         return part.cuda()
+    if isinstance(part, tuple):
+        return [on_cuda(one) for one in part]
     if part is None or not hasattr(part, "__dataclass_fields__"):
         return part
     return type(part)(**{name: on_cuda(getattr(part, name)) for name in part.__dataclass_fields__})

@@ -1,0 +1,175 @@
+"""The checks notice when verification is wrong: each mutation of its source, one at a time, must fail one of them.
+
+A mutant is the whole package imported afresh with one text replaced, in memory; the product's own modules stay as they
+are. A mutation that no longer finds its text fails too, so this list cannot fall behind the source.
+"""
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import paceline
+from tests.verify.enumeration import PRODUCT, Fixed, Setting, Toy, chains, check
+
+FOLDER = Path(paceline.__file__).parent
+FILES = {path.stem: path for path in (FOLDER / "verify").glob("*.py")} | {"rng": FOLDER / "rng.py"}
+TOYS = Toy(1, 3), Toy(2, 3)
+CHECKS = {
+    "token": Setting(*TOYS, tuple(chains(2)), rule="token"),
+    "block": Setting(*TOYS, tuple(chains(2))),
+    "uneven": Setting(Toy(1, 2), Toy(2, 2), tuple(chains(3)), ends=(1,)),
+    "filtered": Setting(Toy(1, 3), Fixed([0.3, 0.0, 0.7], [0.6, 0.0, 0.4]), tuple(chains(2)), temperature=0.7, top_k=2),
+    "tree": Setting(*TOYS, (-1, -1, 1)),
+    "walk": Setting(Toy(1, 2), Toy(2, 2), tuple(chains(2)), sampled=False),
+    "lazy walk": Setting(Toy(1, 2), Toy(2, 2), tuple(chains(2)), sampled=False, temperature=0.8),
+}
+
+MUTATIONS = {
+    # the coins
+    "a key without the committed length": ("rng", "(lane, key, committed, node + 1)", "(lane, key, node + 1)", "block"),
+    "a key without the node": ("rng", "(lane, key, committed, node + 1)", "(lane, key, committed)", "block"),
+    "acceptance coins of the last step": ("chain", "committed[whose], node)", "0 * committed[whose], node)", "block"),
+    "the same, in a tree": ("chain", "committed[whose], node)", "0 * committed[whose], node)", "tree"),
+    "one coin for every node": ("chain", "committed[whose], node)", "committed[whose], 0 * node)", "block"),
+    "a coin for two purposes": ("chain", "Lane.ACCEPT,", "Lane.RESIDUAL,", "block"),
+    "walk coins of the last step": ("walk", "draws.committed[seq], nodes", "0 * draws.committed[seq], nodes", "walk"),
+    # chains
+    "token rule the wrong way round": ("chain", "coins <= ratio", "coins > ratio", "token"),
+    "token rule goes on after a reject": ("chain", "passed.long().cumprod(1).sum(1)", "passed.long().sum(1)", "token"),
+    "block rule the wrong way round": ("chain", "coins <= _block", "coins > _block", "block"),
+    "block rule stops at the first reject": (
+        "chain",
+        "torch.where(passed, node + 1, 0).amax(1)",
+        "passed.long().cumprod(1).sum(1)",
+        "block",
+    ),
+    "p for the residual": ("chain", "> 0, weights, p)", "> 0, p, p)", "block"),
+    "the residual of another scale": (
+        "chain",
+        "excess(scale.gather(1, at)",
+        "excess(1 + 0 * scale.gather(1, at)",
+        "block",
+    ),
+    "q over p": ("chain", "p / q, 0)", "q / p, 0)", "token"),
+    "scales above one": ("chain", "(scales[-1] * ratio[:, i]).clamp_max(1)", "(scales[-1] * ratio[:, i])", "block"),
+    "acceptance without its normalisation": ("chain", "surplus / total, a)", "surplus, a)", "block"),
+    "every chain is as long as the longest": ("chain", "length == i, a, inner", "length < 0, a, inner", "uneven"),
+    "the bonus one token early": ("chain", "leaf=stop == length", "leaf=stop == length - 1", "block"),
+    "no bonus at all": ("chain", "leaf=stop == length", "leaf=stop < 0", "block"),
+    "the bonus from another node": (
+        "__init__",
+        "gather(1, stop.slot[:, None])",
+        "gather(1, 0 * stop.slot[:, None])",
+        "block",
+    ),
+    "only drafted tokens can be recovered": ("narrow", "wanted |= row > -np.inf", "wanted |= row > np.inf", "filtered"),
+    # trees
+    "tree rule the wrong way round": ("tree", "coins[rows, v] <= a", "coins[rows, v] > a", "tree"),
+    "q is not renormalised": ("tree", "new_q = rest / torch.where(mass > 0, mass, 1)", "new_q = rest", "tree"),
+    "p is not renormalised": ("tree", "excess / torch.where(some, surplus[:, None], 1), p)", "excess, p)", "tree"),
+    "q keeps what was deleted": ("tree", "q.scatter(1, token[:, None], 0)", "q.clone()", "tree"),
+    "p stays as it was": (
+        "tree",
+        "p[rows, u] = torch.where(deleted, new_p,",
+        "p[rows, u] = torch.where(deleted, p[rows, u],",
+        "tree",
+    ),
+    "a parent's a stays as it was": ("tree", "surplus / total, a)", "a, a)", "tree"),
+    "descendants are not recomputed": ("tree", "        a = _descend(", "        a = a if turn else _descend(", "tree"),
+    "only children are recomputed": (
+        "tree",
+        "in range(max_depth):\n        below",
+        "in range(1):\n        below",
+        "tree",
+    ),
+    "siblings in reverse": ("tree", "(index < index[:, None])", "(index > index[:, None])", "tree"),
+    # the walk
+    "follows what was not said": (
+        "walk",
+        "draft.tokens == said.gather(1, above)",
+        "draft.tokens != said.gather(1, above)",
+        "walk",
+    ),
+    "ancestors need not agree": ("walk", "reached & reached.gather(1, jump)", "reached", "walk"),
+    "follows a child of another": (
+        "walk",
+        "parents[owner] == node[:, None]",
+        "parents[owner] >= node[:, None]",
+        "lazy walk",
+    ),
+    "level by level, what was not said": (
+        "walk",
+        "tokens[owner] == said[:, None]",
+        "tokens[owner] != said[:, None]",
+        "lazy walk",
+    ),
+    "another p": ("pick", "weights.cumsum(-1, dtype", "weights.sqrt().cumsum(-1, dtype", "walk"),
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Serves one module from changed text."""
+
+    def __init__(self, name, path, text):
+        self.name, self.path, self.text = name, path, text
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        folder = [str(self.path.parent)] if self.path.stem == "__init__" else None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self, submodule_search_locations=folder)
+
+    def get_filename(self, name):
+        return str(self.path)
+
+    def get_data(self, path):
+        return self.text.encode()
+
+    def path_stats(self, path):
+        raise OSError  # no cached bytecode
+
+
+def mutant(stem, old, new):
+    path = FILES[stem]
+    text = path.read_text()
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path.name}"
+    name = {"rng": "paceline.rng", "__init__": "paceline.verify"}.get(stem, f"paceline.verify.{stem}")
+    ours = [m for m in sys.modules if m == "paceline.rng" or m.split(".")[:2] == ["paceline", "verify"]]
+    kept = {module: sys.modules.pop(module) for module in ours}
+    finder = _Finder(name, path, text.replace(old, new))
+    sys.meta_path.insert(0, finder)
+    try:
+        package = importlib.import_module("paceline.verify")
+        return SimpleNamespace(verify=package, rng=sys.modules["paceline.rng"])
+    finally:
+        sys.meta_path.remove(finder)
+        for module in [m for m in sys.modules if m == "paceline.rng" or m.split(".")[:2] == ["paceline", "verify"]]:
+            del sys.modules[module]
+        sys.modules.update(kept)
+        paceline.verify, paceline.rng = PRODUCT.verify, PRODUCT.rng
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_product_passes(name):
+    check(CHECKS[name])
+
+
+def test_a_copy_without_a_mutation_passes():
+    same = mutant("chain", "coins <= ratio", "coins <= ratio")
+    assert same.verify is not PRODUCT.verify
+    for setting in CHECKS.values():
+        check(replace(setting, code=same), steps=1)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_noticed(name):
+    stem, old, new, by = MUTATIONS[name]
+    setting = replace(CHECKS[by], code=mutant(stem, old, new))
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+        check(setting)
