@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 
 import torch
 
+from paceline.engine.policy import AdaptivePolicy
 from paceline.llm import LLM
 from paceline.prove import identity, inject, rollback, sampling
 from paceline.prove.prompts import PROMPTS
@@ -22,6 +25,7 @@ def prove(
     methods: SequenceOf[str] = (),
     num_prompts: int | None = None,
     quick: bool = False,
+    effort: Effort | None = None,
     seed: int = 0,
     fault: str | None = None,
     prompts: list[list[int]] | None = None,
@@ -30,7 +34,7 @@ def prove(
     """Check that speculation by `methods` (all that are loaded if empty) changes nothing about this model's output."""
     inject.check(fault)
     started = time.perf_counter()
-    effort = Effort.of(quick, num_prompts)
+    effort = effort or Effort.of(quick, num_prompts)
     names = chosen_methods(llm, methods)
     settings = {
         "methods": list(names),
@@ -45,7 +49,7 @@ def prove(
     }
     report = Report(llm.name, settings)
     asked = prompts or encoded_prompts(llm, max(effort.prompts, len(PROMPTS)))
-    with inject.injected(llm.engine, fault) as verifier:
+    with _policy_untouched(llm), inject.injected(llm.engine, fault) as verifier:
         subject = Subject(
             llm=llm,
             verify=verifier,
@@ -65,6 +69,18 @@ def prove(
                 report.rows.append(row)
     report.seconds = time.perf_counter() - started
     return report
+
+
+@contextmanager
+def _policy_untouched(llm: LLM) -> Iterator[None]:
+    """What is kept between runs must not learn from faults, nor from drafts nobody would have made."""
+    policy = llm.engine.policy
+    before = copy.deepcopy(policy.state()) if isinstance(policy, AdaptivePolicy) else None
+    try:
+        yield
+    finally:
+        if before is not None and isinstance(policy, AdaptivePolicy):
+            policy.load(before)
 
 
 def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Row]]]:

@@ -57,11 +57,8 @@ def synthetic(subject: Subject, steps: list[Step], *, tree: bool) -> Row:
     for step in _by_entropy(steps)[: subject.effort.steps]:
         p = exact_p(step.logits, step.params)
         stream = Stream.of(step.logits, perturbed(p, subject.generator), step.params)
-        if tree:
-            _stream(subject, row, stream, k=2, tree=True)
-        else:
-            _stream(subject, row, stream, k=1)
-            _stream(subject, row, stream, k=K)
+        for k in (1, 2) if tree else (1, K):  # at k 1 the bonus is among the tokens looked at
+            _stream(subject, row, stream, k=k, tree=tree)
     return row
 
 

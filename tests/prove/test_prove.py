@@ -1,0 +1,185 @@
+"""`prove` on a tiny model: all is well, and each fault put in on purpose is found by the rows that should find it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import LLM
+from paceline.cli.app import run
+from paceline.draft import Verdict
+from paceline.engine import sampler
+from paceline.prove import inject, rollback
+from paceline.prove.prover import prove
+from paceline.prove.replay import toy
+from paceline.prove.report import FAIL, NOT_EXERCISED, PASS, Report, Row
+from paceline.prove.statistics import FALSE_ALARM, g_test
+from paceline.prove.subject import Effort, Subject, encoded_prompts
+from paceline.prove.tap import Seen
+from paceline.rng import Lane, coin
+from paceline.verify import verify
+from tests.prove.conftest import EFFORT, motifs
+
+METHODS = ("suffix", "draft-model")
+LEVEL = FALSE_ALARM / 50  # of one test, as in a run with fifty
+
+
+def results(report: Report) -> dict[str, str]:
+    return {row.name: report.result(row) for row in report.rows}
+
+
+def failing(report: Report) -> set[str]:
+    return {name for name, result in results(report).items() if result == FAIL}
+
+
+def test_a_sound_engine_is_proven(tiny: LLM) -> None:
+    """A false alarm has probability 1e-6."""
+    report = prove(tiny, methods=METHODS, effort=EFFORT, prompts=motifs())
+    assert not failing(report), [report.detail(row) for row in report.rows]
+    found = results(report)
+    assert found["greedy · suffix alone"] == found["cache · suffix"] == found["greedy · batches of 4"] == PASS
+    assert found["sampling · draft-model replayed"] == found["sampling · coins over steps"] == PASS
+    assert found["sampling · synthetic q, trees"] == found["sampling · whole generations"] == PASS
+    assert "from q" in next(row.compared for row in report.rows if row.name == "sampling · draft-model replayed")
+
+
+@pytest.mark.parametrize(
+    ("fault", "rows"),
+    [
+        ("bias", {"sampling · draft-model replayed", "sampling · synthetic q, chains", "sampling · coins over steps"}),
+        ("rollback", {"cache · suffix", "cache · draft-model"}),
+        ("bonus", {"greedy · batches of 4", "seeds · suffix alone", "sampling · synthetic q, trees"}),
+        ("coins", {"sampling · synthetic q, chains", "sampling · coins over steps"}),
+    ],
+)
+def test_each_injected_fault_is_found(tiny: LLM, fault: str, rows: set[str]) -> None:
+    report = prove(tiny, methods=METHODS, effort=EFFORT, prompts=motifs(), fault=fault)
+    assert not report.passed
+    assert rows <= failing(report), results(report)
+    untouched = {"bias": "greedy", "rollback": "sampling · coins", "bonus": "cache", "coins": "seeds"}[fault]
+    assert not any(name.startswith(untouched) for name in failing(report))
+
+
+def test_a_fault_is_gone_when_the_proof_is_over(tiny: LLM) -> None:
+    before = vars(tiny.engine.runner).copy()
+    for fault in inject.FAULTS:
+        with inject.injected(tiny.engine, fault):
+            assert sampler.verify is not verify or "launch" in vars(tiny.engine.runner)
+        assert sampler.verify is verify
+        assert vars(tiny.engine.runner) == before
+
+
+def test_a_coin_kept_by_its_position_is_found_too() -> None:
+    """The subtle fault: right for token-level rules, wrong for those that look ahead (TV some percent)."""
+
+    def by_position(*args: object, **rest: object) -> Verdict:
+        def source(lane: Lane, key: torch.Tensor, committed: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
+            return coin(lane, key, committed + node, torch.zeros_like(node))
+
+        return verify(*args, **{**rest, "source": source})  # type: ignore[arg-type]
+
+    stream, generator = toy(torch.device("cpu")), torch.Generator().manual_seed(0)
+    sound = stream.replay(verify, 20_000, generator, Seen(), k=3, tokens=3)
+    broken = stream.replay(by_position, 20_000, generator, Seen(), k=3, tokens=3)
+    assert min(test.p_value for test in sound) > LEVEL
+    assert broken[1].p_value < LEVEL
+
+
+def test_rollback_is_found_on_the_real_model(smollm2_path: Path) -> None:
+    llm = LLM(str(smollm2_path), device="cpu", method="auto", prefix_caching=False)
+    effort = Effort(prompts=1, few=1, max_tokens=8, replays=0, steps=0, generations=0)
+    found = {}
+    for fault in (None, "rollback"):
+        with inject.injected(llm.engine, fault) as verifier:
+            prompts = encoded_prompts(llm, 4)
+            subject = Subject(llm, verifier, ("ngram",), effort, prompts[:1], prompts[1:], torch.Generator(), 0)
+            row = rollback.cache_after_rollback(subject, "ngram")
+        report = Report("smollm2", {}, [row])
+        found[fault] = report.result(row)
+    assert found == {None: PASS, "rollback": FAIL}
+
+
+# -- rows
+
+
+def test_a_row_that_saw_too_little_does_not_pass() -> None:
+    report = Report("m", {}, [Row("a", "b", Seen(accepts=3, rejects=0, bonus=1), comparisons=2)])
+    assert results(report) == {"a": NOT_EXERCISED}
+    assert report.detail(report.rows[0]) == "no reject"
+    assert not report.passed
+
+
+def test_failures_are_named_before_anything_else() -> None:
+    row = Row("a", "b", Seen(), comparisons=1, failures=["token 3 differs", "token 4 differs"])
+    report = Report("m", {}, [row])
+    assert results(report) == {"a": FAIL}
+    assert report.detail(row) == "token 3 differs (and 1 more)"
+
+
+def test_the_false_alarm_is_shared_among_all_tests() -> None:
+    tests = [g_test([500, 500], [0.5, 0.5])] * 4
+    seen = Seen(accepts=1, rejects=1, bonus=1)
+    report = Report("m", {}, [Row("a", "b", seen, tests=tests), Row("c", "d", seen, tests=tests)])
+    assert report.alpha == pytest.approx(FALSE_ALARM / 8)
+    assert report.passed
+    assert 0 < (report.detectable(report.rows[0]) or 0) < 0.3
+
+
+# -- the command
+
+
+@pytest.fixture
+def _little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    little = Effort(prompts=1, few=1, max_tokens=8, replays=500, steps=1, generations=16)
+    monkeypatch.setattr(Effort, "of", staticmethod(lambda quick, prompts: little))
+
+
+@pytest.mark.usefixtures("_little_effort")
+def test_json_is_one_object_and_a_failure_exits_with_1(
+    tiny_paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(["prove", "--model", str(tiny_paths[0]), "--methods", "suffix", "--inject", "coins", "--json"])
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    value = json.loads(out)
+    assert code == 1
+    assert (value["passed"], value["injected"], value["methods"]) == (False, "coins", ["suffix"])
+    assert value["false_alarm"] == FALSE_ALARM
+    assert {"name", "compared", "result", "accepts", "rejects", "bonus", "detectable_tv"} <= set(value["rows"][0])
+
+
+@pytest.mark.usefixtures("_little_effort")
+def test_the_table_names_every_row_and_what_is_not_proven(
+    tiny_paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["prove", "--model", str(tiny_paths[0]), "--methods", "ngram", "--quick"]) == 1
+    captured = capsys.readouterr()
+    assert "greedy · ngram alone" in captured.out
+    assert "not exercised" in captured.out
+    assert "not proven: " in captured.err
+    assert "false alarm with probability 1e-06" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no/such/folder/here"], "no/such/folder/here"),
+        (["--inject", "nonsense"], "inject: 'nonsense' is not one of bias, rollback, bonus, coins"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["prove", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_an_unknown_method_is_refused_by_name(
+    tiny_paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["prove", "--model", str(tiny_paths[0]), "--methods", "draft-model"]) == 1
+    assert "methods: 'draft-model' is not one of ngram, suffix (it needs --draft-model)" in capsys.readouterr().err
