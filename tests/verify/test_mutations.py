@@ -59,7 +59,12 @@ MUTATIONS = {
     "q over p": ("chain", "p / q, 0)", "q / p, 0)", "token"),
     "scales above one": ("chain", "(scales[-1] * ratio[:, i]).clamp_max(1)", "(scales[-1] * ratio[:, i])", "block"),
     "acceptance without its normalisation": ("chain", "surplus / total, a)", "surplus, a)", "block"),
-    "every chain is as long as the longest": ("chain", "length == i, a, inner", "length < 0, a, inner", "uneven"),
+    "every chain is as long as the longest": (
+        "chain",
+        "device=a.device) == length[:, None]",
+        "device=a.device) == length.max()",
+        "uneven",
+    ),
     "the bonus one token early": ("chain", "leaf=stop == length", "leaf=stop == length - 1", "block"),
     "no bonus at all": ("chain", "leaf=stop == length", "leaf=stop < 0", "block"),
     "the bonus from another node": (
@@ -76,8 +81,8 @@ MUTATIONS = {
     "q keeps what was deleted": ("tree", "q.scatter(1, token[:, None], 0)", "q.clone()", "tree"),
     "p stays as it was": (
         "tree",
-        "p[rows, u] = torch.where(deleted, new_p,",
-        "p[rows, u] = torch.where(deleted, p[rows, u],",
+        "torch.where(deleted, new_p, old_p)",
+        "old_p",
         "tree",
     ),
     "a parent's a stays as it was": ("tree", "surplus / total, a)", "a, a)", "tree"),

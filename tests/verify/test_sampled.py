@@ -326,6 +326,7 @@ def test_the_ratio_uses_the_very_tensor_that_was_sampled(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_cuda_device_judges_alike(filtered):
     size = 64

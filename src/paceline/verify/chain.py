@@ -82,15 +82,11 @@ def _scales(ratio: Tensor) -> Tensor:
 
 def _block_acceptance(scale: Tensor, length: Tensor, p: Tensor, q: Tensor, p_row: Tensor, q_row: Tensor) -> Tensor:
     """(B, K) the probability of keeping the first i tokens at least, given that no longer run is kept."""
-    keep = []
-    for i in range(1, scale.shape[1]):
-        a = scale[:, i]
-        if i == scale.shape[1] - 1:  # nothing can follow: no row is longer
-            keep.append(a)
-            continue
-        surplus = (p[p_row[:, i]] * a[:, None]).sub_(q[q_row[:, i]]).clamp_min_(0).sum(-1)
-        total = surplus + 1 - a
-        # total = 0: p is q and a is 1. Not a number: q is broken, and the chain ends here as far as we know.
-        inner = torch.where(total > 0, surplus / total, a)
-        keep.append(torch.where(length == i, a, inner))
-    return torch.stack(keep, 1)
+    a, inner = scale[:, 1:], slice(1, scale.shape[1] - 1)  # behind token K nothing can follow: no row is longer
+    surplus = torch.zeros_like(a)
+    surplus[:, :-1] = (p[p_row[:, inner]] * scale[:, inner, None]).sub_(q[q_row[:, inner]]).clamp_min_(0).sum(-1)
+    total = surplus + 1 - a
+    # total = 0: p is q and a is 1. Not a number: q is broken, and the chain ends here as far as we know.
+    keep = torch.where(total > 0, surplus / total, a)
+    last = torch.arange(1, scale.shape[1], device=a.device) == length[:, None]
+    return torch.where(last, a, keep)

@@ -51,10 +51,11 @@ def tree(
         if done.is_cpu and bool(done.all()):
             break
         deleted, u = (judged & ~accepted)[:, None], above[rows, v]
-        new_p, new_q, new_a = _without(draft.tokens[rows, v], a[rows, u], p[rows, u], q[rows, u])
-        p[rows, u] = torch.where(deleted, new_p, p[rows, u])
-        q[rows, u] = torch.where(deleted, new_q, q[rows, u])
-        a[rows, u] = torch.where(deleted[:, 0], new_a, a[rows, u])
+        old_p, old_q, old_a = p[rows, u], q[rows, u], a[rows, u]
+        new_p, new_q, new_a = _without(draft.tokens[rows, v], old_a, old_p, old_q)
+        p[rows, u] = torch.where(deleted, new_p, old_p)
+        q[rows, u] = torch.where(deleted, new_q, old_q)
+        a[rows, u] = torch.where(deleted[:, 0], new_a, old_a)
         settled[rows, u] = settled[rows, u] | deleted[:, 0]
     leaf = ~has_children(draft)[rows, slot]
     return Stop(slot=slot, leaf=leaf, residual=p[rows, slot])
