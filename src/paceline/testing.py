@@ -58,6 +58,7 @@ class HashModel:
         self.kv_specs = (KVSpec(num_kv_heads=1, head_dim=1),) * 2
         self.device = torch.device("cpu")
         self.cache_dtype = torch.float64
+        self.torch_threads: int | None = None
         self.num_passes = 0
         self.rows_per_pass: list[int] = []
 

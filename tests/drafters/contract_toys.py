@@ -52,7 +52,7 @@ class FunctionModel:
     def __init__(self, logits_of, config=None, num_layers=2):
         self.logits_of, self.config = logits_of, config or toy_config(VOCAB)
         self.kv_specs = (KVSpec(num_kv_heads=1, head_dim=1),) * num_layers
-        self.device, self.cache_dtype = torch.device("cpu"), torch.float64
+        self.device, self.cache_dtype, self.torch_threads = torch.device("cpu"), torch.float64, None
         self.rows_per_pass = []
         self.fail_at = set()  # numbers of the passes that raise
 

@@ -381,7 +381,7 @@ class Stumbling:
     def __init__(self, model):
         self.model = model
         self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
-        self.cache_dtype = model.cache_dtype
+        self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
 
     def forward(self, tokens, plan, caches, logit_rows, taps=()):
         logits = self.model.forward(tokens, plan, caches, logit_rows).logits

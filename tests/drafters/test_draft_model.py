@@ -281,7 +281,7 @@ class Stumbling:
     def __init__(self, model, chance):
         self.model, self.chance = model, chance
         self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
-        self.cache_dtype = model.cache_dtype
+        self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
 
     def forward(self, tokens, plan, caches, logit_rows, taps=()):
         logits = self.model.forward(tokens, plan, caches, logit_rows).logits

@@ -229,13 +229,13 @@ class DraftModelDrafter:
         num_nodes = rows.new_zeros(batch)
         num_nodes[rows] = self._ints(kept)
         if not chains.probs:
-            return Draft.chains(tokens_of, num_nodes, source=0)
+            return Draft.chains(tokens_of, num_nodes, source=2)
         row_of = [[-1] * (width + 1) for _ in range(batch)]
         for index, (row, depth) in enumerate(chains.drawn):
             if depth < kept[row]:
                 row_of[chains.rows[row]][depth] = index
         probs = chains.probs[0] if len(chains.probs) == 1 else torch.cat(chains.probs)
-        return Draft.chains(tokens_of, num_nodes, source=0, q=Proposal(probs=probs, row_of=self._ints(row_of)))
+        return Draft.chains(tokens_of, num_nodes, source=2, q=Proposal(probs=probs, row_of=self._ints(row_of)))
 
     def _missing(self, sequence: Sequence) -> list[int]:
         """Positions to read before drafting. The last token is always among them: its logits start the draft."""

@@ -26,15 +26,21 @@ class Row:
 @dataclass
 class Batch:
     rows: list[Row] = field(default_factory=list)
+    num_tokens: int = 0  # of the target pass at most: a draft may turn out smaller than its budget
+    num_drafted: int = 0  # the budgets in it
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the target pass at most: the draft may turn out smaller than its budget."""
-        return sum(row.count + row.budget for row in self.rows)
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._count(row, 1)
 
-    @property
-    def num_drafted(self) -> int:
-        return sum(row.budget for row in self.rows)
+    def remove(self, sequence: Sequence) -> None:
+        for row in [row for row in self.rows if row.sequence is sequence]:
+            self.rows.remove(row)
+            self._count(row, -1)
+
+    def _count(self, row: Row, sign: int) -> None:
+        self.num_tokens += sign * (row.count + row.budget)
+        self.num_drafted += sign * row.budget
 
 
 @dataclass(frozen=True)

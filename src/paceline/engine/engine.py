@@ -25,6 +25,7 @@ from paceline.engine.text import OutputText, TextDecoder
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
+from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -72,6 +73,10 @@ class Engine:
         self.stats = EngineStats()
 
     def step(self) -> list[StepOutput]:
+        with torch_threads(self.model.torch_threads):
+            return self._step()
+
+    def _step(self) -> list[StepOutput]:
         started = time.perf_counter()
         batch = self.scheduler.schedule()  # prefill chunks and decodes alike
         if not batch.rows:

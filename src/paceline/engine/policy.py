@@ -33,7 +33,7 @@ FIRST_PLAIN = 3
 PLAIN_EVERY = 128
 SHADOWS = 4  # sequences whose shadows are compared in one step
 SHADOW_DEPTH = 8
-PATIENT_TOKENS = 2  # a drafter that must read the prompt first does not delay the first tokens
+PATIENT_TOKENS, SMALL_LAG = 2, 8  # a drafter that must read the prompt first does not delay the first tokens
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class AdaptivePolicy:
 
     @staticmethod
     def _evidence_of(drafter: Drafter, sequence: Sequence) -> int:
-        if drafter.lag(sequence) and sequence.num_output < PATIENT_TOKENS:
+        if drafter.lag(sequence) > SMALL_LAG and sequence.num_output < PATIENT_TOKENS:
             return 0
         return drafter.evidence(sequence)
 

@@ -104,7 +104,7 @@ class Scheduler:
             if victim is sequence:
                 return
         self.blocks.allocate(sequence, end + choice.budget)
-        batch.rows.append(Row(sequence, sequence.num_computed, count, choice.method, choice.budget))
+        batch.add(Row(sequence, sequence.num_computed, count, choice.method, choice.budget))
 
     def _admit(self, batch: Batch) -> None:
         while self.waiting and len(self.running) < self.config.max_num_seqs:
@@ -132,13 +132,13 @@ class Scheduler:
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """Of n answers to one prompt the first computes it; the others find it in the prefix cache."""
+        shareable = (sequence.num_prompt - 1) // self.blocks.block_size * self.blocks.block_size
         return self.blocks.prefix_caching and any(
-            other.request_id == sequence.request_id and other.num_output == 0 and other.num_uncomputed > 1
-            for other in self.running
+            other.request_id == sequence.request_id and other.num_computed < shareable for other in self.running
         )
 
     def _preempt(self, sequence: Sequence, batch: Batch) -> None:
-        batch.rows = [row for row in batch.rows if row.sequence is not sequence]
+        batch.remove(sequence)
         self.running.remove(sequence)
         self._on_release(sequence)
         self.blocks.free(sequence)

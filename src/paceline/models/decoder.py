@@ -35,6 +35,7 @@ class Model(Protocol):
     kv_specs: tuple[KVSpec, ...]
     device: torch.device
     cache_dtype: torch.dtype
+    torch_threads: int | None  # what torch's own operations should use beside its kernels; None: leave it
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
@@ -54,6 +55,7 @@ class Decoder:
     ) -> None:
         """`dtype` is how weights are stored; activations are fp32 on CPU and `dtype` elsewhere."""
         self.config, self.kernels, self.device = config, kernels, device
+        self.torch_threads = kernels.torch_threads
         self.activation_dtype = torch.float32 if device.type == "cpu" else dtype
         self.cache_dtype = self.activation_dtype
         self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers

@@ -62,6 +62,7 @@ class Stack(Protocol):
 class Kernels(Protocol):
     name: str
     exact: bool  # a row's result has the same bits whatever rows share the pass
+    torch_threads: int | None  # what torch's own operations should use beside them; None: leave it
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
         """Take a (N, K) weight once, at load."""
@@ -121,7 +122,7 @@ class LayerByLayer:
         return added
 
 
-def kernels_for(device: torch.device) -> Kernels:
+def kernels_for(device: torch.device, threads: int | None = None) -> Kernels:
     """The best kernels this machine can run, or those PACELINE_KERNELS (auto, native, torch) asks for."""
     from paceline.models.native_kernels import NativeKernels, library_status, load_library
     from paceline.models.torch_kernels import TorchKernels
@@ -133,7 +134,7 @@ def kernels_for(device: torch.device) -> Kernels:
         raise DeviceError(f"PACELINE_KERNELS=native runs on cpu only, not on {device}; unset it")
     if choice != "torch" and device.type == "cpu":
         if (library := load_library()) is not None:
-            return NativeKernels(library)
+            return NativeKernels(library, threads)
         if choice == "native":
             raise DeviceError(f"PACELINE_KERNELS=native: {library_status()}")
     return TorchKernels()

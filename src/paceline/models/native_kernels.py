@@ -1,7 +1,6 @@
 """CPU kernels of our own, from native/kernels.cpp: a row's bits do not depend on the rows or threads beside it.
 
-The libraries are plain C, opened by path, with threads of their own (native/pool.h says why not OpenMP's);
-`torch.set_num_threads` governs them too.
+The libraries are plain C, opened by path, with threads of their own (native/pool.h says why not OpenMP's).
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ class NativeStack:
             residual.data_ptr(),
             out.data_ptr(),
             added is None,
-            get_num_threads(),
+            self._kernels.threads,
         )
         _check_status(status)
         return out
@@ -195,9 +194,12 @@ class NativeStack:
 
 class NativeKernels:
     exact = True
+    torch_threads: int | None = 1
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, threads: int | None = None) -> None:
+        """`threads` None: as many as torch uses at each call."""
         self.name = f"native-{library.variant}"
+        self._threads = threads
         self._width: int = library.function("panel_width")()
         self._pack = {torch.float32: library.function("pack_f32"), torch.bfloat16: library.function("pack_bf16")}
         self._linear = {torch.float32: library.function("linear_f32"), torch.bfloat16: library.function("linear_bf16")}
@@ -208,13 +210,17 @@ class NativeKernels:
         self.layers = library.function("layers")
         self._last_plan: tuple[PassPlan | None, PlanView] = (None, PlanView())
 
+    @property
+    def threads(self) -> int:
+        return self._threads or get_num_threads()
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """bf16 weights stay bf16 in memory; everything else is stored as fp32."""
         dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
         weight = weight.detach().to("cpu", dtype).contiguous()
         n, k = weight.shape
         panels = torch.empty((-(-n // self._width), k, self._width), dtype=dtype)
-        self._pack[dtype](weight.data_ptr(), panels.data_ptr(), n, k, get_num_threads())
+        self._pack[dtype](weight.data_ptr(), panels.data_ptr(), n, k, self.threads)
         bias = None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()
         bias_ptr = None if bias is None else bias.data_ptr()
         return PackedWeight(panels, bias, n, k, self._linear[dtype], panels.data_ptr(), bias_ptr)
@@ -225,16 +231,14 @@ class NativeKernels:
             raise ValueError(f"a linear layer of {weight.k} inputs was given {k}")
         x = _fp32(x)
         out = x.new_empty((rows, weight.n))
-        weight.linear(
-            x.data_ptr(), weight.panels_ptr, weight.bias_ptr, out.data_ptr(), rows, k, weight.n, get_num_threads()
-        )
+        weight.linear(x.data_ptr(), weight.panels_ptr, weight.bias_ptr, out.data_ptr(), rows, k, weight.n, self.threads)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = _fp32(x), _fp32(weight)
         rows, hidden = x.shape
         out = torch.empty_like(x)
-        self._rms_norm(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), rows, hidden, eps, get_num_threads())
+        self._rms_norm(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), rows, hidden, eps, self.threads)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -243,7 +247,7 @@ class NativeKernels:
         rows, hidden = x.shape
         out = torch.empty_like(x)
         self._rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, hidden, eps, get_num_threads()
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, hidden, eps, self.threads
         )
         return out
 
@@ -274,7 +278,7 @@ class NativeKernels:
             q.data_ptr(),
             None if q_norm is None else _fp32(q_norm).data_ptr(),
             None if k_norm is None else _fp32(k_norm).data_ptr(),
-            get_num_threads(),
+            self.threads,
         )
         _check_status(status)
         return q
@@ -293,7 +297,7 @@ class NativeKernels:
             cache.v.data_ptr(),
             out.data_ptr(),
             window or 0,
-            get_num_threads(),
+            self.threads,
         )
         _check_status(status)
         return out
@@ -314,7 +318,7 @@ class NativeKernels:
         gate_up = _fp32(gate_up)
         rows, width = gate_up.shape
         out = gate_up.new_empty((rows, width // 2))
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, get_num_threads())
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, self.threads)
         return out
 
 

@@ -33,12 +33,12 @@ def load_model(path: Path, *, dtype: str = "auto", device: str = "auto", threads
     place = choose_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    set_threads(threads)
+    threads = set_threads(threads)
     config = load_config(path)
     weights = load_weights(path, config)
     stored = choose_dtype(dtype, weights["model.embed_tokens.weight"].dtype, place)
     try:
-        decoder = Decoder(config, weights, kernels_for(place), device=place, dtype=stored)
+        decoder = Decoder(config, weights, kernels_for(place, threads), device=place, dtype=stored)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
@@ -65,7 +65,8 @@ def choose_dtype(name: str, in_file: torch.dtype, device: torch.device) -> torch
     return torch.bfloat16 if device.type == "cuda" or in_file == torch.bfloat16 else torch.float32
 
 
-def set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> int:
     if threads is not None and threads < 1:
         raise InvalidParameter("threads", f"must be at least 1, got {threads}")
     torch.set_num_threads(threads or usable_cores())
+    return torch.get_num_threads()

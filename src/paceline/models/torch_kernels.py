@@ -33,6 +33,7 @@ class TorchWeight:
 class TorchKernels:
     name = "torch"
     exact = False
+    torch_threads: int | None = None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> TorchWeight:
         """On CPU half-precision weights are widened: activations are fp32 there."""
