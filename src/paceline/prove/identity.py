@@ -30,7 +30,7 @@ def greedy_batch(subject: Subject) -> Row:
 
 def seeds_alone(subject: Subject, method: str) -> Row:
     row = Row(f"seeds · {method} alone", "sampled answers with a seed with plain decoding's, same seed")
-    _alone(subject, method, row, _seeded(subject))
+    _alone(subject, method, row, _seeded(subject), subject.effort.few)
     return row
 
 
@@ -51,8 +51,8 @@ def _seeded(subject: Subject) -> Ask:
     return params
 
 
-def _alone(subject: Subject, method: str, row: Row, ask: Ask) -> None:
-    for i, prompt in subject.each(row):
+def _alone(subject: Subject, method: str, row: Row, ask: Ask, count: int | None = None) -> None:
+    for i, prompt in subject.each(row, count):
         params = ask(i, method, LENGTHS[i % len(LENGTHS)])
         (answer,) = subject.ask([prompt], [params], row, together=False)
         subject.compare(row, prompt, params, subject.plain(prompt, params), answer)

@@ -27,7 +27,7 @@ def record(subject: Subject, method: str) -> list[Step]:
     with tap.on(subject.llm.engine):
         for i, prompt in enumerate(subject.prompts[: subject.effort.few + 1]):
             wanted = subject.params(
-                method, (K, 2, 4)[i % 3], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, max_tokens=24
+                method, (K, 2, 4)[i % 3], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, max_tokens=16
             )
             subject.llm.generate(prompt, wanted)
     return tap.steps

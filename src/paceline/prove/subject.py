@@ -36,7 +36,7 @@ class Effort:
     @staticmethod
     def of(quick: bool, prompts: int | None) -> Effort:
         if quick:
-            return Effort(prompts=prompts or 4, few=2, max_tokens=28, replays=20_000, steps=2, generations=96)
+            return Effort(prompts=prompts or 4, few=2, max_tokens=24, replays=20_000, steps=1, generations=64)
         return Effort(prompts=prompts or 12, few=8, max_tokens=96, replays=100_000, steps=6, generations=1_000)
 
 
