@@ -70,9 +70,9 @@ def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) 
 
 def walk(draft: Draft, drawn: Tensor, row_of: Tensor, max_depth: int) -> Verdict:
     """Follow the draft along the tokens drawn (R,). `row_of` (B, N + 1): slot -> row, -1 for padding; no host sync."""
-    said = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
     if draft.width == 0 or max_depth == 0:
-        return _plain(said[:, 0], max_depth)
+        return _plain(drawn[row_of[:, 0]], max_depth)
+    said = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
     path, num_accepted = _path(draft, _accepted(draft, said, max_depth), max_depth)
     above = torch.cat((path.new_zeros(draft.batch, 1), path + 1), 1).gather(1, num_accepted[:, None])  # the last slot
     leaf = ~has_children(draft).gather(1, above)[:, 0]
@@ -125,16 +125,13 @@ def _rows(logits: Tensor, at: Tensor) -> Tensor:
 
 
 def _plain(tokens: Tensor, max_depth: int) -> Verdict:
+    """One token a row. Every plain step ends here, from cold caches: no operation more than it takes."""
     batch = tokens.shape[0]
-    beyond = tokens.new_full((batch, max_depth), -1)
     kinds = torch.full((batch, max_depth + 1), int(Kind.PAD), dtype=torch.uint8, device=tokens.device)
     kinds[:, 0] = int(Kind.BONUS)
-    return Verdict(
-        tokens=torch.cat((tokens[:, None], beyond), 1),
-        num_accepted=torch.zeros_like(tokens),
-        path=beyond,
-        kinds=kinds,
-    )
+    beyond = tokens.new_full((batch, max_depth), -1)
+    committed = torch.cat((tokens[:, None], beyond), 1) if max_depth else tokens[:, None]
+    return Verdict(tokens=committed, num_accepted=torch.zeros_like(tokens), path=beyond, kinds=kinds)
 
 
 def _accepted(draft: Draft, said: Tensor, max_depth: int) -> Tensor:
