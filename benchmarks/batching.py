@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
 
-    llm = LLM("smollm2", dtype="float32", device="cpu", prefix_caching=False)
+    llm = LLM("smollm2", dtype="float32", device="cpu", method="none", prefix_caching=False)
     conversations = [[{"role": "user", "content": f"Tell me something about {topic}."}] for topic in TOPICS]
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=TOKENS, ignore_eos=True)

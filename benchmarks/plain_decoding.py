@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
 
-    llm = LLM("smollm2", dtype="float32", device="cpu", prefix_caching=False)
+    llm = LLM("smollm2", dtype="float32", device="cpu", method="none", prefix_caching=False)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(resolve("smollm2"), dtype=torch.float32).eval()
     ids = torch.tensor([llm.tokenizer.apply_chat_template(PROMPT)])
     weight_bytes = 4 * sum(parameter.numel() for parameter in oracle.parameters())

@@ -85,6 +85,62 @@ def test_closing_a_stream_cancels_the_request(smollm2):
     assert smollm2.engine.blocks.num_free == smollm2.engine.blocks.num_blocks
 
 
+def test_streams_open_at_once_each_get_all_that_is_theirs(smollm2):
+    questions = ["Name a colour.", "Count to five.", "Say hello to Ada."]
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    expected = [output.outputs[0].text for output in smollm2.chat(conversations, greedy(max_tokens=12))]
+    first, second, third = (smollm2.stream(conversation, greedy(max_tokens=12)) for conversation in conversations)
+    texts = [next(first).text, "", ""]
+    texts[1] = "".join(chunk.text for chunk in second)  # steps the engine for all three
+    (alone,) = smollm2.chat(conversations[2], greedy(max_tokens=12))
+    texts[0] += "".join(chunk.text for chunk in first)
+    chunks = list(third)
+    texts[2] = "".join(chunk.text for chunk in chunks)
+    assert texts == expected
+    assert alone.outputs[0].text == expected[2]
+    assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_of_several_answers_only_the_last_chunk_carries_the_whole(smollm2):
+    chunks = list(smollm2.stream(QUESTION, SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=5)))
+    assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert sorted(chunk.index for chunk in chunks if chunk.finish_reason) == [0, 1]
+
+
+def test_a_stream_nobody_reads_is_cancelled_when_it_is_dropped(smollm2):
+    stream = smollm2.stream(QUESTION, greedy(max_tokens=500))
+    assert smollm2.engine.has_work
+    del stream
+    assert not smollm2.engine.has_work
+
+
+def test_a_request_chooses_its_own_speculation(smollm2):
+    (plain,) = smollm2.chat(QUESTION, greedy(speculation="none"))
+    assert plain.outputs[0].speculation.num_drafts == 0
+    for own in ("auto", "ngram", {"method": "suffix", "k": 3}, {"k": 2}, {"method": "auto", "k": 4}):
+        (output,) = smollm2.chat(QUESTION, greedy(speculation=own))
+        assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert set(output.outputs[0].speculation.drafts_by_method) <= {"ngram", "suffix"}
+    for wrong, says in (("warp", "choose from"), ({"method": "none", "k": 3}, "drafts nothing")):
+        with pytest.raises(InvalidParameter, match=says):
+            smollm2.chat(QUESTION, greedy(speculation=wrong))
+    assert not smollm2.engine.has_work
+
+
+def test_an_engine_without_drafters_says_so_when_asked_to_draft(smollm2_path):
+    llm = LLM(str(smollm2_path), method="none")
+    for own in ("auto", "ngram", {"k": 4}, {"method": "auto", "k": 4}):
+        with pytest.raises(InvalidParameter, match="method auto"):
+            llm.generate("a", greedy(speculation=own))
+    llm.generate("a", greedy(max_tokens=1, speculation="none"))
+    for contradiction in ({"k": 4}, {"draft_model": "smollm2"}, {"suffix_corpus": ["x"]}, {"suffix_store": "y"}):
+        with pytest.raises(InvalidParameter, match=next(iter(contradiction))):
+            LLM(str(smollm2_path), method="none", **contradiction)
+    for k in (0, 65, 2.5, "many"):
+        with pytest.raises(InvalidParameter, match="k"):
+            LLM(str(smollm2_path), method="ngram", k=k)
+
+
 def test_eos_ends_the_answer_unless_ignored(smollm2):
     question = [{"role": "user", "content": "Say hi."}]
     (ended,) = smollm2.chat(question, greedy(max_tokens=200))

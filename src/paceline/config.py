@@ -71,8 +71,8 @@ class SpeculationConfig:
     draft_model: str | None = None
 
     def __post_init__(self) -> None:
-        if self.k is not None and not 1 <= self.k <= MAX_K:
-            raise InvalidParameter("k", f"must be between 1 and {MAX_K}, or auto; got {self.k}")
+        if self.k is not None and (type(self.k) is not int or not 1 <= self.k <= MAX_K):
+            raise InvalidParameter("k", f"must be a whole number between 1 and {MAX_K}, or auto; got {self.k}")
         if self.k is not None and self.method == "none":
             raise InvalidParameter("k", "method none drafts nothing; leave k out or choose a method")
         if not 1 <= self.ngram_min <= self.ngram_max:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline import machine
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, NONE, Drafter, DrafterContext, method_names
+from paceline.engine.batch import StepOutput
 from paceline.engine.engine import Engine
 from paceline.engine.policy import AUTO, AdaptivePolicy
 from paceline.engine.policy_memory import PolicyMemory
@@ -36,7 +37,7 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         method: str = "auto",
-        k: int | None = None,
+        k: int | str | None = None,
         draft_model: str | None = None,
         suffix_corpus: Sequence[str] = (),
         suffix_store: str | None = None,
@@ -49,8 +50,14 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
+        if isinstance(k, str) and k != "auto":
+            raise InvalidParameter("k", f"must be a whole number or auto, got {k!r}")
         speculation = SpeculationConfig(
-            method=method, k=k, draft_model=draft_model, suffix_corpus=tuple(suffix_corpus), suffix_store=suffix_store
+            method=method,
+            k=None if isinstance(k, str) else k,
+            draft_model=draft_model,
+            suffix_corpus=tuple(suffix_corpus),
+            suffix_store=suffix_store,
         )
         if speculative_config is not None:
             speculation = read_speculative_config(speculative_config, speculation)
@@ -69,7 +76,7 @@ class LLM:
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
         drafters = self._drafters()
         self._policy = AdaptivePolicy(drafters, speculation.method, speculation.k)
-        self._memory = PolicyMemory(path, self.loaded, self.kernels_name)
+        self._memory = PolicyMemory(path, self.loaded, drafters)
         self._memory.load(self._policy)
         self.engine = Engine(
             self.loaded.decoder, config, tokenizer=self.tokenizer, drafters=drafters, policy=self._policy
@@ -77,28 +84,28 @@ class LLM:
         self.max_model_len = self.engine.max_model_len
         self.load_s = time.perf_counter() - started
         self._request_ids = map(str, itertools.count())
-        atexit.register(_close_if_alive, weakref.ref(self))
+        self._open: dict[str, _Request] = {}
+        self._keep = weakref.finalize(self, _keep, self._memory, self._policy, drafters)  # at exit at the latest
 
     def _drafters(self) -> list[Drafter]:
         """Every method that may be asked for: requests can choose their own even where the engine's is another."""
-        wanted = self.speculation
+        wanted, tokenizer = self.speculation, self.tokenizer  # drafters outlive the LLM: they must not hold it
+        if wanted.method == NONE:
+            return []
         context = DrafterContext(
             self.config,
             self.loaded.decoder.device,
             wanted,
-            encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-            token_texts=self.tokenizer.token_text,
+            dtype="auto" if self.device_name == "cpu" else self.dtype_name,
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+            token_texts=tokenizer.token_text,
         )
-        if wanted.method == NONE:
-            return []
         needs_model = {"draft-model"} if wanted.draft_model is None else set()
         return [make(context) for name, make in DRAFTERS.items() if name not in needs_model]
 
     def close(self) -> None:
-        """Keep what was learnt for the next run. Called at exit as well; harmless to call twice."""
-        self._memory.save(self._policy)
-        for drafter in self.engine.drafters.drafters:
-            drafter.close()
+        """Keep what was learnt for the next run. Happens by itself when the LLM is dropped, or at exit."""
+        _keep(self._memory, self._policy, self.engine.drafters.drafters)
 
     @property
     def expected_gain(self) -> float | None:
@@ -136,53 +143,44 @@ class LLM:
         each: list[Any] = list(messages) if several else [messages]
         return self._run([self._encode_chat(one) for one in each], _per_prompt(params, len(each)))
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamChunk]:
-        """Yield the answer as it is committed. Text and token ids are raw; messages go through the chat template.
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> AnswerStream:
+        """The answer as it is committed. Text and token ids are raw; messages go through the chat template.
 
-        Bad input raises here, not at the first chunk. Closing the iterator cancels the request.
+        Bad input raises here, not at the first chunk. Several streams may be open at once. Closing one, or dropping it,
+        cancels its request.
         """
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-        request = self._submit(self._encode_chat(prompt) if is_chat else self._encode(prompt), params)
-        return self._chunks(request)
-
-    def _chunks(self, request: _Request) -> Iterator[StreamChunk]:
-        try:
-            while not request.finished:
-                for output in self.engine.step():
-                    if output.sequence.request_id != request.request_id:
-                        continue
-                    request.note_token(output.finished)
-                    yield StreamChunk(
-                        index=output.sequence.index,
-                        text=output.text,
-                        token_ids=output.tokens,
-                        finish_reason=output.sequence.finish_reason,
-                        output=request.output(self) if request.finished else None,
-                        kinds=output.kinds,
-                    )
-        finally:
-            self.engine.cancel(request.request_id)
+        return AnswerStream(self, self._submit(self._encode_chat(prompt) if is_chat else self._encode(prompt), params))
 
     def _run(self, prompts: list[_Encoded], params: list[SamplingParams | None]) -> list[RequestOutput]:
-        requests: dict[str, _Request] = {}
+        requests: list[_Request] = []
         try:
             for prompt, param in zip(prompts, params, strict=True):
-                request = self._submit(prompt, param)
-                requests[request.request_id] = request
-            while not all(request.finished for request in requests.values()):
-                for output in self.engine.step():
-                    if output.sequence.request_id in requests:
-                        requests[output.sequence.request_id].note_token(output.finished)
+                requests.append(self._submit(prompt, param))
+            while not all(request.finished for request in requests):
+                self._advance()
         finally:  # an error or Ctrl-C leaves nothing running
-            for request_id in requests:
-                self.engine.cancel(request_id)
-        return [request.output(self) for request in requests.values()]
+            for request in requests:
+                self._close(request)
+        return [request.output(self) for request in requests]
+
+    def _advance(self) -> None:
+        """One step of the engine; whoever asked for it, every request gets what is its own."""
+        for output in self.engine.step():
+            request = self._open.get(output.sequence.request_id)
+            if request is not None:
+                request.note(output)
+
+    def _close(self, request: _Request) -> None:
+        self.engine.cancel(request.request_id)
+        self._open.pop(request.request_id, None)
 
     def _submit(self, prompt: _Encoded, params: SamplingParams | None) -> _Request:
         resolved = (params or SamplingParams()).resolve(self.loaded.generation_defaults)
         request_id = next(self._request_ids)
         answers = self.engine.add_request(request_id, prompt.tokens, resolved)
-        return _Request(request_id, prompt, answers)
+        request = self._open[request_id] = _Request(request_id, prompt, answers)
+        return request
 
     def _encode(self, prompt: Any) -> _Encoded:
         if isinstance(prompt, str):
@@ -203,6 +201,46 @@ class LLM:
         return _Encoded(text, self.tokenizer.encode(text, add_special_tokens=False))
 
 
+class AnswerStream:
+    """An answer under way, as chunks. The last chunk of the request carries the whole answer."""
+
+    def __init__(self, llm: LLM, request: _Request) -> None:
+        self._llm, self._request = llm, request
+
+    def __iter__(self) -> AnswerStream:
+        return self
+
+    def __next__(self) -> StreamChunk:
+        request = self._request
+        try:
+            while not request.inbox and not request.finished:
+                self._llm._advance()
+        except BaseException:
+            self.close()
+            raise
+        if not request.inbox:
+            self.close()
+            raise StopIteration
+        output = request.inbox.popleft()
+        is_last = request.finished and not request.inbox
+        return StreamChunk(
+            index=output.sequence.index,
+            text=output.text,
+            token_ids=output.tokens,
+            finish_reason=output.sequence.finish_reason if output.finished else None,
+            output=request.output(self._llm) if is_last else None,
+            kinds=output.kinds,
+        )
+
+    def close(self) -> None:
+        """Cancel what is left of the request; its blocks are free when this returns."""
+        self._request.inbox.clear()
+        self._llm._close(self._request)
+
+    def __del__(self) -> None:
+        self._llm._close(self._request)
+
+
 class _Encoded:
     def __init__(self, text: str | None, tokens: list[int]) -> None:
         self.text, self.tokens = text, tokens
@@ -213,18 +251,20 @@ class _Request:
 
     def __init__(self, request_id: str, prompt: _Encoded, answers: list[Answer]) -> None:
         self.request_id, self._prompt, self._answers = request_id, prompt, answers
+        self.inbox: deque[StepOutput] = deque()  # committed, and not yet handed out by a stream
         self._metrics = RequestMetrics(arrival_time=time.perf_counter())
 
     @property
     def finished(self) -> bool:
         return all(answer.finished for answer in self._answers)
 
-    def note_token(self, finished: bool) -> None:
+    def note(self, output: StepOutput) -> None:
         now = time.perf_counter()
         if self._metrics.first_token_time is None:
             self._metrics.first_token_time = now
-        if finished:
+        if output.finished:
             self._metrics.finished_time = now
+        self.inbox.append(output)
 
     def output(self, llm: LLM) -> RequestOutput:
         return RequestOutput(
@@ -262,6 +302,9 @@ def _check_method(speculation: SpeculationConfig) -> None:
         raise InvalidParameter("method", f"{speculation.method!r} is not one of {', '.join(known)}")
     if speculation.method == "draft-model" and speculation.draft_model is None:
         raise InvalidParameter("draft_model", "method draft-model needs one; name a model with the same vocabulary")
+    for field in ("draft_model", "suffix_corpus", "suffix_store"):
+        if speculation.method == NONE and getattr(speculation, field):
+            raise InvalidParameter(field, "method none drafts nothing; leave it out or choose a method")
 
 
 def _is_one_prompt(prompts: Any) -> bool:
@@ -276,7 +319,7 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     return list(params)
 
 
-def _close_if_alive(reference: weakref.ref[LLM]) -> None:
-    llm = reference()
-    if llm is not None:
-        llm.close()
+def _keep(memory: PolicyMemory, policy: AdaptivePolicy, drafters: Sequence[Drafter]) -> None:
+    memory.save(policy)
+    for drafter in drafters:
+        drafter.close()

@@ -34,7 +34,7 @@ def read(value: str | Mapping[str, Any], base: SpeculationConfig) -> Speculation
         if key in LOSSY:
             raise InvalidParameter(FIELD, f"{key} would change what the model says; paceline is always lossless")
         if key == "method":
-            if setting not in METHODS:
+            if not isinstance(setting, str) or setting not in METHODS:
                 raise InvalidParameter(FIELD, f"method {setting!r} is not one of {', '.join(METHODS)}")
             changes["method"] = METHODS[setting]
         elif key == "model":
@@ -47,6 +47,10 @@ def read(value: str | Mapping[str, Any], base: SpeculationConfig) -> Speculation
             raise InvalidParameter(FIELD, f"{key} is not understood; known are method, model, {', '.join(RENAMED)}")
     if "draft_model" in changes and "method" not in changes:
         changes["method"] = "draft-model"
+    method = changes.get("method", base.method)
+    for key, wanted in (("prompt_lookup_max", "ngram"), ("prompt_lookup_min", "ngram"), ("model", "draft-model")):
+        if key in given and method not in (wanted, "auto"):
+            raise InvalidParameter(FIELD, f"{key} has no meaning for method {method}; leave it out")
     if changes.get("ngram_max", base.ngram_max) < base.ngram_min:
         changes.setdefault("ngram_min", changes["ngram_max"])
     return replace(base, **changes)

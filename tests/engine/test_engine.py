@@ -235,6 +235,28 @@ def test_a_broken_drafter_costs_the_speculation_never_the_answer(broken):
     assert sequences["b"][0].stats.num_drafts > 0
 
 
+@pytest.mark.parametrize("verb", ["commit", "admit", "release"])
+def test_a_drafter_that_fails_at_bookkeeping_is_switched_off_and_the_answer_stands(verb):
+    class Forgetful(ChainDrafter):
+        calls = 0
+
+    def fail(self, *arguments):
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyError("lost")
+
+    setattr(Forgetful, verb, fail)
+    engine = make_engine(
+        drafters=[Forgetful("lost"), TreeDrafter("tree")],
+        policy=ByRequest({"a": Choice("lost", 3), "b": Choice("tree", 3)}),
+    )
+    requests = [(4 * i, name, prompt_of(0, 6), params(max_tokens=12)) for i, name in enumerate("abc")]
+    sequences = run(engine, requests)
+    for name in "abc":
+        assert sequences[name][0].output_tokens == greedy_alone(prompt_of(0, 6), 12)
+    assert engine.drafters.failures == 1
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_tapped_drafter_survives_chunked_prefill_prefix_hits_and_preemption(lazy):
     drafter = TapDrafter(lazy=lazy, ring_capacity=500)

@@ -179,6 +179,9 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
     for wrong, says in (
         ({"posterior_threshold": 0.1}, "posterior_threshold would change"),
         ({"method": "medusa"}, "medusa"),
+        ({"method": ["ngram"]}, "ngram"),
+        ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max has no meaning"),
+        ({"method": "ngram", "model": "smollm2"}, "model has no meaning"),
         ({"warp": 9}, "warp is not understood"),
         ({"num_speculative_tokens": 0}, "between 1 and 64"),
         ({"num_speculative_tokens": "many"}, "whole number"),

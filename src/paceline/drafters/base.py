@@ -59,6 +59,7 @@ class DrafterContext:
     config: ModelConfig  # the target's
     device: torch.device
     speculation: SpeculationConfig
+    dtype: str = "auto"  # how a model of its own should store its weights
     encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
     token_texts: Callable[[int], str] | None = None  # a token's own text, to compare vocabularies
 

@@ -97,7 +97,7 @@ class DraftModelDrafter:
             raise InvalidParameter("draft_model", "method draft-model needs a model; give one with --draft-model")
         path = resolve(name)
         # The target has set the number of threads; loading a second model must not change it.
-        loaded = load_model(path, device=context.device.type, threads=torch.get_num_threads())
+        loaded = load_model(path, dtype=context.dtype, device=context.device.type, threads=torch.get_num_threads())
         check_vocabulary(name, loaded, context)
         version = f"{cls.name}/{_digest(f'{path} {loaded.config} {loaded.dtype}')}"
         return cls(loaded.decoder, eos_token_ids=context.config.eos_token_ids, version=version)
@@ -131,7 +131,7 @@ class DraftModelDrafter:
         self._states.pop(sequence.key, None)
 
     def evidence(self, sequence: Sequence) -> int:
-        return LEARNED
+        return LEARNED if len(sequence.tokens) < self._model.config.max_positions else 0
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
         return []  # it would take passes of its own

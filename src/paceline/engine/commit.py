@@ -25,7 +25,7 @@ class Committer:
         make_text: Callable[[Sequence], OutputText | None],
     ) -> None:
         self._scheduler, self._drafters, self._eos, self._make_text = scheduler, drafters, eos_token_ids, make_text
-        self._texts: dict[str, OutputText | None] = {}
+        self._texts: dict[str, OutputText] = {}
 
     def forget(self, sequence: Sequence) -> None:
         self._texts.pop(sequence.key, None)
@@ -64,9 +64,9 @@ class Committer:
         logprobs: list[dict[int, tuple[float, int]]],
     ) -> StepOutput:
         sequence = span.row.sequence
-        if sequence.key not in self._texts:
-            self._texts[sequence.key] = self._make_text(sequence)
-        text = self._texts[sequence.key]
+        text = self._texts.get(sequence.key)
+        if text is None and (text := self._make_text(sequence)) is not None:
+            self._texts[sequence.key] = text
         kept = 0
         for token in tokens:
             sequence.tokens.append(token)

@@ -1,6 +1,7 @@
 """The drafters an engine runs, seen as one: who drafts for which row, who receives which taps.
 
-A drafter that raises, returns NaN or breaks the contract costs its rows the speculation of that step, never the answer.
+A drafter that raises, returns NaN or breaks the contract costs its rows the speculation of that step, never the answer;
+one that fails at bookkeeping is switched off.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
+READ_AHEAD = 8  # tokens a drafter may be behind in the ordinary course
 
 
 class DrafterSet:
@@ -30,6 +34,7 @@ class DrafterSet:
         self._by_name = {drafter.name: drafter for drafter in drafters}
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.failures = 0
+        self._retired: set[str] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
         self._empty = functools.lru_cache(64)(lambda batch: Draft.empty(batch, device))
 
@@ -48,14 +53,17 @@ class DrafterSet:
         """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty."""
         wanted: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
-            if row.budget > 0:
+            if row.budget > 0 and row.method not in self._retired:
                 wanted.setdefault(row.method, []).append(index)
         parts = []
         self.seconds = {}
         for method, indices in wanted.items():
+            drafter, wanting = self._by_name[method], [DraftRow(rows[i].sequence, rows[i].budget) for i in indices]
+            behind = max(drafter.lag(row.sequence) for row in wanting)
             started = time.perf_counter()
-            draft = self._propose(self._by_name[method], [DraftRow(rows[i].sequence, rows[i].budget) for i in indices])
-            self.seconds[method] = max(rows[i].budget for i in indices), time.perf_counter() - started
+            draft = self._propose(drafter, wanting)
+            if behind <= READ_AHEAD:  # catching up is not what a draft costs
+                self.seconds[method] = max(row.budget for row in wanting), time.perf_counter() - started
             if draft is not None:
                 parts.append((indices, draft))
         if not parts:
@@ -73,6 +81,8 @@ class DrafterSet:
                     raise ValueError(f"{count} nodes for a budget of {row.budget}")
             if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
                 raise ValueError("q is not finite")
+            if any(part.dtype != torch.int64 for part in (draft.tokens, draft.parents, draft.depth, draft.num_nodes)):
+                raise ValueError("tokens, parents, depth and num_nodes must be int64")
         except Exception as problem:  # whatever it is, the answer does not depend on it
             self.failures += 1
             log.warning("drafter %s failed, decoding plainly this step: %r", drafter.name, problem)
@@ -84,24 +94,40 @@ class DrafterSet:
 
     def commit(self, commits: SequenceOf[tuple[Sequence, int, int, Tensor | None]], blocks: BlockManager) -> None:
         """Tell every drafter what was computed, with its own taps, and mark the blocks it has completed."""
-        for drafter in self.drafters:
-            columns = [self.taps.index(tap) for tap in drafter.taps]
-            drafter.commit(
-                [
-                    Commit(sequence, first, count, None if taps is None or not columns else taps[:, columns])
-                    for sequence, first, count, taps in commits
-                ]
-            )
-            if drafter.kv_layers:
-                for sequence, *_ in commits:
-                    blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
+        for drafter in self._working():
+            with self._guarded(drafter):
+                columns = [self.taps.index(tap) for tap in drafter.taps]
+                drafter.commit(
+                    [
+                        Commit(sequence, first, count, None if taps is None or not columns else taps[:, columns])
+                        for sequence, first, count, taps in commits
+                    ]
+                )
+                if drafter.kv_layers:
+                    for sequence, *_ in commits:
+                        blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
 
     def admit(self, sequence: Sequence, blocks: BlockManager) -> None:
         """A sequence enters with a prefix of cached blocks: each drafter may use those marked for it."""
-        for drafter in self.drafters:
-            start = blocks.marked_from(sequence, drafter.version) if drafter.kv_layers else sequence.num_cached
-            drafter.admit(sequence, start, sequence.num_cached)
+        for drafter in self._working():
+            with self._guarded(drafter):
+                start = blocks.marked_from(sequence, drafter.version) if drafter.kv_layers else sequence.num_cached
+                drafter.admit(sequence, start, sequence.num_cached)
 
     def release(self, sequence: Sequence) -> None:
-        for drafter in self.drafters:
-            drafter.release(sequence)
+        for drafter in self._working():
+            with self._guarded(drafter):
+                drafter.release(sequence)
+
+    def _working(self) -> list[Drafter]:
+        return [drafter for drafter in self.drafters if drafter.name not in self._retired]
+
+    @contextmanager
+    def _guarded(self, drafter: Drafter) -> Iterator[None]:
+        """A drafter that fails at bookkeeping no longer knows where its sequences stand: it drafts no more."""
+        try:
+            yield
+        except Exception as problem:
+            self.failures += 1
+            self._retired.add(drafter.name)
+            log.warning("drafter %s failed and is switched off: %r", drafter.name, problem)

@@ -132,12 +132,19 @@ class Engine:
         return self.scheduler.has_work
 
     def _check_speculation(self, sequence: Sequence) -> None:
-        method, _ = wish(sequence, NONE, None)
-        available = (NONE, AUTO, *(drafter.name for drafter in self.drafters.drafters))
-        if method not in available:
-            raise InvalidParameter(
-                "speculation", f"{method!r} is not available here; choose from {', '.join(available)}"
-            )
+        """What a request asks for must exist here and make sense; what the engine was made with, it has checked."""
+        names = [drafter.name for drafter in self.drafters.drafters]
+        own = sequence.params.speculation
+        method, k = wish(sequence, names[0] if names else NONE, None)
+        if own is None or (method == NONE and k is None):
+            return
+        if not names:
+            raise InvalidParameter("speculation", "this engine was made with method none; make it with method auto")
+        if method == NONE:
+            raise InvalidParameter("speculation", "method none drafts nothing; leave k out or choose a method")
+        if method not in (AUTO, *names):
+            available = ", ".join((NONE, AUTO, *names))
+            raise InvalidParameter("speculation", f"{method!r} is not available here; choose from {available}")
 
     def _check_prompt(self, prompt: SequenceOf[int]) -> None:
         if not prompt:

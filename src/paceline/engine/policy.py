@@ -33,6 +33,8 @@ FIRST_PLAIN = 3
 PLAIN_EVERY = 128
 SHADOWS = 4  # sequences whose shadows are compared in one step
 SHADOW_DEPTH = 8
+DEEPEST, MAX_OFFERS = 16, 256  # how far ahead a plan looks, and how many nodes one step may take
+READ_AT_ONCE = 16  # tokens a drafter with a lag reads in about the time it drafts one
 PATIENT_TOKENS, SMALL_LAG = 2, 8  # a drafter that must read the prompt first does not delay the first tokens
 
 
@@ -75,26 +77,6 @@ def wish(sequence: Sequence, method: str, k: int | None) -> tuple[str, int | Non
     if isinstance(own, str):
         return own, k
     return own.get("method", method), own.get("k", k)
-
-
-@dataclass(frozen=True)
-class FixedPolicy:
-    """The same method and k for everyone, whatever it costs."""
-
-    method: str = NONE
-    k: int = 0
-
-    def plan(self, sequences: SequenceOf[Sequence], other_rows: int) -> list[Choice]:
-        return [Choice(self.method, self.k)] * len(sequences)
-
-    def observe(self, report: StepReport) -> None:
-        pass
-
-    def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
-        return None
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
 
 
 @dataclass
@@ -147,17 +129,18 @@ class AdaptivePolicy:
             if k is None:
                 open_ended[index] = method, most
             else:
-                choices[index] = Choice(self._surest(sequence, method), most)
+                choices[index] = self._surest(sequence, method, most)
         base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
         cost = self._costs.of(len(sequences), _any_sampled(sequences))
         if open_ended and self._knows_plain(cost, base):
             self._decide(sequences, open_ended, choices, cost, base)
         return choices
 
-    def _surest(self, sequence: Sequence, method: str) -> str:
+    def _surest(self, sequence: Sequence, method: str, budget: int) -> Choice:
         """With k fixed only the method is left to choose: the one with the most to go by."""
         evidence = {name: self._note_evidence(sequence, name) for name in self._allowed(method)}
-        return max(evidence, key=evidence.__getitem__)
+        best = max(evidence, key=evidence.__getitem__)
+        return Choice(best, budget) if evidence[best] else Choice()
 
     def _decide(
         self,
@@ -237,9 +220,11 @@ class AdaptivePolicy:
             sampled = not sequence.params.greedy
             survival = self._acceptance.survival(sequence.key, method, sampled, evidence, min(most, DEEPEST))
             tokens, rate, drafting = 1.0, 0.0, self._drafting(method, 1)
+            lag = self._drafters[method].lag(sequence)
+            reading = drafting * lag / READ_AT_ONCE if lag > SMALL_LAG else 0.0
             for depth, worth in enumerate(survival, start=1):
                 tokens += worth
-                rate = max(rate, tokens / (seconds[depth] + drafting * depth))
+                rate = max(rate, tokens / (seconds[depth] + drafting * depth + reading))
             if best is None or rate > best[0]:
                 best = rate, method, survival
         return None if best is None else best[1:]
@@ -349,10 +334,6 @@ class AdaptivePolicy:
         acceptance = Acceptance()
         acceptance.load(state["acceptance"])
         self._costs, self._draft_seconds, self._acceptance = _Costs(models), seconds, acceptance
-
-
-DEEPEST = 16  # how far ahead a plan looks
-MAX_OFFERS = 256  # nodes one step may take
 
 
 def _any_sampled(sequences: SequenceOf[Sequence]) -> bool:

@@ -1,7 +1,7 @@
 """What the policy learnt, kept between runs in the cache folder, so that a one-shot command does not start cold.
 
-One file per model, device, dtype, kernels and number of threads: costs do not carry over. Losing it costs speed for a
-moment and nothing else, so a file that cannot be read or written is not worth an error.
+One file per model, device, dtype, kernels, number of threads and drafters: neither costs nor acceptance carry over.
+Losing it costs speed for a moment and nothing else, so a file that cannot be read or written is not worth an error.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.drafters import Drafter
 from paceline.engine.policy import AdaptivePolicy
 from paceline.errors import CacheFolderError
 from paceline.models.hub import cache_home
@@ -26,14 +28,10 @@ FORMAT = 1
 
 
 class PolicyMemory:
-    def __init__(self, model: Path, loaded: LoadedModel, kernels: str) -> None:
-        setting = [
-            str(model.resolve()),
-            str(loaded.decoder.device),
-            str(loaded.dtype),
-            kernels,
-            torch.get_num_threads(),
-        ]
+    def __init__(self, model: Path, loaded: LoadedModel, drafters: Sequence[Drafter]) -> None:
+        decoder = loaded.decoder
+        setting = [str(model.resolve()), str(decoder.device), str(loaded.dtype), decoder.kernels.name]
+        setting += [str(torch.get_num_threads()), *(f"{drafter.name} {drafter.version}" for drafter in drafters)]
         name = hashlib.blake2b(json.dumps(setting).encode(), digest_size=8).hexdigest()
         self._setting, self._name = setting, f"{name}.json"
 
@@ -44,7 +42,7 @@ class PolicyMemory:
                 policy.load(stored["state"])
         except FileNotFoundError:
             pass
-        except (OSError, CacheFolderError, ValueError, KeyError, TypeError) as problem:
+        except (OSError, CacheFolderError, ValueError, KeyError, TypeError, AttributeError) as problem:
             log.debug("nothing remembered of earlier runs: %r", problem)
 
     def save(self, policy: AdaptivePolicy) -> None:

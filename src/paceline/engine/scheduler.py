@@ -1,4 +1,4 @@
-"""Who computes what in the next step, and what becomes of a step's verdict.
+"""Who computes what in the next step, who waits, and who has to give way.
 
 Order of arrival decides everything: who is admitted, who keeps its blocks, who is preempted (the youngest). The oldest
 sequence is never preempted while another runs, and one sequence always fits, so everyone finishes. Preemption forgets

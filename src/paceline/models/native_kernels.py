@@ -132,7 +132,8 @@ class HeadsView(ctypes.Structure):
     def of(cls, cos: Tensor, sin: Tensor, q_heads: int, cache: LayerCache, eps: float, scale: float) -> HeadsView:
         num_slots, kv_heads, dim = _check_in_place(cache.k)
         _check_in_place(cache.v)
-        cos, sin = _fp32(cos), _fp32(sin)
+        for table in (cos, sin):  # pointed into, so what is here must be what stays
+            _check_in_place(table)
         return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
 
 
@@ -155,9 +156,12 @@ class LayerView(ctypes.Structure):
     @classmethod
     def of(cls, layer: Layer, cache: LayerCache) -> LayerView:
         norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+        for norm in norms:
+            if norm is not None:
+                _check_in_place(norm)
         products = (layer.qkv, layer.output, layer.gate_up, layer.down)
         return cls(
-            *(None if norm is None else _fp32(norm).data_ptr() for norm in norms),
+            *(None if norm is None else norm.data_ptr() for norm in norms),
             *(cache.k.data_ptr(), cache.v.data_ptr(), layer.window or 0),
             *(ProductView.of(product) for product in products),
         )
@@ -262,7 +266,7 @@ class NativeKernels:
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        qkv = _fp32(qkv)
+        qkv, q_norm, k_norm = _fp32(qkv), _optional(q_norm), _optional(k_norm)
         rows, width = qkv.shape
         _, kv_heads, dim = cache.k.shape
         q_heads = width // dim - 2 * kv_heads
@@ -276,8 +280,8 @@ class NativeKernels:
             cache.k.data_ptr(),
             cache.v.data_ptr(),
             q.data_ptr(),
-            None if q_norm is None else _fp32(q_norm).data_ptr(),
-            None if k_norm is None else _fp32(k_norm).data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
             self.threads,
         )
         _check_status(status)
@@ -326,6 +330,10 @@ def _fp32(x: Tensor) -> Tensor:
     if x.dtype is not torch.float32:
         raise TypeError(f"native kernels compute in float32, not {x.dtype}")
     return x if x.is_contiguous() else x.contiguous()
+
+
+def _optional(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _fp32(x)
 
 
 def _check_in_place(x: Tensor) -> torch.Size:

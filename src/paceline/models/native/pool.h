@@ -16,7 +16,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
-#include <thread>
+#include <new>
 
 class Pool {
   public:
@@ -35,7 +35,7 @@ class Pool {
             for (long i = 0; i < n; i++) body(context, i, 0);
             return;
         }
-        for (; started_ < threads - 1; started_++) std::thread(&Pool::work, this, started_ + 1).detach();
+        while (started_ < threads - 1 && start(started_ + 1)) started_++;
         body_ = body, context_ = context;
         limit_.store(threads, std::memory_order_relaxed);
         left_.store(n, std::memory_order_relaxed);
@@ -88,6 +88,29 @@ class Pool {
 #elif defined(__aarch64__)
         asm volatile("yield");
 #endif
+    }
+
+    struct Start {
+        Pool* pool;
+        int worker;
+    };
+
+    // False where the system grants no more threads: the work is then done by those there are.
+    bool start(int worker) {
+        pthread_t thread;
+        Start* arguments = new Start{this, worker};
+        const auto entry = [](void* given) -> void* {
+            const Start start = *static_cast<Start*>(given);
+            delete static_cast<Start*>(given);
+            start.pool->work(start.worker);
+            return nullptr;
+        };
+        if (pthread_create(&thread, nullptr, entry, arguments)) {
+            delete arguments;
+            return false;
+        }
+        pthread_detach(thread);
+        return true;
     }
 
     // Returns the state in which nothing was left to claim.
