@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paceline.draft import Draft, Kind, Proposal, ancestors
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
+from paceline.verify.walk import walk_chains
 
 VOCAB, EXACT = 3, 1e-12
 
@@ -411,3 +412,17 @@ def test_a_malformed_draft_is_refused(change, complaint):
     draft.validate(4)
     with pytest.raises(ValueError, match=complaint):
         Draft(**{**vars(draft), **change}).validate(4)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
+def test_chains_are_walked_as_trees_are(seed, batch, width):
+    noise = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 3, (batch, width), generator=noise)
+    counts = torch.randint(0, width + 1, (batch,), generator=noise)
+    draft = Draft.chains(tokens, counts, source=0)
+    used = torch.arange(-1, width) < counts[:, None]
+    row_of = torch.where(used, used.flatten().cumsum(0).view_as(used) - 1, -1)
+    drawn = torch.randint(0, 3, (int(used.sum()),), generator=noise)
+    expected, got = walk(draft, drawn, row_of, width), walk_chains(draft, drawn, row_of)
+    for name in ("tokens", "num_accepted", "path", "kinds"):
+        assert torch.equal(getattr(expected, name), getattr(got, name)), name

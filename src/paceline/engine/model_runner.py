@@ -82,7 +82,10 @@ class ModelRunner:
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
         model_s = time.perf_counter() - started
         sequences = [layout.spans[index].row.sequence for index in layout.sampled]
-        verdict = self.sampler.verify(sequences, draft, output.logits, layout.logit_row_of) if sequences else None
+        verdict = None
+        if sequences:
+            rows = layout.logit_row_of
+            verdict = self.sampler.verify(sequences, draft, output.logits, rows, only_chains=not layout.is_tree)
         if layout.is_tree and verdict is not None:
             self._compact(layout, verdict)
         return Flight(layout, draft, verdict, output.taps, model_s)

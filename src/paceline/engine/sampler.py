@@ -21,25 +21,36 @@ class Sampler:
         # Plain steps ask for the same few numbers of rows again and again.
         self._roots = functools.lru_cache(64)(lambda batch: (list(range(batch)), Nodes.roots(batch, device)))
 
-    def verify(self, sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
+    def verify(
+        self,
+        sequences: SequenceOf[Sequence],
+        draft: Draft,
+        logits: Tensor,
+        row_of: Tensor,
+        *,
+        only_chains: bool = False,
+    ) -> Verdict:
         """`row_of` (B, N + 1): which row of logits belongs to the last token (0) and to each node (i + 1)."""
+        controls = self._builder.controls(sequences)
         deepest = int(draft.depth.max()) if draft.width else 0
-        owners, nodes = self._nodes(draft, row_of, deepest)
+        needs_path = controls.penalties is not None or controls.bad_words is not None
+        owners, nodes = self._nodes(draft, row_of, deepest, needs_path)
         wanted = [sequence.params.logprobs for sequence in sequences]
         return verify(
             draft,
             logits,
             row_of,
             nodes,
-            self._builder.controls(sequences),
+            controls,
             self._builder.draws(sequences, owners),
             max_depth=deepest,
             num_logprobs=max((count for count in wanted if count is not None), default=None),
+            only_chains=only_chains,
         )
 
-    def _nodes(self, draft: Draft, row_of: Tensor, deepest: int) -> tuple[list[int], Nodes]:
+    def _nodes(self, draft: Draft, row_of: Tensor, deepest: int, needs_path: bool) -> tuple[list[int], Nodes]:
         """Every row's sequence, on the host as well: rows lie in order of sequence and node."""
         if draft.width == 0:
             return self._roots(draft.batch)
         owner, slot = (row_of >= 0).nonzero(as_tuple=True)
-        return owner.tolist(), Nodes.of(draft, owner, slot - 1, deepest)
+        return owner.tolist(), Nodes.of(draft, owner, slot - 1, deepest, with_path=needs_path)

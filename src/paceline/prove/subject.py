@@ -59,7 +59,8 @@ class Subject:
 
     def params(self, method: str, k: int, **more: object) -> SamplingParams:
         given: dict[str, object] = {"temperature": 0.0, "max_tokens": self.effort.max_tokens} | more
-        return SamplingParams(speculation={"method": method, "k": k}, **given)  # type: ignore[arg-type]
+        own = "none" if method == "none" else {"method": method, "k": k}
+        return SamplingParams(speculation=own, **given)  # type: ignore[arg-type]
 
     def plain(self, prompt: SequenceOf[int], params: SamplingParams) -> CompletionOutput:
         """What the same engine says alone and without drafts; asked once."""

@@ -68,8 +68,10 @@ class Tap:
         sampler = engine.runner.sampler
         inner = sampler.verify
 
-        def verify(sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
-            verdict = inner(sequences, draft, logits, row_of)
+        def verify(
+            sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor, **options: bool
+        ) -> Verdict:
+            verdict = inner(sequences, draft, logits, row_of, **options)
             self.seen.add(verdict, draft.num_nodes > 0)
             for sequence, accepted in zip(sequences, verdict.num_accepted.tolist(), strict=True):
                 self.runs.setdefault(sequence.key, []).append(accepted)

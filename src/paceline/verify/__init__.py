@@ -29,7 +29,7 @@ from paceline.verify.processors import (
     process,
 )
 from paceline.verify.tree import tree
-from paceline.verify.walk import CoinSource, Draws, descend, draw, walk
+from paceline.verify.walk import CoinSource, Draws, descend, draw, walk, walk_chains
 
 __all__ = [
     "BadWords",
@@ -74,15 +74,17 @@ def verify(
     num_logprobs: int | None = None,
     rule: Rule = "block",
     routes: Routes | None = None,
+    only_chains: bool = False,
     source: CoinSource = coin,
 ) -> Verdict:
     """Judge a batch of drafts by the raw logits (R, V) of their nodes.
 
     `row_of` (B, N + 1) gives each slot (0 the root, i + 1 node i) its row of logits, -1 for padding; `nodes` is that
     the other way round. `max_depth` bounds every depth; the verdict is that wide plus one. `rule` is for sampled
-    chains; `routes`, where the host knows them, spare a device from being read; `source` is where coins come from.
+    chains; `routes`, where the host knows them, spare a device from being read, and `only_chains`, where it knows that
+    no row branches, some work; `source` is where coins come from.
     """
-    judge = _Judge(draft, logits, row_of, nodes, controls, draws, max_depth, rule, source)
+    judge = _Judge(draft, logits, row_of, nodes, controls, draws, max_depth, rule, only_chains, source)
     if draft.q is None or draft.width == 0 or max_depth == 0:
         verdict = judge.walk(None)
     else:
@@ -121,6 +123,7 @@ class _Judge:
     draws: Draws
     max_depth: int
     rule: Rule
+    only_chains: bool
     source: CoinSource
 
     def by_route(self, routes: Routes) -> Verdict:
@@ -144,7 +147,10 @@ class _Judge:
                 source=self.source,
             )
         tokens = draw(process(self.logits, self.controls, self.nodes), self.draws, self.nodes, self.source)
-        verdict = walk(self.draft, tokens, self.row_of, self.max_depth)
+        if self.only_chains and self.draft.width == self.max_depth:
+            verdict = walk_chains(self.draft, tokens, self.row_of)
+        else:
+            verdict = walk(self.draft, tokens, self.row_of, self.max_depth)
         return verdict if rows is None else _take(verdict, rows)
 
     def chain(self, rows: Tensor) -> Verdict:

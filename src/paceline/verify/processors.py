@@ -113,12 +113,18 @@ class Nodes:
         return Nodes(seq=seq, node=torch.full_like(seq, -1), depth=torch.zeros_like(seq), path=seq.new_empty(batch, 0))
 
     @staticmethod
-    def of(draft: Draft, seq: Tensor, node: Tensor, max_depth: int) -> Nodes:
-        """Rows that stand for node `node` (-1 = the root) of row `seq` of the draft."""
+    def of(draft: Draft, seq: Tensor, node: Tensor, max_depth: int, *, with_path: bool = True) -> Nodes:
+        """Rows that stand for node `node` (-1 = the root) of row `seq` of the draft.
+
+        Only penalties and bad words look at the path; without them it need not be found.
+        """
         if draft.width == 0 or max_depth == 0:
             empty = torch.zeros_like(seq)
             return Nodes(seq=seq, node=node, depth=empty, path=seq.new_empty(seq.shape[0], 0))
         at, is_node = node.clamp_min(0), node >= 0
+        if not with_path:
+            depth = draft.depth[seq, at] * is_node
+            return Nodes(seq=seq, node=node, depth=depth, path=seq.new_empty(seq.shape[0], 0))
         path = ancestors(draft.parents, draft.depth, max_depth)[seq, at]
         tokens = draft.tokens[seq].gather(1, path.clamp_min(0))
         return Nodes(

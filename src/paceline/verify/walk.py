@@ -124,6 +124,17 @@ def _rows(logits: Tensor, at: Tensor) -> Tensor:
     return logits if at.shape[0] == logits.shape[0] else logits[at]
 
 
+def walk_chains(draft: Draft, drawn: Tensor, row_of: Tensor) -> Verdict:
+    """`walk` where every row is known to be a chain: a row is followed up to its first token that was not drawn."""
+    said = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
+    index = torch.arange(draft.width, device=said.device)
+    agrees = (draft.tokens == said[:, :-1]) & (index < draft.num_nodes[:, None])
+    num_accepted = agrees.long().cumprod(1).sum(1)
+    path = torch.where(index < num_accepted[:, None], index, -1)
+    leaf = num_accepted == draft.num_nodes
+    return outcome(draft, path, num_accepted, said.gather(1, num_accepted[:, None])[:, 0], leaf)
+
+
 def _plain(tokens: Tensor, max_depth: int) -> Verdict:
     """One token a row. Every plain step ends here, from cold caches: no operation more than it takes."""
     batch = tokens.shape[0]
