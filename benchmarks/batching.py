@@ -58,9 +58,7 @@ def main() -> None:
     for name in times:
         print(f"{name:12} {statistics.median(speed[name]):7.1f} tok/s   engine {per_step[name]:.2f} ms a step")
     print(f"16 at once against one: {gain['median']:.2f}x [{gain['low']:.2f}, {gain['high']:.2f}]  (goal 5x)")
-    print(
-        "goals for the engine's own time: plain greedy 0.7 ms at one row and 2 at 16; drafting, greedy 1 and 3, sampled 3 and 12"
-    )
+    print("goals, ms at 1 and 16 rows: plain greedy 0.7 and 2; drafting, greedy 1 and 3, sampled 3 and 12")
     finish(
         "batching",
         {
