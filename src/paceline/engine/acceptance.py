@@ -15,6 +15,7 @@ MEMORY = 400.0  # trials after which old ones fade
 PRIOR_TRIALS = 4.0
 HOPELESS = 0.01
 EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and the next begins
+FIRST_GUESS = (0.0, 0.12, 0.25, 0.4, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
 
 Key = tuple[str, bool, int]
 
@@ -25,7 +26,7 @@ def bucket(evidence: int) -> int:
 
 def prior(evidence_bucket: int, position: int) -> float:
     """A guess before anything was seen: more evidence is better, and a draft that held so far tends to hold."""
-    first = 0.25 + 0.1 * evidence_bucket
+    first = FIRST_GUESS[evidence_bucket]
     return min(first if position == 0 else first + 0.15, 0.9)
 
 

@@ -200,11 +200,11 @@ class AdaptivePolicy:
             seconds = cost.seconds(base + taken) + sum(self._drafting(m, d) for m, d in depths.items() if d)
             drafted = max(drafted, tokens / seconds)
             if tokens / seconds > rate * (1 if best else 1 + MARGIN):
-                best, rate = taken, tokens / seconds
+                best, rate, unseen = taken, tokens / seconds, 0
             elif best and self._turn % EXPLORE_EVERY == 0 and tokens / seconds > EXPLORE_WITHIN * rate:
                 unseen = unseen or (taken if cost.times_seen(base + taken) < FIRST_PLAIN else 0)
         self.expected_gain = drafted / plain if offers else None
-        best = unseen if unseen > best else best
+        best = unseen or best
         for _, index, depth in offers[:best]:
             choices[index] = Choice(methods[index], max(depth, choices[index].budget))
 
