@@ -58,6 +58,7 @@ class Cell:
     seconds: float  # wall time in which they were committed, prompts included
     tokens_per_s: float | None = None
     speedup: Speedup | None = None
+    decode_speedup: Speedup | None = None  # of what came after every request's first token
     too_short: str | None = None  # why there is no speed-up
     tau: float | None = None  # committed tokens per target pass
     acceptance_rate: float | None = None
@@ -126,6 +127,7 @@ def _cell(found: Mapping[str, Any]) -> Cell:
         Cell,
         found,
         speedup=_optional(Speedup, found.get("speedup")),
+        decode_speedup=_optional(Speedup, found.get("decode_speedup")),
         drafted_per_position=tuple(found.get("drafted_per_position") or ()),
         accepted_per_position=tuple(found.get("accepted_per_position") or ()),
         ttft_s=_optional(Spread, found.get("ttft_s")),
