@@ -427,7 +427,7 @@ def test_the_roofline_trees_and_memory_are_told(capsys: pytest.CaptureFixture[st
         ((), "--alpha", "one of --alpha, --acceptance and --siblings"),
         (("--alpha", "0.5", "--siblings", "0.5"), "--alpha", "one of"),
         (("--alpha", "0.5", "--conditional"), "--conditional", "--acceptance"),
-        (("--alpha", "0.5", "--k", "0"), "--k", "between 1 and 1000"),
+        (("--alpha", "0.5", "--k", "0"), "--k", "between 1 and 64"),
         (("--alpha", "0.5", "--draft-cost", "-0.1"), "--draft-cost", "0 or more"),
         (("--alpha", "0.5", "--draft-cost", "nan"), "--draft-cost", "finite"),
         (("--alpha", "0.5", "--verify-cost", "0"), "--verify-cost", "above 0"),

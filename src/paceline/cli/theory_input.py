@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from paceline.config import MAX_K
 from paceline.errors import InvalidParameter
 from paceline.theory import Cost, Roofline, checks, geometric_survival, survival_from_conditional
 from paceline.theory.table import MemoryUse, memory_use
 
-MAX_K = 64  # how far the best k is sought when nothing measured ends sooner
-LONGEST = 1000
 GIGA, TERA = 1e9, 1e12
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 # A flag means something only beside one flag of each group.
@@ -49,12 +48,12 @@ def read_acceptance(
     if sum(ranks) > 1 + 1e-9:
         raise InvalidParameter("--siblings", f"sum to {sum(ranks):g}; one guess at most is right, so to 1 at most")
     first = ranks[0] if alpha is None else checks.probability("--alpha", alpha)
-    return geometric_survival(first, LONGEST), ranks
+    return geometric_survival(first, MAX_K), ranks
 
 
 def _measured(rates: list[float], conditional: bool) -> list[float]:
-    if len(rates) > LONGEST:
-        raise InvalidParameter("--acceptance", f"has {len(rates)} positions; {LONGEST} at most")
+    if len(rates) > MAX_K:
+        raise InvalidParameter("--acceptance", f"has {len(rates)} positions; {MAX_K} at most")
     if conditional:
         return survival_from_conditional(rates)
     for position, (before, now) in enumerate(itertools.pairwise(rates), start=2):
@@ -69,15 +68,15 @@ def _measured(rates: list[float], conditional: bool) -> list[float]:
 
 def read_k(k: int | None, survival: Sequence[float], verify_cost: Cost) -> tuple[int | None, list[float]]:
     """k, and survival cut to where everything is known."""
-    if k is not None and not 1 <= k <= LONGEST:
-        raise InvalidParameter("--k", f"must lie between 1 and {LONGEST}, got {k}")
+    if k is not None and not 1 <= k <= MAX_K:
+        raise InvalidParameter("--k", f"must lie between 1 and {MAX_K}, got {k}")
     known = {"--acceptance": len(survival)}
     if isinstance(verify_cost, Sequence):
         known["--verify-cost"] = len(verify_cost)
     for flag, length in known.items():
         if k is not None and k > length:
             raise InvalidParameter("--k", f"is {k}, but {flag} ends at k = {length}")
-    return k, list(survival[: min(max(k or 0, MAX_K), *known.values())])
+    return k, list(survival[: min(known.values())])
 
 
 def read_costs(

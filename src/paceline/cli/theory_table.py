@@ -12,7 +12,7 @@ from rich.text import Text
 from paceline.cli.output import human_bytes
 from paceline.theory.table import Case, MemoryUse, Row, best_tree_row, row, rows
 
-SHOWN = {*range(1, 11), 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 256, 512}  # the best and the asked k always are
+SHOWN = {*range(1, 11), 12, 14, 16, 20, 24, 32, 48, 64}  # the best and the asked k always are
 AFTER = 2  # rows after the best k, to see it fall
 
 

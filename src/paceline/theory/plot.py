@@ -68,7 +68,7 @@ def _by_k(axes: Axes, case: Case, k: int) -> None:
     else:
         axes.annotate("no k pays", (0.03, 0.03), xycoords="axes fraction", color=LOSS, weight="bold")
     if k not in (0, case.best.k):
-        _mark(axes, k, gains[k], f"k = {k}: {gains[k]:.2f}x", below=True)
+        _mark(axes, k, gains[k], f"k = {k}: {gains[k]:.2f}x", below=True, left=k > max(case.best.k, 0.2 * last))
     axes.legend(loc="upper left")
     top = 1.25 * max(*tops, *tokens, *gains)
     axes.set(title="By tokens drafted ahead", xlabel="k", xlim=(-0.02 * last, 1.02 * last), ylim=(0, top))
@@ -88,7 +88,7 @@ def _by_alpha(axes: Axes, case: Case, k: int) -> None:
         here = alpha_for(tokens_from_survival(case.survival[:k]), k)
         assert here is not None, "k tokens and one more at most"
         gain = speedup_from_survival(case.survival[:k], case.draft_cost, case.verify_cost)
-        _mark(axes, here, gain, f"α {here:.2f}: {gain:.2f}x", left=True)
+        _mark(axes, here, gain, f"α {here:.2f}: {gain:.2f}x", left=here > 0.3, below=here <= 0.3)
         if (even := break_even(k, case.draft_cost, case.verify_cost)) is not None:
             _mark(axes, even, 1.0, f"break-even α {even:.2f}", below=True, color=LOSS)
     axes.legend(loc="upper left")
