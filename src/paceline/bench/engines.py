@@ -19,6 +19,7 @@ from paceline.bench.grid import AUTO, Contender
 from paceline.bench.measurement import Answer, Run
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import PLAIN
+from paceline.bench.where import machine_facts
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext
 from paceline.engine.engine import Engine
@@ -180,12 +181,6 @@ class Engines:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "kernels": loaded.decoder.kernels.name,
         }
-
-
-def machine_facts() -> dict[str, Any]:
-    import platform
-
-    return {"cpu": machine.cpu_name(), "cores": machine.usable_cores(), "python": platform.python_version()}
 
 
 def _free_bytes(device: torch.device) -> int:
