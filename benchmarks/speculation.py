@@ -51,7 +51,9 @@ class Configuration:
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, list[list[int]], Any]:
         """Seconds of decoding (after every first token), the answers, and the statistics of the first."""
-        sequences = [self.engine.add_request(str(index), prompt, params)[0] for index, prompt in enumerate(prompts)]
+        sequences = [
+            self.engine.add_request(str(index), prompt, params, job="group")[0] for index, prompt in enumerate(prompts)
+        ]
         while any(sequence.num_output == 0 for sequence in sequences):
             self.engine.step()
         already = sum(sequence.num_output for sequence in sequences)
