@@ -48,7 +48,7 @@ class TimedEngine:
         outside = engine.stats.overhead_s
         started = self._clock()
         sequences = [
-            engine.add_request(str(index), prompt, each)[0]
+            engine.add_request(str(index), prompt, each, job="group")[0]  # the group is waited for as a whole
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         commits: dict[str, list[tuple[float, int]]] = {sequence.key: [] for sequence in sequences}
