@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.bench.results import Results
 
 METHODS, K = "none,ngram,auto", "4"
-PER_WORKLOAD, QUICK_PER_WORKLOAD = 6, 5
+PER_WORKLOAD = 5
 MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
 OURS = ("methods", "k", "draft_model", "dtype", "device", "threads", "raw")  # flags that shape our own engines
 THEIRS = ("baseline_endpoint", "api_key", "timeout", "no_counters")  # flags that speak to a server
@@ -53,7 +55,7 @@ def bench(
         str | None, typer.Option("--workloads", help=f"Some of {', '.join(WORKLOADS)}, or of FILE's.", metavar="NAMES")
     ] = None,
     per_workload: Annotated[
-        int | None, typer.Option("--per-workload", min=1, help="Prompts of each workload; 6 of ours, all of FILE's.")
+        int | None, typer.Option("--per-workload", min=1, help="Prompts of each workload; 5 of ours, all of FILE's.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help=f"Of each answer; {MAX_TOKENS} if unset.")
@@ -96,6 +98,7 @@ def bench(
 ) -> int:
     """Measure what drafting gives: speed-up over plain decoding with its interval, acceptance, latency."""
     flags = dict(locals())
+    refuse_idle_flags(flags, given_to_server=endpoint is not None)
     levels = concurrencies(concurrency)
     if max_tokens is None:
         max_tokens = QUICK_MAX_TOKENS if quick else MAX_TOKENS
@@ -110,7 +113,6 @@ def bench(
         "prompts": str(prompts) if prompts else ", ".join(dict.fromkeys(prompt.workload for prompt in asked)),
         "num_prompts": len(asked),
     }
-    refuse_idle_flags(flags, given_to_server=endpoint is not None)
     bench_one = bench_endpoint if endpoint is not None else bench_engines
     results, stopped = bench_one(flags, asked, settings)
     finish(results, folder, as_json=json)
@@ -217,24 +219,32 @@ def choose_prompts(
     if wanted is not None and not wanted:
         raise InvalidParameter("workloads", f"is empty; choose from {', '.join(WORKLOADS)}")
     if file is not None:
-        return from_file(file, wanted, per_workload or (QUICK_PER_WORKLOAD if quick else None))
+        return from_file(file, wanted, per_workload or (PER_WORKLOAD if quick else None))
     if wanted is None:
         wanted = [name for name in (QUICK_WORKLOADS if quick else WORKLOADS) if not (raw and name == "multi-turn")]
     if per_workload is None:
-        per_workload = max(QUICK_PER_WORKLOAD if quick else PER_WORKLOAD, -(-most * MIN_PAIRS // len(wanted)))
+        per_workload = max(PER_WORKLOAD, -(-most * MIN_PAIRS // len(wanted)))
     return shipped(wanted, per_workload)
 
 
 def choose_folder(out: Path | None, model: str) -> Path:
     """Where the files will go: made when there is something to put there, but known now to be possible."""
-    name = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
-    folder = out or Path("paceline-bench") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for file in FILES:
-        if (folder / file).exists():
-            raise InvalidParameter("out", f"{folder} already holds {file}; choose another folder, or remove it")
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise InvalidParameter("out", f"cannot write to {there}; choose another folder")
+    slug = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
+    folder = out or Path("paceline-bench") / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for name in FILES:
+        if (folder / name).exists():
+            raise InvalidParameter("out", f"{folder} already holds {name}; choose another folder, or remove it")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:  # tried, not asked for: permissions do not know of full disks and file systems that hold no files
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"results")
+    except OSError as error:
+        raise InvalidParameter("out", f"cannot write to {folder}: {error.strerror}; choose another folder") from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
     return folder
 
 
