@@ -145,11 +145,11 @@ class Engines:
         return EngineConfig(num_blocks=num_blocks, max_num_seqs=sequences, max_num_batched_tokens=batched)
 
     def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
-        drafters = self._drafters(contender)
+        drafters = self.drafters(contender)
         policy = AdaptivePolicy(drafters, contender.method, contender.k)
         return Engine(self.loaded.decoder, config, tokenizer=self.loaded.tokenizer, drafters=drafters, policy=policy)
 
-    def _drafters(self, contender: Contender) -> list[Drafter]:
+    def drafters(self, contender: Contender) -> list[Drafter]:
         """As LLM has them: every method that needs nothing, and the draft model where it may be used."""
         if contender.method == PLAIN:
             return []
