@@ -94,6 +94,7 @@ def test_where_chunks_are_not_counted_their_tokens_go_by_the_text() -> None:
     [
         ([Piece(0.1, "word")], None, "cannot be counted"),
         ([Piece(0.1, "word", 1), Piece(0.2, "word", 1)], 20, "usage says 20 tokens, its chunks hold 2"),
+        ([Piece(0.1, "word", 5), Piece(0.2, "word", -3)], 2, "goes down"),
         ([Piece(0.1, "word")] * 9, 3, "came in 9 chunks"),
         ([Piece(0.1, "word")], 0, "usage says 0"),
         ([Piece(0.1, "word")], 34, "at most 32"),
@@ -126,6 +127,7 @@ def test_counters_of_several_engines_are_added_and_differences_taken() -> None:
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="{engine}",position="0"}} {7 * scale}\n'
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="{engine}",position="2"}} {5 * scale}\n'
             f'vllm:generation_tokens_total{{engine="{engine}"}} {2.2e1 * scale}\n'
+            f'vllm:spec_decode_num_drafts_created{{engine="{engine}"}} 1.7947243321307905e+09\n'
             for engine in (0, 1)
         ]
         return "# TYPE vllm:spec_decode_num_drafts counter\n" + "".join(engines) + "vllm:spec_decode_num_x NaN\n"

@@ -376,27 +376,48 @@ def chromium(page: Path, *options: str) -> str:
         return done.stdout.decode()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_a_browser_runs_the_page_without_complaint(tmp_path: Path) -> None:
-    """The script ran (the button is shown), nothing overflows a phone's width, and no drawing has lost its size."""
-    path = tmp_path / "report.html"
-    report.write(rich(), path)
-    text = path.read_text(encoding="utf-8")
-    probe = tmp_path / "probe.html"  # frames of a phone's width and a desk's, measured from outside
-    frames = "".join(
-        f'<iframe srcdoc="{html.escape(text)}" style="width:{width}px;height:800px;border:0"></iframe>'
-        for width in (360, 1200)
-    )
-    script = """<script>onload = () => { document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(
-        frame => { const page = frame.contentDocument, root = page.documentElement; return {
-        wide: root.scrollWidth - root.clientWidth, button: page.getElementById("theme").hidden,
-        flat: [...page.querySelectorAll(".panel:first-of-type svg.track, #speed-up svg.track")].filter(
+PROBE = """<script>
+onload = () => { document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, root = page.documentElement, button = page.getElementById("theme");
+    const before = getComputedStyle(page.body).backgroundColor;
+    button.click();
+    page.querySelectorAll("#all th button")[3].click();
+    const speeds = [...page.querySelectorAll("#all tbody tr")].map(row => parseFloat(row.cells[3].textContent));
+    return {
+        overflow: root.scrollWidth - root.clientWidth,
+        button: button.hidden ? "hidden" : "shown",
+        changed: getComputedStyle(page.body).backgroundColor !== before,
+        narrow: [...page.querySelectorAll("#speed-up svg.track")].filter(
             drawing => drawing.getBoundingClientRect().width < 80).length,
-        sortable: page.querySelectorAll("#all th button").length }; })); }</script>"""
-    probe.write_text(f"<!doctype html><title>-</title>{frames}{script}", encoding="utf-8")
-    dumped = chromium(probe, "--dump-dom")
-    found = re.search(r"<title>(.*?)</title>", dumped)
+        sorted: speeds.every((speed, place) => isNaN(speed) || place === 0 || speeds[place - 1] <= speed),
+        last: isNaN(speeds[speeds.length - 1]),
+        panels: [...page.querySelectorAll(".panel")].filter(panel => getComputedStyle(panel).display !== "none").length,
+    };
+})); }
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_a_browser_shows_the_page_on_a_phone_and_on_a_desk(tmp_path: Path) -> None:
+    """Nothing overflows, no drawing is lost, the script runs under the policy: light and dark change, columns sort
+    with dashes last, and of each set of tabs one is open."""
+    text = html.escape(report.render(rich()))
+    frames = "".join(f'<iframe srcdoc="{text}" style="width:{width}px;height:800px"></iframe>' for width in (360, 1200))
+    probe = tmp_path / "probe.html"
+    probe.write_text(f"<!doctype html><title>-</title>{frames}{PROBE}", encoding="utf-8")
+    found = re.search(r"<title>(.*?)</title>", chromium(probe, "--dump-dom"))
     assert found is not None
-    columns = len(re.findall(r"<th\b", text.partition('<table id="all">')[2].partition("</thead>")[0]))
-    expected = {"wide": 0, "button": False, "flat": 0, "sortable": columns}
-    assert json.loads(found[1]) == [expected, expected]
+    right = {"overflow": 0, "button": "shown", "changed": True, "narrow": 0, "sorted": True, "last": True, "panels": 2}
+    assert json.loads(found[1]) == [right, right]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_a_browser_draws_the_page_without_scripts(tmp_path: Path) -> None:
+    """The policy is made to refuse the script; the picture is far from a blank page's."""
+    path, picture = tmp_path / "report.html", tmp_path / "report.png"
+    path.write_text(report.render(rich()).replace("script-src 'sha256-", "script-src 'sha256-not-"), encoding="utf-8")
+    chromium(path, f"--screenshot={picture}", "--window-size=600,900")
+    blank = tmp_path / "blank.html"
+    blank.write_text("<!doctype html><title>-</title>", encoding="utf-8")
+    chromium(blank, f"--screenshot={tmp_path / 'blank.png'}", "--window-size=600,900")
+    assert picture.stat().st_size > 10 * (tmp_path / "blank.png").stat().st_size

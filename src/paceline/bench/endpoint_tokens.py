@@ -53,6 +53,8 @@ def answer(pieces: Sequence[Piece], usage: int | None, hidden: int, max_tokens: 
 def _total(pieces: Sequence[Piece], usage: int | None) -> int:
     told = [piece.tokens for piece in pieces if piece.tokens is not None]
     complete = len(told) == len(pieces)
+    if any(count < 0 for count in told):
+        raise Disagreement("its usage goes down from one chunk to the next")
     if usage is None:
         if not complete or not pieces:
             raise Disagreement(
