@@ -126,7 +126,8 @@ def test_the_command_prints_a_table_and_writes_both_files(bench: Any, tmp_path: 
     assert "100 %" in err
     results = Results.load(tmp_path / "out" / "results.json")
     assert results.complete
-    assert results.settings["methods"] == ["ngram", "auto"]
+    assert results.settings["methods"] == ["none", "ngram", "auto"]
+    assert results.settings["k"] == [2]
     assert results.settings["max_tokens"] == 40
     assert results.where["device"] == "cpu"
     assert "<html" in (tmp_path / "out" / "report.html").read_text()

@@ -6,6 +6,7 @@ import pytest
 
 from paceline.bench.grid import concurrencies, contenders
 from paceline.bench.groups import check_enough, make_groups
+from paceline.cli.bench import choose_prompts
 from paceline.errors import InvalidParameter
 from tests.bench.fake_subject import prompts
 
@@ -89,3 +90,11 @@ def test_a_run_that_cannot_end_in_a_figure_is_refused_before_it_begins() -> None
         check_enough(prompts(20), [1, 16], 64)
     with pytest.raises(InvalidParameter, match="max_tokens: at most 20 tokens would be measured"):
         check_enough(prompts(10), [1], 2)
+
+
+def test_our_own_prompts_are_enough_for_16_at_once() -> None:
+    for levels in ([1], [1, 4], [1, 4, 16]):
+        asked = choose_prompts(None, None, None, max(levels), quick=False, raw=False)
+        check_enough(asked, levels, 64)
+    assert len(choose_prompts(None, None, None, 1, quick=True, raw=False)) == 25
+    assert all(len(prompt.turns) == 1 for prompt in choose_prompts(None, None, None, 1, quick=False, raw=True))

@@ -20,11 +20,12 @@ def test_every_workload_ships_at_least_eight_different_prompts(workload: str) ->
     assert (workload == "multi-turn") == any(len(prompt.turns) > 1 for prompt in found)
 
 
-def test_our_prompts_are_ascii_where_nothing_else_is_meant_and_no_file_is_forgotten() -> None:
+def test_no_workload_is_forgotten_and_all_are_packaged() -> None:
     import paceline.bench
 
     folder = Path(paceline.bench.__file__).parent / "workloads"
-    assert {file.stem for file in folder.iterdir()} == set(WORKLOADS)
+    assert {file.name for file in folder.iterdir()} == {f"{name}.jsonl" for name in WORKLOADS}
+    assert '"bench/workloads/*.jsonl"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert set(QUICK_WORKLOADS) <= set(WORKLOADS)
     assert len(shipped()) == len({prompt.turns for prompt in shipped()})
 

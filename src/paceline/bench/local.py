@@ -13,7 +13,7 @@ from paceline.bench.grid import Contender, contenders
 from paceline.bench.groups import check_enough
 from paceline.bench.measurement import Measurement
 from paceline.bench.prompts import Prompt
-from paceline.bench.results import Results
+from paceline.bench.results import PLAIN, Results
 from paceline.bench.runner import OnProgress, Plan, measure
 from paceline.bench.summary import cells
 from paceline.drafters import method_names
@@ -69,13 +69,21 @@ def run(
         if not measurement.rows:
             raise
         stopped = reason
-    found = {**settings, "left_out": {str(level): count for level, count in measurement.left_out.items() if count}}
     results = Results(
         paceline=__version__,
         date=time.strftime("%Y-%m-%d"),
         model=wish.model,
         where=subject.where(),
-        settings=found,
+        settings={
+            "methods": list(dict.fromkeys(contender.method for contender in chosen)),
+            "k": list(
+                dict.fromkeys(contender.k or AUTO for contender in chosen if contender.method not in (PLAIN, AUTO))
+            ),
+            "draft_model": wish.draft_model,
+            "raw": wish.raw,
+            **settings,
+            "left_out": {str(level): count for level, count in measurement.left_out.items() if count},
+        },
         complete=measurement.complete,
         cells=cells(measurement),
     )

@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,8 +149,7 @@ def bench_engines(
             temperature=settings["temperature"],
             seed=settings["seed"],
         )
-        wishes = {"methods": split(wish.methods), "k": split(wish.k), "draft_model": wish.draft_model, "raw": wish.raw}
-        return run(wish, prompts, plan, {**wishes, **settings}, on_load=bar.load, on_progress=bar.work)
+        return run(wish, prompts, plan, settings, on_load=bar.load, on_progress=bar.work)
 
 
 def bench_endpoint(
@@ -227,11 +227,11 @@ def choose_prompts(
     return shipped(wanted, per_workload)
 
 
-def choose_folder(out: Path | None, model: str) -> Path:
+def choose_folder(out: Path | None, model: str, home: str = "paceline-bench", files: Sequence[str] = FILES) -> Path:
     """Where the files will go: made when there is something to put there, but known now to be possible."""
     slug = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
-    folder = out or Path("paceline-bench") / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for name in FILES:
+    folder = out or Path(home) / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for name in files:
         if (folder / name).exists():
             raise InvalidParameter("out", f"{folder} already holds {name}; choose another folder, or remove it")
     made = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.bench.results import ALL, Cell, Results, Speedup, Spread
+from paceline.bench.results import ALL, PLAIN, Cell, Results, Speedup, Spread
 from paceline.cli.output import print_note
 
 if TYPE_CHECKING:
@@ -91,24 +91,28 @@ def title(results: Results, cell: Cell) -> str:
     facts = [str(where[key]) for key in ("device", "dtype", "kernels") if key in where]
     if results.endpoint is not None:
         facts = [str(results.endpoint["url"])]
-    at_once = "1 request at a time" if cell.concurrency == 1 else f"{cell.concurrency} requests at once"
-    return " · ".join([results.model, *facts, at_once, f"temperature {results.settings.get('temperature', 0):g}"])
+    return " · ".join(
+        [results.model, *facts, at_once(cell.concurrency), f"temperature {results.settings.get('temperature', 0):g}"]
+    )
 
 
 def notes(results: Results) -> list[str]:
     """What a reader must know to trust the figures, and what keeps some from being there."""
     everything = [cell for cell in results.cells if cell.workload == ALL]
     lines = []
+    rival = "plain decoding" if results.endpoint is None else "the baseline"
     figures = [cell for cell in everything if cell.speedup is not None]
     if figures:
+        lines += best(everything, rival)
         lines.append(
-            "speed-up: plain decoding's seconds per token over the method's, prompts included, in the same run; "
+            f"speed-up: seconds per token of {rival} over the method's, prompts included, in the same run; "
             f"95 % interval over {_pairs(figures)} pairs of groups of prompts"
         )
-        lines += best(everything)
+    if results.endpoint is not None and all(cell.method != PLAIN for cell in everything):
+        lines.append("no speed-up: a server alone has nothing to be compared with; give --baseline-endpoint")
     for cell in everything:
         if cell.too_short is not None and not (cell.plain and figures):
-            lines.append(f"no speed-up for {cell.label}, {cell.concurrency} at once: {cell.too_short}")
+            lines.append(f"no speed-up for {cell.label}, {at_once(cell.concurrency)}: {cell.too_short}")
     few = {cell.workload for cell in results.cells if cell.workload != ALL and cell.too_short and not cell.plain}
     if few and figures:
         lines.append(f"too little measured for a figure of their own ({NONE}): {', '.join(sorted(few))}")
@@ -119,24 +123,36 @@ def notes(results: Results) -> list[str]:
         "per token: the wait for each token after the first; tokens committed together share theirs equally. "
         "p99 of fewer than 100 values is the worst"
     )
-    differing = [f"{cell.label} ({cell.concurrency} at once)" for cell in everything if cell.identical is False]
+    differing = [f"{cell.label} ({at_once(cell.concurrency)})" for cell in everything if cell.identical is False]
     if differing:
-        lines.append(f"not the same tokens as plain decoding: {', '.join(differing)}; `paceline prove` says more")
+        lines.append(
+            f"not the same tokens as {rival}: {', '.join(differing)}"
+            + ("" if results.endpoint else "; `paceline prove` says more")
+        )
     for level, count in results.settings.get("left_out", {}).items():
         lines.append(f"{count} prompts did not fill a group of {level} and were left out there")
     return lines
 
 
-def best(cells: Sequence[Cell]) -> list[str]:
+def best(cells: Sequence[Cell], rival: str) -> list[str]:
     lines = []
     for concurrency in dict.fromkeys(cell.concurrency for cell in cells):
         found = [(cell.speedup, cell.label) for cell in cells if cell.concurrency == concurrency and cell.speedup]
         if not found:
             continue
         speedup, label = max(found, key=lambda entry: entry[0].ratio)
-        claim = "is" if speedup.low > 1 else "may be" if speedup.ratio > 1 else "is not"
-        lines.append(f"at {concurrency}: the fastest is {label}, which {claim} faster than plain decoding")
+        if speedup.low > 1:
+            claim = f"{label} is the fastest: {figure_words(speedup)} over {rival}"
+        elif speedup.high < 1:
+            claim = f"nothing here is faster than {rival}; the least slow is {label}, {figure_words(speedup)}"
+        else:
+            claim = f"nothing is clearly faster than {rival}: of {label}, the fastest, the interval holds 1"
+        lines.append(f"{at_once(concurrency)}: {claim}")
     return lines
+
+
+def at_once(concurrency: int) -> str:
+    return "1 request at a time" if concurrency == 1 else f"{concurrency} requests at once"
 
 
 def calm(cells: Sequence[Cell]) -> list[str]:
@@ -146,7 +162,7 @@ def calm(cells: Sequence[Cell]) -> list[str]:
             continue
         speedup = cell.without_loops.speedup
         what = "too little left to say" if speedup is None else figure_words(speedup)
-        lines.append(f"{cell.label}, {cell.concurrency} at once: {what} ({cell.without_loops.answers} answers)")
+        lines.append(f"{cell.label}, {at_once(cell.concurrency)}: {what} ({cell.without_loops.answers} answers)")
     return lines
 
 
@@ -177,4 +193,5 @@ def _spread(spread: Spread | None) -> str:
         return NONE
     if spread.p99 >= 1:
         return f"{spread.p50:.2f} / {spread.p99:.2f} s"
-    return f"{1000 * spread.p50:.0f} / {1000 * spread.p99:.0f} ms"
+    digits = 0 if spread.p99 >= 0.01 else 1
+    return f"{1000 * spread.p50:.{digits}f} / {1000 * spread.p99:.{digits}f} ms"
