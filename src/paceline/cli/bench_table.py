@@ -113,9 +113,10 @@ def notes(results: Results) -> list[str]:
     for cell in everything:
         if cell.too_short is not None and not (cell.plain and figures):
             lines.append(f"no speed-up for {cell.label}, {at_once(cell.concurrency)}: {cell.too_short}")
-    few = {cell.workload for cell in results.cells if cell.workload != ALL and cell.too_short and not cell.plain}
-    if few and figures:
-        lines.append(f"too little measured for a figure of their own ({NONE}): {', '.join(sorted(few))}")
+    for concurrency in dict.fromkeys(cell.concurrency for cell in figures):
+        cells = [cell for cell in results.cells if cell.concurrency == concurrency and cell.workload != ALL]
+        if few := sorted({cell.workload for cell in cells if cell.too_short and not cell.plain}):
+            lines.append(f"{at_once(concurrency)}: too little of {', '.join(few)} alone for a figure of its own")
     if any(cell.looping for cell in everything):
         lines.append("loops: answers in which 16 tokens come twice; they flatter methods that copy. Without them:")
         lines += [f"  {line}" for line in calm(everything)]
