@@ -6,6 +6,7 @@ benchmarks/peers/environments.sh made.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from benchmarks.peers.rows import Rows
 from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, cut, interpreter, surroundings
 from paceline.errors import UnsupportedModel
 from paceline.gguf_file import GGUFFile
+from paceline.machine import usable_cores
 from paceline.models.gguf_model import gguf_config, gguf_names, gguf_tensor, uninterleave
 from paceline.models.loader import load_config, load_weights
 from tests.models.tiny import save_tiny
@@ -278,15 +280,24 @@ def test_disturbed_prompts_are_kept_apart() -> None:
 def test_the_table_shows_a_configuration_that_lacks_answers_with_what_it_has() -> None:
     rows = [row(str(at), **{REFERENCE: (10, 1.0), AUTO: (10, 0.5), "vllm plain": (10, 2.0)}) for at in range(4)]
     del rows[0]["answers"]["vllm plain"]
-    plain_of = {REFERENCE: REFERENCE, AUTO: REFERENCE, "vllm plain": "vllm plain", "gone plain": "gone plain"}
+    rows[1]["answers"]["lookup"] = rows[1]["answers"][AUTO] | {"tokens": [7]}
+    plain_of = {
+        REFERENCE: REFERENCE,
+        AUTO: REFERENCE,
+        "vllm plain": "vllm plain",
+        "lookup": "vllm plain",
+        "gone": "gone",
+    }
     found = cells(
-        rows, plain_of, ours=[REFERENCE, AUTO], peers=["vllm plain", "gone plain"], reference=REFERENCE, greedy=True
+        rows, plain_of, ours=[REFERENCE, AUTO], peers=["vllm plain", "lookup", "gone"], reference=REFERENCE, greedy=True
     )
     text = table(found, {AUTO: "fp32"}, [REFERENCE, AUTO])
     assert "| paceline auto | fp32 | 20.0 | 20.0 | 50 ms | 2.00x [2.00, 2.00] |" in text
     assert "| vllm plain | ? | 5.0 |" in text
-    assert "3 of 3" in text
-    assert "gone plain" not in text
+    assert "| 3 of 3 |  |" in text
+    assert "| 4 of 4 | 4 of 4 |" in text
+    assert "| 0 of 1 | 0 of 1 |" in text
+    assert "gone" not in text
 
 
 # -- what is asked, and of whom
@@ -355,6 +366,8 @@ def test_a_model_llama_cpp_would_read_differently_is_not_written(tmp_path: Path)
 
 # -- the real adapters
 
+PEERS = ("transformers", "llama_cpp", "vllm")
+
 
 def _environments(peer: str) -> Path | None:
     if peer == OURS:
@@ -367,37 +380,38 @@ def _environments(peer: str) -> Path | None:
     return Path(given)
 
 
-@pytest.mark.parametrize("peer", [OURS, "transformers", "llama_cpp", "vllm"])
-def test_an_adapter_says_what_paceline_says_plain_and_with_lookup(
-    peer: str, smollm2, smollm2_path: Path, tmp_path: Path
+REAL = [(OURS, "ngram"), *((peer, method) for peer in PEERS for method in ("plain", "lookup"))]
+
+
+@pytest.mark.parametrize(("peer", "method"), REAL)
+def test_an_adapter_says_what_paceline_says(
+    peer: str, method: str, smollm2, smollm2_path: Path, tmp_path: Path
 ) -> None:
     """Greedy, 12 tokens of a quotation, token for token: all multiply in fp32 with the same weights."""
     from paceline import SamplingParams
 
-    environments = _environments(peer)
+    args = argparse.Namespace(environments=_environments(peer), threads=min(2, usable_cores()))
     text = "Repeat this text word for word:\n\nThe harbour master keeps two ledgers, and reads both aloud."
     prompt = smollm2.tokenizer.apply_chat_template([{"role": "user", "content": text}])
     [expected] = smollm2.generate(prompt, SamplingParams(temperature=0, max_tokens=12))
     gguf = tmp_path / "fp32.gguf"
     if peer == "llama_cpp":
         write_float_gguf(smollm2_path, gguf)
-    chosen = [one for one in configurations(8, str(gguf)) if one.peer == peer and one.name not in (REFERENCE, AUTO)]
-    args = compare.argparse.Namespace(environments=environments, threads=2)
+    configuration = next(one for one in configurations(8, str(gguf)) if (one.peer, one.method) == (peer, method))
     request = REQUEST | {"prompt": prompt, "max_tokens": 12, "eos": list(smollm2.config.eos_token_ids)}
-    for configuration in chosen[:2]:
-        worker = compare.start(configuration, smollm2_path, tmp_path, args)
-        try:
-            assert worker.ready()["precision"].startswith("fp32")
-            assert worker.ask(request).tokens == expected.outputs[0].token_ids
-            sampled = worker.ask(request | {"temperature": 0.7})
-            assert 1 <= len(sampled.tokens) <= 12
-            assert sampled.overran == 0
-            time.sleep(0.5)  # thread pools may spin for a moment after their work
-            before = worker.cpu_seconds()
-            time.sleep(0.5)
-            assert worker.cpu_seconds() - before < 0.1, "computes while it should sleep"
-        finally:
-            worker.stop()
+    worker = compare.start(configuration, smollm2_path, tmp_path, args)
+    try:
+        assert worker.ready()["precision"].startswith("fp32")
+        assert worker.ask(request).tokens == expected.outputs[0].token_ids
+        sampled = worker.ask(request | {"temperature": 0.7})
+        assert 1 <= len(sampled.tokens) <= 12
+        assert sampled.overran == 0
+        time.sleep(0.5)  # thread pools may spin for a moment after their work
+        before = worker.cpu_seconds()
+        time.sleep(0.5)
+        assert worker.cpu_seconds() - before < 0.1, "computes while it should sleep"
+    finally:
+        worker.stop()
 
 
 def test_workers_keep_what_libraries_print_out_of_the_conversation(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def cells(
                     "gain": None if name == plain else faster(mine, name, plain),
                     "paceline_over_it": {one: faster(mine, one, name) for one in ours} if name in peers else {},
                     "agreement": agreement(mine, name, reference) if greedy and name != reference else None,
+                    "unchanged": agreement(mine, name, plain) if greedy and name != plain else None,
                 }
             )
     return result
@@ -135,7 +136,7 @@ def table(found: Sequence[dict[str, Any]], precision: dict[str, str], ours: Sequ
     for workload in dict.fromkeys(cell["workload"] for cell in found):
         mine = [cell for cell in found if cell["workload"] == workload]
         columns = ["", "precision", "tok/s", "after the first", "first token", "gain over its own plain"]
-        columns += [f"{name} is faster by" for name in ours] + ["same tokens"]
+        columns += [f"{name} is faster by" for name in ours] + ["tokens as paceline's", "as its own plain"]
         lines += ["", f"**{workload}**, {max(cell['answers'] for cell in mine)} prompts", ""]
         lines += [_line(columns), _line(["---"] * len(columns))]
         lines += [_line(_entries(cell, precision, ours)) for cell in mine]
@@ -143,7 +144,7 @@ def table(found: Sequence[dict[str, Any]], precision: dict[str, str], ours: Sequ
 
 
 def _entries(cell: dict[str, Any], precision: dict[str, str], ours: Sequence[str]) -> list[str]:
-    after, agreed = cell["decoding_tokens_per_s"], cell["agreement"]
+    after = cell["decoding_tokens_per_s"]
     return [
         cell["configuration"],
         precision.get(cell["configuration"], "?"),
@@ -152,7 +153,10 @@ def _entries(cell: dict[str, Any], precision: dict[str, str], ours: Sequence[str
         f"{1000 * cell['first_token_s']:.0f} ms",
         figure(cell["gain"]),
         *(figure(cell["paceline_over_it"].get(name)) for name in ours),
-        "" if agreed is None else f"{agreed['same']} of {agreed['of']}",
+        *(
+            "" if found is None else f"{found['same']} of {found['of']}"
+            for found in (cell["agreement"], cell["unchanged"])
+        ),
     ]
 
 
