@@ -26,7 +26,8 @@ RANKS: list[set[str]] = [
     {"drafters"},
     {"engine"},
     {"llm", "training"},
-    {"server", "bench", "advisor", "prove"},
+    {"server", "bench", "prove"},
+    {"advisor"},
     {"cli"},
 ]
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
+from paceline.cli.advise import advise
 from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.demo import demo
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, demo, prove, bench, theory, pull, models, doctor):
+for command in (generate, chat, demo, prove, bench, advise, theory, pull, models, doctor):
     app.command()(command)
 
 

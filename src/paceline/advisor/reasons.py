@@ -1,0 +1,103 @@
+"""Why speculation does not pay, in words: which of its conditions fails, by theory, with measured numbers. No torch.
+
+The conditions are tried in the order in which they can be mended: answers too short to matter, a drafter too dear,
+passes that are full already, guesses that are too often wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.advisor.figures import PAYS, Figure
+from paceline.theory import break_even, speedup
+
+WARM = 0.5  # temperature from which it is named as a cause
+WOULD_PAY = 1.1  # a condition is to blame if without it there were this much to gain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The best that speculation could do at one number of requests at once, and what it cost."""
+
+    label: str
+    k: int
+    concurrency: int
+    figure: Figure
+    draft_cost: float  # of a token drafted ahead, in plain passes
+    verify_cost: float  # of the checking pass, in plain passes
+    temperature: float
+    pays_alone: bool = False  # whether it pays with fewer requests at once
+
+
+@dataclass(frozen=True)
+class Reason:
+    kind: str  # short-outputs, costly-drafter, saturated, temperature, acceptance
+    words: str
+
+
+def why_off(case: Case) -> Reason:
+    for reason in (_short_outputs(case), _costly_drafter(case), _saturated(case)):
+        if reason is not None:
+            return reason
+    return _wrong_guesses(case)
+
+
+def alpha(figure: Figure) -> float:
+    return min(max(figure.acceptance_rate or 0.0, 0.0), 1.0)
+
+
+def _short_outputs(case: Case) -> Reason | None:
+    figure = case.figure
+    if figure.decode_ratio is None or figure.decode_ratio < PAYS + 0.02:
+        return None
+    words = (
+        f"The answers are short ({figure.tokens_per_answer:.0f} tokens on average): most of the wait is reading the "
+        f"prompt, which drafting does not shorten. Writing alone would be {figure.decode_ratio:.2f}x as fast, "
+        f"the whole request {figure.ratio:.2f}x."
+    )
+    return Reason("short-outputs", words)
+
+
+def _costly_drafter(case: Case) -> Reason | None:
+    free = speedup(alpha(case.figure), case.k, 0.0, case.verify_cost)
+    if case.draft_cost < 0.05 or free < WOULD_PAY:
+        return None
+    words = (
+        f"{case.label} takes {case.draft_cost:.0%} of a pass of the model for every token it drafts; with "
+        f"{_right(case)}, that costs more than it saves. A smaller drafter might pay."
+    )
+    return Reason("costly-drafter", words)
+
+
+def _saturated(case: Case) -> Reason | None:
+    memory_bound = speedup(alpha(case.figure), case.k, case.draft_cost, 1.0)
+    if case.verify_cost < 1.1 or (memory_bound < WOULD_PAY and not case.pays_alone):
+        return None
+    each = "" if case.concurrency == 1 else " for each request"
+    at_once = "one request" if case.concurrency == 1 else f"{case.concurrency} requests at once"
+    words = (
+        f"With {at_once} the machine is busy computing: a pass that checks {_tokens(case.k)}{each} takes "
+        f"{case.verify_cost:.1f} times as long as one that checks none, more than {_right(case)} can win back."
+    )
+    return Reason("saturated", words)
+
+
+def _wrong_guesses(case: Case) -> Reason:
+    needed = break_even(case.k, case.draft_cost, case.verify_cost)
+    more = "no share would be enough" if needed is None else f"it takes more than {needed:.0%} to gain"
+    if case.temperature >= WARM:
+        words = (
+            f"At temperature {case.temperature:g} the model's words are partly chance and hard to guess: "
+            f"{_right(case)}, and at what passes cost here {more}."
+        )
+        return Reason("temperature", words)
+    words = f"The answers are hard to guess: {_right(case)}, and at what passes cost here {more}."
+    return Reason("acceptance", words)
+
+
+def _right(case: Case) -> str:
+    return f"{alpha(case.figure):.0%} of the drafted tokens right"
+
+
+def _tokens(count: int) -> str:
+    return "1 token more" if count == 1 else f"{count} tokens more"

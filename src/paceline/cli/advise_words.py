@@ -1,0 +1,137 @@
+"""Advice on the terminal: what to do in a sentence, predicted beside measured, the settings, and what it rests on."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from paceline.advisor.config import paceline_config, paceline_flags
+from paceline.advisor.figures import Figure, levels_of
+from paceline.bench.grid import AUTO
+from paceline.bench.report_words import at_once, listed, seconds
+from paceline.cli.output import human_bytes, print_note
+
+if TYPE_CHECKING:
+    from paceline.advisor.advice import Advice
+    from paceline.advisor.recommend import Choice
+
+OFF_BY = 0.15  # a prediction further off than that is said to be
+
+
+def print_advice(advice: Advice) -> None:
+    for sentence in sentences(advice):
+        print(sentence)
+    if advice.predicted:
+        _print_table(advice)
+    if advice.choice is not None:
+        for line in settings(advice):
+            print(line)
+    for note in notes(advice):
+        print_note(note)
+
+
+def sentences(advice: Advice) -> list[str]:
+    """What to do, and why not more."""
+    choice = advice.choice
+    if choice is None:
+        return ["Nothing can be advised yet: the run ended before a prediction."]
+    levels = levels_of(advice.known)
+    reasons = {level: found.words for level in levels if (found := advice.reason(level))}
+    if choice.off:
+        first = min(reasons, default=None)
+        why = f" {reasons[first]}" if first is not None else " Nothing that was tried is faster than plain decoding."
+        return [f"Leave speculation off.{why}"]
+    lines = [f"{_what(advice, choice)} {_gains(advice, choice)}"]
+    if advice.stops_at is not None:
+        if choice.contender.method == AUTO:
+            lines.append(f"From {advice.stops_at} requests at once it gains nothing, and mostly drafts nothing.")
+        else:
+            lines.append(f"Switch it off from {advice.stops_at} requests at once.")
+    shown = next((reasons[level] for level in reasons), None)
+    return [*lines, *([shown] if shown else [])]
+
+
+def _what(advice: Advice, choice: Choice) -> str:
+    if choice.contender.method != AUTO:
+        return f"Use {choice.contender.label}."
+    what = "Keep the default, auto" if choice.contender.label == AUTO else f"Use {choice.contender.label}"
+    best = advice.best_fixed
+    if best is None:
+        return f"{what}: no fixed setting pays."
+    return f"{what}: it is as good as the best fixed setting ({best.label}), and adapts."
+
+
+def _gains(advice: Advice, choice: Choice) -> str:
+    shown = advice.measured or advice.predicted
+    known = [(level, figure) for (level, who), figure in shown.items() if who == choice.contender]
+    gains = [f"{figure.ratio:.2f}x with {at_once(level)}" for level, figure in known]
+    verb = "Measured" if advice.measured else "Predicted, not checked"
+    return f"{verb}: {listed(gains)}, where plain decoding is 1."
+
+
+def _print_table(advice: Advice) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    table = Table(box=SIMPLE, title="times plain decoding [95 %]")
+    for heading, side in (("at once", "right"), ("setting", "left"), ("predicted", "right"), ("measured", "right")):
+        table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    shown = advice.measured or advice.predicted
+    for (level, contender), figure in shown.items():
+        predicted = advice.predicted.get((level, contender))
+        measured = figure if advice.measured else None
+        table.add_row(str(level), contender.label, _figure(predicted), _figure(measured))
+    console.print(table)
+
+
+def _figure(figure: Figure | None) -> str:
+    if figure is None:
+        return "–"
+    interval = "" if figure.low is None else f" [{figure.low:.2f}, {figure.high:.2f}]"
+    return f"{figure.ratio:.2f}x{interval}"
+
+
+def settings(advice: Advice) -> list[str]:
+    assert advice.choice is not None
+    contender = advice.choice.contender
+    keywords = "".join(f", {name}={value!r}" for name, value in paceline_config(contender).items())
+    vllm = advice.vllm
+    lines = [
+        f"paceline   {paceline_flags(contender)}",
+        f"           LLM({advice.model!r}{keywords})",
+        f"vLLM       {vllm.flag() or 'null'}",
+    ]
+    return [*lines, f"           ({vllm.note})"] if vllm.note else lines
+
+
+def notes(advice: Advice) -> list[str]:
+    lines = []
+    if advice.cost is not None:
+        cost = advice.cost
+        more = [f"{k} more {cost.verify_cost(1, k):.2f}x" for k in (2, 4, 8)]
+        levels = [level for level in cost.decode if level > 1]
+        many = [f"{level} requests at once {cost.decoding(level, 0) / cost.plain_s:.2f}x" for level in levels]
+        lines.append(f"a pass takes {seconds(cost.plain_s)} for one token; with {listed([*more, *many])}")
+    for drafter in advice.drafters:
+        who = drafter.draft_model or drafter.method
+        per_token = f" and {human_bytes(drafter.kv_bytes)} a token of context" if drafter.kv_bytes else ""
+        held = f"{human_bytes(drafter.memory_bytes)}{per_token}"
+        lines.append(f"{who}: {seconds(drafter.at(1))} for a drafted token, {held} of memory")
+    if any(figure.low is None for figure in (*advice.predicted.values(), *advice.measured.values())):
+        lines.append("no interval: fewer than 5 groups of that many requests; prompts were grouped anew to get there")
+    lines += _misses(advice)
+    return lines
+
+
+def _misses(advice: Advice) -> list[str]:
+    lines = []
+    for (level, contender), measured in advice.measured.items():
+        predicted = advice.predicted.get((level, contender))
+        if predicted is not None and abs(predicted.ratio / measured.ratio - 1) > OFF_BY:
+            off = predicted.ratio / measured.ratio - 1
+            lines.append(
+                f"the prediction for {contender.label}, {level} at once, is {off:+.0%} off; go by the measurement"
+            )
+    return lines

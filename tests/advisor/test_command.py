@@ -1,0 +1,108 @@
+"""`paceline advise` from its arguments to its files, on a tiny model, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.app import run
+from tests.advisor.test_replay import asked, endless
+from tests.models.tiny import save_tiny
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    return endless(folder)
+
+
+@pytest.fixture
+def advise(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("\n".join(prompt.turns[0] for prompt in asked(12)))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        fixed = ["advise", str(tiny), "--raw", "--device", "cpu", "--out", str(tmp_path / "out")]
+        fixed += ["--concurrency", "1"] if "--concurrency" not in arguments else []
+        fixed += ["--prompts", str(prompts)] if "--prompts" not in arguments else []
+        code = run([*fixed, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_the_command_says_what_to_do_and_writes_it_down(
+    advise: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.advisor.advise.LENGTHS", (2,))
+    code, out, err = advise("--max-tokens", "40")
+    assert code == 0
+    assert out.startswith(("Use ", "Keep the default", "Leave speculation off."))
+    assert "predicted" in out
+    assert "measured" in out
+    assert "vLLM " in out
+    assert "a pass takes" in err
+    assert "written to" in err
+    found = json.loads((tmp_path / "out" / "advice.json").read_text())
+    assert {entry["label"] for entry in found["measured"]} >= {"auto"}
+    assert json.loads((tmp_path / "out" / "paceline.json").read_text()) == found["choice"]["paceline"]
+    again = advise()
+    assert again[0] == 1
+    assert "already holds advice.json" in again[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--prompts", "nowhere.jsonl"), "prompts: cannot read nowhere.jsonl"),
+        (("--concurrency", "1,64"), "never make 64 requests at once"),
+        (("--concurrency", "0"), "concurrency: must be between 1 and"),
+        (("--max-tokens", "3"), "at most 18 tokens would be measured"),
+        (("--max-tokens", "250"), "more than the model's context of 256"),
+        (("--temperature", "-1"), "temperature"),
+        (("--out", "/proc/nowhere"), "out: cannot write to"),
+        (("--draft-model", "./no-such-folder"), "no-such-folder"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(advise: Call, arguments: tuple[str, ...], says: str) -> None:
+    code, out, err = advise(*arguments)
+    assert code == 1
+    assert out == ""
+    assert says in err.splitlines()[-1]
+
+
+def test_too_few_prompts_are_refused_before_the_model_is_loaded(advise: Call, tmp_path: Path) -> None:
+    few = tmp_path / "few.txt"
+    few.write_text("one\ntwo\nthree")
+    code, _, err = advise("--prompts", str(few))
+    assert code == 1
+    assert "3 prompts are too few" in err
+
+
+def test_answers_that_end_at_once_are_said_to_be_too_short(
+    advise: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terse = tmp_path / "terse"
+    save_tiny("llama-tied", terse)
+    found = json.loads((terse / "generation_config.json").read_text())
+    (terse / "generation_config.json").write_text(json.dumps({**found, "eos_token_id": list(range(97))}))
+    prompts = str(tmp_path / "mine.txt")
+    code = run(["advise", str(terse), "--raw", "--device", "cpu", "--concurrency", "1", "--prompts", prompts])
+    assert code == 1
+    assert "answers to 6 prompts have only" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_a_profile_says_what_is_missing(advise: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.advisor.advise.profile", interrupted)
+    code, _, err = advise("--max-tokens", "40")
+    assert code == 130
+    assert "missing: the profile, the prediction, the check" in err

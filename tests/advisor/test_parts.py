@@ -1,0 +1,219 @@
+"""The pure parts: cost between measurements, halves, choice, reasons and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.advisor.advice import Advice
+from paceline.advisor.config import paceline_config, paceline_flags, vllm_config
+from paceline.advisor.figures import Figure, Figures, combined
+from paceline.advisor.halves import check_halves, halves
+from paceline.advisor.machine import Drafted
+from paceline.advisor.pass_cost import PassCost, line
+from paceline.advisor.reasons import Case, why_off
+from paceline.advisor.recommend import OFF, decide, levels_between, ranked, to_check
+from paceline.bench.grid import Contender
+from paceline.bench.prompts import Prompt
+from paceline.cli.advise_words import sentences, settings
+from paceline.config import SpeculationConfig
+from paceline.errors import InvalidParameter
+from paceline.speculative_config import read
+
+NGRAM, SUFFIX, AUTO = Contender("ngram", 4), Contender("suffix", 2), Contender("auto")
+MODEL = Drafted("draft-model", 3, "some/small-model")
+
+
+def figure(ratio: float, **more: float) -> Figure:
+    return Figure(**{"ratio": ratio, "groups": 9, "acceptance_rate": 0.4, "decode_ratio": ratio, **more})  # type: ignore[arg-type]
+
+
+def at(level: int, **ratios: float) -> Figures:
+    names = {"ngram": NGRAM, "suffix": SUFFIX, "auto": AUTO, "model": MODEL}
+    return {(level, names[name]): figure(ratio) for name, ratio in ratios.items()}
+
+
+# -- cost
+
+
+def test_cost_is_straight_between_measurements_and_goes_on_as_steep_beyond() -> None:
+    points = {1: 10.0, 4: 13.0, 8: 21.0}
+    assert [line(points, x) for x in (0, 1, 2, 4, 6, 8, 10)] == [10, 10, 11, 13, 17, 21, 25]
+    assert line({3: 7.0}, 100) == 7
+
+
+def test_a_step_costs_its_drafts_its_prompts_and_its_context() -> None:
+    cost = PassCost(
+        decode={1: {0: 1.0, 4: 1.4}, 4: {0: 1.3, 16: 2.9}}, context=10, row_context_s=0.001, prompt={100: 3.0}
+    )
+    assert cost.seconds(1, 2, 0, seen=30) == pytest.approx(1.2)  # three rows of ten: as measured
+    assert cost.seconds(1, 0, 0, seen=110) == pytest.approx(1.1)
+    assert cost.seconds(2, 0, 0, seen=20) == pytest.approx(1.1)
+    assert cost.seconds(0, 0, 100, seen=1000) == pytest.approx(3.0)
+    assert cost.seconds(1, 0, 100, seen=1010) == pytest.approx(3.0)  # the pass happens anyway
+    assert cost.verify_cost(4, 4) == pytest.approx(2.9 / 1.3)
+
+
+# -- halves
+
+
+def prompts(**counts: int) -> list[Prompt]:
+    return [
+        Prompt(workload=name, turns=(f"{name} {n}",), origin=f"{name} {n}")
+        for name, count in counts.items()
+        for n in range(count)
+    ]
+
+
+def test_halves_share_no_prompt_and_every_workload_is_in_both() -> None:
+    asked = prompts(chat=7, code=5, sql=4)
+    first, second = halves(asked)
+    assert sorted(each.origin for each in first + second) == sorted(each.origin for each in asked)
+    assert abs(len(first) - len(second)) <= 1
+    for half in (first, second):
+        assert {each.workload for each in half} == {"chat", "code", "sql"}
+
+
+@pytest.mark.parametrize(
+    ("count", "levels", "tokens", "field", "says"),
+    [
+        (9, [1], 64, "prompts", "9 prompts are too few.*at least 10"),
+        (20, [1, 16], 64, "concurrency", r"half of the prompts \(10\) never make 16 requests at once.*at least 32"),
+        (10, [1], 8, "max_tokens", "at most 40 tokens.*fewer than 200"),
+    ],
+)
+def test_a_run_that_could_not_end_in_advice_is_refused(
+    count: int, levels: list[int], tokens: int, field: str, says: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=says) as caught:
+        check_halves(halves(prompts(chat=count)), levels, tokens)
+    assert caught.value.field == field
+
+
+# -- choice
+
+
+def test_the_best_fixed_choice_counts_as_plain_where_it_is_switched_off() -> None:
+    found = {**at(1, ngram=1.5, suffix=1.3), **at(16, ngram=0.7, suffix=1.0)}
+    assert ranked(found)[0] == NGRAM
+    assert decide(found).contender == NGRAM
+    assert decide(found).up_to == 1
+
+
+def test_auto_is_advised_where_it_is_as_good_and_not_where_it_is_worse() -> None:
+    assert decide(at(1, ngram=1.5, auto=1.48)).contender == AUTO
+    assert decide(at(1, ngram=1.5, auto=1.40)).contender == NGRAM
+    assert decide({**at(1, ngram=1.5, auto=1.5), **at(16, ngram=0.7, auto=0.8)}).contender == NGRAM
+
+
+def test_nothing_is_advised_where_nothing_pays() -> None:
+    assert decide(at(1, ngram=1.01, suffix=0.9, auto=1.0)).off
+    assert decide(at(1, auto=1.2)).contender == AUTO  # pays, though no fixed choice does
+
+
+def test_a_second_method_is_checked_only_if_it_is_close() -> None:
+    assert to_check(at(1, ngram=1.5, suffix=1.45, auto=1.4)) == [NGRAM, SUFFIX, AUTO]
+    assert to_check(at(1, ngram=1.5, suffix=1.2, auto=1.4)) == [NGRAM, AUTO]
+    assert levels_between([1, 4, 16]) == [2, 8]
+
+
+def test_prediction_and_check_count_by_how_sure_they_are() -> None:
+    predicted = {(1, NGRAM): figure(1.2, low=1.19, high=1.21)}
+    sure = {(1, NGRAM): figure(1.0, low=0.99, high=1.01)}
+    unsure = {(1, NGRAM): figure(1.0, low=0.6, high=1.7)}
+    assert combined(predicted, sure)[1, NGRAM].ratio < 1.02
+    assert combined(predicted, unsure)[1, NGRAM].ratio > 1.15
+    assert combined(predicted, {}) == predicted
+
+
+# -- reasons
+
+CASE = Case(
+    label="ngram k=4", k=4, concurrency=1, figure=figure(0.98), draft_cost=0.0, verify_cost=1.0, temperature=0.0
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({"figure": figure(1.01, decode_ratio=1.4, tokens_per_answer=6)}, "short-outputs", r"short \(6 tokens"),
+        ({"draft_cost": 0.5}, "costly-drafter", "50% of a pass of the model for every token"),
+        ({"verify_cost": 2.5, "concurrency": 16}, "saturated", "16 requests at once.*4 tokens more for each request"),
+        ({"verify_cost": 1.2, "figure": figure(0.9, acceptance_rate=0.05)}, "acceptance", "5% of the drafted"),
+        ({"temperature": 1.2, "figure": figure(0.9, acceptance_rate=0.02)}, "temperature", "At temperature 1.2"),
+    ],
+)
+def test_the_reason_is_the_condition_that_fails(changes: dict[str, object], kind: str, says: str) -> None:
+    reason = why_off(dataclasses.replace(CASE, **changes))  # type: ignore[arg-type]
+    assert reason.kind == kind
+    assert re.search(says, reason.words)
+
+
+# -- settings
+
+
+@pytest.mark.parametrize("contender", [NGRAM, SUFFIX, MODEL])
+def test_paceline_reads_what_is_written_for_vllm_as_the_same_choice(contender: Contender) -> None:
+    config = vllm_config(contender, None).speculative_config
+    assert config is not None
+    meant = read(json.dumps(config), SpeculationConfig())
+    ours = paceline_config(contender)
+    assert {"method": meant.method, "k": meant.k} == {"method": ours["method"], "k": ours["k"]}
+    assert meant.draft_model == ours.get("draft_model")
+
+
+def test_vllm_gets_null_with_a_reason_where_it_has_no_such_method() -> None:
+    assert vllm_config(OFF, None).speculative_config is None
+    nothing = vllm_config(AUTO, None)
+    assert nothing.speculative_config is None
+    assert "no fixed choice pays" in str(nothing.note)
+    instead = vllm_config(AUTO, NGRAM)
+    assert instead.speculative_config is not None
+    assert instead.speculative_config["method"] == "ngram"
+    assert "ngram k=4" in str(instead.note)
+    assert paceline_flags(MODEL) == "--method draft-model --k 3 --draft-model some/small-model"
+
+
+# -- words
+
+
+def advice(measured: Figures, **more: object) -> Advice:
+    cost = PassCost(decode={1: {0: 1.0, 16: 1.2}, 16: {0: 1.3, 64: 9.0}}, context=10, prompt={32: 2.0})
+    return Advice(model="toy", settings={}, cost=cost, predicted=measured, measured=measured, **more)  # type: ignore[arg-type]
+
+
+def test_the_sentences_say_what_to_do_and_up_to_where() -> None:
+    fixed = " ".join(sentences(advice({**at(1, ngram=1.5, auto=1.2), **at(16, ngram=0.7, auto=0.8)})))
+    assert fixed.startswith("Use ngram k=4. Measured: 1.50x with one request at a time and 0.70x with 16")
+    assert "Switch it off from 16 requests at once." in fixed
+    assert "With 16 requests at once the machine is busy computing" in fixed
+    default = " ".join(sentences(advice(at(1, ngram=1.5, auto=1.5))))
+    assert default.startswith("Keep the default, auto: it is as good as the best fixed setting (ngram k=4)")
+    off = " ".join(sentences(advice(at(1, ngram=0.9, auto=1.0))))
+    assert off.startswith("Leave speculation off. ")
+    nothing = Advice(model="toy", settings={})
+    assert sentences(nothing) == ["Nothing can be advised yet: the run ended before a prediction."]
+
+
+def test_a_prediction_alone_is_said_to_be_one() -> None:
+    found = advice(at(1, ngram=1.5))
+    found.measured = {}
+    assert "Predicted, not checked: 1.50x" in sentences(found)[0]
+
+
+def test_the_files_hold_the_settings_and_all_that_was_found(tmp_path: Path) -> None:
+    found = advice(at(1, ngram=1.5))
+    written = found.save(tmp_path / "new")
+    assert [path.name for path in written] == ["advice.json", "paceline.json", "vllm.json"]
+    assert json.loads(written[1].read_text()) == {"method": "ngram", "k": 4}
+    assert json.loads(written[2].read_text())["num_speculative_tokens"] == 4
+    whole = json.loads(written[0].read_text())
+    assert whole["choice"]["pays_up_to"] == 1
+    assert whole["predicted"][0]["label"] == "ngram k=4"
+    assert [line.split()[0] for line in settings(found)[::2]] == ["paceline", "vLLM"]
+    off = advice(at(1, ngram=0.9))
+    assert [path.name for path in off.save(tmp_path / "off")] == ["advice.json", "paceline.json"]
