@@ -1,0 +1,303 @@
+"""Law 2 on a device: what the rules for chains and trees drawn from q share.
+
+A slot that has lost children is left with what p had in excess of q, and with a q without them: a function of p, q and
+three numbers for each child gone (the slot's a at that time, the sum of the excess, the rest of q). So nothing is
+rewritten; whoever looks at the slot applies them again. A chain that stops at a slot has lost its one child there.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.draft import Draft, Verdict
+from paceline.rng import Lane
+from paceline.verify.device import tiles
+from paceline.verify.device.lens import Lens
+from paceline.verify.device.said import put
+from paceline.verify.device.tiles import (
+    P,
+    Tile,
+    divide,
+    find_split,
+    find_token,
+    my_rows,
+    probability,
+    programs,
+    summed,
+)
+from paceline.verify.walk import CoinSource, Draws
+
+
+class Q(NamedTuple):
+    """The drafter's q, the very tensor that was sampled."""
+
+    probs: Tensor  # (M, Vq)
+    stride: int
+    place: Tensor | None  # (V,) int32, each token's column, -1: none; None: the columns are the target's tokens
+
+
+class Trees(NamedTuple):
+    """The drafts, and what the rules have found out about them."""
+
+    tokens: Tensor  # (B, N)
+    parents: Tensor  # (B, N)
+    depth: Tensor  # (B, N)
+    num_nodes: Tensor  # (B,)
+    width: int  # N
+    p_row: Tensor  # (B, N + 1) slot -> row of p
+    q_row: Tensor  # (B, N + 1) slot -> row of q
+    child: Tensor  # (B, N + 1) each slot's first child, -1: none
+    sibling: Tensor  # (B, N) the next child of the same parent, -1: none
+    ratio: Tensor  # (B, N) p/q of each node's token at its parent, before anything is lost
+    a: Tensor  # (B, N + 1) of each slot as it stands
+    before: Tensor  # (B, N) a of the parent when the node was deleted
+    excess: Tensor  # (B, N, splits) float64 sum of (a p - q)+ at the parent when the node was deleted
+    rest: Tensor  # (B, N, splits) float64 sum of the parent's q without the node and those deleted before
+    stop: Tensor  # (B,) the slot the row stops at
+
+
+class Sampled(NamedTuple):
+    """All of it."""
+
+    p: P
+    q: Q
+    trees: Trees
+    tile: Tile
+
+    @staticmethod
+    def of(draft: Draft, lens: Lens, row_of: Tensor) -> Sampled:
+        """`lens` is weighed."""
+        assert draft.q is not None
+        probs, ids = draft.q.probs, draft.q.ids
+        probs = probs if probs.stride(1) == 1 else probs.contiguous()
+        place = None
+        if ids is not None:
+            place = torch.full((lens.p.vocab,), -1, dtype=torch.int32, device=probs.device)
+            place.index_copy_(0, ids, torch.arange(ids.shape[0], dtype=torch.int32, device=probs.device))
+        batch, width, splits = draft.batch, draft.width, lens.tile.splits
+        number, real = draft.tokens.new_empty, lens.p.peak.new_empty
+        trees = Trees(
+            tokens=draft.tokens.contiguous(),
+            parents=draft.parents.contiguous(),
+            depth=draft.depth.contiguous(),
+            num_nodes=draft.num_nodes.contiguous(),
+            width=width,
+            p_row=row_of.contiguous(),
+            q_row=draft.q.row_of.contiguous(),
+            child=number(batch, width + 1),
+            sibling=number(batch, width),
+            ratio=real(batch, width),
+            a=real(batch, width + 1),
+            before=real(batch, width),
+            excess=real(batch, width, splits, dtype=torch.float64),
+            rest=real(batch, width, splits, dtype=torch.float64),
+            stop=torch.zeros_like(draft.num_nodes),
+        )
+        found = Sampled(lens.p, Q(probs, probs.stride(0), place), trees, lens.tile)
+        _kin[(programs(batch),)](trees, batch, tiles.ROWS, triton.next_power_of_2(width + 1), num_warps=4)
+        _ratio[(triton.cdiv(batch * width, 64),)](*found[:3], batch * width, found.tile.dtype, 64)
+        return found
+
+
+def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verdict: Verdict) -> None:
+    """Fill in the rows (B',) of the verdict, -1: none: the path to where they stopped, and the token said there."""
+    trees, tile, count, batch = found.trees, found.tile, rows.shape[0], verdict.tokens.shape[0]
+    coins = source(Lane.RESIDUAL, draws.key, draws.committed, trees.stop - 1)
+    shares = trees.excess.new_empty(batch, tile.splits)
+    _share[tile.grid(count)](*found[:3], rows, shares, count, tile.splits, tile.dtype, tiles.ROWS, tile.block, tile.padded)
+    _recover[(programs(count),)](
+        *found[:3], rows, shares, coins, verdict.tokens, verdict.num_accepted, verdict.path, verdict.kinds,
+        count, tile.splits, verdict.path.shape[1],
+        tile.dtype, tiles.ROWS, tile.block, tile.padded, triton.next_power_of_2(verdict.tokens.shape[1]),
+    )  # fmt: skip
+
+
+@triton.jit
+def _kin(trees, batch, ROWS: tl.constexpr, NODES: tl.constexpr):
+    """Every slot's first child, every node's next sibling."""
+    row, live = my_rows(batch, ROWS)
+    node, slot = tl.arange(0, NODES)[None, None, :], tl.arange(0, NODES)[None, :]
+    count = tl.load(trees.num_nodes + row, live, 0)
+    used = live[:, None, None] & (node < count[:, None, None])
+    above = tl.load(trees.parents + row[:, None, None] * trees.width + node, used, -2)  # (ROWS, 1, NODES)
+    mine = used & (above == slot[:, :, None] - 1)
+    first = tl.min(tl.where(mine, node, NODES), 2)
+    here = live[:, None] & (slot <= trees.width)
+    tl.store(trees.child + row[:, None] * (trees.width + 1) + slot, tl.where(first < NODES, first, -1), here)
+    here = live[:, None] & (slot < count[:, None])
+    parent = tl.load(trees.parents + row[:, None] * trees.width + slot, here, -3)
+    younger = used & (above == parent[:, :, None]) & (node > slot[:, :, None])
+    after = tl.min(tl.where(younger, node, NODES), 2)
+    here = live[:, None] & (slot < trees.width)
+    tl.store(trees.sibling + row[:, None] * trees.width + slot, tl.where(after < NODES, after, -1), here)
+
+
+@triton.jit
+def _ratio(p, q, trees, count, DTYPE: tl.constexpr, NODES: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * NODES + tl.arange(0, NODES)
+    row, node = at // trees.width, at % trees.width
+    live = at < count
+    live = live & (node < tl.load(trees.num_nodes + row, live, 0))
+    slot = row * (trees.width + 1) + tl.load(trees.parents + at, live, -1) + 1
+    token = tl.load(trees.tokens + at, live, 0)[:, None]
+    target = probability(p, tl.load(trees.p_row + slot, live, 0), live, token, DTYPE)
+    drafter = proposed(p, q, tl.load(trees.q_row + slot, live, 0), live, token, DTYPE)
+    tl.store(trees.ratio + at, tl.sum(likelihood_ratio(target, drafter, DTYPE), 1), live)
+
+
+@triton.jit
+def proposed(p, q, row, live, token, DTYPE: tl.constexpr):
+    """(ROWS, X) q of tokens (1 or ROWS, X), 0 where the drafter has no such token."""
+    here = live[:, None] & (row >= 0)[:, None] & (token < p.vocab)
+    if q.place is not None:
+        column = tl.load(q.place + token, token < p.vocab, -1)
+        here = here & (column >= 0)
+        return tl.load(q.probs + row[:, None] * q.stride + column, here, 0.0).to(DTYPE)
+    else:
+        return tl.load(q.probs + row[:, None] * q.stride + token, here, 0.0).to(DTYPE)
+
+
+@triton.jit
+def likelihood_ratio(p, q, DTYPE: tl.constexpr):
+    """As chain.likelihood_ratio."""
+    ratio = tl.where(q > 0, divide(p, tl.where(q > 0, q, 1.0), DTYPE), 0.0)
+    if DTYPE == tl.float64:
+        return tl.minimum(ratio, 1.7976931348623157e308)
+    else:
+        return tl.minimum(ratio, 3.4028234663852886e38)
+
+
+@triton.jit
+def left(p, q, trees, row, slot, until, live, token, splits, DTYPE: tl.constexpr, SPLITS: tl.constexpr):
+    """(ROWS, X) p and q of tokens (1 or ROWS, X) at slots (ROWS,) that have lost their children before `until`, -1:
+    all of them; and q as it was drafted, 0 for those children."""
+    slots = row * (trees.width + 1) + slot
+    target = probability(p, tl.load(trees.p_row + slots, live, 0), live, token, DTYPE)
+    raw = proposed(p, q, tl.load(trees.q_row + slots, live, -1), live, token, DTYPE)
+    drafter = raw
+    gone = tl.load(trees.child + slots, live, -1)
+    more = live & (gone >= 0) & (gone != until)
+    while tl.max(more.to(tl.int32), 0) > 0:
+        at = row * trees.width + gone
+        surplus = summed(trees.excess, at, more, splits, SPLITS).to(DTYPE)
+        mass = summed(trees.rest, at, more, splits, SPLITS).to(DTYPE)
+        excess = positive(tl.load(trees.before + at, more, 0.0)[:, None] * target - drafter)
+        some = more & (surplus > 0)
+        target = tl.where(some[:, None], divide(excess, tl.where(some, surplus, 1.0)[:, None], DTYPE), target)
+        raw = tl.where(more[:, None] & (token == tl.load(trees.tokens + at, more, -1)[:, None]), 0.0, raw)
+        rest = divide(raw, tl.where(mass > 0, mass, 1.0)[:, None], DTYPE)
+        drafter = tl.where(more[:, None], rest, drafter)
+        gone = tl.load(trees.sibling + at, more, -1)
+        more = more & (gone >= 0) & (gone != until)
+    return target, drafter, raw
+
+
+@triton.jit
+def positive(x):
+    """(x)+; what is not a number stays that."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def delete(
+    p,
+    q,
+    trees,
+    row,
+    node,
+    slot,
+    a,
+    live,
+    split,
+    splits,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A split's share in what is left of the slot whose child `node` goes, its elder siblings being gone."""
+    token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
+    target, drafter, raw = left(p, q, trees, row, slot, node, live, token, splits, DTYPE, SPLITS)
+    at = row * trees.width + node
+    excess = positive(a[:, None] * target - drafter)
+    raw = tl.where(token == tl.load(trees.tokens + at, live, -1)[:, None], 0.0, raw)
+    tl.store(trees.excess + at * splits + split, tl.sum(excess.to(tl.float64), 1), live)
+    tl.store(trees.rest + at * splits + split, tl.sum(raw.to(tl.float64), 1), live)
+
+
+@triton.jit
+def _share(
+    p,
+    q,
+    trees,
+    rows,
+    shares,
+    count,
+    splits,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A split's share in the weights of the last token."""
+    at, live = my_rows(count, ROWS)
+    row = tl.load(rows + at, live, -1)
+    live = row >= 0
+    split = tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
+    slot = tl.load(trees.stop + row, live, 0)
+    weight, _, _ = left(p, q, trees, row, slot, -1, live, token, splits, DTYPE, SPLITS)
+    tl.store(shares + row * splits + split, tl.sum(weight.to(tl.float64), 1), live)
+
+
+@triton.jit
+def _recover(
+    p,
+    q,
+    trees,
+    rows,
+    shares,
+    coins,
+    out_tokens,
+    out_accepted,
+    out_path,
+    out_kinds,
+    count,
+    splits,
+    depth,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The last token, by its coin, and the way up from it."""
+    at, live = my_rows(count, ROWS)
+    row = tl.load(rows + at, live, -1)
+    live = row >= 0
+    slot = tl.load(trees.stop + row, live, 0)
+    split, rest = find_split(shares, row, live, tl.load(coins + row, live, 0.0), splits, SPLITS)
+    token = split[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    weight, _, _ = left(p, q, trees, row, slot, -1, live, token, splits, DTYPE, SPLITS)
+    last = split * BLOCK + find_token(weight, rest)
+    inner = tl.load(trees.child + row * (trees.width + 1) + slot, live, -1) >= 0
+    column = tl.arange(0, COLUMNS)[None, :]
+    path = tl.full([ROWS, COLUMNS], -1, tl.int64)
+    run = tl.full([ROWS, COLUMNS], -1, tl.int64)
+    node = slot - 1
+    length = tl.load(trees.depth + row * trees.width + node, live & (node >= 0), 0).to(tl.int32)
+    place = length - 1
+    climbing = live & (node >= 0)
+    while tl.max(climbing.to(tl.int32), 0) > 0:
+        mine = climbing[:, None] & (column == place[:, None])
+        path = tl.where(mine, node[:, None], path)
+        run = tl.where(mine, tl.load(trees.tokens + row * trees.width + node, climbing, 0)[:, None], run)
+        node = tl.where(climbing, tl.load(trees.parents + row * trees.width + node, climbing, -1), node)
+        place -= 1
+        climbing = climbing & (node >= 0)
+    put(row, live, path, run, length, last, inner, out_tokens, out_accepted, out_path, out_kinds, depth, COLUMNS)
