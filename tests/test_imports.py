@@ -18,8 +18,8 @@ SOURCE = Path(paceline.__file__).parent
 # also import one another, as long as no cycle comes of it.
 RANKS: list[set[str]] = [
     {
-        *("errors", "config", "sampling_params", "outputs", "draft", "rng", "rng_triton", "sequence", "theory", "machine"),
-        *("tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab", "speculative_config"),
+        *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
+        *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab", "speculative_config"),
     },
     {"models", "verify"},
     {"controls"},

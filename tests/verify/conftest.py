@@ -5,7 +5,7 @@ import pytest
 from tests.verify import device
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def kernels_alone():
     """The package of kernels, ready to be called."""
     if (reason := device.missing()) is not None:

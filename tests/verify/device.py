@@ -1,4 +1,4 @@
-"""The device's kernels for tests: interpreted on a CPU, by the very source a GPU compiles, or compiled where there is one.
+"""The device's kernels for tests: interpreted on a CPU, the very source a GPU compiles, or compiled where there is one.
 
 Tests build their tensors on the CPU either way; what is handed to compiled kernels is moved there and back. The
 interpreter patches triton.language again at every call of a kernel's helper; here once, which is five times faster.

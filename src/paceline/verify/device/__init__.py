@@ -52,7 +52,7 @@ def verify(
     only_chains: bool,
     source: CoinSource,
 ) -> Verdict:
-    """As verify.verify. Without routes rows are sorted on the device, and each rule skips those that are not its own."""
+    """As verify.verify. Without routes the device sorts the rows, and each rule skips those that are not its own."""
     lens = Lens.of(edit(logits, controls, nodes), controls, nodes)
     if draws.coins is not None or draws.seeded is not None:
         lens = lens.filtered(controls, nodes)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.verify.device import tiles
-from paceline.verify.device.tiles import P, Tile, divide, kept, key_of, my_rows, programs, summed, tempered
+from paceline.verify.device.tiles import P, Tile, divide, kept, kernel, key_of, my_rows, programs, summed, tempered
 from paceline.verify.processors import Controls, Nodes
 
 WAYS = tl.constexpr(16)
@@ -46,7 +46,17 @@ class Lens:
         tops, places = peak.new_empty(rows, tile.splits), best.new_empty(rows, tile.splits)
         _peak[tile.grid(rows)](p, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
         _row[(programs(rows),)](
-            p, tops, places, best, nodes.seq, controls.temperature, rows, tile.splits, tile.dtype, tiles.ROWS, tile.padded
+            p,
+            tops,
+            places,
+            best,
+            nodes.seq,
+            controls.temperature,
+            rows,
+            tile.splits,
+            tile.dtype,
+            tiles.ROWS,
+            tile.padded,
         )
         return Lens(p, tile, best)
 
@@ -64,15 +74,34 @@ class Lens:
         for wanted, count in ((controls.top_k, True), (controls.top_p, False)):
             if wanted is None and not (fresh and count):
                 continue
-            _open[(programs(rows),)](*state, *asked, wanted, rows, last, self.p.vocab, fresh, count, self.tile.dtype, tiles.ROWS)
+            _open[(programs(rows),)](
+                *state, *asked, wanted, rows, last, self.p.vocab, fresh, count, self.tile.dtype, tiles.ROWS
+            )
             fresh = False
             for turn in range(0 if wanted is None else _PASSES[peak.dtype]):
                 parts.reverse()
                 _measure[self.tile.grid(rows)](
-                    self.p, *state, *parts, rows, self.tile.splits, turn == 0, count, self.tile.dtype, tiles.ROWS, self.tile.block
+                    self.p,
+                    *state,
+                    *parts,
+                    rows,
+                    self.tile.splits,
+                    turn == 0,
+                    count,
+                    self.tile.dtype,
+                    tiles.ROWS,
+                    self.tile.block,
                 )
                 _narrow[(programs(rows),)](
-                    *state, parts[1], nodes.seq, wanted, rows, self.tile.splits, turn == 0 and not count, tiles.ROWS, self.tile.padded
+                    *state,
+                    parts[1],
+                    nodes.seq,
+                    wanted,
+                    rows,
+                    self.tile.splits,
+                    turn == 0 and not count,
+                    tiles.ROWS,
+                    self.tile.padded,
                 )
         return Lens(self.p._replace(cut=high), self.tile, self.best)
 
@@ -81,7 +110,9 @@ class Lens:
         rows = self.best.shape[0]
         shares = self.p.peak.new_empty(rows, self.tile.splits, dtype=torch.float64)
         total = shares.new_empty(rows)
-        _weigh[self.tile.grid(rows)](self.p, shares, rows, self.tile.splits, self.tile.dtype, tiles.ROWS, self.tile.block)
+        _weigh[self.tile.grid(rows)](
+            self.p, shares, rows, self.tile.splits, self.tile.dtype, tiles.ROWS, self.tile.block
+        )
         _total[(programs(rows),)](shares, total, rows, self.tile.splits, tiles.ROWS, self.tile.padded)
         return Lens(self.p._replace(total=total), self.tile, self.best, shares)
 
@@ -93,7 +124,7 @@ class Lens:
         return out
 
 
-@triton.jit
+@kernel
 def _peak(p, tops, places, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Each split's highest logit, and the first token that has it."""
     row, live = my_rows(rows, ROWS)
@@ -105,7 +136,7 @@ def _peak(p, tops, places, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr
     tl.store(places + row * splits + split, split * BLOCK + tl.argmax(logit, 1), live)
 
 
-@triton.jit
+@kernel
 def _row(
     p,
     tops,
@@ -130,13 +161,12 @@ def _row(
     if temperature is not None:
         asked = tl.load(temperature + tl.load(seq + row, live, 0), live, 1.0)
         scale = tl.where(asked > 0, asked, 1.0)
-        if DTYPE == tl.float64:
-            tl.store(p.scale + row, tl.clamp(scale.to(DTYPE), 2.2250738585072014e-308, 1.7976931348623157e308), live)
-        else:
-            tl.store(p.scale + row, tl.clamp(scale.to(DTYPE), 1.1754943508222875e-38, 3.4028234663852886e38), live)
+        tiny = 2.2250738585072014e-308 if tl.float64 == DTYPE else 1.1754943508222875e-38
+        huge = 1.7976931348623157e308 if tl.float64 == DTYPE else 3.4028234663852886e38
+        tl.store(p.scale + row, tl.clamp(scale.to(DTYPE), tiny, huge), live)
 
 
-@triton.jit
+@kernel
 def _open(
     low,
     high,
@@ -182,7 +212,7 @@ def _open(
     tl.store(pick + row, tl.zeros([ROWS], tl.int32), live)
 
 
-@triton.jit
+@kernel
 def _measure(
     p,
     low,
@@ -228,7 +258,7 @@ def _measure(
             tl.store(after + mine + (way + 1), under, live)
 
 
-@triton.jit
+@kernel
 def _narrow(
     low,
     high,
@@ -268,7 +298,7 @@ def _held(held, row, live, splits, column, SPLITS: tl.constexpr):
     return tl.sum(tl.load(held + (row[:, None] * splits + split) * (WAYS + 1) + column, here, 0.0).to(tl.float64), 1)
 
 
-@triton.jit
+@kernel
 def _weigh(p, shares, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, live = my_rows(rows, ROWS)
     split = tl.program_id(1)
@@ -277,13 +307,13 @@ def _weigh(p, shares, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLO
     tl.store(shares + row * splits + split, tl.sum(weight.to(tl.float64), 1), live)
 
 
-@triton.jit
+@kernel
 def _total(shares, total, rows, splits, ROWS: tl.constexpr, SPLITS: tl.constexpr):
     row, live = my_rows(rows, ROWS)
     tl.store(total + row, summed(shares, row, live, splits, SPLITS), live)
 
 
-@triton.jit
+@kernel
 def _write(p, out, rows, SHARES: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, live = my_rows(rows, ROWS)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.verify.chain import Rule
 from paceline.verify.device import tiles
 from paceline.verify.device.sampled import Sampled, delete, left, likelihood_ratio
-from paceline.verify.device.tiles import divide, my_rows, programs, summed
+from paceline.verify.device.tiles import divide, kernel, my_rows, programs, summed
 
 _DONE = tl.constexpr(-2)
 
@@ -41,11 +41,11 @@ def tree(found: Sampled, rows: Tensor, coins: Tensor) -> None:
     for turn in range(trees.width + 1):
         _turn[tile.grid(count)](
             *found[:3], rows, coins, judged, turn, count, trees.stop.shape[0], tile.splits,
-            turn == 0, tile.dtype, tiles.ROWS, tile.block, tile.padded,
+            turn == 0, tile.dtype, tiles.ROWS, tile.block, tile.padded, num_warps=8,
         )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _scale(trees, rows, count, BLOCKWISE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr):
     """a_0 = 1, a_i = min(1, a_{i-1} * p/q of token i); of the token rule 1, a residual of p as it is."""
     at, live = my_rows(count, ROWS)
@@ -64,7 +64,7 @@ def _scale(trees, rows, count, BLOCKWISE: tl.constexpr, DTYPE: tl.constexpr, ROW
         more = more & (node < length)
 
 
-@triton.jit
+@kernel
 def _delete_all(
     p,
     q,
@@ -87,7 +87,7 @@ def _delete_all(
         delete(p, q, trees, row, node, node, a, live, tl.program_id(1), splits, DTYPE, BLOCK, SPLITS)
 
 
-@triton.jit
+@kernel
 def _stop(
     trees,
     rows,
@@ -131,7 +131,7 @@ def kept_share(surplus, a, DTYPE: tl.constexpr):
     return tl.where(total > 0, divide(surplus, tl.where(total > 0, total, 1.0), DTYPE), a)
 
 
-@triton.jit
+@kernel
 def _turn(
     p,
     q,

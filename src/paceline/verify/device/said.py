@@ -17,7 +17,7 @@ from paceline.rng import Lane, bits
 from paceline.rng_triton import gumbel
 from paceline.verify.device import tiles
 from paceline.verify.device.lens import Lens
-from paceline.verify.device.tiles import find_split, find_token, kept, my_rows, programs, tempered
+from paceline.verify.device.tiles import find_split, find_token, kept, kernel, my_rows, programs, tempered
 from paceline.verify.processors import Nodes
 from paceline.verify.walk import CoinSource, Draws
 
@@ -38,9 +38,7 @@ def said(lens: Lens, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
         # The noise belongs to the position the token will take, whichever step or node says it.
         noise = bits(Lane.GUMBEL, key, committed + nodes.depth)
         tops, places = p.peak.new_empty(rows, tile.splits), tokens.new_empty(rows, tile.splits)
-        _noisy[tile.grid(rows)](
-            p, noise, kinds, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block
-        )
+        _noisy[tile.grid(rows)](p, noise, kinds, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
     _say[(programs(rows),)](
         p, lens.best, kinds, coins, shares, tops, places, tokens, rows, tile.splits,
         tile.dtype, tiles.ROWS, tile.block, tile.padded,
@@ -69,7 +67,7 @@ def walk(draft: Draft, drawn: Tensor, row_of: Tensor, rows: Tensor | None, verdi
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _noisy(
     p,
     noise,
@@ -97,7 +95,7 @@ def _noisy(
         tl.store(places + row * splits + split, split * BLOCK + tl.argmax(logit, 1), seeded)
 
 
-@triton.jit
+@kernel
 def _say(
     p,
     best,
@@ -133,7 +131,7 @@ def _say(
     tl.store(tokens + row, token, live)
 
 
-@triton.jit
+@kernel
 def _walk(
     tokens,
     parents,

@@ -26,6 +26,7 @@ from paceline.verify.device.tiles import (
     divide,
     find_split,
     find_token,
+    kernel,
     my_rows,
     probability,
     programs,
@@ -110,7 +111,9 @@ def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verd
     trees, tile, count, batch = found.trees, found.tile, rows.shape[0], verdict.tokens.shape[0]
     coins = source(Lane.RESIDUAL, draws.key, draws.committed, trees.stop - 1)
     shares = trees.excess.new_empty(batch, tile.splits)
-    _share[tile.grid(count)](*found[:3], rows, shares, count, tile.splits, tile.dtype, tiles.ROWS, tile.block, tile.padded)
+    _share[tile.grid(count)](
+        *found[:3], rows, shares, count, tile.splits, tile.dtype, tiles.ROWS, tile.block, tile.padded
+    )
     _recover[(programs(count),)](
         *found[:3], rows, shares, coins, verdict.tokens, verdict.num_accepted, verdict.path, verdict.kinds,
         count, tile.splits, verdict.path.shape[1],
@@ -118,7 +121,7 @@ def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verd
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _kin(trees, batch, ROWS: tl.constexpr, NODES: tl.constexpr):
     """Every slot's first child, every node's next sibling."""
     row, live = my_rows(batch, ROWS)
@@ -138,7 +141,7 @@ def _kin(trees, batch, ROWS: tl.constexpr, NODES: tl.constexpr):
     tl.store(trees.sibling + row[:, None] * trees.width + slot, tl.where(after < NODES, after, -1), here)
 
 
-@triton.jit
+@kernel
 def _ratio(p, q, trees, count, DTYPE: tl.constexpr, NODES: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * NODES + tl.arange(0, NODES)
     row, node = at // trees.width, at % trees.width
@@ -155,22 +158,18 @@ def _ratio(p, q, trees, count, DTYPE: tl.constexpr, NODES: tl.constexpr):
 def proposed(p, q, row, live, token, DTYPE: tl.constexpr):
     """(ROWS, X) q of tokens (1 or ROWS, X), 0 where the drafter has no such token."""
     here = live[:, None] & (row >= 0)[:, None] & (token < p.vocab)
+    column = token
     if q.place is not None:
         column = tl.load(q.place + token, token < p.vocab, -1)
         here = here & (column >= 0)
-        return tl.load(q.probs + row[:, None] * q.stride + column, here, 0.0).to(DTYPE)
-    else:
-        return tl.load(q.probs + row[:, None] * q.stride + token, here, 0.0).to(DTYPE)
+    return tl.load(q.probs + row[:, None] * q.stride + column, here, 0.0).to(DTYPE)
 
 
 @triton.jit
 def likelihood_ratio(p, q, DTYPE: tl.constexpr):
     """As chain.likelihood_ratio."""
     ratio = tl.where(q > 0, divide(p, tl.where(q > 0, q, 1.0), DTYPE), 0.0)
-    if DTYPE == tl.float64:
-        return tl.minimum(ratio, 1.7976931348623157e308)
-    else:
-        return tl.minimum(ratio, 3.4028234663852886e38)
+    return tl.minimum(ratio, 1.7976931348623157e308 if tl.float64 == DTYPE else 3.4028234663852886e38)
 
 
 @triton.jit
@@ -230,7 +229,7 @@ def delete(
     tl.store(trees.rest + at * splits + split, tl.sum(raw.to(tl.float64), 1), live)
 
 
-@triton.jit
+@kernel
 def _share(
     p,
     q,
@@ -255,7 +254,7 @@ def _share(
     tl.store(shares + row * splits + split, tl.sum(weight.to(tl.float64), 1), live)
 
 
-@triton.jit
+@kernel
 def _recover(
     p,
     q,

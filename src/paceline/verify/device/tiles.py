@@ -59,6 +59,11 @@ def programs(rows: int) -> int:
     return int(triton.cdiv(rows, ROWS))
 
 
+def kernel(function):
+    """A kernel that is launched; how many rows there are is no reason to compile it again."""
+    return triton.jit(function, do_not_specialize=["rows", "count", "batch", "turn"])
+
+
 @triton.jit
 def my_rows(count, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -68,19 +73,13 @@ def my_rows(count, ROWS: tl.constexpr):
 @triton.jit
 def divide(x, y, DTYPE: tl.constexpr):
     """Rounded to nearest, as on a CPU."""
-    if DTYPE == tl.float64:
-        return x / y
-    else:
-        return tl.div_rn(x, y)
+    return x / y if tl.float64 == DTYPE else tl.div_rn(x, y)
 
 
 @triton.jit
 def key_of(tempered, DTYPE: tl.constexpr):
     """Integers that rise as tempered logits fall from 0."""
-    if DTYPE == tl.float64:
-        return tl.abs(tempered).to(tl.int64, bitcast=True)
-    else:
-        return tl.abs(tempered).to(tl.int32, bitcast=True)
+    return tl.abs(tempered).to(tl.int64 if tl.float64 == DTYPE else tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,147 @@
+"""The checks notice when a kernel is wrong: each mutation of the device's source must fail one of them.
+
+As test_mutations, and with the mutated text in a file: Triton reads a kernel's source from there.
+"""
+
+import importlib
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.verify import device
+from tests.verify.enumeration import Fixed, Setting, Toy, chains, check
+from tests.verify.test_mutations import FOLDER, fresh
+
+TOYS, TWO = (Toy(1, 3), Toy(2, 3)), (Toy(1, 2), Toy(2, 2))
+NEAR = 5e-14
+CHECKS = {
+    "token": (Setting(*TWO, tuple(chains(2)), rule="token", near=NEAR), 1),
+    "block": (Setting(*TWO, tuple(chains(2)), near=NEAR), 1),
+    "two steps": (Setting(*TWO, tuple(chains(1)), near=NEAR), 2),
+    "filtered": (
+        Setting(Toy(1, 3), Fixed([0.3, 0.0, 0.7]), tuple(chains(1)), temperature=0.7, top_k=2, near=NEAR),
+        1,
+    ),
+    "tree": (Setting(*TOYS, (-1, -1, 1), near=NEAR), 1),
+    "walk": (Setting(*TWO, tuple(chains(2)), sampled=False), 1),
+    "walk, two steps": (Setting(*TWO, tuple(chains(1)), sampled=False), 2),
+}
+
+MUTATIONS = {
+    # p
+    "p that does not sum to one": (
+        "tiles",
+        "    return divide(weight, tl.load(p.total",
+        "    return weight + 0 * divide(weight, tl.load(p.total",
+        "block",
+    ),
+    "a coin that is not scaled to the sum": ("tiles", "coin * tl.max(ends, 1)", "coin", "walk"),
+    "the wrong side of the coin": ("tiles", "(ends <= point[:, None])", "(ends > point[:, None])", "walk"),
+    "another p": ("lens", "tl.sum(weight.to(tl.float64), 1)", "tl.sum(weight.to(tl.float64) + 1.0, 1)", "walk"),
+    "the last token kept is not": ("tiles", "key_of(logit, DTYPE) <= cut", "key_of(logit, DTYPE) < cut", "filtered"),
+    "one token too many": ("lens", ">= enough, way, picked)", "> enough, way, picked)", "filtered"),
+    "no temperature": ("tiles", "    if p.scale is not None:", "    if p.stride is None:", "filtered"),
+    # the walk
+    "walk coins of the last step": (
+        "said",
+        "Lane.WALK, key, committed,",
+        "Lane.WALK, key, 0 * committed,",
+        "walk, two steps",
+    ),
+    "follows what was not said": ("said", "used & (token == tl.load(drawn", "used & (token != tl.load(drawn", "walk"),
+    "follows a child of another": (
+        "said",
+        "agrees & (above == at[:, None])",
+        "agrees & (above >= at[:, None])",
+        "walk",
+    ),
+    # chains
+    "q over p": (
+        "sampled",
+        "divide(p, tl.where(q > 0, q, 1.0), DTYPE)",
+        "divide(q, tl.where(p > 0, p, 1.0), DTYPE)",
+        "token",
+    ),
+    "token rule the wrong way round": ("rules", "coin <= ratio.to", "coin > ratio.to", "token"),
+    "block rule the wrong way round": ("rules", "coin <= keep.to", "coin > keep.to", "block"),
+    "acceptance without its normalisation": (
+        "rules",
+        "divide(surplus, tl.where(total > 0, total, 1.0), DTYPE), a)",
+        "surplus, a)",
+        "block",
+    ),
+    "scales of the token rule": (
+        "rules",
+        "        if BLOCKWISE:\n            a = ",
+        "        if trees.width is None:\n            a = ",
+        "block",
+    ),
+    "the excess of another scale": (
+        "sampled",
+        "positive(a[:, None] * target - drafter)",
+        "positive(target - drafter)",
+        "block",
+    ),
+    "p for the residual": ("sampled", "some = more & (surplus > 0)", "some = more & (surplus < 0)", "block"),
+    "residual coins of the last step": (
+        "sampled",
+        "draws.committed, trees.stop",
+        "0 * draws.committed, trees.stop",
+        "two steps",
+    ),
+    # trees
+    "tree rule the wrong way round": ("rules", "coin <= a.to", "coin > a.to", "tree"),
+    "q is not renormalised": ("sampled", "divide(raw, tl.where(mass > 0, mass, 1.0)[:, None], DTYPE)", "raw", "tree"),
+    "q keeps what was deleted": (
+        "sampled",
+        "(token == tl.load(trees.tokens + at, more, -1)[:, None])",
+        "(token < 0)",
+        "tree",
+    ),
+    "p is not renormalised": (
+        "sampled",
+        "divide(excess, tl.where(some, surplus, 1.0)[:, None], DTYPE)",
+        "excess",
+        "tree",
+    ),
+    "siblings are judged as before": (
+        "rules",
+        "            ratio = tl.sum(likelihood_ratio(",
+        "            ratio += 0.0 * tl.sum(likelihood_ratio(",
+        "tree",
+    ),
+    "a parent's a stays as it was": ("rules", "tl.where(total > 0, divide", "tl.where(total < 0, divide", "tree"),
+}
+
+
+def mutant(folder, stem, old, new):
+    """The package with one text of one kernel file replaced, every tensor sent to its kernels."""
+    path = FOLDER / "verify" / "device" / f"{stem}.py"
+    text = path.read_text()
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path.name}"
+    changed = folder / path.name
+    changed.write_text(text.replace(old, new))
+    with fresh(f"paceline.verify.device.{stem}", changed, changed.read_text()):
+        package = importlib.import_module("paceline.verify")
+        kernels = device.served(importlib.import_module("paceline.verify.device"))
+        sys.modules["paceline.verify.seam"].kernels = lambda tensor: kernels
+        return SimpleNamespace(verify=package, rng=sys.modules["paceline.rng"])
+
+
+@pytest.mark.usefixtures("kernels_alone")
+def test_a_copy_without_a_mutation_passes(tmp_path):
+    same = mutant(tmp_path, "rules", "coin <= a.to", "coin <= a.to")
+    for setting, steps in CHECKS.values():
+        check(replace(setting, code=same), steps)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_noticed(name, tmp_path):
+    stem, old, new, by = MUTATIONS[name]
+    setting, steps = CHECKS[by]
+    changed = replace(setting, code=mutant(tmp_path, stem, old, new))
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+        check(changed, steps)
