@@ -28,17 +28,18 @@ FEW = Fixed([0.3, 0.0, 0.7], [0.6, 0.0, 0.4])
 # Two steps each are costly here; the coins they share or not are rng's either way.
 SETTINGS = {
     "token level": (Setting(TARGET, DRAFTER, tuple(chains(2)), rule="token", near=NEAR), 1),
-    "block": (Setting(Toy(1, 2), Toy(2, 2), tuple(chains(3)), near=NEAR), 2),
+    "block": (Setting(Toy(1, 2), Toy(2, 2), tuple(chains(2)), near=NEAR), 2),
+    "block, chain of 3": (Setting(TARGET, DRAFTER, tuple(chains(3)), near=NEAR), 1),
     "block, zeros in p and q": (Setting(SPARSE_P, SPARSE_Q, tuple(chains(2)), near=NEAR), 1),
     "block, filtered, small draft vocabulary": (
-        Setting(TARGET, FEW, tuple(chains(2)), ids=(2, 0), temperature=1.3, top_k=2, near=NEAR),
+        Setting(TARGET, FEW, tuple(chains(1)), ids=(2, 0), temperature=1.3, top_k=2, near=NEAR),
         1,
     ),
     "tree of two levels": (Setting(TARGET, DRAFTER, (-1, -1, 1, 2), near=NEAR), 1),
     "tree of three children": (Setting(Toy(5, 4), Toy(6, 4), (-1, -1, -1), near=NEAR), 1),
     "tree, zeros in p and q": (Setting(SPARSE_P, SPARSE_Q, (-1, -1, 0, 1), near=NEAR), 1),
     "tree, two steps": (Setting(Toy(1, 2), Toy(2, 2), (-1, -1, 0), near=NEAR), 2),
-    "walk": (Setting(TARGET, DRAFTER, (-1, -1, 0), sampled=False), 2),
+    "walk": (Setting(Toy(1, 2), Toy(2, 2), (-1, -1, 0), sampled=False), 2),
 }
 
 
@@ -53,8 +54,13 @@ def test_three_tokens_are_distributed_as_the_targets(kernels, name):
 
 @pytest.fixture
 def small_splits(kernels_alone, monkeypatch):
-    """Rows of more than one split, and, as on a device, one row a program."""
+    """Rows of more than one split."""
     monkeypatch.setattr(kernels_alone.lens.tiles, "BLOCK", 16)
+
+
+@pytest.fixture
+def a_row_a_program(kernels_alone, monkeypatch):
+    """As on a device."""
     monkeypatch.setattr(kernels_alone.lens.tiles, "ROWS", 1)
 
 
@@ -118,8 +124,12 @@ def test_rows_of_all_kinds_are_judged_as_on_the_host(kernels_alone, dtype):
 
 
 def test_rows_of_several_splits_are_judged_as_on_the_host(kernels_alone, small_splits):
-    given = mixed_batch(10, 70, seed=3)
-    assert_same(*both(given, max_depth=4))
+    assert_same(*both(mixed_batch(40, 40, seed=3, dtype=torch.float32), max_depth=4))
+
+
+def test_a_row_a_program_is_judged_as_on_the_host(kernels_alone, a_row_a_program):
+    shapes = [[-1, -1, 1], chains(2)]
+    assert_same(*both(sampled_batch(2, shapes, seed=8), max_depth=2))
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
@@ -215,14 +225,14 @@ def test_a_row_is_the_same_bits_in_any_batch(kernels, small_splits):
         assert torch.equal(everything(slice(row, row + 1)), together[row : row + 1])
 
 
-def test_the_first_of_equal_logits_wins_across_splits(kernels, small_splits):
+def test_the_first_of_equal_logits_wins_across_splits(kernels, small_splits, a_row_a_program):
     logits = torch.zeros(2, 50)
     logits[0, [33, 40]] = 1.0
     draws = Draws(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
     assert draw(logits, draws, Nodes.roots(2)).tolist() == [33, 0]
 
 
-def test_coins_at_the_very_ends_pick_tokens_that_can_be_said(kernels, small_splits):
+def test_coins_at_the_very_ends_pick_tokens_that_can_be_said(kernels, small_splits, a_row_a_program):
     logits = torch.full((4, 60), -math.inf, dtype=torch.float64)
     logits[:, 20], logits[:, 37], logits[:, 41] = 0.0, -200.0, 1.0
     ends = torch.tensor([2.0**-53, 1 - 2.0**-53, 0.1, 0.9], dtype=torch.float64)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.verify.chain import Rule
 from paceline.verify.device import tiles
-from paceline.verify.device.sampled import Sampled, delete, left, likelihood_ratio
+from paceline.verify.device.sampled import Sampled, after, delete, likelihood_ratio
 from paceline.verify.device.tiles import divide, kernel, my_rows, programs, summed
 
 _DONE = tl.constexpr(-2)
@@ -26,7 +26,7 @@ def chain(found: Sampled, rows: Tensor, coins: Tensor, rule: Rule) -> None:
     trees, tile, count = found.trees, found.tile, rows.shape[0]
     _scale[(programs(count),)](trees, rows, count, rule == "block", tile.dtype, tiles.ROWS, num_warps=1)
     _delete_all[(programs(count * trees.width), tile.splits)](
-        *found[:3], rows, count * trees.width, tile.splits, tile.dtype, tiles.ROWS, tile.block, tile.padded
+        *found[:3], rows, count * trees.width, tile.splits, tile.dtype, tiles.ROWS, tile.block
     )
     nodes = triton.next_power_of_2(trees.width)
     _stop[(programs(count),)](
@@ -75,7 +75,6 @@ def _delete_all(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """What is left of every slot of a chain that loses its child."""
     at, live = my_rows(count, ROWS)
@@ -84,7 +83,7 @@ def _delete_all(
     live = live & (node < tl.load(trees.num_nodes + row, live, 0))
     if tl.max(live.to(tl.int32), 0) > 0:
         a = tl.load(trees.before + row * trees.width + node, live, 0.0)
-        delete(p, q, trees, row, node, node, a, live, tl.program_id(1), splits, DTYPE, BLOCK, SPLITS)
+        delete(p, q, trees, row, node, node, a, live, -1, 0.0, 0.0, tl.program_id(1), splits, DTYPE, BLOCK)
 
 
 @kernel
@@ -108,13 +107,15 @@ def _stop(
     length = tl.load(trees.num_nodes + row, live, 0)[:, None]
     used = live[:, None] & (node < length)
     coin = tl.load(coins + row[:, None] * trees.width + node, used, 2.0)
+    split = tl.arange(0, SPLITS)[None, None, :]
+    shares = trees.excess + (row[:, None] * trees.width + node)[:, :, None] * splits + split
+    surplus = tl.sum(tl.load(shares, used[:, :, None] & (split < splits), 0.0), 2).to(DTYPE)
+    tl.store(trees.surplus + row[:, None] * trees.width + node, surplus, used)
     if BLOCKWISE:
         a = tl.load(trees.a + row[:, None] * (trees.width + 1) + node + 1, used, 0.0)
-        inner = used & (node + 1 < length)
-        split = tl.arange(0, SPLITS)[None, None, :]
-        shares = trees.excess + (row[:, None] * trees.width + node + 1)[:, :, None] * splits + split
-        surplus = tl.sum(tl.load(shares, inner[:, :, None] & (split < splits), 0.0), 2).to(DTYPE)
-        keep = tl.where(inner, kept_share(surplus, a, DTYPE), a)
+        inner = used & (node + 1 < length)  # behind the last token nothing was drafted
+        below = tl.sum(tl.load(shares + splits, inner[:, :, None] & (split < splits), 0.0), 2).to(DTYPE)
+        keep = tl.where(inner, kept_share(below, a, DTYPE), a)
         stop = tl.max(tl.where(used & (coin <= keep.to(tl.float64)), node + 1, 0), 1)
     else:
         ratio = tl.load(trees.ratio + row[:, None] * trees.width + node, used, 0.0)
@@ -157,6 +158,7 @@ def _turn(
     writes = split == 0
     nodes, slots = row * trees.width, row * (trees.width + 1)
     gone = tl.full([ROWS], -1, tl.int64)
+    surplus, mass = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], DTYPE)
     slot = tl.zeros([ROWS], tl.int64)  # the parent of the node deleted last, and what that leaves of its a
     a = tl.full([ROWS], 1.0, DTYPE)
     child = tl.load(trees.child + slots, live, -1)
@@ -165,17 +167,22 @@ def _turn(
         live = live & (gone != _DONE)
         slot = tl.load(trees.parents + nodes + gone, live, -1) + 1
         surplus = summed(trees.excess, nodes + gone, live, splits, SPLITS).to(DTYPE)
-        a = kept_share(surplus, tl.load(trees.before + nodes + gone, live, 1.0), DTYPE)
+        mass = summed(trees.rest, nodes + gone, live, splits, SPLITS).to(DTYPE)
+        tl.store(trees.surplus + nodes + gone, surplus, live & writes)
+        tl.store(trees.mass + nodes + gone, mass, live & writes)
         child = tl.load(trees.sibling + nodes + gone, live, -1)
+        old = tl.load(trees.before + nodes + gone, live, 1.0)
+        a = kept_share(surplus, old, DTYPE)
     tl.store(trees.a + slots + slot, a, live & writes)
     if tl.max(live.to(tl.int32), 0) > 0:
         # Down to the first leaf of the next child, or up to the parent itself.
         down = live & (child >= 0)
         ratio = tl.load(trees.ratio + nodes + child, down, 0.0)
         if not FIRST:
-            token = tl.load(trees.tokens + nodes + child, down, 0)[:, None]
-            target, drafter, _ = left(p, q, trees, row, slot, child, down, token, splits, DTYPE, SPLITS)
-            ratio = tl.sum(likelihood_ratio(target, drafter, DTYPE), 1)
+            ahead = trees.ahead + (nodes + gone) * 3
+            target, drafter = tl.load(ahead, down, 0.0), tl.load(ahead + 1, down, 0.0)
+            drafted = divide(tl.load(ahead + 2, down, 0.0), tl.where(mass > 0, mass, 1.0), DTYPE)
+            ratio = likelihood_ratio(after(old, target, drafter, surplus, DTYPE), drafted, DTYPE)
         node = slot - 1
         above = a
         while tl.max(down.to(tl.int32), 0) > 0:
@@ -196,4 +203,4 @@ def _turn(
         tl.store(judged + turn * batch + row, node, goes & writes)
         tl.store(trees.before + nodes + node, above, goes & writes)
         if tl.max(goes.to(tl.int32), 0) > 0:
-            delete(p, q, trees, row, node, parent, above, goes, split, splits, DTYPE, BLOCK, SPLITS)
+            delete(p, q, trees, row, node, parent, above, goes, gone, surplus, mass, split, splits, DTYPE, BLOCK)

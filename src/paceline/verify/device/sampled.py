@@ -30,7 +30,6 @@ from paceline.verify.device.tiles import (
     my_rows,
     probability,
     programs,
-    summed,
 )
 from paceline.verify.walk import CoinSource, Draws
 
@@ -60,6 +59,9 @@ class Trees(NamedTuple):
     before: Tensor  # (B, N) a of the parent when the node was deleted
     excess: Tensor  # (B, N, splits) float64 sum of (a p - q)+ at the parent when the node was deleted
     rest: Tensor  # (B, N, splits) float64 sum of the parent's q without the node and those deleted before
+    surplus: Tensor  # (B, N) the excess of all splits
+    mass: Tensor  # (B, N) the rest of all splits
+    ahead: Tensor  # (B, N, 3) the parent's p and q of the next sibling's token before the node went, and q as drafted
     stop: Tensor  # (B,) the slot the row stops at
 
 
@@ -98,6 +100,9 @@ class Sampled(NamedTuple):
             before=real(batch, width),
             excess=real(batch, width, splits, dtype=torch.float64),
             rest=real(batch, width, splits, dtype=torch.float64),
+            surplus=real(batch, width),
+            mass=torch.zeros_like(draft.tokens, dtype=lens.tile.torch_dtype),
+            ahead=real(batch, width, 3),
             stop=torch.zeros_like(draft.num_nodes),
         )
         found = Sampled(lens.p, Q(probs, probs.stride(0), place), trees, lens.tile)
@@ -111,9 +116,7 @@ def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verd
     trees, tile, count, batch = found.trees, found.tile, rows.shape[0], verdict.tokens.shape[0]
     coins = source(Lane.RESIDUAL, draws.key, draws.committed, trees.stop - 1)
     shares = trees.excess.new_empty(batch, tile.splits)
-    _share[tile.grid(count)](
-        *found[:3], rows, shares, count, tile.splits, tile.dtype, tiles.ROWS, tile.block, tile.padded
-    )
+    _share[tile.grid(count)](*found[:3], rows, shares, count, tile.splits, tile.dtype, tiles.ROWS, tile.block)
     _recover[(programs(count),)](
         *found[:3], rows, shares, coins, verdict.tokens, verdict.num_accepted, verdict.path, verdict.kinds,
         count, tile.splits, verdict.path.shape[1],
@@ -173,9 +176,9 @@ def likelihood_ratio(p, q, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def left(p, q, trees, row, slot, until, live, token, splits, DTYPE: tl.constexpr, SPLITS: tl.constexpr):
+def left(p, q, trees, row, slot, until, live, token, newest, its_surplus, its_mass, DTYPE: tl.constexpr):
     """(ROWS, X) p and q of tokens (1 or ROWS, X) at slots (ROWS,) that have lost their children before `until`, -1:
-    all of them; and q as it was drafted, 0 for those children."""
+    all of them; and q as it was drafted, 0 for those children. What `newest` left may not be written down yet."""
     slots = row * (trees.width + 1) + slot
     target = probability(p, tl.load(trees.p_row + slots, live, 0), live, token, DTYPE)
     raw = proposed(p, q, tl.load(trees.q_row + slots, live, -1), live, token, DTYPE)
@@ -184,17 +187,24 @@ def left(p, q, trees, row, slot, until, live, token, splits, DTYPE: tl.constexpr
     more = live & (gone >= 0) & (gone != until)
     while tl.max(more.to(tl.int32), 0) > 0:
         at = row * trees.width + gone
-        surplus = summed(trees.excess, at, more, splits, SPLITS).to(DTYPE)
-        mass = summed(trees.rest, at, more, splits, SPLITS).to(DTYPE)
-        excess = positive(tl.load(trees.before + at, more, 0.0)[:, None] * target - drafter)
-        some = more & (surplus > 0)
-        target = tl.where(some[:, None], divide(excess, tl.where(some, surplus, 1.0)[:, None], DTYPE), target)
-        raw = tl.where(more[:, None] & (token == tl.load(trees.tokens + at, more, -1)[:, None]), 0.0, raw)
-        rest = divide(raw, tl.where(mass > 0, mass, 1.0)[:, None], DTYPE)
-        drafter = tl.where(more[:, None], rest, drafter)
+        new = gone == newest
+        surplus = tl.where(new, its_surplus, tl.load(trees.surplus + at, more & ~new, 0.0))
+        mass = tl.where(new, its_mass, tl.load(trees.mass + at, more & ~new, 0.0))
+        a, child = tl.load(trees.before + at, more, 0.0), tl.load(trees.tokens + at, more, -1)
         gone = tl.load(trees.sibling + at, more, -1)
+        lost = after(a[:, None], target, drafter, surplus[:, None], DTYPE)
+        target = tl.where(more[:, None], lost, target)
+        raw = tl.where(more[:, None] & (token == child[:, None]), 0.0, raw)
+        drafter = tl.where(more[:, None], divide(raw, tl.where(mass > 0, mass, 1.0)[:, None], DTYPE), drafter)
         more = more & (gone >= 0) & (gone != until)
     return target, drafter, raw
+
+
+@triton.jit
+def after(a, p, q, surplus, DTYPE: tl.constexpr):
+    """p of a slot that has lost a child: its excess over q; as it was where rounding, or a broken q, leaves nothing."""
+    some = surplus > 0
+    return tl.where(some, divide(positive(a * p - q), tl.where(some, surplus, 1.0), DTYPE), p)
 
 
 @triton.jit
@@ -213,20 +223,30 @@ def delete(
     slot,
     a,
     live,
+    newest,
+    its_surplus,
+    its_mass,
     split,
     splits,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """A split's share in what is left of the slot whose child `node` goes, its elder siblings being gone."""
     token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
-    target, drafter, raw = left(p, q, trees, row, slot, node, live, token, splits, DTYPE, SPLITS)
+    target, drafter, raw = left(p, q, trees, row, slot, node, live, token, newest, its_surplus, its_mass, DTYPE)
     at = row * trees.width + node
-    excess = positive(a[:, None] * target - drafter)
+    sibling = tl.load(trees.sibling + at, live, -1)
     raw = tl.where(token == tl.load(trees.tokens + at, live, -1)[:, None], 0.0, raw)
+    excess = positive(a[:, None] * target - drafter)
     tl.store(trees.excess + at * splits + split, tl.sum(excess.to(tl.float64), 1), live)
     tl.store(trees.rest + at * splits + split, tl.sum(raw.to(tl.float64), 1), live)
+    ahead = tl.load(trees.tokens + row * trees.width + sibling, live & (sibling >= 0), -1)
+    mine = (ahead >= split * BLOCK) & (ahead < (split + 1) * BLOCK)
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        here = token == ahead[:, None]
+        tl.store(trees.ahead + at * 3, tl.sum(tl.where(here, target, 0.0), 1), mine)
+        tl.store(trees.ahead + at * 3 + 1, tl.sum(tl.where(here, drafter, 0.0), 1), mine)
+        tl.store(trees.ahead + at * 3 + 2, tl.sum(tl.where(here, raw, 0.0), 1), mine)
 
 
 @kernel
@@ -241,7 +261,6 @@ def _share(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """A split's share in the weights of the last token."""
     at, live = my_rows(count, ROWS)
@@ -250,7 +269,7 @@ def _share(
     split = tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
     slot = tl.load(trees.stop + row, live, 0)
-    weight, _, _ = left(p, q, trees, row, slot, -1, live, token, splits, DTYPE, SPLITS)
+    weight, _, _ = left(p, q, trees, row, slot, -1, live, token, -1, 0.0, 0.0, DTYPE)
     tl.store(shares + row * splits + split, tl.sum(weight.to(tl.float64), 1), live)
 
 
@@ -282,7 +301,7 @@ def _recover(
     slot = tl.load(trees.stop + row, live, 0)
     split, rest = find_split(shares, row, live, tl.load(coins + row, live, 0.0), splits, SPLITS)
     token = split[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    weight, _, _ = left(p, q, trees, row, slot, -1, live, token, splits, DTYPE, SPLITS)
+    weight, _, _ = left(p, q, trees, row, slot, -1, live, token, -1, 0.0, 0.0, DTYPE)
     last = split * BLOCK + find_token(weight, rest)
     inner = tl.load(trees.child + row * (trees.width + 1) + slot, live, -1) >= 0
     column = tl.arange(0, COLUMNS)[None, :]
