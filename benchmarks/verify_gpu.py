@@ -4,7 +4,7 @@ Medians of replays between two events, the L2 cache flushed before each, and of 
 are normal with a deviation of 3 (some hundred tokens make up 90 %) or 1 ("flat": tens of thousands). "rejected" trees
 come from a q that has nothing to do with p, so that traversal takes every one of its turns.
 
-    python benchmarks/verify_gpu.py [--nodes 64] [--replays 30]
+    python benchmarks/verify_gpu.py [--nodes 64] [--replays 30] [--vocabs 128256 49152] [--rows 1 16]
 """
 
 from __future__ import annotations
@@ -147,10 +147,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--replays", type=int, default=30)
+    parser.add_argument("--vocabs", type=int, nargs="+", default=[128_256, 49_152])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
     options = parser.parse_args()
     lines = []
-    for vocab in (128_256, 49_152):
-        for rows in (1, 16):
+    for vocab in options.vocabs:
+        for rows in options.rows:
             for case in CASES:
                 work, _ = batch(case, rows, options.nodes, vocab)
                 verdict = work()

@@ -9,9 +9,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from paceline.verify import Controls, Nodes, process
 from tests.verify import device
-from tests.verify.enumeration import Fixed, Setting, Toy, chains, check
+from tests.verify.enumeration import Setting, Toy, chains, check
 from tests.verify.test_mutations import FOLDER, fresh
 
 TOYS, TWO = (Toy(1, 3), Toy(2, 3)), (Toy(1, 2), Toy(2, 2))
@@ -20,10 +22,6 @@ CHECKS = {
     "token": (Setting(*TWO, tuple(chains(2)), rule="token", near=NEAR), 1),
     "block": (Setting(*TWO, tuple(chains(2)), near=NEAR), 1),
     "two steps": (Setting(*TWO, tuple(chains(1)), near=NEAR), 2),
-    "filtered": (
-        Setting(Toy(1, 3), Fixed([0.3, 0.0, 0.7]), tuple(chains(1)), temperature=0.7, top_k=2, near=NEAR),
-        1,
-    ),
     "tree": (Setting(*TOYS, (-1, -1, 1), near=NEAR), 1),
     "walk": (Setting(*TWO, tuple(chains(2)), sampled=False), 1),
     "walk, two steps": (Setting(*TWO, tuple(chains(1)), sampled=False), 2),
@@ -40,9 +38,9 @@ MUTATIONS = {
     "a coin that is not scaled to the sum": ("tiles", "coin * tl.max(ends, 1)", "coin", "walk"),
     "the wrong side of the coin": ("tiles", "(ends <= point[:, None])", "(ends > point[:, None])", "walk"),
     "another p": ("lens", "tl.sum(weight.to(tl.float64), 1)", "tl.sum(weight.to(tl.float64) + 1.0, 1)", "walk"),
-    "the last token kept is not": ("tiles", "key_of(logit, DTYPE) <= cut", "key_of(logit, DTYPE) < cut", "filtered"),
-    "one token too many": ("lens", ">= enough, way, picked)", "> enough, way, picked)", "filtered"),
-    "no temperature": ("tiles", "    if p.scale is not None:", "    if p.stride is None:", "filtered"),
+    "the last token kept is not": ("tiles", "key_of(logit, DTYPE) <= cut", "key_of(logit, DTYPE) < cut", "filters"),
+    "one token too many": ("lens", ">= enough, way, picked)", "> enough, way, picked)", "filters"),
+    "no temperature": ("tiles", "    if p.scale is not None:", "    if p.stride is None:", "filters"),
     # the walk
     "walk coins of the last step": (
         "said",
@@ -132,21 +130,38 @@ def mutant(folder, stem, old, new):
         package = importlib.import_module("paceline.verify")
         kernels = device.served(importlib.import_module("paceline.verify.device"))
         sys.modules["paceline.verify.seam"].kernels = lambda tensor: kernels
-        return SimpleNamespace(verify=package, rng=sys.modules["paceline.rng"])
+        return SimpleNamespace(verify=package, rng=sys.modules["paceline.rng"], kernels=kernels)
+
+
+def check_filters(code):
+    """What a mutant's kernels leave of a few rows is what the host leaves."""
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(6))
+    controls = Controls(
+        temperature=torch.tensor([0.7, 1.0, 1.3, 1.0]),
+        top_k=torch.tensor([2, 0, 3, 0]),
+        top_p=torch.tensor([1.0, 0.6, 0.8, 1.0], dtype=torch.float64),
+    )
+    assert torch.equal(code.process(logits, controls, Nodes.roots(4)), process(logits, controls, Nodes.roots(4)))
+
+
+def run_check(by, code):
+    if by == "filters":
+        return check_filters(code.kernels)
+    setting, steps = CHECKS[by]
+    return check(replace(setting, code=code), steps)
 
 
 @pytest.mark.usefixtures("kernels_alone")
 def test_a_copy_without_a_mutation_passes(tmp_path):
     same = mutant(tmp_path, "rules", "coin <= a.to", "coin <= a.to")
-    for setting, steps in CHECKS.values():
-        check(replace(setting, code=same), steps)
+    for by in (*CHECKS, "filters"):
+        run_check(by, same)
 
 
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_noticed(name, tmp_path):
     stem, old, new, by = MUTATIONS[name]
-    setting, steps = CHECKS[by]
-    changed = replace(setting, code=mutant(tmp_path, stem, old, new))
+    changed = mutant(tmp_path, stem, old, new)
     with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
-        check(changed, steps)
+        run_check(by, changed)

@@ -92,10 +92,15 @@ class Controls:
         return list(zip(self.temperature.tolist(), *rest, strict=True))
 
     @property
+    def edits(self) -> bool:
+        """Somebody changes logits one by one."""
+        parts = (self.penalties, self.bias, self.bad_words, self.min_tokens)
+        return any(part is not None for part in parts)
+
+    @property
     def neutral(self) -> bool:
         """Processing would hand the logits back as they are."""
-        parts = (self.temperature, self.penalties, self.bias, self.bad_words, self.min_tokens)
-        return all(part is None for part in parts)
+        return self.temperature is None and not self.edits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +161,8 @@ def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
 
 def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
     """Penalties, biases and bans: what a greedy row takes its argmax of. The logits themselves where nobody asks."""
+    if controls.edits and logits.dtype.itemsize < 4:
+        logits = logits.float()  # half the bits do not hold the sum of a logit and a bias
     if controls.penalties is not None:
         penalise = _penalise_rows if logits.is_cpu else _penalise
         logits = penalise(logits, controls.penalties, nodes)
