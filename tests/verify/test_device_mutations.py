@@ -31,8 +31,8 @@ MUTATIONS = {
     # p
     "p that does not sum to one": (
         "tiles",
-        "    return divide(weight, tl.load(p.total",
-        "    return weight + 0 * divide(weight, tl.load(p.total",
+        "    return weight * inverse(",
+        "    return weight + 0 * inverse(",
         "block",
     ),
     "a coin that is not scaled to the sum": ("tiles", "coin * tl.max(ends, 1)", "coin", "walk"),
@@ -82,7 +82,7 @@ MUTATIONS = {
         "positive(target - drafter)",
         "block",
     ),
-    "p for the residual": ("sampled", "some = surplus > 0", "some = surplus < 0", "block"),
+    "p for the residual": ("sampled", "tl.where(scale > 0, positive", "tl.where(scale < 0, positive", "block"),
     "residual coins of the last step": (
         "sampled",
         "draws.committed, trees.stop",
@@ -91,24 +91,14 @@ MUTATIONS = {
     ),
     # trees
     "tree rule the wrong way round": ("rules", "coin <= a.to", "coin > a.to", "tree"),
-    "q is not renormalised": (
-        "sampled",
-        "divide(raw, tl.where(mass > 0, mass, 1.0)[:, None], DTYPE), drafter)",
-        "raw, drafter)",
-        "tree",
-    ),
+    "q is not renormalised": ("sampled", "raw * inverse(mass, DTYPE)[:, None], drafter)", "raw, drafter)", "tree"),
     "q keeps what was deleted": (
         "sampled",
         "more[:, None] & (token == child",
         "more[:, None] & (token < 0 * child",
         "tree",
     ),
-    "p is not renormalised": (
-        "sampled",
-        "divide(positive(a * p - q), tl.where(some, surplus, 1.0), DTYPE)",
-        "positive(a * p - q)",
-        "tree",
-    ),
+    "p is not renormalised": ("sampled", "positive(a * p - q) * scale, p)", "positive(a * p - q), p)", "tree"),
     "siblings are judged as before": (
         "rules",
         "            ratio = likelihood_ratio(after(",

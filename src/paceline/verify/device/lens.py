@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.verify.device import tiles
-from paceline.verify.device.tiles import P, Tile, divide, kept, kernel, key_of, my_rows, programs, summed, tempered
+from paceline.verify.device.tiles import P, Tile, inverse, kept, kernel, key_of, my_rows, programs, summed, tempered
 from paceline.verify.processors import Controls, Nodes
 
 WAYS = tl.constexpr(8)
@@ -337,5 +337,5 @@ def _write(p, out, rows, SHARES: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.con
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     value = kept(p, tempered(p, row, live, token, DTYPE), row, live, DTYPE)
     if SHARES:
-        value = divide(tl.exp(value), tl.load(p.total + row, live, 1.0).to(DTYPE)[:, None], DTYPE)
+        value = tl.exp(value) * inverse(tl.load(p.total + row, live, 1.0).to(DTYPE), DTYPE)[:, None]
     tl.store(out + row[:, None] * p.vocab + token, value, live[:, None] & (token < p.vocab))

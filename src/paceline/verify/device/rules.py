@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.verify.chain import Rule
 from paceline.verify.device import tiles
 from paceline.verify.device.sampled import Sampled, after, delete, likelihood_ratio
-from paceline.verify.device.tiles import divide, kernel, my_rows, programs, summed
+from paceline.verify.device.tiles import divide, inverse, kernel, my_rows, programs, summed
 
 _DONE = tl.constexpr(-2)
 
@@ -181,8 +181,8 @@ def _turn(
         if not FIRST:
             ahead = trees.ahead + (nodes + gone) * 3
             target, drafter = tl.load(ahead, down, 0.0), tl.load(ahead + 1, down, 0.0)
-            drafted = divide(tl.load(ahead + 2, down, 0.0), tl.where(mass > 0, mass, 1.0), DTYPE)
-            ratio = likelihood_ratio(after(old, target, drafter, surplus, DTYPE), drafted, DTYPE)
+            drafted = tl.load(ahead + 2, down, 0.0) * inverse(mass, DTYPE)
+            ratio = likelihood_ratio(after(old, target, drafter, inverse(surplus, DTYPE)), drafted, DTYPE)
         node = slot - 1
         above = a
         while tl.max(down.to(tl.int32), 0) > 0:

@@ -26,6 +26,7 @@ from paceline.verify.device.tiles import (
     divide,
     find_split,
     find_token,
+    inverse,
     kernel,
     my_rows,
     probability,
@@ -192,19 +193,19 @@ def left(p, q, trees, row, slot, until, live, token, newest, its_surplus, its_ma
         mass = tl.where(new, its_mass, tl.load(trees.mass + at, more & ~new, 0.0))
         a, child = tl.load(trees.before + at, more, 0.0), tl.load(trees.tokens + at, more, -1)
         gone = tl.load(trees.sibling + at, more, -1)
-        lost = after(a[:, None], target, drafter, surplus[:, None], DTYPE)
+        lost = after(a[:, None], target, drafter, inverse(surplus, DTYPE)[:, None])
         target = tl.where(more[:, None], lost, target)
         raw = tl.where(more[:, None] & (token == child[:, None]), 0.0, raw)
-        drafter = tl.where(more[:, None], divide(raw, tl.where(mass > 0, mass, 1.0)[:, None], DTYPE), drafter)
+        drafter = tl.where(more[:, None], raw * inverse(mass, DTYPE)[:, None], drafter)
         more = more & (gone >= 0) & (gone != until)
     return target, drafter, raw
 
 
 @triton.jit
-def after(a, p, q, surplus, DTYPE: tl.constexpr):
-    """p of a slot that has lost a child: its excess over q; as it was where rounding, or a broken q, leaves nothing."""
-    some = surplus > 0
-    return tl.where(some, divide(positive(a * p - q), tl.where(some, surplus, 1.0), DTYPE), p)
+def after(a, p, q, scale):
+    """p of a slot that has lost a child: its excess over q, scaled to 1. Scale 0: rounding, or a broken q, leaves
+    nothing, and p stays as it was."""
+    return tl.where(scale > 0, positive(a * p - q) * scale, p)
 
 
 @triton.jit

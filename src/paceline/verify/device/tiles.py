@@ -77,6 +77,14 @@ def divide(x, y, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def inverse(x, DTYPE: tl.constexpr):
+    """1 / x of sums, 0 where there is too little to divide by. Rows are multiplied by it: most of what there is to
+    divide is 0, and an exact division of 0 takes the slow way round."""
+    some = x > (2.3e-308 if tl.float64 == DTYPE else 1.2e-38)
+    return tl.where(some, divide(tl.zeros_like(x) + 1.0, tl.where(some, x, 1.0), DTYPE), 0.0)
+
+
+@triton.jit
 def key_of(tempered, DTYPE: tl.constexpr):
     """Integers that rise as tempered logits fall from 0."""
     return tl.abs(tempered).to(tl.int64 if tl.float64 == DTYPE else tl.int32, bitcast=True)
@@ -106,7 +114,7 @@ def kept(p, logit, row, live, DTYPE: tl.constexpr):
 def probability(p, row, live, token, DTYPE: tl.constexpr):
     """(ROWS, X) p of tokens (1 or ROWS, X)."""
     weight = tl.exp(kept(p, tempered(p, row, live, token, DTYPE), row, live, DTYPE))
-    return divide(weight, tl.load(p.total + row, live, 1.0).to(DTYPE)[:, None], DTYPE)
+    return weight * inverse(tl.load(p.total + row, live, 1.0).to(DTYPE), DTYPE)[:, None]
 
 
 @triton.jit
