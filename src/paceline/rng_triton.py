@@ -3,7 +3,7 @@
 The integers are rng's bit for bit. The two logarithms of Gumbel noise are within 4 units in the last place of the
 CPU's: one token in about a million draws may differ between devices, never between batches.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 

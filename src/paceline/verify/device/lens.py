@@ -5,7 +5,7 @@ or above it are enough, in number (top_k) or in weight (top_p), so ties with the
 float's magnitude are integers in the same order, so the cut is found by parting an interval of integers in eight, first
 at powers of two, in 11 passes (float64: 22), without a sort. A split with nothing in the interval is not read again.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from paceline.verify.processors import Controls, Nodes
 WAYS = tl.constexpr(8)
 _INTS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _PASSES = {torch.float32: 11, torch.float64: 22}
+_LAST = {torch.float32: 0x7F7FFFFF, torch.float64: 0x7FEFFFFFFFFFFFFF}  # the key of the lowest finite number
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,12 @@ class Lens:
         goal, pick = torch.empty_like(peak, dtype=torch.float64), torch.empty_like(peak, dtype=torch.int32)
         parts = [peak.new_empty(rows, self.tile.splits, WAYS.value + 1) for _ in range(2)]
         state, asked = (low, high, goal, pick), (nodes.seq, controls.temperature, controls.min_p)
-        last = int(torch.tensor(torch.finfo(peak.dtype).max, dtype=peak.dtype).view(low.dtype))
         fresh = True
         for wanted, count in ((controls.top_k, True), (controls.top_p, False)):
             if wanted is None and not (fresh and count):
                 continue
             _open[(programs(rows),)](
-                *state, *asked, wanted, rows, last, self.p.vocab, fresh, count, self.tile.dtype, tiles.ROWS
+                *state, *asked, wanted, rows, _LAST[peak.dtype], self.p.vocab, fresh, count, self.tile.dtype, tiles.ROWS
             )
             fresh = False
             for turn in range(0 if wanted is None else _PASSES[peak.dtype]):

@@ -4,7 +4,7 @@ Traversal judges one node after another, and each deletion is a sum over the voc
 one kernel a turn, N + 1 turns. Each of its programs works out for itself what the turn before it left, from what that
 wrote, and the first one writes it down for those to come; no program reads what another of its own turn writes.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 

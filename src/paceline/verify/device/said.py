@@ -3,7 +3,7 @@
 Greedy rows have theirs from the lens. A seeded row takes its highest logit plus noise, a sampling one the token whose
 stretch of cumulative p holds its coin: first each split's best or sum, then the token, in the very order of the CPU.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 

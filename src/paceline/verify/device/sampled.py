@@ -4,7 +4,7 @@ A slot that has lost children is left with what p had in excess of q, and with a
 three numbers for each child gone (the slot's a at that time, the sum of the excess, the rest of q). So nothing is
 rewritten; whoever looks at the slot applies them again. A chain that stops at a slot has lost its one child there.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 

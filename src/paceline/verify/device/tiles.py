@@ -4,7 +4,7 @@ A row of logits is cut into splits of BLOCK tokens, one program each; what progr
 order by the kernel after them. BLOCK depends on the vocabulary alone, so a row's bits do not depend on its batch.
 Sums are float64, everything else float32 (float64 if the logits are). Nothing the size of the logits is written.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
