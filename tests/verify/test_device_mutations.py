@@ -37,7 +37,7 @@ MUTATIONS = {
     "the wrong side of the coin": ("tiles", "(ends <= point[:, None])", "(ends > point[:, None])", "walk"),
     "another p": ("lens", "tl.sum(weight.to(tl.float64), 1)", "tl.sum(weight.to(tl.float64) + 1.0, 1)", "walk"),
     "the last token kept is not": ("tiles", "key_of(logit, DTYPE) <= cut", "key_of(logit, DTYPE) < cut", "filters"),
-    "one token too many": ("lens", ">= enough) |", "> enough) |", "filters"),
+    "one token too many": ("cut", ">= enough) |", "> enough) |", "filters"),
     "no temperature": ("tiles", "    if p.scale is not None:", "    if p.stride is None:", "filters"),
     # the walk
     "walk coins of the last step": (
@@ -82,7 +82,7 @@ MUTATIONS = {
     ),
     "p for the residual": ("sampled", "tl.where(scale > 0, positive", "tl.where(scale < 0, positive", "block"),
     "residual coins of the last step": (
-        "sampled",
+        "recover",
         "draws.committed, trees.stop",
         "0 * draws.committed, trees.stop",
         "block",

@@ -14,9 +14,10 @@ from paceline.draft import Draft, Verdict
 from paceline.verify.chain import Rule, node_coins
 from paceline.verify.device import rules
 from paceline.verify.device.lens import Lens
+from paceline.verify.device.recover import recover
 from paceline.verify.device.said import said
 from paceline.verify.device.said import walk as _walk
-from paceline.verify.device.sampled import Sampled, recover
+from paceline.verify.device.sampled import Sampled
 from paceline.verify.processors import Controls, Nodes, edit
 from paceline.verify.routes import Routes, masked
 from paceline.verify.walk import CoinSource, Draws
