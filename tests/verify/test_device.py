@@ -28,7 +28,6 @@ FEW = Fixed([0.3, 0.0, 0.7], [0.6, 0.0, 0.4])
 # Two steps each are costly here; the coins they share or not are rng's either way.
 SETTINGS = {
     "token level": (Setting(TARGET, DRAFTER, tuple(chains(2)), rule="token", near=NEAR), 1),
-    "block": (Setting(Toy(1, 2), Toy(2, 2), tuple(chains(1)), near=NEAR), 2),
     "block, chain of 3": (Setting(TARGET, DRAFTER, tuple(chains(3)), near=NEAR), 1),
     "block, tempered, small draft vocabulary": (
         Setting(TARGET, FEW, tuple(chains(2)), ids=(2, 0), temperature=1.3, near=NEAR),
@@ -172,11 +171,10 @@ def asked_in_many_ways(size):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_filters_keep_what_the_host_keeps(kernels_alone, dtype, monkeypatch):
+def test_the_filters_keep_what_the_host_keeps(kernels_alone, monkeypatch):
     """Ties included: every fourth token has its neighbour's logit."""
     size, vocab = 60, 90
-    logits = torch.randn(size, vocab, generator=torch.Generator().manual_seed(2), dtype=dtype) * 3
+    logits = torch.randn(size, vocab, generator=torch.Generator().manual_seed(2)) * 3
     logits[:, ::4] = logits[:, 1::4][:, : logits[:, ::4].shape[1]]
     requests, nodes = asked_in_many_ways(size), Nodes.roots(size)
     controls = controls_of(requests, vocab)
@@ -186,9 +184,7 @@ def test_the_filters_keep_what_the_host_keeps(kernels_alone, dtype, monkeypatch)
     assert torch.equal(device, host)
     assert (host == -math.inf).any(1).sum() > size // 2
     error = (probabilities(device).double() - torch.softmax(host.double(), -1)).abs()
-    assert float((error / torch.softmax(host.double(), -1).clamp_min(1e-30)).max()) < (
-        1e-14 if dtype == torch.float64 else 2e-6
-    )
+    assert float((error / torch.softmax(host.double(), -1).clamp_min(1e-30)).max()) < 2e-6
 
 
 def _served(package):
@@ -208,13 +204,10 @@ def test_extreme_temperatures_never_make_a_nan(kernels):
 
 def test_a_row_is_the_same_bits_in_any_batch(kernels, small_splits):
     logits = torch.randn(3, 60, generator=torch.Generator().manual_seed(3)) * 4
-    asked = [Asked(temperature=0.0), Asked(temperature=0.7, top_p=0.9), Asked(top_p=0.5)]
 
     def p_of(rows):
-        nodes = Nodes.roots(len(asked[rows]))
-        controls = controls_of(asked[rows], 60, plain_parts=True)
-        controls = replace(controls, top_p=torch.tensor([one.top_p for one in asked[rows]], dtype=torch.float64))
-        return probabilities(process(logits[rows], controls, nodes))
+        controls = Controls(temperature=torch.tensor([1.0, 0.7, 0.0])[rows])
+        return probabilities(process(logits[rows], controls, Nodes.roots(logits[rows].shape[0])))
 
     assert torch.equal(p_of(slice(1, 2)), p_of(slice(0, 3))[1:2])
 
