@@ -6,7 +6,6 @@ interpreter patches triton.language again at every call of a kernel's helper; he
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 from types import SimpleNamespace
 
@@ -66,15 +65,14 @@ def patched_once():
     import triton.language as tl
     from triton.runtime import interpreter
 
-    real, dtypes = interpreter._patch_lang, interpreter._get_np_dtype
+    real = interpreter._patch_lang
     inside = {"tl": tl, "core": tl.core}
     exec("def sees_the_language(): pass", inside)
     scope = real(inside["sees_the_language"])
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-    interpreter._get_np_dtype = functools.cache(dtypes)
     try:
         with np.errstate(all="ignore"):  # a device does not warn when a number overflows
             yield
     finally:
-        interpreter._patch_lang, interpreter._get_np_dtype = real, dtypes
+        interpreter._patch_lang = real
         scope.restore()
