@@ -25,6 +25,8 @@ from common import finish
 from copy_prompts import copy_prompts
 
 from paceline import SamplingParams
+from paceline.bench.statistics import Pair, loops
+from paceline.bench.statistics import speedup as paired_speedup
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.engine.engine import Engine
@@ -32,7 +34,6 @@ from paceline.engine.policy import AdaptivePolicy
 from paceline.models.hub import resolve
 from paceline.models.runtime import LoadedModel, load_model
 
-LOOP = 16
 NO_LOOPS = "all but loops"
 
 
@@ -51,7 +52,9 @@ class Configuration:
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, list[list[int]], Any]:
         """Seconds of decoding (after every first token), the answers, and the statistics of the first."""
-        sequences = [self.engine.add_request(str(index), prompt, params)[0] for index, prompt in enumerate(prompts)]
+        sequences = [
+            self.engine.add_request(str(index), prompt, params, job="group")[0] for index, prompt in enumerate(prompts)
+        ]
         while any(sequence.num_output == 0 for sequence in sequences):
             self.engine.step()
         already = sum(sequence.num_output for sequence in sequences)
@@ -67,21 +70,12 @@ class Configuration:
         return (seconds / decoded if decoded else 0.0), answers, stats
 
 
-def loops(tokens: Sequence[int]) -> bool:
-    seen = set()
-    for start in range(len(tokens) - LOOP + 1):
-        gram = tuple(tokens[start : start + LOOP])
-        if gram in seen:
-            return True
-        seen.add(gram)
-    return False
-
-
-def read_prompts(path: str | None, per_category: int | None) -> list[dict[str, Any]]:
-    if path is None:
-        prompts = copy_prompts()
+def read_prompts(paths: Sequence[str], per_category: int | None) -> list[dict[str, Any]]:
+    if paths:
+        lines = [line for path in paths for line in Path(path).read_text().splitlines()]
+        prompts = [json.loads(line) for line in lines if line.strip()]
     else:
-        prompts = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        prompts = copy_prompts()
     if per_category is None:
         return prompts
     kept: dict[str, list[dict[str, Any]]] = {}
@@ -91,21 +85,19 @@ def read_prompts(path: str | None, per_category: int | None) -> list[dict[str, A
 
 
 def speedup(rows: list[dict[str, Any]], name: str) -> dict[str, float] | None:
-    """Time per token of plain over that of `name`, all prompts together, with a paired bootstrap over prompts."""
-    pairs = [(row["seconds"]["none"] * row["tokens"], row["seconds"][name] * row["tokens"]) for row in rows]
-    if not pairs:
-        return None
-    noise = random.Random(1)
-    draws = sorted(
-        sum(a for a, _ in chosen) / sum(b for _, b in chosen)
-        for chosen in (noise.choices(pairs, k=len(pairs)) for _ in range(1000))
-    )
-    return {"ratio": sum(a for a, _ in pairs) / sum(b for _, b in pairs), "low": draws[25], "high": draws[974]}
+    """Time per token of plain over that of `name`, all groups together, with a paired interval over groups."""
+    pairs = [
+        Pair(row["seconds"]["none"] * row["tokens"], row["tokens"], row["seconds"][name] * row["tokens"], row["tokens"])
+        for row in rows
+    ]
+    found = paired_speedup(pairs)
+    return None if found is None else {"ratio": found.ratio, "low": found.low, "high": found.high}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts")
+    parser.add_argument("--prompts", nargs="*", default=[])
+    parser.add_argument("--mixed", action="store_true", help="batches of all categories, first turns only")
     parser.add_argument("--per-category", type=int)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
@@ -116,6 +108,9 @@ def main() -> None:
     loaded = load_model(resolve("smollm2"), dtype="float32", device="cpu")
     fixed = [(name.split(":")[0], int(name.split(":")[1])) for name in args.fixed]
     prompts = read_prompts(args.prompts, args.per_category)
+    if args.mixed:
+        prompts = [{"category": "mixed", "turns": prompt["turns"][:1]} for prompt in prompts]
+        random.Random(0).shuffle(prompts)
     result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens, "cells": []}
     for temperature in args.temperature:
         configurations = [Configuration(loaded, m, k) for m, k in [("none", None), ("auto", None), *fixed]]
@@ -142,7 +137,7 @@ def run(
     for prompt in prompts:
         by_category.setdefault(prompt["category"], []).append(prompt)
     for category, members in by_category.items():
-        for start in range(0, len(members), args.batch):
+        for start in range(0, len(members) - args.batch + 1, args.batch):
             group = members[start : start + args.batch]
             talks: list[list[dict[str, str]]] = [[] for _ in group]
             for turn in range(min(len(prompt["turns"]) for prompt in group)):

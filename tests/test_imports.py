@@ -34,7 +34,7 @@ PUBLIC = "__init__"  # the package itself: looks its names up lazily, so anyone 
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
 VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "verify"}
-NO_TORCH = ("errors", "config", "sampling_params", "outputs", "machine", "models.hub", "cli")
+NO_TORCH = ("errors", "config", "sampling_params", "outputs", "machine", "theory", "models.hub", "cli")
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -154,9 +154,10 @@ class LLM:
 
     def _run(self, prompts: list[_Encoded], params: list[SamplingParams | None]) -> list[RequestOutput]:
         requests: list[_Request] = []
+        job = f"job-{next(self._request_ids)}"
         try:
             for prompt, param in zip(prompts, params, strict=True):
-                requests.append(self._submit(prompt, param))
+                requests.append(self._submit(prompt, param, job))
             while not all(request.finished for request in requests):
                 self._advance()
         finally:  # an error or Ctrl-C leaves nothing running
@@ -175,10 +176,10 @@ class LLM:
         self.engine.cancel(request.request_id)
         self._open.pop(request.request_id, None)
 
-    def _submit(self, prompt: _Encoded, params: SamplingParams | None) -> _Request:
+    def _submit(self, prompt: _Encoded, params: SamplingParams | None, job: str | None = None) -> _Request:
         resolved = (params or SamplingParams()).resolve(self.loaded.generation_defaults)
         request_id = next(self._request_ids)
-        answers = self.engine.add_request(request_id, prompt.tokens, resolved)
+        answers = self.engine.add_request(request_id, prompt.tokens, resolved, job)
         request = self._open[request_id] = _Request(request_id, prompt, answers)
         return request
 

@@ -31,8 +31,10 @@ class Sequence:
         index: int = 0,
         max_len: int,
         bad_words: SequenceOf[SequenceOf[int]] = (),
+        job: str | None = None,
     ) -> None:
         self.request_id = request_id
+        self.job = request_id if job is None else job  # answers that are waited for together
         self.index = index  # which of the request's n
         self.key = f"{request_id}/{index}"
         self.params = params

@@ -138,7 +138,7 @@ def make_drafter(method, config=None):
 class Choosing:
     """A policy that learns nothing: `choose(sequence)` says it all."""
 
-    def plan(self, sequences, other_rows):
+    def plan(self, sequences, other_rows, others_wait):
         return [self.choose(sequence) for sequence in sequences]
 
     def observe(self, report):

@@ -32,7 +32,7 @@ class ByRequest:
     def __init__(self, choices: dict[str, Choice]):
         self.choices = choices
 
-    def plan(self, sequences, other_rows):
+    def plan(self, sequences, other_rows, others_wait):
         return [self.choices.get(sequence.request_id, Choice()) for sequence in sequences]
 
     def observe(self, report):

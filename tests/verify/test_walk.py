@@ -1,7 +1,9 @@
 """The walk is lossless for any draft, proven by exact enumeration through the real functions, and seeds mean tokens."""
 
+import inspect
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.draft import Draft, Kind, Proposal, ancestors
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
+from paceline.verify.greedy import walk_greedily
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
 from paceline.verify.walk import walk_chains
 
@@ -161,16 +164,19 @@ def naive_walk(tokens, parents, said):
         path.append(at)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_the_walk_equals_a_loop_over_nodes(data):
-    rows = [random_draft(data, 2, 7) for _ in range(data.draw(st.integers(1, 4)))]
-    draft = batch_of(rows, width=7)
-    draft.validate(2)
-    row_of, nodes = flatten(draft)
-    size = nodes.seq.shape[0]
-    drawn = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
-    verdict = walk(draft, drawn, row_of, max_depth=7)
+def by_argmax(walk_greedily):
+    """As `walk` is called: the logits say at each row what was drawn there, and a token behind it says as much."""
+
+    def walked(draft, drawn, row_of, max_depth):
+        logits = torch.nn.functional.one_hot(drawn, 3).float()
+        logits[:, 2] = 1.0  # a tie: the first of the highest is said
+        return walk_greedily(draft, logits, row_of, max_depth)
+
+    return walked
+
+
+def check_against_a_loop(walks, rows, drawn, draft, row_of):
+    verdict = walks(draft, drawn, row_of, 7)
     assert verdict.tokens.shape == verdict.kinds.shape == (len(rows), 8)
     for b, (tokens, parents, _) in enumerate(rows):
         expected, path, kind = naive_walk(tokens, parents, drawn[row_of[b].clamp_min(0)].tolist())
@@ -179,6 +185,64 @@ def test_the_walk_equals_a_loop_over_nodes(data):
         assert verdict.tokens[b].tolist() == expected + [-1] * (7 - n)
         assert verdict.path[b].tolist() == path + [-1] * (7 - n)
         assert verdict.kinds[b].tolist() == [Kind.DRAFTED] * n + [kind] + [Kind.PAD] * (7 - n)
+
+
+@pytest.mark.parametrize("walks", [walk, by_argmax(walk_greedily)], ids=["walk", "greedy"])
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_walk_equals_a_loop_over_nodes(walks, data):
+    rows = [random_draft(data, 2, 7) for _ in range(data.draw(st.integers(1, 4)))]
+    draft = batch_of(rows, width=7)
+    draft.validate(2)
+    row_of, nodes = flatten(draft)
+    size = nodes.seq.shape[0]
+    drawn = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
+    check_against_a_loop(walks, rows, drawn, draft, row_of)
+
+
+def check_random_trees(walks):
+    noise = random.Random(1)
+    for _ in range(50):
+        rows = []
+        for _ in range(2):
+            parents = [noise.randint(-1, node - 1) for node in range(noise.randint(0, 7))]
+            depth = []
+            for parent in parents:
+                depth.append(1 if parent < 0 else depth[parent] + 1)
+            rows.append(([noise.randint(0, 1) for _ in parents], parents, depth))
+        draft = batch_of(rows, width=7)
+        row_of, nodes = flatten(draft)
+        drawn = torch.tensor([noise.randint(0, 1) for _ in range(nodes.seq.shape[0])])
+        check_against_a_loop(walks, rows, drawn, draft, row_of)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("parents[child] != node", "parents[child] > node"),
+        ("drafted[child] == wanted", "drafted[child] != wanted"),
+        ("said[at[child + 1]]", "said[at[child]]"),
+        ("said[at[0]]", "said[0]"),
+        ("is_leaf = False", "is_leaf = True"),
+        ("wanted = child, depth + 1, True,", "wanted = child, depth + 1, False,"),
+        ("num_accepted[row] = depth", "num_accepted[row] = count"),
+    ],
+)
+def test_a_mutation_of_the_greedy_walk_is_noticed(old, new):
+    text = inspect.getsource(inspect.getmodule(walk_greedily))
+    assert text.count(old) == 1
+    module = {}
+    exec(compile(text.replace(old, new), "mutant", "exec"), module)
+    with pytest.raises((AssertionError, IndexError)):
+        check_random_trees(by_argmax(module["walk_greedily"]))
+
+
+def test_the_greedy_walk_of_nothing_drafted_is_plain_decoding():
+    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 0.0]])
+    verdict = walk_greedily(Draft.empty(2), logits, torch.tensor([[1], [0]]), 0)
+    assert verdict.tokens.tolist() == [[0], [1]]
+    assert verdict.kinds.tolist() == [[Kind.BONUS]] * 2
+    assert verdict.num_accepted.tolist() == [0, 0]
 
 
 def test_plain_decoding_is_the_empty_draft():

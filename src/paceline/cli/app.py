@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
+from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
@@ -21,6 +22,7 @@ from paceline.cli.generate import generate
 from paceline.cli.models import models, pull
 from paceline.cli.output import Interrupted, print_error, print_json_error
 from paceline.cli.prove import prove
+from paceline.cli.theory import theory
 from paceline.errors import PacelineError
 
 app = typer.Typer(
@@ -30,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, demo, prove, pull, models, doctor):
+for command in (generate, chat, demo, prove, bench, theory, pull, models, doctor):
     app.command()(command)
 
 

@@ -14,6 +14,8 @@ POSITIONS = 16  # deeper ones count as the last
 MEMORY = 400.0  # trials after which old ones fade
 PRIOR_TRIALS = 4.0
 HOPELESS = 0.01
+OWN_FADES, OWN_WEIGHT = 0.95, 8.0  # how far a sequence's own record may lower the common one
+TRUST_FADES, TRUST_WEIGHT = 0.99, 3.0  # likewise for what was promised against what came of it
 EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and the next begins
 FIRST_GUESS = (0.0, 0.12, 0.25, 0.4, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
 
@@ -61,13 +63,14 @@ class Acceptance:
     def __init__(self) -> None:
         self._records: dict[Key, Record] = {}
         self._own: dict[tuple[str, str], _Own] = {}
+        self._promises = _Own()  # over all drafts that were chosen
 
     def survival(self, sequence_key: str, method: str, sampled: bool, evidence: int, depth: int) -> list[float]:
         """Probability that the first 1, 2, ..., depth drafted tokens are all accepted; ends where hope does."""
         at = bucket(evidence)
         record = self._records.get((method, sampled, at))
         own = self._own.get((sequence_key, method))
-        bend = 1.0 if own is None else min((own.hits + 3.0) / (own.expected + 3.0), 1.25)
+        bend = 1.0 if own is None else min((own.hits + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
         alive, result = 1.0, []
         for position in range(depth):
             guess = prior(at, position)
@@ -87,8 +90,20 @@ class Acceptance:
         expected = record.rate(0, prior(key[2], 0))
         record.note(drafted, accepted)
         own = self._own.setdefault((sequence_key, method), _Own())
-        own.hits = 0.95 * own.hits + (accepted > 0)
-        own.expected = 0.95 * own.expected + expected
+        own.hits = OWN_FADES * own.hits + (accepted > 0)
+        own.expected = OWN_FADES * own.expected + expected
+
+    @property
+    def trust(self) -> float:
+        """What chosen drafts brought over what they promised: of many estimates the highest are chosen, so they tend to
+        promise too much."""
+        kept = self._promises
+        return min((kept.hits + TRUST_WEIGHT) / (kept.expected + TRUST_WEIGHT), 1.0)
+
+    def note_promises(self, promised: float, accepted: int) -> None:
+        """Of one step; old ones fade with every step, so that a method given up for bad luck gets another chance."""
+        self._promises.hits = TRUST_FADES * self._promises.hits + accepted
+        self._promises.expected = TRUST_FADES * self._promises.expected + promised
 
     def forget(self, sequence_key: str) -> None:
         for key in [key for key in self._own if key[0] == sequence_key]:

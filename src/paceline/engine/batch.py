@@ -51,5 +51,5 @@ class StepOutput:
     kinds: list[int]  # per token, draft.Kind: drafted, recovered or bonus
     finished: bool
     method: str = "none"  # who drafted
-    drafted: int = 0  # depth of the draft
+    drafted: int = 0  # nodes of the draft
     accepted: int = 0  # drafted tokens the target agreed with, also those a stop cut off

@@ -86,7 +86,7 @@ class Committer:
             piece = text.take()
             sequence.text += piece
         return StepOutput(
-            sequence, tokens[:kept], piece, kinds[:kept], finished, span.row.method, len(drafted), accepted
+            sequence, tokens[:kept], piece, kinds[:kept], finished, span.row.method, span.num_nodes, accepted
         )
 
     def _stops(self, sequence: Sequence, token: int, text: OutputText | None) -> bool:

@@ -35,6 +35,7 @@ class DrafterSet:
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.failures = 0
         self._retired: set[str] = set()
+        self._complained: set[tuple[str, type]] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
         self._empty = functools.lru_cache(64)(lambda batch: Draft.empty(batch, device))
 
@@ -85,7 +86,10 @@ class DrafterSet:
                 raise ValueError("tokens, parents, depth and num_nodes must be int64")
         except Exception as problem:  # whatever it is, the answer does not depend on it
             self.failures += 1
-            log.warning("drafter %s failed, decoding plainly this step: %r", drafter.name, problem)
+            again = (drafter.name, type(problem)) in self._complained  # said once: it may fail at every step
+            self._complained.add((drafter.name, type(problem)))
+            level = logging.DEBUG if again else logging.WARNING
+            log.log(level, "drafter %s failed, decoding plainly where it does: %r", drafter.name, problem)
             return None
         return draft
 

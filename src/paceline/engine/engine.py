@@ -99,8 +99,13 @@ class Engine:
                 output.sequence.stats.spent_s += step_s
                 output.sequence.stats.plain_s += (plain_s or 0.0) * len(output.tokens)
 
-    def add_request(self, request_id: str, prompt: SequenceOf[int], params: SamplingParams) -> list[Sequence]:
-        """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults."""
+    def add_request(
+        self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, job: str | None = None
+    ) -> list[Sequence]:
+        """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults.
+
+        Requests of one `job` are waited for together; it changes when what is drafted, never what is said.
+        """
         if any(sequence.request_id == request_id for sequence in self.scheduler.sequences()):
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
         self._check_prompt(prompt)
@@ -110,7 +115,7 @@ class Engine:
             limit = min(limit, len(prompt) + params.max_tokens)
         bad_words = self._bad_words(params)
         sequences = [
-            Sequence(request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words)
+            Sequence(request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words, job=job)
             for index in range(params.n)
         ]
         self._check_speculation(sequences[0])

@@ -4,8 +4,8 @@ A drafted node is worth the probability that it is accepted and costs what one m
 are taken in order of worth while that raises the step's rate; no draft at all is always a candidate and wins ties.
 Everything used here is committed history and timings, never the draft at hand: that would bias the output.
 
-Methods that live on the host are tried in the shadow: what they would have said is compared with what was committed, so
-their acceptance is known without paying for it.
+Methods that live on the host are tried in the shadow (`shadows`), so their acceptance is known without paying for it;
+where several answers are waited for together, a token of one that runs ahead is worth less (`value`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from paceline.drafters import NONE, Drafter
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.batch import StepOutput
 from paceline.engine.cost import CostModel
+from paceline.engine.shadows import Shadows
+from paceline.engine.value import token_values
 from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
 AUTO = "auto"
-MARGIN = 0.03  # what a plan must promise over plain decoding
+MARGIN = 0.04  # what a plan must promise over plain decoding
 PROBE_EVERY = 64  # plain steps of a sequence after which a method that casts no shadow is tried once more
 PROBE_BUDGET = 2
-EXPLORE_EVERY, EXPLORE_WITHIN = 16, 0.85  # how often a guessed cost is put to the test, and at what promise
+EXPLORE_SHARE, EXPLORE_WITHIN = 0.005, 0.85  # of the time: what putting guessed costs to the test may cost
 FIRST_PLAIN = 3
 PLAIN_EVERY = 128
 SHADOWS = 4  # sequences whose shadows are compared in one step
-SHADOW_DEPTH = 8
+FAR = 256  # an answer's end is not foreseen further than that
+PACE_FADES = 0.9
 DEEPEST, MAX_OFFERS = 16, 256  # how far ahead a plan looks, and how many nodes one step may take
 READ_AT_ONCE = 16  # tokens a drafter with a lag reads in about the time it drafts one
 PATIENT_TOKENS, SMALL_LAG = 2, 8  # a drafter that must read the prompt first does not delay the first tokens
@@ -56,8 +59,11 @@ class StepReport:
 
 
 class Policy(Protocol):
-    def plan(self, sequences: SequenceOf[Sequence], other_rows: int) -> list[Choice]:
-        """One choice per decoding sequence; `other_rows` of the same pass belong to prompts."""
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
+        """One choice per decoding sequence; `other_rows` of the same pass belong to prompts.
+
+        `others_wait`: the place of a sequence that ends is taken by another at once.
+        """
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step."""
@@ -93,13 +99,6 @@ class _Costs:
         return self.models.setdefault((sampled, self._size(num_sequences)), CostModel())
 
 
-@dataclass
-class _Shadow:
-    evidence: int
-    guess: list[int]
-    matched: int = 0
-
-
 class AdaptivePolicy:
     """`method` auto, or one method with k left open, or both fixed; what a request asks for outranks it."""
 
@@ -109,16 +108,20 @@ class AdaptivePolicy:
         self._costs = _Costs({})
         self._draft_seconds: dict[str, float] = {}  # per depth of a draft
         self._acceptance = Acceptance()
-        self._shadows: dict[tuple[str, str], _Shadow] = {}
+        self._shadows = Shadows()
         self._evidence: dict[tuple[str, str], int] = {}  # of the drafts under way
+        self._promises: dict[str, list[float]] = {}  # by sequence: how likely each of those drafts is to get how far
         self._since_probe: dict[str, int] = {}
+        self._pace: dict[str, float] = {}  # tokens per step, by sequence
         self._turn = self._since_plain = 0
+        self._allowance = 0.0  # steps that may be lost to learning what they cost
         self.expected_gain: float | None = None  # what drafting promised over plain decoding in the last step
 
     # -- deciding
 
-    def plan(self, sequences: SequenceOf[Sequence], other_rows: int) -> list[Choice]:
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
         self._evidence.clear()
+        self._promises.clear()
         choices = [Choice()] * len(sequences)
         open_ended: dict[int, tuple[str, int]] = {}  # sequence -> (method or auto, most nodes)
         for index, sequence in enumerate(sequences):
@@ -133,7 +136,8 @@ class AdaptivePolicy:
         base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
         cost = self._costs.of(len(sequences), _any_sampled(sequences))
         if open_ended and self._knows_plain(cost, base):
-            self._decide(sequences, open_ended, choices, cost, base)
+            values = [1.0] * len(sequences) if others_wait else self._values(sequences, cost)
+            self._decide(sequences, open_ended, values, choices, cost, base)
         return choices
 
     def _surest(self, sequence: Sequence, method: str, budget: int) -> Choice:
@@ -146,6 +150,7 @@ class AdaptivePolicy:
         self,
         sequences: SequenceOf[Sequence],
         open_ended: dict[int, tuple[str, int]],
+        values: SequenceOf[float],
         choices: list[Choice],
         cost: CostModel,
         base: int,
@@ -153,19 +158,37 @@ class AdaptivePolicy:
         offers: list[tuple[float, int, int]] = []  # (-worth of the node, sequence, its depth from 1)
         methods: dict[int, str] = {}
         alone = [cost.seconds(base + depth) for depth in range(DEEPEST + 1)]
+        trust = self._acceptance.trust
         for index, (method, most) in open_ended.items():
             best = self._best_method(sequences[index], self._allowed(method), most, alone)
             if best is not None:
                 methods[index], survival = best
-                offers += [(-worth, index, depth) for depth, worth in enumerate(survival, start=1)]
+                self._promises[sequences[index].key] = survival
+                value = trust * values[index]
+                offers += [(-worth * value, index, depth) for depth, worth in enumerate(survival, start=1)]
         self._fill(choices, offers, methods, cost, base, len(sequences))
         for index, method in methods.items():
             if choices[index].budget == 0 and self._probe_is_due(sequences[index], method):
                 choices[index] = Choice(method, min(PROBE_BUDGET, sequences[index].room - 1))
 
+    def _values(self, sequences: SequenceOf[Sequence], cost: CostModel) -> list[float]:
+        """By sequence: what a token of it is worth to whoever waits for all answers of its job."""
+        values, jobs = [1.0] * len(sequences), dict[str, list[int]]()
+        for index, sequence in enumerate(sequences):
+            jobs.setdefault(sequence.job, []).append(index)
+        for members in jobs.values():
+            if len(members) > 1:
+                row_s = (cost.seconds(len(members)) - cost.seconds(1)) / (len(members) - 1)
+                paces = [self._pace.get(sequences[index].key, 1.0) for index in members]
+                rooms = [min(sequences[index].room, FAR) for index in members]
+                worth = token_values(paces, rooms, pass_s=max(cost.seconds(1) - row_s, 0.0), row_s=row_s)
+                for index, value in zip(members, worth, strict=True):
+                    values[index] = value
+        return values
+
     def _probe_is_due(self, sequence: Sequence, method: str) -> bool:
         """Only drafters that cannot be watched in the shadow need it."""
-        if (sequence.key, method) in self._shadows:
+        if self._shadows.casts(method):
             return False
         waited = self._since_probe.get(sequence.key, 0) + 1
         self._since_probe[sequence.key] = 0 if waited >= PROBE_EVERY else waited
@@ -193,7 +216,7 @@ class AdaptivePolicy:
         plain = rate = value / cost.seconds(base)
         best, tokens, depths = 0, float(value), dict.fromkeys(methods.values(), 0)
         drafted = 0.0  # the rate of the best plan that drafts at all
-        unseen = 0  # a somewhat larger number of nodes whose cost is only guessed
+        unseen, regret = 0, 0.0  # a somewhat larger number of nodes whose cost is only guessed, and what it may lose
         for taken, (worth, index, depth) in enumerate(offers[:MAX_OFFERS], start=1):
             tokens -= worth
             depths[methods[index]] = max(depths[methods[index]], depth)
@@ -201,10 +224,13 @@ class AdaptivePolicy:
             drafted = max(drafted, tokens / seconds)
             if tokens / seconds > rate * (1 if best else 1 + MARGIN):
                 best, rate, unseen = taken, tokens / seconds, 0
-            elif best and self._turn % EXPLORE_EVERY == 0 and tokens / seconds > EXPLORE_WITHIN * rate:
-                unseen = unseen or (taken if cost.times_seen(base + taken) < FIRST_PLAIN else 0)
+            elif best and not unseen and cost.times_seen(base + taken) < FIRST_PLAIN:
+                unseen, regret = taken, 1 - tokens / seconds / rate
         self.expected_gain = drafted / plain if offers else None
-        best = unseen or best
+        self._allowance = min(self._allowance + EXPLORE_SHARE, 1.0)
+        if unseen and regret <= min(self._allowance, 1 - EXPLORE_WITHIN):
+            self._allowance -= regret
+            best = unseen
         for _, index, depth in offers[:best]:
             choices[index] = Choice(methods[index], max(depth, choices[index].budget))
 
@@ -264,33 +290,34 @@ class AdaptivePolicy:
         for method, (depth, seconds) in report.draft_s.items():
             before = self._draft_seconds.get(method, seconds / depth)
             self._draft_seconds[method] = 0.9 * before + 0.1 * seconds / depth
+        self._settle_promises(report.outputs)
         for output in report.outputs:
             self._judge(output)
         self._turn += 1
         for offset in range(min(SHADOWS, len(report.outputs))):
             self._cast_shadows(report.outputs[(self._turn + offset) % len(report.outputs)])
 
+    def _settle_promises(self, outputs: SequenceOf[StepOutput]) -> None:
+        promised, accepted = 0.0, 0
+        for output in outputs:
+            if output.drafted and (survival := self._promises.get(output.sequence.key)):
+                promised += sum(survival[: output.drafted])
+                accepted += output.accepted
+        self._acceptance.note_promises(promised, accepted)
+
     def _judge(self, output: StepOutput) -> None:
         """A real draft met its fate, and so did the shadows it makes superfluous."""
-        key, sampled = output.sequence.key, not output.sequence.params.greedy
+        sequence, sampled = output.sequence, not output.sequence.params.greedy
+        key = sequence.key
         if output.drafted:
             evidence = self._evidence.get((key, output.method), 1)
             self._acceptance.note(key, output.method, sampled, evidence, output.drafted, output.accepted)
-            self._shadows.pop((key, output.method), None)
-        for (owner, method), shadow in list(self._shadows.items()):
-            if owner == key and not self._goes_on(shadow, output.tokens):
-                self._acceptance.note(key, method, sampled, shadow.evidence, len(shadow.guess), shadow.matched)
-                del self._shadows[owner, method]
+            self._shadows.drop(sequence, output.method)
+        for fate in self._shadows.meet(sequence, output.tokens):
+            self._acceptance.note(key, fate.method, sampled, fate.evidence, fate.drafted, fate.matched)
+        self._pace[key] = PACE_FADES * self._pace.get(key, 1.0) + (1 - PACE_FADES) * len(output.tokens)
         if output.finished:
-            self.forget(output.sequence)
-
-    @staticmethod
-    def _goes_on(shadow: _Shadow, committed: SequenceOf[int]) -> bool:
-        for token in committed:
-            if shadow.matched == len(shadow.guess) or shadow.guess[shadow.matched] != token:
-                return False
-            shadow.matched += 1
-        return shadow.matched < len(shadow.guess)
+            self.forget(sequence)
 
     def _cast_shadows(self, output: StepOutput) -> None:
         sequence = output.sequence
@@ -298,15 +325,12 @@ class AdaptivePolicy:
         if output.finished or method == NONE or (method != AUTO and k is not None):
             return
         for name in self._allowed(method):
-            if (sequence.key, name) in self._shadows or (output.drafted and output.method == name):
-                continue
-            self._ask(name, self._cast_shadow, sequence)
+            if not self._shadows.follows(sequence, name) and not (output.drafted and output.method == name):
+                self._ask(name, self._cast_shadow, sequence)
 
     def _cast_shadow(self, drafter: Drafter, sequence: Sequence) -> int:
-        guess, evidence = drafter.guess(sequence, SHADOW_DEPTH), drafter.evidence(sequence)
-        if guess:
-            self._shadows[sequence.key, drafter.name] = _Shadow(evidence, guess)
-        return evidence
+        self._shadows.cast(drafter, sequence)
+        return 0
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
         cost = self._costs.of(num_sequences, sampled)
@@ -315,8 +339,8 @@ class AdaptivePolicy:
     def forget(self, sequence: Sequence) -> None:
         self._acceptance.forget(sequence.key)
         self._since_probe.pop(sequence.key, None)
-        for method in self._drafters:
-            self._shadows.pop((sequence.key, method), None)
+        self._pace.pop(sequence.key, None)
+        self._shadows.forget(sequence)
 
     # -- between runs
 

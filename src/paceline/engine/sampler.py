@@ -12,11 +12,15 @@ from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Verdict
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
+from paceline.verify.greedy import walk_greedily
 
 
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._device = device
+        self.shortcut = (
+            True  # greedy steps on the host take the short way; a fault put in on purpose must not be missed
+        )
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         # Plain steps ask for the same few numbers of rows again and again.
         self._roots = functools.lru_cache(64)(lambda batch: (list(range(batch)), Nodes.roots(batch, device)))
@@ -33,9 +37,11 @@ class Sampler:
         """`row_of` (B, N + 1): which row of logits belongs to the last token (0) and to each node (i + 1)."""
         controls = self._builder.controls(sequences)
         deepest = int(draft.depth.max()) if draft.width else 0
+        wanted = [sequence.params.logprobs for sequence in sequences]
+        if controls.neutral and logits.is_cpu and self.shortcut and all(count is None for count in wanted):
+            return walk_greedily(draft, logits, row_of, deepest)
         needs_path = controls.penalties is not None or controls.bad_words is not None
         owners, nodes = self._nodes(draft, row_of, deepest, needs_path)
-        wanted = [sequence.params.logprobs for sequence in sequences]
         return verify(
             draft,
             logits,

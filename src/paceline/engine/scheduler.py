@@ -81,7 +81,7 @@ class Scheduler:
     def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> dict[str, Choice]:
         decoding = [sequence for sequence in sequences if sequence.decoding]
         others = min(prompt_tokens, self.config.max_num_batched_tokens - len(sequences))
-        choices = self.policy.plan(decoding, others) if decoding else []
+        choices = self.policy.plan(decoding, others, bool(self.waiting)) if decoding else []
         return {sequence.key: choice for sequence, choice in zip(decoding, choices, strict=True)}
 
     def _continue(self, sequence: Sequence, batch: Batch, reserved: int = 0, choice: Choice = NO_DRAFT) -> None:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from paceline.drafters import NONE
+from paceline.engine.policy import AUTO
 from paceline.prove.report import Row
+from paceline.prove.restless import restless
 from paceline.prove.subject import LENGTHS, Subject
 from paceline.prove.tap import Tap
 from paceline.sampling_params import SamplingParams
@@ -25,6 +27,22 @@ def greedy_alone(subject: Subject, method: str) -> Row:
 def greedy_batch(subject: Subject) -> Row:
     row = Row("greedy · batches of 4", "answers in batches of mixed methods and k with plain decoding's, alone")
     _batched(subject, row, lambda i, name, k: subject.params(name, k))
+    return row
+
+
+def greedy_changing(subject: Subject) -> Row:
+    """As `auto` does: other methods and other k from step to step within an answer."""
+    row = Row("greedy · changing", "answers in batches, method and k new at every step, with plain decoding's, alone")
+    with restless(subject.llm.engine, subject.methods):
+        _batched(subject, row, lambda i, name, k: subject.params(AUTO, k))
+    return row
+
+
+def seeds_changing(subject: Subject) -> Row:
+    row = Row("seeds · changing", "sampled answers with a seed, method and k new at every step, with plain decoding's")
+    seeded = _seeded(subject)
+    with restless(subject.llm.engine, subject.methods):
+        _batched(subject, row, lambda i, name, k: seeded(i, AUTO, k))
     return row
 
 

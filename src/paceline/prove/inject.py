@@ -42,7 +42,7 @@ def injected(engine: Engine, fault: str | None) -> Iterator[Verify]:
     """The verifier to prove, which is also what the engine uses meanwhile: the real one, or one with a fault."""
     broken: dict[str, Verify] = {"bias": _biased, "bonus": _wrong_bonus, "coins": _reused_coins}
     chosen: Verify = broken.get(fault or "", verify)
-    with _attribute(sampler, "verify", chosen):
+    with _attribute(sampler, "verify", chosen), _attribute(engine.runner.sampler, "shortcut", fault is None):
         if fault == "rollback":
             with _attribute(engine.runner, "launch", _off_by_one(engine)):
                 yield chosen

@@ -98,6 +98,7 @@ def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Row]]]:
     for method in subject.methods:
         yield f"greedy {method}", lambda m=method: identity.greedy_alone(subject, m)  # type: ignore[misc]
     yield "greedy batches", lambda: identity.greedy_batch(subject)
+    yield "greedy changing", lambda: identity.greedy_changing(subject)
     for method in subject.methods:
         yield f"sampling {method}", lambda m=method: sampling.replayed(subject, m, recorded(m))  # type: ignore[misc]
     yield "sampling chains", lambda: sampling.synthetic(subject, pool(), tree=False)
@@ -107,6 +108,7 @@ def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Row]]]:
     for method in subject.methods:
         yield f"seeds {method}", lambda m=method: identity.seeds_alone(subject, m)  # type: ignore[misc]
     yield "seeds batches", lambda: identity.seeds_batch(subject)
+    yield "seeds changing", lambda: identity.seeds_changing(subject)
     yield "max_tokens", lambda: identity.lengths(subject)
     yield "stops", lambda: identity.stops(subject)
     yield "context", lambda: identity.context_full(subject)

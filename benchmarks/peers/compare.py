@@ -1,0 +1,254 @@
+"""paceline beside its peers: the same model, the same tokens, the same cores, one answer at a time.
+
+Every configuration is a process of its own, in its peer's environment (environments.sh makes them), that stays loaded.
+A prompt is answered by all of them one after the other, in an order drawn anew, while the others sleep. What a peer
+cannot do costs its own figures only. The last line is JSON.
+
+    python -m benchmarks.peers.compare --environments DIR [--gguf FILE] [--rows FILE --minutes 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import finish
+from benchmarks.peers.configurations import AUTO, REFERENCE, Configuration, configurations, quantisation, select
+from benchmarks.peers.float_gguf import write_float_gguf
+from benchmarks.peers.prompts import Prompt, default_prompts, read_prompts
+from benchmarks.peers.quiet import Turns, Watch, settle
+from benchmarks.peers.report import cells, table
+from benchmarks.peers.rows import Rows
+from benchmarks.peers.workers import (
+    HERE,
+    OURS,
+    Worker,
+    WorkerFailed,
+    first_cores,
+    interpreter,
+    surroundings,
+)
+from paceline.errors import PacelineError
+from paceline.machine import guard_amx
+from paceline.models.hub import cache_home, resolve
+from paceline.models.loader import load_config
+from paceline.tokenizer import Tokenizer
+
+MAX_CONTEXT = 1024
+WARM_UP, WARM_UP_TOKENS = "Hello there, how are you today?", 16
+
+Request = dict[str, Any]
+
+
+def main() -> None:
+    args = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop the workers, report what there is
+    try:
+        compare(args)
+    except (PacelineError, OSError) as error:
+        raise SystemExit(str(error)) from error
+
+
+def compare(args: argparse.Namespace) -> None:
+    guard_amx(cache_home())  # its verdict is a variable that every worker inherits
+    folder = resolve(args.model)
+    if not folder.is_dir():
+        raise SystemExit(f"{folder} is not a model folder; peers load safetensors, so name an alias or a folder")
+    prompts = read_prompts(args.prompts, args.per_workload) if args.prompts else default_prompts(args.per_workload)
+    with scratch(args.work) as work:
+        float_gguf = work / "weights-fp32.gguf"
+        own = (str(args.gguf), quantisation(args.gguf)) if args.gguf else None
+        chosen = select(configurations(args.k, str(float_gguf), own), args.only)
+        if not float_gguf.exists() and any(configuration.gguf for configuration in chosen):
+            write_float_gguf(folder, float_gguf)
+        settings = {
+            "model": args.model,
+            "max_tokens": args.max_tokens,
+            "temperature": args.temperature,
+            "seed": args.seed,
+            "k": args.k,
+            "threads": args.threads,
+            "prompts": args.prompts.name if args.prompts else "copy and chat",
+            "configurations": [configuration.name for configuration in chosen],
+        }
+        rows = Rows(args.rows, settings)
+        make = Requests(folder, args)
+        requests = [(prompt, make(prompt.text, args.max_tokens)) for prompt in prompts if prompt.name not in rows.done]
+        if requests:
+            launch = partial(start, folder=folder, work=work, args=args)
+            warm_up = make(WARM_UP, min(WARM_UP_TOKENS, args.max_tokens))
+            measure(chosen, launch, warm_up, requests, rows, Turns(args.lock), args.threads, args.minutes)
+    report(chosen, rows, settings, unmeasured=len(prompts) - len(rows.rows))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environments", type=Path, help="what environments.sh made; without it only paceline runs")
+    parser.add_argument("--model", default="smollm2", help="an alias or a folder with safetensors")
+    parser.add_argument("--gguf", type=Path, help="also run llama.cpp on this quantised file of the same weights")
+    parser.add_argument("--prompts", type=Path, help='jsonl of {"category", "turns"} instead of our own')
+    parser.add_argument("--per-workload", type=_positive, default=12)
+    parser.add_argument("--max-tokens", type=_positive, default=96)
+    parser.add_argument("--temperature", type=_temperature, default=0.0)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--k", type=_positive, default=8, help="tokens drafted ahead, by every peer")
+    parser.add_argument("--threads", type=_positive, default=2)
+    parser.add_argument("--only", nargs="+", metavar="PEER", help="paceline, transformers, vllm, llama_cpp")
+    parser.add_argument("--rows", type=Path, help="keep what is measured here, and go on from there")
+    parser.add_argument("--minutes", type=float, help="begin no prompt after this time; with --rows, go on later")
+    parser.add_argument("--lock", type=Path, help="a lock file other benchmarks on this machine take too: take turns")
+    parser.add_argument("--work", type=Path, help="folder for logs, the float32 GGUF and paceline's policy memory")
+    return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 2:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 2, got {text}")
+    return value
+
+
+@contextmanager
+def scratch(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-peers-") as folder:
+        yield Path(folder)
+
+
+def start(configuration: Configuration, folder: Path, work: Path, args: argparse.Namespace) -> Worker:
+    job = asdict(configuration) | {"model": str(folder), "threads": args.threads, "max_context": MAX_CONTEXT}
+    script = HERE / f"worker_{configuration.peer}.py"
+    command = [interpreter(configuration.peer, args.environments), str(script), json.dumps(job)]
+    log = work / f"{configuration.name.replace(' ', '-')}.log"
+    environment = surroundings(configuration.peer, args.threads, work / "home", args.environments)
+    return Worker(configuration.name, command, environment, log, first_cores(args.threads))
+
+
+class Requests:
+    """Texts as every worker gets them: token ids, through the model's own chat template."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self._tokenizer = Tokenizer.from_path(folder)
+        eos = list(load_config(folder).eos_token_ids)
+        self._settings = {"temperature": args.temperature, "seed": args.seed, "eos": eos}
+
+    def __call__(self, text: str, max_tokens: int) -> Request:
+        tokens = self._tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        if len(tokens) + max_tokens > MAX_CONTEXT:
+            raise SystemExit(f"a prompt of {len(tokens)} tokens and {max_tokens} more exceed {MAX_CONTEXT}")
+        return {"prompt": tokens, "max_tokens": max_tokens} | self._settings
+
+
+def measure(
+    chosen: Sequence[Configuration],
+    launch: Callable[[Configuration], Worker],
+    warm_up: Request,
+    requests: Sequence[tuple[Prompt, Request]],
+    rows: Rows,
+    turns: Turns,
+    cores: int,
+    minutes: float | None = None,
+) -> None:
+    """Loads every worker, then asks them all; Ctrl-C and `minutes` leave what was measured."""
+    started = time.perf_counter()
+    workers: dict[str, Worker] = {}
+    try:
+        for configuration in chosen:  # one after the other: loading takes all cores
+            turns.take()
+            with surviving(configuration.name, workers, rows):
+                workers[configuration.name] = launch(configuration)
+                rows.note(configuration.name, workers[configuration.name].ready())
+                workers[configuration.name].ask(warm_up)
+        for prompt, request in requests:
+            if not workers or (minutes is not None and time.perf_counter() - started > 60 * minutes):
+                break
+            turns.take()
+            answered = ask_all(workers, request, prompt.name, rows, cores)
+            rows.add({"name": prompt.name, "workload": prompt.workload} | answered)
+            print(f"{len(rows.rows)} prompts, {len(workers)} workers", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted: reporting what was measured", file=sys.stderr)
+    finally:
+        for name, worker in workers.items():
+            rows.note(name, {"peak_bytes": worker.peak_bytes()})
+            worker.stop()
+        turns.close()
+
+
+def ask_all(workers: dict[str, Worker], request: Request, name: str, rows: Rows, cores: int) -> dict[str, Any]:
+    """One prompt, answered by everyone who still can, in this prompt's own order.
+
+    `idle` is the share of the cores that workers took which should have slept, `foreign` what all else took: the most
+    of any answer.
+    """
+    order = list(workers)
+    random.Random(name).shuffle(order)
+    row: dict[str, Any] = {"prompt_tokens": len(request["prompt"]), "idle": 0.0, "foreign": 0.0, "answers": {}}
+    for each in order:
+        present = dict(workers)
+        settle(list(present.values()), cores)
+        watch = Watch(list(present.values()), cores)
+        with surviving(each, workers, rows):
+            row["answers"][each] = asdict(workers[each].ask(request))
+            spent, foreign = watch.shares()
+            idle = sum(share for other, share in zip(present, spent, strict=True) if other != each)
+            row |= {"idle": max(row["idle"], idle), "foreign": max(row["foreign"], foreign)}
+    return row
+
+
+@contextmanager
+def surviving(name: str, workers: dict[str, Worker], rows: Rows) -> Iterator[None]:
+    """A worker that fails is written down and stopped; the run goes on without it."""
+    try:
+        yield
+    except WorkerFailed as error:
+        rows.fail(name, str(error))
+        print(f"{name} is out: {error}", file=sys.stderr)
+        if name in workers:
+            workers.pop(name).stop()
+
+
+def report(chosen: Sequence[Configuration], rows: Rows, settings: dict[str, Any], unmeasured: int) -> None:
+    ours = [configuration.name for configuration in chosen if configuration.name in (REFERENCE, AUTO)]
+    peers = [configuration.name for configuration in chosen if configuration.peer != OURS]
+    plain_of = {configuration.name: configuration.plain for configuration in chosen}
+    greedy = settings["temperature"] == 0
+    found = cells(rows.rows, plain_of, ours=ours, peers=peers, reference=REFERENCE, greedy=greedy)
+    precision = {name: str(about.get("precision", "?")) for name, about in rows.about.items()}
+    print(table(found, precision, ours))
+    for name, why in rows.failures.items():
+        print(f"\n{name} is incomplete: {why}")
+    if unmeasured:
+        print(f"\n{unmeasured} prompts are not measured yet; run again with the same --rows to go on")
+    result = settings | {
+        "prompts_measured": len(rows.rows),
+        "prompts_left": unmeasured,
+        "most_idle": max((row["idle"] for row in rows.rows), default=0.0),
+        "most_foreign": max((row["foreign"] for row in rows.rows), default=0.0),
+    }
+    finish("peers", result | {"about": rows.about, "failures": rows.failures, "cells": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The engines under comparison, all over the same loaded weights, each with drafters, policy and cache of its own.
+
+An engine is what `LLM(method=...)` would make, so what is measured is what a user gets; only what earlier runs taught
+the policy is left out, since it would not be the same for all. Every concurrency gets new engines: the prompts come
+again, and a suffix store must not have seen their answers.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline import machine
+from paceline.bench.grid import AUTO, Contender
+from paceline.bench.measurement import Answer, Run
+from paceline.bench.prompts import Prompt
+from paceline.bench.results import PLAIN
+from paceline.bench.where import machine_facts
+from paceline.config import MAX_K, EngineConfig, SpeculationConfig
+from paceline.drafters import DRAFTERS, Drafter, DrafterContext
+from paceline.engine.engine import Engine
+from paceline.engine.policy import AdaptivePolicy
+from paceline.errors import InvalidParameter, InvalidPrompt
+from paceline.models.hub import Progress, cache_home, resolve
+from paceline.models.kv_cache import KVCache
+from paceline.models.runtime import LoadedModel, load_model
+from paceline.sampling_params import SamplingParams
+
+TURN_SLACK = 16  # tokens a chat template and a second tokenisation may add to an answer of an earlier turn
+MEMORY_SHARE = 0.8  # of what is free, for the caches of all engines together
+
+
+class TimedEngine:
+    """Answers groups of requests and notes when each token was committed."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._engine, self._clock = engine, clock
+        on_cpu = engine.model.device.type == "cpu"
+        # A device that computes while the host goes on, or a drafter with a model, hides whose time it was.
+        self._knows_outside = on_cpu and not any(drafter.kv_layers for drafter in engine.drafters.drafters)
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:
+        engine = self._engine
+        outside = engine.stats.overhead_s
+        started = self._clock()
+        sequences = [
+            engine.add_request(str(index), prompt, each, job="group")[0]  # the group is waited for as a whole
+            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        ]
+        commits: dict[str, list[tuple[float, int]]] = {sequence.key: [] for sequence in sequences}
+        while engine.has_work:
+            outputs = engine.step()
+            moment = self._clock() - started
+            for output in outputs:
+                commits[output.sequence.key].append((moment, len(output.tokens)))
+        answers = tuple(
+            Answer(tuple(sequence.output_tokens), tuple(commits[sequence.key]), sequence.stats)
+            for sequence in sequences
+        )
+        assert all(len(answer.tokens) == sum(count for _, count in answer.commits) for answer in answers)
+        return Run(answers, engine.stats.overhead_s - outside if self._knows_outside else None)
+
+
+class Engines:
+    """A model, loaded once, and the contenders made of it."""
+
+    def __init__(
+        self,
+        model: str,
+        contenders: Sequence[Contender],
+        *,
+        draft_model: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        raw: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.name, self.contenders, self._draft_model, self._raw = model, list(contenders), draft_model, raw
+        self.note = machine.guard_amx(cache_home())
+        self.loaded: LoadedModel = load_model(resolve(model, progress), dtype=dtype, device=device, threads=threads)
+        self._longest = 0  # tokens of the longest request, its answer included
+
+    @property
+    def context(self) -> int:
+        return self.loaded.config.max_positions
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        return self.loaded.generation_defaults
+
+    def encode(self, prompt: Prompt, answers: Sequence[str]) -> list[int]:
+        """The tokens to answer when as many turns were answered as there are answers."""
+        tokenizer = self.loaded.tokenizer
+        return (
+            tokenizer.encode(prompt.turns[0]) if self._raw else tokenizer.apply_chat_template(prompt.messages(answers))
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.loaded.tokenizer.decode(tokens)
+
+    def check(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
+        """Refuse, before the run, a prompt that would not fit with its whole answer."""
+        for prompt in prompts:
+            earlier = len(prompt.turns) - 1
+            if self._raw and (earlier or prompt.before):
+                raise InvalidPrompt(f"{prompt.origin}: a conversation needs the chat template, which --raw leaves out")
+            tokens = len(self.encode(prompt, ["."] * earlier)) + earlier * (max_tokens + TURN_SLACK)
+            if tokens + max_tokens > self.context:
+                raise InvalidPrompt(
+                    f"{prompt.origin}: {tokens} tokens and {max_tokens} of answer are more than the model's context "
+                    f"of {self.context}; shorten the prompt or lower --max-tokens"
+                )
+            self._longest = max(self._longest, tokens + max_tokens)
+
+    def open(self, concurrency: int) -> dict[Contender, TimedEngine]:
+        """New engines with room for as many of the longest requests at once."""
+        gc.collect()  # the engines of the concurrency before
+        config = self._config(concurrency)
+        return {contender: TimedEngine(self._engine(contender, config)) for contender in self.contenders}
+
+    def _config(self, concurrency: int) -> EngineConfig:
+        block_size = EngineConfig().block_size
+        decoder = self.loaded.decoder
+        num_blocks = concurrency * -(-(self._longest + MAX_K + 1) // block_size) + 1
+        needed = (
+            len(self.contenders)
+            * num_blocks
+            * KVCache.bytes_per_block(decoder.kv_specs, block_size, decoder.cache_dtype)
+        )
+        free = _free_bytes(decoder.device)
+        if free and needed > MEMORY_SHARE * free:
+            raise InvalidParameter(
+                "concurrency",
+                f"{concurrency} requests of up to {self._longest} tokens on {len(self.contenders)} engines need "
+                f"{needed / 1e9:.1f} GB of cache and {free / 1e9:.1f} GB are free; "
+                "lower the concurrency or --max-tokens, or compare fewer methods",
+            )
+        sequences = max(EngineConfig().max_num_seqs, concurrency)
+        batched = max(EngineConfig().max_num_batched_tokens, sequences)
+        return EngineConfig(num_blocks=num_blocks, max_num_seqs=sequences, max_num_batched_tokens=batched)
+
+    def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
+        drafters = self.drafters(contender)
+        policy = AdaptivePolicy(drafters, contender.method, contender.k)
+        return Engine(self.loaded.decoder, config, tokenizer=self.loaded.tokenizer, drafters=drafters, policy=policy)
+
+    def drafters(self, contender: Contender) -> list[Drafter]:
+        """As LLM has them: every method that needs nothing, and the draft model where it may be used."""
+        if contender.method == PLAIN:
+            return []
+        may_use_model = contender.method in ("draft-model", AUTO) and self._draft_model is not None
+        tokenizer = self.loaded.tokenizer
+        on_cpu = self.loaded.decoder.device.type == "cpu"
+        context = DrafterContext(
+            self.loaded.config,
+            self.loaded.decoder.device,
+            SpeculationConfig(
+                method=contender.method, k=contender.k, draft_model=self._draft_model if may_use_model else None
+            ),
+            dtype="auto" if on_cpu else str(self.loaded.dtype).removeprefix("torch."),
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+            token_texts=tokenizer.token_text,
+        )
+        return [make(context) for name, make in DRAFTERS.items() if may_use_model or name != "draft-model"]
+
+    def where(self) -> dict[str, Any]:
+        """What the figures depend on besides the model."""
+        loaded = self.loaded
+        return {
+            **machine_facts(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "device": loaded.decoder.device.type
+            if loaded.decoder.device.type == "cpu"
+            else torch.cuda.get_device_name(loaded.decoder.device),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "kernels": loaded.decoder.kernels.name,
+        }
+
+
+def _free_bytes(device: torch.device) -> int:
+    return machine.memory().available if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])

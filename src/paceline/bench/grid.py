@@ -1,0 +1,85 @@
+"""Which engines are compared: plain decoding always, and each method with each k it was asked to be tried with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.bench.results import PLAIN
+from paceline.config import MAX_K
+from paceline.errors import InvalidParameter
+
+AUTO = "auto"
+MAX_CONCURRENCY = 256
+
+
+@dataclass(frozen=True)
+class Contender:
+    method: str
+    k: int | None = None  # None: nothing is drafted, or the policy chooses each step
+
+    @property
+    def label(self) -> str:
+        if self.method in (PLAIN, AUTO):
+            return "plain" if self.method == PLAIN else AUTO
+        return f"{self.method} k={AUTO if self.k is None else self.k}"
+
+
+def contenders(methods: str, k: str, *, known: Sequence[str], draft_model: bool = False) -> list[Contender]:
+    """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is."""
+    names, lengths = _names(methods, known), _lengths(k)
+    if "draft-model" in names and not draft_model:
+        raise InvalidParameter("methods", "draft-model needs a model to draft with; name one with --draft-model")
+    if draft_model and not {"draft-model", AUTO} & set(names):
+        raise InvalidParameter("draft_model", "none of the methods uses it; add draft-model or auto to --methods")
+    hears_k = [name for name in names if name not in (PLAIN, AUTO)]
+    if any(length is not None for length in lengths) and not hears_k:
+        raise InvalidParameter("k", "none of the methods takes a k: auto chooses its own, and none drafts nothing")
+    chosen = [Contender(PLAIN)]
+    for name in names:
+        if name == AUTO:
+            chosen.append(Contender(AUTO))
+        elif name != PLAIN:
+            chosen += [Contender(name, length) for length in lengths]
+    if len(chosen) == 1:
+        raise InvalidParameter("methods", "nothing to compare plain decoding with; name a method besides none")
+    return chosen
+
+
+def _names(text: str, known: Sequence[str]) -> list[str]:
+    names = split(text)
+    if not names:
+        raise InvalidParameter("methods", f"is empty; choose from {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise InvalidParameter("methods", f"{name!r} is not one of {', '.join(known)}")
+    return names
+
+
+def _lengths(text: str) -> list[int | None]:
+    lengths: list[int | None] = []
+    for word in split(text) or [AUTO]:
+        k = None if word == AUTO else _whole("k", word, f"a whole number between 1 and {MAX_K}, or {AUTO}")
+        if k is not None and not 1 <= k <= MAX_K:
+            raise InvalidParameter("k", f"must be between 1 and {MAX_K}, or {AUTO}; got {k}")
+        lengths.append(k)
+    return lengths
+
+
+def concurrencies(text: str) -> list[int]:
+    levels = [_whole("concurrency", word, "whole numbers, as in 1,4,16") for word in split(text)]
+    if not levels or not all(1 <= level <= MAX_CONCURRENCY for level in levels):
+        raise InvalidParameter("concurrency", f"must be between 1 and {MAX_CONCURRENCY}, as in 1,4,16; got {text!r}")
+    return levels
+
+
+def _whole(field: str, word: str, wanted: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise InvalidParameter(field, f"must be {wanted}; got {word!r}") from None
+
+
+def split(text: str) -> list[str]:
+    """The words between commas, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))

@@ -1,0 +1,168 @@
+"""What is asked: the workloads that ship with the package, or a file of the user's. No torch.
+
+A file is jsonl, one object a line: `{"prompt": text}`, `{"messages": [...]}` or `{"turns": [text, ...]}`, with an
+optional "workload" (or "category"); or plain text with one prompt a line. In a conversation of several turns every
+engine continues from plain decoding's answer, so that all are asked the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidParameter, InvalidPrompt
+
+WORKLOADS = (
+    "chat",
+    "code",
+    "math",
+    "summarise",
+    "quote",
+    "extraction",
+    "sql",
+    "factual",
+    "translation",
+    "support",
+    "creative",
+    "multi-turn",
+    "reasoning",
+)
+QUICK_WORKLOADS = ("chat", "code", "math", "summarise", "extraction")
+UNNAMED = "prompts"  # the workload of prompts that name none
+ROLES = ("system", "user", "assistant", "tool", "developer")
+FORMS = ("prompt", "messages", "turns")
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """`before` is said already (a system message, a conversation so far); each turn is then asked, and answered."""
+
+    workload: str
+    turns: tuple[str, ...]
+    before: tuple[Message, ...] = ()
+    origin: str  # for error messages: "line 3 of prompts.jsonl"
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        """The conversation as it stands when as many turns were answered as there are answers."""
+        talk = list(self.before)
+        for turn, answer in zip(self.turns, answers, strict=False):
+            talk += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+        return [*talk, {"role": "user", "content": self.turns[len(answers)]}]
+
+
+def shipped(workloads: Sequence[str] = WORKLOADS, per_workload: int | None = None) -> list[Prompt]:
+    """Ours, in the order of the workloads."""
+    prompts: list[Prompt] = []
+    for name in _chosen(workloads, WORKLOADS):
+        text = (resources.files("paceline.bench") / "workloads" / f"{name}.jsonl").read_text(encoding="utf-8")
+        prompts += _read_jsonl(text, f"the workload {name}", name)[:per_workload]
+    return prompts
+
+
+def from_file(path: Path, workloads: Sequence[str] | None = None, per_workload: int | None = None) -> list[Prompt]:
+    """The user's; `workloads` and `per_workload` choose among them."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise InvalidParameter("prompts", f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidParameter("prompts", f"{path} is not UTF-8 text") from error
+    read = _read_jsonl if _is_jsonl(path, text) else _read_text
+    prompts = read(text, str(path), UNNAMED)
+    if not prompts:
+        raise InvalidParameter("prompts", f"{path} is empty; give it at least one prompt")
+    names = list(dict.fromkeys(prompt.workload for prompt in prompts))
+    kept: list[Prompt] = []
+    for name in names if workloads is None else _chosen(workloads, names):
+        kept += [prompt for prompt in prompts if prompt.workload == name][:per_workload]
+    return kept
+
+
+def _chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+    for name in wanted:
+        if name not in known:
+            raise InvalidParameter("workloads", f"{name!r} is not one of {', '.join(known)}")
+    return list(dict.fromkeys(wanted))
+
+
+def _is_jsonl(path: Path, text: str) -> bool:
+    """By its name, or by a first character no ordinary prompt begins with."""
+    return path.suffix in (".jsonl", ".json", ".ndjson") or text.lstrip().startswith('{"')
+
+
+def _read_text(text: str, where: str, workload: str) -> list[Prompt]:
+    return [
+        Prompt(workload=workload, turns=(line.strip(),), origin=f"line {number} of {where}")
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.strip()
+    ]
+
+
+def _read_jsonl(text: str, where: str, workload: str) -> list[Prompt]:
+    lines = text.split("\n")  # not splitlines: JSON strings may hold other line ends as they are
+    return [
+        _read_line(line, f"line {number} of {where}", workload)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+
+
+def _read_line(line: str, origin: str, workload: str) -> Prompt:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise InvalidParameter("prompts", f"{origin} is not JSON: {error}") from error
+    forms = [form for form in FORMS if form in found] if isinstance(found, dict) else []
+    if len(forms) != 1:
+        raise InvalidParameter("prompts", f"{origin} must be an object with one of {', '.join(FORMS)}")
+    name = found.get("workload", found.get("category", workload))
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidParameter("prompts", f"{origin}: workload must be a name, got {name!r}")
+    before, turns = _READERS[forms[0]](found[forms[0]], origin)
+    return Prompt(workload=name.strip(), turns=turns, before=before, origin=origin)
+
+
+_Said = tuple[tuple[Message, ...], tuple[str, ...]]  # what was said before, and the turns to ask
+
+
+def _from_prompt(value: Any, origin: str) -> _Said:
+    return (), (_text(value, "prompt", origin),)
+
+
+def _from_turns(value: Any, origin: str) -> _Said:
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter("prompts", f"{origin}: turns must be a list of texts with at least one")
+    return (), tuple(_text(turn, "a turn", origin) for turn in value)
+
+
+def _from_messages(value: Any, origin: str) -> _Said:
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter("prompts", f"{origin}: messages must be a list with at least one message")
+    for message in value:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise InvalidParameter(
+                "prompts", f"{origin}: a message is an object with role ({', '.join(ROLES)}) and content"
+            )
+        _text(message.get("content"), "content", origin)
+    if value[-1]["role"] != "user":
+        raise InvalidParameter("prompts", f"{origin}: the last message must be the user's, for it is to be answered")
+    return tuple(value[:-1]), (value[-1]["content"],)
+
+
+_READERS = {"prompt": _from_prompt, "turns": _from_turns, "messages": _from_messages}
+
+
+def _text(value: Any, what: str, origin: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidParameter("prompts", f"{origin}: {what} must be some text, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # "\\ud800" in the JSON
+        raise InvalidPrompt(f"{origin}: {what} is not valid Unicode text") from None
+    return value

@@ -1,0 +1,66 @@
+"""How the report writes numbers: few digits, units spelt out, and a dash where nothing was measured."""
+
+from __future__ import annotations
+
+from paceline.bench.results import Cell, Speedup, Spread
+
+DASH = "–"
+INTERVAL = "95\N{NO-BREAK SPACE}% interval"
+FASTER, SLOWER, LEVEL = "faster", "slower", "level"
+
+
+def ratio(value: float) -> str:
+    return f"{value:.2f}×" if value < 9.995 else f"{value:.1f}×"
+
+
+def interval(speedup: Speedup) -> str:
+    return f"{speedup.low:.2f} to {speedup.high:.2f}"
+
+
+def outcome(speedup: Speedup) -> str:
+    """What the interval allows to say."""
+    return FASTER if speedup.low > 1 else SLOWER if speedup.high < 1 else LEVEL
+
+
+def rate(value: float | None) -> str:
+    if value is None:
+        return DASH
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def seconds(value: float) -> str:
+    if value < 0.9995e-3:
+        return f"{value * 1e6:.0f} µs"
+    if value < 0.9995:
+        return f"{value * 1e3:.{1 if value < 9.95e-3 else 0}f} ms"
+    return f"{value:.{2 if value < 9.995 else 1}f} s"
+
+
+def spread(found: Spread | None) -> str:
+    return DASH if found is None else f"{seconds(found.p50)} / {seconds(found.p99)}"
+
+
+def percent(share: float | None) -> str:
+    if share is None:
+        return DASH
+    return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def decimal(value: float | None) -> str:
+    return DASH if value is None else f"{value:.2f}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def at_once(concurrency: int) -> str:
+    return "one request at a time" if concurrency == 1 else f"{concurrency} requests at a time"
+
+
+def listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def unchanged(cell: Cell) -> str:
+    return {None: DASH, True: "yes", False: "no"}[cell.identical]

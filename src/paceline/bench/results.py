@@ -1,0 +1,158 @@
+"""What a benchmark found, as results.json holds it: one Cell per workload, concurrency and engine. No torch.
+
+A figure that could not be measured is None, never zero; a speed-up that too little was measured for is None and
+`too_short` says why. Everything else (the table, the report, the advisor) reads these and nothing more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.errors import InvalidParameter
+
+ALL = "all"  # the workload that is every workload together
+PLAIN = "none"  # the method that drafts nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Seconds."""
+
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speedup:
+    """Plain decoding's time over this engine's for the same tokens, with a 95 % interval over `pairs`."""
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutLoops:
+    """The same cell without the groups in which an answer loops: loops flatter every method that copies."""
+
+    answers: int
+    speedup: Speedup | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    workload: str
+    concurrency: int
+    method: str
+    k: int | None = None  # None: nothing is drafted, or the policy chooses each step
+    label: str
+    answers: int
+    tokens: int  # committed; EOS included
+    seconds: float  # wall time in which they were committed, prompts included
+    tokens_per_s: float | None = None
+    speedup: Speedup | None = None
+    decode_speedup: Speedup | None = None  # of what came after every request's first token
+    too_short: str | None = None  # why there is no speed-up
+    tau: float | None = None  # committed tokens per target pass
+    acceptance_rate: float | None = None
+    drafted_per_position: tuple[int, ...] = ()  # by depth, from 1
+    accepted_per_position: tuple[int, ...] = ()
+    ttft_s: Spread | None = None
+    inter_token_s: Spread | None = None  # per token after the first; those that come together share the wait equally
+    request_s: Spread | None = None
+    engine_share: float | None = None  # of the time, outside the models
+    looping: int = 0  # answers that repeat a run of 16 tokens
+    without_loops: WithoutLoops | None = None
+    identical: bool | None = None  # every token equals plain decoding's; None where that is not comparable
+
+    @property
+    def plain(self) -> bool:
+        return self.method == PLAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    paceline: str
+    date: str  # YYYY-MM-DD
+    model: str
+    where: Mapping[str, Any] = field(default_factory=dict)  # cpu, cores, threads, torch, device, dtype, kernels ...
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    complete: bool = True  # False: interrupted
+    endpoint: Mapping[str, Any] | None = None
+    cells: tuple[Cell, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers, strings, lists and None only; what is not finite becomes None, since JSON knows no NaN."""
+        found: dict[str, Any] = _plain_values(dataclasses.asdict(self))
+        return found
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Results:
+        """The inverse of `to_json`; fields of a later version are left out, missing ones are an error."""
+        try:
+            return _make(cls, found, cells=tuple(_cell(cell) for cell in found["cells"]))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise InvalidParameter("results", f"not what paceline bench writes ({error})") from error
+
+    def save(self, path: Path) -> None:
+        """Written beside and renamed into place: an interruption leaves the old file or the new one."""
+        draft = path.with_name(f".{path.name}.draft")
+        draft.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidParameter("results", f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise InvalidParameter("results", f"{path} is not JSON: {error}") from error
+        return cls.from_json(found)
+
+
+T = TypeVar("T")
+
+
+def _cell(found: Mapping[str, Any]) -> Cell:
+    loops = found.get("without_loops")
+    return _make(
+        Cell,
+        found,
+        speedup=_optional(Speedup, found.get("speedup")),
+        decode_speedup=_optional(Speedup, found.get("decode_speedup")),
+        drafted_per_position=tuple(found.get("drafted_per_position") or ()),
+        accepted_per_position=tuple(found.get("accepted_per_position") or ()),
+        ttft_s=_optional(Spread, found.get("ttft_s")),
+        inter_token_s=_optional(Spread, found.get("inter_token_s")),
+        request_s=_optional(Spread, found.get("request_s")),
+        without_loops=None
+        if loops is None
+        else _make(WithoutLoops, loops, speedup=_optional(Speedup, loops.get("speedup"))),
+    )
+
+
+def _optional(kind: type[T], found: Mapping[str, Any] | None) -> T | None:
+    return None if found is None else _make(kind, found)
+
+
+def _make(kind: type[T], found: Mapping[str, Any], **converted: Any) -> T:
+    known = {member.name for member in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in found.items() if name in known} | converted)
+
+
+def _plain_values(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain_values(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_values(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

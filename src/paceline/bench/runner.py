@@ -1,0 +1,145 @@
+"""The run itself: every group of prompts is answered by every engine before the next group is begun.
+
+So a machine that slows down slows all of them, and what is compared was measured within the same moments. The order of
+the engines is drawn anew for every group. Each prompt is answered once by each engine. A row is kept when all engines
+have answered: whatever ends the run, what was measured stands.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline.bench.grid import Contender
+from paceline.bench.groups import Group, make_groups
+from paceline.bench.measurement import Measurement, Row, Run
+from paceline.bench.prompts import Prompt
+from paceline.bench.results import PLAIN
+from paceline.sampling_params import SamplingParams
+
+WARM_UP = Prompt(
+    workload="warm-up",
+    turns=("Describe, as you would to a visitor, the street on which the town's old bakery stands.",),
+    origin="the warm-up",
+)
+WARM_UP_TOKENS = 24
+
+OnProgress = Callable[[float, float, str], None]  # work done, work in all, what is under way
+
+
+class Answerer(Protocol):
+    def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run: ...
+
+
+class Subject(Protocol):
+    """What is measured: `bench.engines.Engines`, or a fake with a clock of its own."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]: ...
+    def encode(self, prompt: Prompt, answers: Sequence[str]) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+    def open(self, concurrency: int) -> Mapping[Contender, Answerer]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    concurrencies: Sequence[int]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = 0  # of the order and of sampling; None: requests are not seeded
+
+
+def measure(
+    subject: Subject,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    measurement: Measurement,
+    on_progress: OnProgress = lambda done, total, what: None,
+) -> None:
+    """Fill `measurement`, row by row."""
+    noise = random.Random(plan.seed)
+    measurement.comparable = plan.temperature == 0 or plan.seed is not None
+    grouped = {level: make_groups(prompts, level, plan.seed or 0) for level in plan.concurrencies}
+    work = Work(grouped, len(measurement.contenders), on_progress)
+    pair = 0
+    for concurrency, (groups, left_out) in grouped.items():
+        measurement.left_out[concurrency] = len(left_out)
+        on_progress(work.done, work.total, "warming up")
+        answerers = subject.open(concurrency)
+        for answerer in answerers.values():  # the first passes fault pages in and teach the policy what a step costs
+            warm = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=WARM_UP_TOKENS)
+            answerer.answer([subject.encode(WARM_UP, [])] * concurrency, [warm.resolve(subject.defaults)] * concurrency)
+        for group in groups:
+            for row in _rows(subject, answerers, group, pair, plan, noise, work):
+                measurement.rows.append(row)
+            pair += 1
+        del answerers  # before the next ones are made: their caches are large
+    measurement.complete = True
+
+
+def _rows(
+    subject: Subject,
+    answerers: Mapping[Contender, Answerer],
+    group: Group,
+    pair: int,
+    plan: Plan,
+    noise: random.Random,
+    work: Work,
+) -> Iterator[Row]:
+    """One row per turn; the next turn continues from what plain decoding said."""
+    concurrency = len(group.prompts)
+    said: list[list[str]] = [[] for _ in group.prompts]
+    for turn in range(group.turns):
+        asked = [subject.encode(prompt, answers) for prompt, answers in zip(group.prompts, said, strict=True)]
+        params = [_params(plan, subject.defaults, pair, turn, index) for index in range(concurrency)]
+        order = list(answerers)
+        noise.shuffle(order)
+        runs: dict[Contender, Run] = {}
+        for contender in order:
+            work.begin(f"{group.workload or 'mixed'}, {concurrency} at once, {contender.label}")
+            runs[contender] = answerers[contender].answer(asked, params)
+            work.finish(concurrency)
+        yield Row(pair, group.workload, concurrency, runs)
+        plain = runs[Contender(PLAIN)]
+        for answers, answer in zip(said, plain.answers, strict=True):
+            answers.append(subject.decode(answer.tokens))
+
+
+def _params(plan: Plan, defaults: Mapping[str, Any], pair: int, turn: int, index: int) -> SamplingParams:
+    """The same for every engine; seeded differently for every request, so that none shares its luck."""
+    seed = None
+    if plan.seed is not None and plan.temperature > 0:
+        seed = random.Random(f"{plan.seed}/{pair}/{turn}/{index}").getrandbits(62)
+    return SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens, seed=seed).resolve(defaults)
+
+
+class Work:
+    """How much is done, in units of about the same time: a batch takes less than its requests one by one."""
+
+    def __init__(
+        self,
+        grouped: Mapping[int, tuple[Sequence[Group], Any]],
+        contenders: int,
+        on_progress: OnProgress,
+    ) -> None:
+        self.done = 0.0
+        self.total = contenders * sum(
+            _weight(level) * group.turns for level, (groups, _) in grouped.items() for group in groups
+        )
+        self._report = on_progress
+        self._what = ""
+
+    def begin(self, what: str) -> None:
+        self._what = what
+        self._report(self.done, self.total, what)
+
+    def finish(self, concurrency: int) -> None:
+        self.done += _weight(concurrency)
+        self._report(self.done, self.total, self._what)
+
+
+def _weight(concurrency: int) -> float:
+    return math.sqrt(concurrency)

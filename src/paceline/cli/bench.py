@@ -1,0 +1,284 @@
+"""`paceline bench`: what each method gives on this model, on this machine, on one's own prompts.
+
+Everything that can be refused is refused before the model is loaded, the folder for the results included. Whatever ends
+a run early, the table is printed and the files are written of what was measured.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.bench.grid import concurrencies, split
+from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
+from paceline.cli.bench_progress import live
+from paceline.cli.output import print_json, print_note
+from paceline.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from paceline.bench.results import Results
+
+METHODS, K = "none,ngram,auto", "4"
+PER_WORKLOAD = 5
+MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
+OURS = ("methods", "k", "draft_model", "dtype", "device", "threads", "raw")  # flags that shape our own engines
+THEIRS = ("baseline_endpoint", "api_key", "timeout", "no_counters")  # flags that speak to a server
+FILES = ("results.json", "report.html")
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(help="Alias, folder, .gguf file or hub id; smollm2 if unset.", metavar="MODEL")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option("--methods", help="Comma-separated; plain decoding (none) always runs too.", metavar="NAMES"),
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option("--k", help="Tokens drafted ahead, each a run of its own; auto chooses.", metavar="N,N|auto"),
+    ] = None,
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", help="Requests at once, each a run of its own.", metavar="N,N")
+    ] = "1",
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="Your own: jsonl, or text with one a line.", metavar="FILE")
+    ] = None,
+    workloads: Annotated[
+        str | None, typer.Option("--workloads", help=f"Some of {', '.join(WORKLOADS)}, or of FILE's.", metavar="NAMES")
+    ] = None,
+    per_workload: Annotated[
+        int | None, typer.Option("--per-workload", min=1, help="Prompts of each workload; 5 of ours, all of FILE's.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help=f"Of each answer; {MAX_TOKENS} if unset.")
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    seed: Annotated[
+        str, typer.Option("--seed", help="Of the order, and of sampling unless none.", metavar="N|none")
+    ] = "0",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where results.json and report.html go.", metavar="FOLDER")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: two minutes on two cores.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue prompts as text, without the chat template.")] = False,
+    draft_model: Annotated[
+        str | None, typer.Option("--draft-model", help="For draft-model, and for auto to choose.", metavar="MODEL")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Weights; auto if unset.", metavar="auto|float32|bfloat16")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Where to run; auto if unset.", metavar="auto|cpu|cuda")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", help="Bench this OpenAI-compatible server instead.", metavar="URL")
+    ] = None,
+    baseline_endpoint: Annotated[
+        str | None, typer.Option("--baseline-endpoint", help="The same without speculation.", metavar="URL")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="Of the server.", envvar="OPENAI_API_KEY", metavar="KEY")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", help="Seconds a request may take; 300 if unset.")
+    ] = None,
+    no_counters: Annotated[
+        bool, typer.Option("--no-counters", help="Leave /metrics alone: others use the server too.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object and no table.")] = False,
+) -> int:
+    """Measure what drafting gives: speed-up over plain decoding with its interval, acceptance, latency."""
+    flags = dict(locals())
+    refuse_idle_flags(flags, given_to_server=endpoint is not None)
+    levels = concurrencies(concurrency)
+    if max_tokens is None:
+        max_tokens = QUICK_MAX_TOKENS if quick else MAX_TOKENS
+    chosen_seed = check_sampling(temperature, seed, max_tokens)
+    asked = choose_prompts(prompts, workloads, per_workload, max(levels), quick=quick, raw=raw)
+    folder = choose_folder(out, model or ("endpoint" if endpoint else "smollm2"))
+    settings: dict[str, Any] = {
+        "concurrency": levels,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": chosen_seed,
+        "prompts": str(prompts) if prompts else ", ".join(dict.fromkeys(prompt.workload for prompt in asked)),
+        "num_prompts": len(asked),
+    }
+    bench_one = bench_endpoint if endpoint is not None else bench_engines
+    results, stopped = bench_one(flags, asked, settings)
+    finish(results, folder, as_json=json)
+    if isinstance(stopped, KeyboardInterrupt):
+        print_note("interrupted: the figures are of what was measured until then")
+        return 130
+    if stopped is not None:
+        raise stopped
+    return 0 if says_something(results) else 1
+
+
+def bench_engines(
+    flags: dict[str, Any], prompts: list[Prompt], settings: dict[str, Any]
+) -> tuple[Results, BaseException | None]:
+    with live() as bar:
+        bar.stage("starting")
+        from paceline.bench.local import Wish, run
+        from paceline.bench.runner import Plan
+
+        wish = Wish(
+            model=flags["model"] or "smollm2",
+            methods=METHODS if flags["methods"] is None else flags["methods"],
+            k=flags["k"] if flags["k"] is not None else K if flags["methods"] is None else "auto",
+            draft_model=flags["draft_model"],
+            dtype=flags["dtype"] or "auto",
+            device=flags["device"] or "auto",
+            threads=flags["threads"],
+            raw=flags["raw"],
+        )
+        plan = Plan(
+            concurrencies=settings["concurrency"],
+            max_tokens=settings["max_tokens"],
+            temperature=settings["temperature"],
+            seed=settings["seed"],
+        )
+        return run(wish, prompts, plan, settings, on_load=bar.load, on_progress=bar.work)
+
+
+def bench_endpoint(
+    flags: dict[str, Any], prompts: list[Prompt], settings: dict[str, Any]
+) -> tuple[Results, BaseException | None]:
+    from paceline import __version__
+    from paceline.bench.endpoint import measure
+    from paceline.bench.groups import check_enough
+    from paceline.bench.results import Results
+    from paceline.bench.where import machine_facts
+
+    if flags["baseline_endpoint"] is not None:
+        check_enough(prompts, settings["concurrency"], settings["max_tokens"])
+    with live() as bar:
+        bar.stage("connecting")
+        measured = measure(
+            flags["endpoint"],
+            prompts,
+            model=flags["model"],
+            api_key=flags["api_key"],
+            concurrency=settings["concurrency"],
+            max_tokens=settings["max_tokens"],
+            temperature=settings["temperature"],
+            seed=settings["seed"],
+            timeout_s=300.0 if flags["timeout"] is None else flags["timeout"],
+            baseline_url=flags["baseline_endpoint"],
+            counters=not flags["no_counters"],
+            on_progress=bar.work,
+        )
+    if measured.stopped is not None and not measured.cells:
+        raise measured.stopped
+    results = Results(
+        paceline=__version__,
+        date=time.strftime("%Y-%m-%d"),
+        model=measured.model,
+        where=machine_facts(),
+        settings={**settings, "left_out": {str(level): count for level, count in measured.left_out.items() if count}},
+        complete=measured.stopped is None,
+        endpoint=measured.endpoint,
+        cells=measured.cells,
+    )
+    return results, measured.stopped
+
+
+# -- what can be refused before anything is loaded
+
+
+def check_sampling(temperature: float, seed: str, max_tokens: int) -> int | None:
+    """The seed as a number, or None for requests without one."""
+    from paceline.sampling_params import SamplingParams
+
+    try:
+        number = None if seed == "none" else int(seed)
+    except ValueError:
+        raise InvalidParameter("seed", f"must be a whole number, or none; got {seed!r}") from None
+    SamplingParams(temperature=temperature, seed=number, max_tokens=max_tokens)
+    return number
+
+
+def choose_prompts(
+    file: Path | None, names: str | None, per_workload: int | None, most: int, *, quick: bool, raw: bool
+) -> list[Prompt]:
+    """The user's, or ours: as many as figures at the highest concurrency take."""
+    from paceline.bench.statistics import MIN_PAIRS
+
+    wanted = None if names is None else split(names)
+    if wanted is not None and not wanted:
+        raise InvalidParameter("workloads", f"is empty; choose from {', '.join(WORKLOADS)}")
+    if file is not None:
+        return from_file(file, wanted, per_workload or (PER_WORKLOAD if quick else None))
+    if wanted is None:
+        wanted = [name for name in (QUICK_WORKLOADS if quick else WORKLOADS) if not (raw and name == "multi-turn")]
+    if per_workload is None:
+        per_workload = max(PER_WORKLOAD, -(-most * MIN_PAIRS // len(wanted)))
+    return shipped(wanted, per_workload)
+
+
+def choose_folder(out: Path | None, model: str, home: str = "paceline-bench", files: Sequence[str] = FILES) -> Path:
+    """Where the files will go: made when there is something to put there, but known now to be possible."""
+    slug = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
+    folder = out or Path(home) / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for name in files:
+        if (folder / name).exists():
+            raise InvalidParameter("out", f"{folder} already holds {name}; choose another folder, or remove it")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:  # tried, not asked for: permissions do not know of full disks and file systems that hold no files
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"results")
+    except OSError as error:
+        raise InvalidParameter("out", f"cannot write to {folder}: {error.strerror}; choose another folder") from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+    return folder
+
+
+def refuse_idle_flags(flags: dict[str, Any], *, given_to_server: bool) -> None:
+    """A flag that would have no effect is refused. A key from the environment is no flag."""
+    for name in OURS if given_to_server else THEIRS:
+        if name == "api_key" and flags[name] == os.environ.get("OPENAI_API_KEY"):
+            continue
+        if flags[name]:
+            why = "speaks to our own engines, not to a server" if given_to_server else "speaks to a server"
+            raise InvalidParameter(name, f"{why}; leave it out" + ("" if given_to_server else ", or give --endpoint"))
+
+
+# -- what comes out
+
+
+def finish(results: Results, folder: Path, *, as_json: bool) -> None:
+    """Print first: the figures must be seen even if the disk is full."""
+    from paceline.bench import report
+    from paceline.cli.bench_table import print_results
+
+    if as_json:
+        print_json(results.to_json())
+    else:
+        print_results(results)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        results.save(folder / FILES[0])
+        report.write(results, folder / FILES[1])
+    except OSError as error:
+        raise InvalidParameter("out", f"the results could not be written to {folder}: {error.strerror}") from error
+    print_note(f"written: {folder / FILES[0]} and {FILES[1]} beside it")
+
+
+def says_something(results: Results) -> bool:
+    """Whether one figure came of it; an endpoint alone has no speed-up to give."""
+    return any(cell.speedup is not None or (results.endpoint and cell.tokens_per_s) for cell in results.cells)

@@ -1,0 +1,109 @@
+"""`paceline theory`: what drafting is worth by the formulas of docs/theory.md, before anything is run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.output import print_json, print_note
+from paceline.cli.theory_input import read_acceptance, read_costs, read_k, read_memory, read_roofline, refuse_idle
+from paceline.theory.table import Case, best_tree_row, row, rows
+
+ACCEPTANCE, COST, BATCH, MEMORY = (
+    "Acceptance (one of --alpha, --acceptance, --siblings)",
+    "Cost, in plain passes",
+    "Batch roofline (gives the verification cost)",
+    "Memory",
+)
+
+
+def _flag(name: str, help: str, metavar: str | None = None, panel: str | None = None) -> Any:
+    return typer.Option(name, help=help, metavar=metavar, rich_help_panel=panel, show_default=False)
+
+
+def theory(
+    alpha: Annotated[float | None, _flag("--alpha", "How often a drafted token is accepted.", "A", ACCEPTANCE)] = None,
+    acceptance: Annotated[
+        str | None, _flag("--acceptance", "Share of drafts accepted up to position 1, 2, ...", "A1,A2,...", ACCEPTANCE)
+    ] = None,
+    conditional: Annotated[
+        bool, _flag("--conditional", "--acceptance is given that all before were accepted.", panel=ACCEPTANCE)
+    ] = False,
+    siblings: Annotated[
+        str | None,
+        _flag("--siblings", "How often the 1st, 2nd, ... guess is right; for trees.", "A1,A2,...", ACCEPTANCE),
+    ] = None,
+    k: Annotated[int | None, _flag("--k", "Tokens drafted ahead; the best k if unset.", "N")] = None,
+    draft_cost: Annotated[float | None, _flag("--draft-cost", "Of one drafted token; 0 if unset.", "C", COST)] = None,
+    verify_cost: Annotated[
+        str | None,
+        _flag("--verify-cost", "Of a checking pass: at every k, or at k = 1, 2, ...; 1 if unset.", "V|V1,V2,...", COST),
+    ] = None,
+    bandwidth: Annotated[float | None, _flag("--bandwidth", "Of memory.", "GB/s", BATCH)] = None,
+    tflops: Annotated[float | None, _flag("--tflops", "Arithmetic.", "TFLOP/s", BATCH)] = None,
+    parameters: Annotated[str | None, _flag("--parameters", "Of the target: 8B, 135M, 8e9.", "N", BATCH)] = None,
+    bytes_per_parameter: Annotated[
+        float | None, _flag("--bytes-per-parameter", "2 (bf16) if unset; 4 is fp32.", "N", BATCH)
+    ] = None,
+    batch: Annotated[int | None, _flag("--batch", "Sequences decoded together; 1 if unset.", "N", BATCH)] = None,
+    context: Annotated[int | None, _flag("--context", "Tokens behind each sequence; 0 if unset.", "N", BATCH)] = None,
+    kv_bytes: Annotated[float | None, _flag("--kv-bytes", "K/V of one token, in bytes.", "N", BATCH)] = None,
+    memory: Annotated[float | None, _flag("--memory", "Of the device.", "GB", MEMORY)] = None,
+    draft_parameters: Annotated[
+        str | None, _flag("--draft-parameters", "Of the drafter; also its cost, if that is unset.", "N", MEMORY)
+    ] = None,
+    draft_kv_bytes: Annotated[
+        float | None, _flag("--draft-kv-bytes", "The drafter's K/V of one token, in bytes.", "N", MEMORY)
+    ] = None,
+    plot: Annotated[Path | None, _flag("--plot", "Draw the curves into a .png or .svg.", "FILE")] = None,
+    json: Annotated[bool, _flag("--json", "Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say what drafting would be worth, by the formulas."""
+    refuse_idle(
+        bandwidth=bandwidth,
+        tflops=tflops,
+        parameters=parameters,
+        bytes_per_parameter=bytes_per_parameter,
+        batch=batch,
+        context=context,
+        kv_bytes=kv_bytes,
+        memory=memory,
+        draft_parameters=draft_parameters,
+        draft_kv_bytes=draft_kv_bytes,
+    )
+    roofline = read_roofline(bandwidth, tflops, parameters, bytes_per_parameter, kv_bytes, context)
+    drafting, checking = read_costs(draft_cost, verify_cost, parameters, draft_parameters, roofline, batch)
+    survival, ranks = read_acceptance(alpha, acceptance, conditional, siblings)
+    k, survival = read_k(k, survival, checking)
+    case = Case(survival=survival, draft_cost=drafting, verify_cost=checking, siblings=ranks, roofline=roofline)
+    use = read_memory(memory, parameters, bytes_per_parameter, kv_bytes, draft_parameters, draft_kv_bytes)
+    asked = k or case.best.k
+    if plot is not None:
+        from paceline.theory.plot import draw
+
+        draw(case, asked, plot, batch=batch or 1)
+    if json:
+        found = rows(case)
+        print_json(
+            {
+                "draft_cost": drafting,
+                "k": asdict(row(case, asked)) if asked else None,
+                "best": {**asdict(case.best), "is_limit": case.limited},
+                "best_tree": None if (tree := best_tree_row(found)) is None else asdict(tree),
+                "rows": [asdict(each) for each in found],
+                "roofline": None
+                if roofline is None
+                else {**asdict(roofline), "ridge": roofline.ridge(batch or 1), "batch": batch or 1},
+                "memory": None if use is None else {**asdict(use), "lost_share": use.lost_share},
+                "plot": None if plot is None else str(plot),
+            }
+        )
+        return
+    from paceline.cli.theory_table import print_table  # rich takes a while
+
+    print_table(case, asked, use, batch or 1)
+    if plot is not None:
+        print_note(f"curves in {plot}")

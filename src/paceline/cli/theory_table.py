@@ -1,0 +1,102 @@
+"""The answer of `paceline theory` on a terminal: a row for each k, and what follows from them in sentences."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli.output import human_bytes
+from paceline.theory.table import Case, MemoryUse, Row, best_tree_row, row, rows
+
+SHOWN = {*range(1, 11), 12, 14, 16, 20, 24, 32, 48, 64}  # the best and the asked k always are
+AFTER = 2  # rows after the best k, to see it fall
+
+
+def print_table(case: Case, asked: int, use: MemoryUse | None, batch: int) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    best = case.best.k
+    table = Table(box=SIMPLE)
+    for heading in _headings(case):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for each in rows(case):
+        if each.k in (best, asked) or (each.k in SHOWN and each.k <= max(best, asked) + AFTER):
+            note = " ".join(word for word, k in (("best", best), ("asked", asked)) if k == each.k)
+            table.add_row(*_cells(case, each), note if best != asked or best != each.k else "best")
+    console.print(table)
+    for line in sentences(case, asked, use, batch):
+        console.print(line, soft_wrap=True)
+
+
+def _headings(case: Case) -> list[str]:
+    headings = ["k", "tokens/pass", "pass cost", "speed-up", "break-even α", "R (all k)", "RK+(1-R)"]
+    if case.roofline is not None:
+        headings.append("stops at")
+    return [*headings, "tree", "tree gain"] if case.siblings else headings
+
+
+def _cells(case: Case, each: Row) -> list[str | Text]:
+    cells: list[str | Text] = [
+        str(each.k),
+        f"{each.tokens_per_pass:.2f}",
+        f"{each.verify_cost:.2f}",
+        gain(each.speedup),
+        "none" if each.break_even_alpha is None else f"{each.break_even_alpha:.3f}",
+        f"{each.whole_draft_rate:.1%}",
+        f"{each.whole_prefix_tokens:.2f}",
+    ]
+    if case.roofline is not None:
+        cells.append("never" if each.stop_batch is None else str(each.stop_batch))
+    if each.tree_tokens_per_pass is not None and each.tree_speedup is not None:
+        cells += [f"{each.tree_tokens_per_pass:.2f}", gain(each.tree_speedup)]
+    return cells
+
+
+def gain(speedup: float) -> Text:
+    return Text(f"{speedup:.2f}x", style="green" if speedup > 1 else "red" if speedup < 1 else "")
+
+
+def sentences(case: Case, asked: int, use: MemoryUse | None, batch: int) -> list[str]:
+    lines = [f"a drafted token costs {case.draft_cost:g} plain passes"]
+    if not asked:
+        lines.append("no k pays: leave drafting off")
+    else:
+        lines.append(_asked(row(case, asked)))
+    if asked and case.best.k not in (0, asked):
+        lines.append(f"k = {case.best.k} is best: {case.best.speedup:.2f}x")
+    if asked and not case.best.k:
+        lines.append("no k pays: leave drafting off")
+    if (tree := best_tree_row(rows(case))) is not None:
+        lines.append(
+            f"a tree of {tree.k} nodes is best: {tree.tree_tokens_per_pass:.2f} tokens a pass, {tree.tree_speedup:.2f}x"
+        )
+    if case.limited:
+        lines.append(f"k = {case.max_k} is as far as was looked: more may be better still")
+    if case.roofline is not None:
+        rows_free = case.roofline.ridge(batch)
+        lines.append(f"at batch {batch} arithmetic, not memory, bounds a pass from {rows_free:.0f} rows on")
+    return lines if use is None else [*lines, _memory(use)]
+
+
+def _asked(each: Row) -> str:
+    pays = (
+        "no acceptance makes it pay"
+        if each.break_even_alpha is None
+        else f"it pays above α {each.break_even_alpha:.3f}"
+    )
+    return (
+        f"k = {each.k}: {each.tokens_per_pass:.2f} tokens per pass (as a constant α of {each.alpha:.3f}), "
+        f"{each.speedup:.2f}x; {pays}"
+    )
+
+
+def _memory(use: MemoryUse) -> str:
+    lost = "the target alone leaves no room for K/V" if use.lost_share is None else f"{use.lost_share:.1%} less"
+    return (
+        f"the drafter takes {human_bytes(round(use.drafter_bytes))}: K/V for {use.kv_tokens_drafting:,} tokens "
+        f"where plain decoding has {use.kv_tokens_plain:,} ({lost})"
+    )

@@ -1,0 +1,81 @@
+"""From acceptance to tokens per pass.
+
+`survival[i]` is the probability that the first i + 1 drafted tokens are all accepted, as counters by position have it;
+conditional rates are given that everything before was accepted. A pass commits the accepted tokens and one more,
+recovered or bonus, so tokens per pass are 1 + sum(survival): the 1 is already in every figure returned here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from paceline.errors import InvalidParameter
+from paceline.theory import checks
+
+
+def token_acceptance(p: float, q: float) -> float:
+    """How likely a drafted token is kept to which the target gives p and the drafter, who drew it, gave q."""
+    checks.probability("p", p)
+    if not checks.probability("q", q):
+        raise InvalidParameter("q", "must be above 0: the drafter drew this token")
+    return min(1.0, p / q)
+
+
+def distribution_acceptance(p: Sequence[float], q: Sequence[float]) -> float:
+    """The same over all tokens the drafter may draw: sum of min(p, q), one minus their total variation distance."""
+    if len(p) != len(q):
+        raise InvalidParameter("q", f"has {len(q)} entries where p has {len(p)}")
+    for field, values in (("p", p), ("q", q)):
+        total = math.fsum(checks.probabilities(field, values))
+        if not math.isclose(total, 1, abs_tol=1e-6):
+            raise InvalidParameter(field, f"must sum to 1, got {total}")
+    return min(1.0, math.fsum(map(min, p, q)))
+
+
+def geometric_survival(alpha: float, k: int) -> list[float]:
+    """Every token accepted with probability alpha, independently of the others."""
+    checks.probability("alpha", alpha)
+    return [alpha**i for i in range(1, checks.count("k", k) + 1)]
+
+
+def survival_from_conditional(rates: Sequence[float]) -> list[float]:
+    return list(accumulate(checks.probabilities("rates", rates), mul))
+
+
+def conditional_from_survival(survival: Sequence[float]) -> list[float]:
+    """Zero after a position that was never reached."""
+    before = [1.0, *checks.probabilities("survival", survival)]
+    return [min(1.0, now / then) if then else 0.0 for then, now in zip(before, survival, strict=False)]
+
+
+def tokens_from_survival(survival: Sequence[float]) -> float:
+    return math.fsum([1.0, *checks.probabilities("survival", survival)])
+
+
+def tokens_per_pass(alpha: float, k: int) -> float:
+    """tau(alpha, k) = (1 - alpha^(k+1)) / (1 - alpha), as the sum it comes from: exact at alpha = 1 and near it."""
+    return tokens_from_survival(geometric_survival(alpha, k))
+
+
+def alpha_for(tokens: float, k: int) -> float | None:
+    """The alpha at which k drafted tokens give that many per pass; None where even alpha = 1 gives fewer."""
+    if checks.cost("tokens", tokens) > checks.count("k", k) + 1:
+        return None
+    if tokens <= 1:
+        return 0.0
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:  # until no float lies between them
+        if tokens_per_pass(middle, k) < tokens:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def whole_prefix_tokens(rate: float, k: int) -> float:
+    """Drafts taken whole (k tokens) with probability `rate` or not at all (one token): R*K + (1 - R)."""
+    checks.probability("rate", rate)
+    return rate * checks.count("k", k, least=1) + (1 - rate)

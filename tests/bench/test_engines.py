@@ -1,0 +1,216 @@
+"""Real engines over a tiny model, and the command from its arguments to its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.engines import Engines, TimedEngine
+from paceline.bench.grid import Contender
+from paceline.bench.measurement import Answer, Measurement, Run
+from paceline.bench.prompts import Prompt
+from paceline.bench.results import Results
+from paceline.bench.runner import Plan, measure
+from paceline.bench.summary import cells
+from paceline.cli.app import run
+from paceline.errors import InvalidParameter, InvalidPrompt
+from tests.models.tiny import save_tiny
+
+CONTENDERS = [Contender("none"), Contender("ngram", 3), Contender("suffix", 2), Contender("auto")]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny("llama-tied", folder)
+    for name in ("config.json", "generation_config.json"):  # no EOS: every answer has all its tokens
+        found = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**found, "eos_token_id": None}))
+    return folder
+
+
+def words(count: int, first: int = 1) -> str:
+    """Every other word is the same: something to draft from."""
+    return " ".join(f"w{7 if n % 2 else (first + n) % 90}" for n in range(count))
+
+
+def asked(count: int = 8) -> list[Prompt]:
+    return [Prompt(workload="words", turns=(words(12, n),), origin=f"line {n + 1}") for n in range(count)]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny: Path) -> Measurement:
+    subject = Engines(str(tiny), CONTENDERS, device="cpu", raw=True)
+    subject.check(asked(), 40)
+    measurement = Measurement(CONTENDERS)
+    measure(subject, asked(), Plan(concurrencies=[1, 4], max_tokens=40), measurement)
+    return measurement
+
+
+def test_all_engines_say_the_same_and_tokens_are_counted_where_they_are_committed(measured: Measurement) -> None:
+    found = cells(measured)
+    assert {cell.identical for cell in found} == {True}
+    for cell in found:
+        assert cell.tokens == 8 * 40
+        assert cell.tokens_per_s == pytest.approx(cell.tokens / cell.seconds)
+        assert cell.engine_share is not None
+        assert 0 < cell.engine_share < 1
+    plain, ngram, *_ = [cell for cell in found if (cell.workload, cell.concurrency) == ("all", 1)]
+    assert plain.tau == 1
+    assert plain.acceptance_rate is None
+    assert ngram.drafted_per_position
+    assert len(ngram.drafted_per_position) <= 3
+    assert ngram.speedup is not None
+    at_four = [cell for cell in found if (cell.workload, cell.concurrency) == ("all", 4)]
+    assert all(cell.speedup is None for cell in at_four)
+    assert "2 pairs" in str(at_four[1].too_short)
+
+
+def test_engines_share_the_weights_and_nothing_else(tiny: Path) -> None:
+    subject = Engines(str(tiny), CONTENDERS, device="cpu", raw=True)
+    subject.check(asked(), 40)
+    engines = [timed._engine for timed in subject.open(2).values()]
+    assert len({id(engine.model) for engine in engines}) == 1
+    drafters = [drafter for engine in engines for drafter in engine.drafters.drafters]
+    assert len({id(drafter) for drafter in drafters}) == len(drafters) == 6
+    assert [type(engine.policy).__name__ for engine in engines] == ["AdaptivePolicy"] * 4
+
+
+def test_a_prompt_that_does_not_fit_is_named(tiny: Path) -> None:
+    subject = Engines(str(tiny), CONTENDERS[:2], device="cpu", raw=True)
+    long = Prompt(workload="words", turns=(words(250),), origin="line 3 of mine.txt")
+    with pytest.raises(InvalidPrompt, match=r"line 3 of mine.txt: 250 tokens and 40 of answer .* context of 256"):
+        subject.check([*asked(), long], 40)
+    talk = Prompt(workload="words", turns=("w1", "w2"), origin="line 4")
+    with pytest.raises(InvalidPrompt, match="line 4: a conversation needs the chat template"):
+        subject.check([talk], 40)
+
+
+def test_caches_that_do_not_fit_are_refused_before_they_are_made(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Engines(str(tiny), CONTENDERS, device="cpu", raw=True)
+    subject.check(asked(), 40)
+    monkeypatch.setattr("paceline.bench.engines._free_bytes", lambda device: 1_000_000)
+    with pytest.raises(InvalidParameter, match=r"concurrency: 64 requests .* GB are free"):
+        subject.open(64)
+
+
+# -- the command
+
+
+@pytest.fixture
+def bench(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("\n".join(prompt.turns[0] for prompt in asked()))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        fixed = ["bench", str(tiny), "--raw", "--device", "cpu", "--out", str(tmp_path / "out")]
+        fixed += ["--prompts", str(prompts)] if "--prompts" not in arguments else []
+        code = run([*fixed, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_the_command_prints_a_table_and_writes_both_files(bench: Any, tmp_path: Path) -> None:
+    code, out, err = bench("--methods", "ngram,auto", "--k", "2", "--max-tokens", "40")
+    assert code == 0, err
+    for word in ("plain", "ngram k=2", "auto", "speed-up [95 %]", "1 request at a time"):
+        assert word in out
+    assert "of 8" in out
+    assert "8 pairs" in err
+    assert "100 %" in err
+    results = Results.load(tmp_path / "out" / "results.json")
+    assert results.complete
+    assert results.settings["methods"] == ["none", "ngram", "auto"]
+    assert results.settings["k"] == [2]
+    assert results.settings["max_tokens"] == 40
+    assert results.where["device"] == "cpu"
+    assert "<html" in (tmp_path / "out" / "report.html").read_text()
+    code, _, err = bench("--methods", "ngram")
+    assert (code, "already holds results.json" in err) == (1, True)
+
+
+def test_json_prints_the_results_and_nothing_else(bench: Any) -> None:
+    code, out, _ = bench("--methods", "ngram", "--max-tokens", "30", "--temperature", "0.8", "--json")
+    assert code == 0
+    found = Results.from_json(json.loads(out))
+    assert {cell.label for cell in found.cells} == {"plain", "ngram k=auto"}
+    assert all(cell.identical for cell in found.cells)  # seeded
+
+
+def test_ctrl_c_keeps_what_was_measured(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, calls = TimedEngine.answer, []
+
+    def interrupted(self: TimedEngine, *arguments: Any) -> Run:
+        calls.append(self)
+        if len(calls) > 2 + 2 * 6:  # the warm-up, then six prompts on two engines
+            raise KeyboardInterrupt
+        return answer(self, *arguments)
+
+    monkeypatch.setattr(TimedEngine, "answer", interrupted)
+    code, out, err = bench("--methods", "ngram", "--max-tokens", "40")
+    assert code == 130
+    assert "interrupted" in err
+    assert "ngram k=auto" in out
+    results = Results.load(tmp_path / "out" / "results.json")
+    assert not results.complete
+    assert {cell.answers for cell in results.cells} == {6}
+
+
+def test_an_interruption_before_anything_was_measured_leaves_nothing(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: TimedEngine, *arguments: Any) -> Run:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TimedEngine, "answer", interrupted)
+    code, out, _ = bench("--methods", "ngram")
+    assert (code, out) == (130, "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def brief(self: TimedEngine, prompts: Any, params: Any) -> Run:
+        return Run(tuple(Answer((1, 2), ((0.1, 1), (0.2, 1))) for _ in prompts))
+
+    monkeypatch.setattr(TimedEngine, "answer", brief)
+    code, out, err = bench("--methods", "ngram")
+    assert code == 1
+    assert "x [" not in out
+    assert "16 tokens measured, and fewer than 200 say nothing" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--methods", "magic"], "methods: 'magic' is not one of none, ngram, suffix, draft-model, auto"),
+        (["--methods", "ngram", "--k", "0"], "k: must be between 1 and 64"),
+        (["--methods", "ngram", "--k", "200"], "k: must be between 1 and 64"),
+        (["--prompts", "missing.jsonl"], "prompts: cannot read missing.jsonl"),
+        (["--max-tokens", "3"], "max_tokens: at most 24 tokens would be measured"),
+        (["--concurrency", "4"], "concurrency: 8 prompts fill 2 groups of 4"),
+        (["--max-tokens", "250"], "line 1 of"),
+        (["--temperature", "-1"], "temperature: must be at least 0"),
+        (["--seed", "soon"], "seed: must be a whole number, or none"),
+        (["--workloads", "chat"], "workloads: 'chat' is not one of prompts"),
+        (["--timeout", "5"], "timeout: speaks to a server"),
+        (["--out", "/proc/results"], "out: cannot write to /proc/results"),
+        (["--endpoint", "http://127.0.0.1:9"], "device: speaks to our own engines"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line_and_leaves_nothing(
+    bench: Any, tmp_path: Path, arguments: list[str], problem: str
+) -> None:
+    code, out, err = bench(*arguments)
+    assert code == 1
+    assert out == ""
+    assert problem in err
+    assert err.strip().count("\n") == 0
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,100 @@
+"""Which engines run, and which prompts run at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench.grid import concurrencies, contenders
+from paceline.bench.groups import check_enough, make_groups
+from paceline.cli.bench import choose_prompts
+from paceline.errors import InvalidParameter
+from tests.bench.fake_subject import prompts
+
+KNOWN = ("none", "ngram", "suffix", "draft-model", "auto")
+
+
+def labels(methods: str, k: str = "", draft_model: bool = False) -> list[str]:
+    return [one.label for one in contenders(methods, k, known=KNOWN, draft_model=draft_model)]
+
+
+def test_plain_decoding_is_always_there_and_auto_chooses_its_own_k() -> None:
+    assert labels("none,ngram,auto", "2,4,8") == ["plain", "ngram k=2", "ngram k=4", "ngram k=8", "auto"]
+    assert labels("ngram") == ["plain", "ngram k=auto"]
+    assert labels("suffix, ngram ,suffix", "auto,4") == [
+        "plain",
+        "suffix k=auto",
+        "suffix k=4",
+        "ngram k=auto",
+        "ngram k=4",
+    ]
+    assert labels("draft-model", "3", draft_model=True) == ["plain", "draft-model k=3"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "k", "problem"),
+    [
+        ("ngrams", "", "methods: 'ngrams' is not one of none, ngram"),
+        ("", "", "methods: is empty"),
+        ("none", "", "methods: nothing to compare"),
+        ("ngram", "0", "k: must be between 1 and 64, or auto; got 0"),
+        ("ngram", "200", "k: must be between 1 and 64, or auto; got 200"),
+        ("ngram", "-3", "got -3"),
+        ("ngram", "four", "k: must be a whole number .* got 'four'"),
+        ("ngram", "2.5", "got '2.5'"),
+        ("auto", "4", "k: none of the methods takes a k"),
+        ("draft-model", "4", "draft-model needs a model"),
+    ],
+)
+def test_what_does_not_exist_is_refused_by_name(methods: str, k: str, problem: str) -> None:
+    with pytest.raises(InvalidParameter, match=problem):
+        labels(methods, k)
+
+
+def test_a_draft_model_that_nobody_uses_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="draft_model: none of the methods uses it"):
+        labels("ngram", draft_model=True)
+
+
+def test_concurrency_is_a_list_of_whole_numbers() -> None:
+    assert concurrencies("1, 4,16,4") == [1, 4, 16]
+    for wrong in ("", "0", "-1", "1,x", "1000"):
+        with pytest.raises(InvalidParameter, match="concurrency: must be"):
+            concurrencies(wrong)
+
+
+def test_groups_are_full_of_one_workload_as_far_as_it_goes_and_all_workloads_come_in_turn() -> None:
+    asked = [*prompts(9), *prompts(6, "code"), *prompts(4, "talk", turns=2)]
+    groups, left_out = make_groups(asked, 4)
+    assert all(len(group.prompts) == 4 for group in groups)
+    assert [group.workload for group in groups] == ["chat", "code", "talk", "chat"]
+    assert len(left_out) == 3  # one chat and two code do not fill a group
+    groups, left_out = make_groups(asked, 5)
+    assert [group.workload for group in groups] == ["chat", "code", None]
+    assert {prompt.workload for prompt in groups[2].prompts} == {"chat", "code"}
+    assert len(left_out) == 4
+    assert all(len({len(prompt.turns) for prompt in group.prompts}) == 1 for group in groups)
+
+
+def test_at_one_request_at_a_time_nothing_is_left_out() -> None:
+    asked = [*prompts(5), *prompts(3, "code", turns=3)]
+    groups, left_out = make_groups(asked, 1)
+    assert sorted(group.prompts[0].turns for group in groups) == sorted(prompt.turns for prompt in asked)
+    assert not left_out
+
+
+def test_a_run_that_cannot_end_in_a_figure_is_refused_before_it_begins() -> None:
+    check_enough(prompts(20), [1, 4], 64)
+    with pytest.raises(InvalidParameter, match="prompts: 4 prompts fill 4 groups of 1, and a speed-up needs 5"):
+        check_enough(prompts(4), [1], 64)
+    with pytest.raises(InvalidParameter, match=r"concurrency: 20 prompts fill 1 groups of 16.*at least 80 prompts"):
+        check_enough(prompts(20), [1, 16], 64)
+    with pytest.raises(InvalidParameter, match="max_tokens: at most 20 tokens would be measured"):
+        check_enough(prompts(10), [1], 2)
+
+
+def test_our_own_prompts_are_enough_for_16_at_once() -> None:
+    for levels in ([1], [1, 4], [1, 4, 16]):
+        asked = choose_prompts(None, None, None, max(levels), quick=False, raw=False)
+        check_enough(asked, levels, 64)
+    assert len(choose_prompts(None, None, None, 1, quick=True, raw=False)) == 25
+    assert all(len(prompt.turns) == 1 for prompt in choose_prompts(None, None, None, 1, quick=False, raw=True))
