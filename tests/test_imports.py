@@ -19,7 +19,7 @@ SOURCE = Path(paceline.__file__).parent
 RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
-        *("tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab", "speculative_config"),
+        *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab", "speculative_config"),
     },
     {"models", "verify"},
     {"controls"},
@@ -34,7 +34,7 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 PUBLIC = "__init__"  # the package itself: looks its names up lazily, so anyone may ask it for __version__
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
-VERIFY_MAY_IMPORT = {"torch", "numpy", "draft", "rng", "verify"}
+VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "verify"}
 NO_TORCH = ("errors", "config", "sampling_params", "outputs", "machine", "theory", "models.hub", "cli")
 
 

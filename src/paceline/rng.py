@@ -7,13 +7,16 @@ device; the logarithms of Gumbel noise may differ between devices in their last 
 The 64-bit mix is splitmix64's finaliser (Steele et al. 2014, Stafford's variant 13) over the words in turn. Gumbel
 noise hashes the token with a 32-bit mix (Wellons' triple32) that takes in both halves of the row's 64-bit key: a token
 of probability 1e-9 is drawn at the right rate within 0.3 %, and all rarer ones together are worth less than 1e-6.
-torch has no unsigned arithmetic, so the mixes exist twice: in numpy for the CPU, in masked signed torch for the rest.
+torch has no unsigned arithmetic, so the mixes exist in numpy for the CPU, in Triton (rng_triton.py) for CUDA, and in
+masked signed torch for the rest.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from enum import IntEnum
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,11 +41,15 @@ def bits(lane: Lane, *words: Tensor) -> Tensor:
     """(R,) int64: 64 well-mixed bits of the lane and each row's words, (R,) int64 each."""
     if words[0].is_cpu:
         return torch.from_numpy(_numpy_bits(lane, [word.numpy().view(np.uint64) for word in words]).view(np.int64))
+    if (kernels := _kernels(words[0].device.type)) is not None:
+        return kernels.bits(_lane_constant(lane), words)  # type: ignore[no-any-return]
     return _torch_bits(lane, words)
 
 
 def uniform(lane: Lane, *words: Tensor) -> Tensor:
     """(R,) float64 strictly between 0 and 1, on a grid of 2**-52 shifted by half a step."""
+    if (kernels := _kernels(words[0].device.type)) is not None:
+        return kernels.uniform(_lane_constant(lane), words)  # type: ignore[no-any-return]
     return _shift(bits(lane, *words), 12).double().add_(0.5).mul_(2.0**-52)
 
 
@@ -74,6 +81,18 @@ def gumbel_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
     """(T,) float32: one row of it on the CPU, inside the cache; `key` is bits(Lane.GUMBEL, seed, position)."""
     hashed = _numpy_token_bits(key % 2**64, tokens.astype(np.uint32, copy=False))
     return _gumbel_(torch.from_numpy(hashed.view(np.int32)).to(torch.float32)).numpy()
+
+
+@functools.cache
+def _kernels(device: str) -> ModuleType | None:
+    """The same in one kernel each, where there are kernels."""
+    if device != "cuda":
+        return None
+    try:
+        from paceline import rng_triton
+    except ImportError:
+        return None
+    return rng_triton
 
 
 def _gumbel_(hashed: Tensor) -> Tensor:

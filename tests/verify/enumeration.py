@@ -104,6 +104,7 @@ class Setting:
     sampled: bool = True  # False: the draft is handed over as a deterministic one
     temperature: float | None = None  # the target's; None: nothing to process
     top_k: int = 0  # the target's; needs a temperature
+    near: float = 4e-15  # how far a breakpoint may lie from the one on paper before it is looked for
     code: SimpleNamespace = field(default_factory=lambda: PRODUCT)
 
 
@@ -194,6 +195,8 @@ class _uniforms:
         self.rng, self.coins, self.asked, self.size = rng, coins, asked, size
 
     def __call__(self, lane, row, *words):
+        if not row.is_cpu:
+            return self(lane, row.cpu(), *[word.cpu() for word in words]).to(row.device)
         out = torch.full(row.shape, 0.5, dtype=torch.float64)
         code = sum((word + 1) * 1000**place for place, word in enumerate(words)) if words else torch.zeros_like(row)
         for value in code.unique().tolist():
@@ -400,7 +403,7 @@ def _thresholds(batch, accept):
     below = stop(torch.full_like(earlier, LOW))
     matters = (below != stop(torch.full_like(earlier, HIGH))).any(1)
     guess = torch.tensor([[s.threshold(c) for s in batch.on_paper] for c in range(count)], dtype=torch.float64)
-    found = _locate(lambda value: (stop(value) == below).all(1), guess.flatten().repeat(2), matters)
+    found = _locate(lambda value: (stop(value) == below).all(1), guess.flatten().repeat(2), matters, batch.setting.near)
     (one, two), (first, second) = found.view(2, count, rows), matters.view(2, count, rows)
     assert (abs(one - two)[first & second] < EXACT).all(), "a threshold depends on the other coins"
     return torch.where(first, one, torch.where(second, two, 0.5)).T
@@ -423,13 +426,12 @@ def _token_ends(batch, index, coins, stops):
     never, always = ~said(ends), said(torch.full_like(ends, HIGH))
     weights = torch.tensor([batch.on_paper[row].weights(node) for row, node in stops], dtype=torch.float64)
     guess = (weights.cumsum(1) / weights.sum(1, keepdim=True)).flatten()
-    found = _locate(said, guess, ~never & ~always)
+    found = _locate(said, guess, ~never & ~always, batch.setting.near)
     return torch.where(always, 1.0, torch.where(never, 0.0, found)).view(size, vocab)
 
 
-def _locate(same, guess, matters):
+def _locate(same, guess, matters, near):
     """(R,) up to where `same(value)` holds: the guess where the code confirms it on both sides, else by bisection."""
-    near = 4e-15
     hit = same((guess - near).clamp(LOW, HIGH)) & ~same((guess + near).clamp(LOW, HIGH))
     if (hit | ~matters).all():
         return guess

@@ -4,6 +4,7 @@ A mutant is the whole package imported afresh with one text replaced, in memory;
 are. A mutation that no longer finds its text fails too, so this list cannot fall behind the source.
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.util
@@ -140,24 +141,35 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         raise OSError  # no cached bytecode
 
 
+def ours():
+    """What is imported afresh: the modules a mutation may touch, and whoever imports those."""
+    return [m for m in sys.modules if m.startswith(("paceline.rng", "paceline.verify"))]
+
+
+@contextlib.contextmanager
+def fresh(name, path, text):
+    """Imports in here bring new modules, the one called `name` from this text."""
+    kept = {module: sys.modules.pop(module) for module in ours()}
+    finder = _Finder(name, path, text)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for module in ours():
+            del sys.modules[module]
+        sys.modules.update(kept)
+        paceline.verify, paceline.rng = PRODUCT.verify, PRODUCT.rng
+
+
 def mutant(stem, old, new):
     path = FILES[stem]
     text = path.read_text()
     assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {path.name}"
     name = {"rng": "paceline.rng", "__init__": "paceline.verify"}.get(stem, f"paceline.verify.{stem}")
-    ours = [m for m in sys.modules if m == "paceline.rng" or m.split(".")[:2] == ["paceline", "verify"]]
-    kept = {module: sys.modules.pop(module) for module in ours}
-    finder = _Finder(name, path, text.replace(old, new))
-    sys.meta_path.insert(0, finder)
-    try:
+    with fresh(name, path, text.replace(old, new)):
         package = importlib.import_module("paceline.verify")
         return SimpleNamespace(verify=package, rng=sys.modules["paceline.rng"])
-    finally:
-        sys.meta_path.remove(finder)
-        for module in [m for m in sys.modules if m == "paceline.rng" or m.split(".")[:2] == ["paceline", "verify"]]:
-            del sys.modules[module]
-        sys.modules.update(kept)
-        paceline.verify, paceline.rng = PRODUCT.verify, PRODUCT.rng
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.draft import Draft, Logprobs, Verdict
 from paceline.rng import Lane, coin
+from paceline.verify import seam
 from paceline.verify.chain import Rule, chain
 from paceline.verify.narrow import narrow
 from paceline.verify.outcome import Stop, climb, has_children, outcome, take
@@ -28,6 +29,7 @@ from paceline.verify.processors import (
     probabilities,
     process,
 )
+from paceline.verify.routes import Routes, route
 from paceline.verify.tree import tree
 from paceline.verify.walk import CoinSource, Draws, descend, draw, walk, walk_chains
 
@@ -53,15 +55,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Routes:
-    """Which rows of a draft each rule judges, ascending. None: no row."""
-
-    walk: Tensor | None
-    chain: Tensor | None = None
-    tree: Tensor | None = None
-
-
 def verify(
     draft: Draft,
     logits: Tensor,
@@ -81,34 +74,18 @@ def verify(
 
     `row_of` (B, N + 1) gives each slot (0 the root, i + 1 node i) its row of logits, -1 for padding; `nodes` is that
     the other way round. `max_depth` bounds every depth; the verdict is that wide plus one. `rule` is for sampled
-    chains; `routes`, where the host knows them, spare a device from being read, and `only_chains`, where it knows that
-    no row branches, some work; `source` is where coins come from.
+    chains; `routes`, where the host knows them, and `only_chains`, where it knows that no row branches, spare some
+    work; `source` is where coins come from.
     """
-    judge = _Judge(draft, logits, row_of, nodes, controls, draws, max_depth, rule, only_chains, source)
-    if draft.q is None or draft.width == 0 or max_depth == 0:
-        verdict = judge.walk(None)
+    given = (draft, logits, row_of, nodes, controls, draws)
+    if (kernels := seam.kernels(logits)) is not None:
+        options = {"max_depth": max_depth, "rule": rule, "routes": routes, "only_chains": only_chains, "source": source}
+        verdict: Verdict = kernels.verify(*given, **options)
     else:
-        verdict = judge.by_route(route(draft, nodes, draws) if routes is None else routes)
+        verdict = _Judge(*given, max_depth, rule, only_chains, source).verdict(routes)
     if num_logprobs is None:
         return verdict
     return replace(verdict, logprobs=_committed_logprobs(verdict, logits, row_of, num_logprobs))
-
-
-def route(draft: Draft, nodes: Nodes, draws: Draws) -> Routes:
-    """Rows drawn from q throughout, by requests without a seed, to the rules made for them. It reads device values."""
-    if draft.q is None:
-        return Routes(walk=torch.arange(draft.batch, device=draft.tokens.device))
-    index = torch.arange(draft.width, device=draft.tokens.device)
-    used = index < draft.num_nodes[:, None]
-    from_q = draft.q.row_of.gather(1, draft.parents + 1) >= 0
-    sampled = draws.asking(draws.coins, nodes) & (draft.num_nodes > 0) & (from_q | ~used).all(1)
-    is_chain = ((draft.parents == index - 1) | ~used).all(1)
-
-    def rows(wanted: Tensor) -> Tensor | None:
-        found = wanted.nonzero()[:, 0]
-        return found if found.shape[0] else None
-
-    return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
 
 
 @dataclass(frozen=True)
@@ -125,6 +102,11 @@ class _Judge:
     rule: Rule
     only_chains: bool
     source: CoinSource
+
+    def verdict(self, routes: Routes | None) -> Verdict:
+        if self.draft.q is None or self.draft.width == 0 or self.max_depth == 0:
+            return self.walk(None)
+        return self.by_route(route(self.draft, self.nodes, self.draws) if routes is None else routes)
 
     def by_route(self, routes: Routes) -> Verdict:
         parts = [(routes.walk, self.walk), (routes.chain, self.chain), (routes.tree, self.tree)]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Logprobs, ancestors
+from paceline.verify import seam
 
 CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
 
@@ -91,10 +92,15 @@ class Controls:
         return list(zip(self.temperature.tolist(), *rest, strict=True))
 
     @property
+    def edits(self) -> bool:
+        """Somebody changes logits one by one."""
+        parts = (self.penalties, self.bias, self.bad_words, self.min_tokens)
+        return any(part is not None for part in parts)
+
+    @property
     def neutral(self) -> bool:
         """Processing would hand the logits back as they are."""
-        parts = (self.temperature, self.penalties, self.bias, self.bad_words, self.min_tokens)
-        return all(part is None for part in parts)
+        return self.temperature is None and not self.edits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +147,22 @@ class Nodes:
 
 def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
     """(R, V) logits whose softmax is p; of a greedy row the argmax is what counts. Never writes into its input."""
-    original = logits
+    edited = edit(logits, controls, nodes)
+    if controls.temperature is None:
+        return edited
+    if (kernels := seam.kernels(logits)) is not None:
+        return kernels.process(edited, controls, nodes)  # type: ignore[no-any-return]
+    # The first writing step makes the copy the later ones may write into.
+    out = torch.empty_like(edited) if edited is logits else edited
+    if logits.is_cpu:
+        return _sharpen_rows(edited, controls, nodes, out)
+    return _filter_(_temper(edited, _by_row(controls.temperature, edited, nodes), out), controls, nodes)
+
+
+def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
+    """Penalties, biases and bans: what a greedy row takes its argmax of. The logits themselves where nobody asks."""
+    if controls.edits and logits.dtype.itemsize < 4:
+        logits = logits.float()  # half the bits do not hold the sum of a logit and a bias
     if controls.penalties is not None:
         penalise = _penalise_rows if logits.is_cpu else _penalise
         logits = penalise(logits, controls.penalties, nodes)
@@ -153,19 +174,13 @@ def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
         banned = _ban(banned, *_bad_words(controls.bad_words, nodes))
     if controls.min_tokens is not None:
         banned = _ban(banned, *_ends(controls.min_tokens, nodes))
-    if banned is not logits:
-        logits = _allow_fallback_(banned, controls.fallback, nodes)
-    if controls.temperature is not None:
-        # The first writing step makes the copy the later ones may write into.
-        out = torch.empty_like(logits) if logits is original else logits
-        if logits.is_cpu:
-            return _sharpen_rows(logits, controls, nodes, out)
-        return _filter_(_temper(logits, _by_row(controls.temperature, logits, nodes), out), controls, nodes)
-    return logits
+    return logits if banned is logits else _allow_fallback_(banned, controls.fallback, nodes)
 
 
 def probabilities(logits: Tensor) -> Tensor:
     """p of processed logits, in their dtype."""
+    if (kernels := seam.kernels(logits)) is not None:
+        return kernels.probabilities(logits)  # type: ignore[no-any-return]
     return torch.softmax(logits, -1)
 
 

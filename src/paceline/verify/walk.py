@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.draft import Draft, Kind, Verdict
 from paceline.rng import Lane, coin
+from paceline.verify import seam
 from paceline.verify.outcome import has_children, outcome, take
 from paceline.verify.pick import pick, pick_seeded
 from paceline.verify.processors import Controls, Nodes, argmax, process
@@ -52,6 +53,8 @@ class Draws:
 
 def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) -> Tensor:
     """(R,) the token each row says."""
+    if (kernels := seam.kernels(logits)) is not None:
+        return kernels.draw(logits, draws, nodes, source)  # type: ignore[no-any-return]
     rows = logits.shape[0]
     sampled = sum(0 if part is None else part.shape[0] for part in (draws.coins, draws.seeded))
     tokens = argmax(logits) if sampled < rows else nodes.seq.new_empty(rows)

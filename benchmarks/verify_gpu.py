@@ -1,0 +1,178 @@
+"""What verification costs on a CUDA device: drafts of 64 nodes, captured in a graph and replayed.
+
+Medians of replays between two events, the L2 cache flushed before each, and of eager calls by the host's clock. Logits
+are normal with a deviation of 3 (some hundred tokens make up 90 %) or 1 ("flat": tens of thousands). "rejected" trees
+come from a q that has nothing to do with p, so that traversal takes every one of its turns.
+
+    python benchmarks/verify_gpu.py [--nodes 64] [--replays 30] [--vocabs 128256 49152] [--rows 1 16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from common import finish
+from torch import Tensor
+
+from paceline.draft import Draft, Proposal
+from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, verify
+
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    name: str
+    greedy: bool = False
+    seeded: bool = False
+    top_p: float | None = None
+    q: float | None = None  # how far the drafter's logits are from the target's; None: a deterministic draft
+    children: int = 1  # of a node
+    spread: float = 3.0  # of the logits
+    limit_ms: float | None = None  # what is asked of one row at a vocabulary of 128k
+
+
+CASES = (
+    Case("greedy, tree", greedy=True, children=3, limit_ms=0.1),
+    Case("T = 1, tree", children=3),
+    Case("T = 1, top-p 0.9, tree", top_p=0.9, children=3, limit_ms=0.35),
+    Case("T = 1, top-p 0.9, tree, flat", top_p=0.9, children=3, spread=1.0, limit_ms=0.35),
+    Case("seeded, top-p 0.9, tree", seeded=True, top_p=0.9, children=3),
+    Case("block, chain", q=0.5),
+    Case("block, chain, top-p 0.9", q=0.5, top_p=0.9),
+    Case("traversal, tree", q=0.5, children=3, limit_ms=0.5),
+    Case("traversal, tree, top-p 0.9", q=0.5, children=3, top_p=0.9),
+    Case("traversal, tree, rejected", q=50.0, children=3, limit_ms=0.5),
+    Case("traversal, 64 children, rejected", q=50.0, children=64),
+)
+
+
+def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], object], Tensor]:
+    """Work that verifies such a batch, and the draft's tokens."""
+    torch.manual_seed(0)
+    parents = [node // case.children - 1 for node in range(nodes)]
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    slots = nodes + 1
+    logits = torch.randn(rows * slots, vocab, device=DEVICE) * case.spread
+    row_of = torch.arange(rows * slots, device=DEVICE).view(rows, slots)
+    shape = (rows, nodes)
+    proposal, tokens = None, logits.argmax(-1).view(rows, slots)[:, torch.tensor(parents, device=DEVICE) + 1]
+    if case.q is not None:
+        probs = probabilities(logits + torch.randn_like(logits) * case.q)
+        drawn = torch.cat([torch.topk(part.log() + gumbel(part), case.children).indices for part in probs.split(slots)])
+        place = torch.tensor([node - parents.index(parent) for node, parent in enumerate(parents)], device=DEVICE)
+        above = torch.tensor(parents, device=DEVICE) + 1
+        tokens = drawn.view(rows, slots, -1)[:, above, place]
+        proposal = Proposal(probs=probs, row_of=row_of)
+    draft = Draft(
+        tokens=tokens.contiguous(),
+        parents=torch.tensor(parents, device=DEVICE).expand(shape).contiguous(),
+        depth=torch.tensor(depth, device=DEVICE).expand(shape).contiguous(),
+        num_nodes=torch.full((rows,), nodes, device=DEVICE),
+        source=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        q=proposal,
+    )
+    seq = torch.arange(rows, device=DEVICE).repeat_interleave(slots)
+    node = torch.arange(-1, nodes, device=DEVICE).repeat(rows)
+    every = torch.arange(rows * slots, device=DEVICE)
+    draws = Draws(
+        key=torch.arange(rows, device=DEVICE) + 7,
+        committed=torch.arange(rows, device=DEVICE) + 100,
+        coins=None if case.greedy or case.seeded else every,
+        seeded=every if case.seeded else None,
+    )
+    controls = Controls(
+        temperature=None if case.greedy else torch.ones(rows, device=DEVICE),
+        top_p=None if case.top_p is None else torch.full((rows,), case.top_p, dtype=torch.float64, device=DEVICE),
+    )
+    given = (draft, logits, row_of, Nodes.of(draft, seq, node, max(depth), with_path=False), controls, draws)
+    everyone = torch.arange(rows, device=DEVICE)
+    routes = Routes(walk=everyone)
+    if case.q is not None:
+        is_chain = case.children == 1
+        routes = Routes(walk=None, chain=everyone if is_chain else None, tree=None if is_chain else everyone)
+    return lambda: verify(*given, max_depth=max(depth), routes=routes), tokens
+
+
+def gumbel(like: Tensor) -> Tensor:
+    return -torch.empty_like(like).exponential_().log()
+
+
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    flush, times = torch.empty(2**28, dtype=torch.int8, device=DEVICE), []
+    for _ in range(replays):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def eager_ms(work: Callable[[], object], rounds: int = 5) -> float:
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--replays", type=int, default=30)
+    parser.add_argument("--vocabs", type=int, nargs="+", default=[128_256, 49_152])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
+    options = parser.parse_args()
+    lines = []
+    for vocab in options.vocabs:
+        for rows in options.rows:
+            for case in CASES:
+                work, _ = batch(case, rows, options.nodes, vocab)
+                verdict = work()
+                accepted = float(verdict.num_accepted.double().mean())  # type: ignore[attr-defined]
+                replay, eager = replay_ms(captured(work), options.replays), eager_ms(work)
+                limit = case.limit_ms if rows == 1 and vocab > 100_000 else None
+                lines.append(
+                    {"case": case.name, "vocab": vocab, "rows": rows, "graph_ms": replay, "eager_ms": eager}
+                    | {"accepted": accepted, "limit_ms": limit}
+                )
+                met = "" if limit is None else f"  (asked: {limit}: {'met' if replay <= limit else 'MISSED'})"
+                print(
+                    f"{vocab:7d} {rows:3d} rows  {case.name:34} graph {replay:7.3f} ms  eager {eager:7.2f} ms  "
+                    f"accepted {accepted:5.2f}{met}",
+                    flush=True,
+                )
+                del work, verdict
+                torch.cuda.empty_cache()
+    finish("verify_gpu", {"device": torch.cuda.get_device_name(), "nodes": options.nodes, "lines": lines})
+
+
+if __name__ == "__main__":
+    main()

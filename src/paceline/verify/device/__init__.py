@@ -1,0 +1,104 @@
+"""Verification in Triton kernels: every row and node at once, no value read by the host, fit to be captured in a graph.
+
+The rules, the coins and the noise are those of the modules above; enumeration runs over both. What differs is rounding:
+sums here are float64 over float32 terms, so p differs from a CPU's in its last bits, and the filters from a CPU's only
+where the weight reached is within rounding of top_p.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft, Verdict
+from paceline.verify.chain import Rule, node_coins
+from paceline.verify.device import rules
+from paceline.verify.device.lens import Lens
+from paceline.verify.device.recover import recover
+from paceline.verify.device.said import said
+from paceline.verify.device.said import walk as _walk
+from paceline.verify.device.sampled import Sampled
+from paceline.verify.processors import Controls, Nodes, edit
+from paceline.verify.routes import Routes, masked
+from paceline.verify.walk import CoinSource, Draws
+
+
+def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
+    """As processors.process, of logits edited before."""
+    return Lens.of(logits, controls, nodes).filtered(controls, nodes).write(probabilities=False)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """As processors.probabilities: the very p the rules compare q with, so that a q made here is equal where p is."""
+    return _plain(logits).weighed().write(probabilities=True)
+
+
+def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
+    """As walk.draw."""
+    lens = _plain(logits)
+    return said(lens if draws.coins is None else lens.weighed(), draws, nodes, source)
+
+
+def verify(
+    draft: Draft,
+    logits: Tensor,
+    row_of: Tensor,
+    nodes: Nodes,
+    controls: Controls,
+    draws: Draws,
+    *,
+    max_depth: int,
+    rule: Rule,
+    routes: Routes | None,
+    only_chains: bool,
+    source: CoinSource,
+) -> Verdict:
+    """As verify.verify. Without routes the device sorts the rows, and each rule skips those that are not its own."""
+    lens = Lens.of(edit(logits, controls, nodes), controls, nodes)
+    if draws.coins is not None or draws.seeded is not None:
+        lens = lens.filtered(controls, nodes)
+    if draws.coins is not None:
+        lens = lens.weighed()
+    if routes is None:
+        routes = masked(draft, nodes, draws, only_chains=only_chains)
+    verdict = _blank(draft, max_depth)
+    if routes.walk is not None:
+        _walk(draft, said(lens, draws, nodes, source), row_of, routes.walk, verdict)
+    if routes.chain is not None or routes.tree is not None:
+        _judge(draft, lens, row_of, draws, routes, rule, source, verdict)
+    return verdict
+
+
+def _judge(
+    draft: Draft,
+    lens: Lens,
+    row_of: Tensor,
+    draws: Draws,
+    routes: Routes,
+    rule: Rule,
+    source: CoinSource,
+    verdict: Verdict,
+) -> None:
+    """Rows drawn from q."""
+    found = Sampled.of(draft, lens, row_of)
+    coins = node_coins(source, draws.key, draws.committed, draft.width)
+    if routes.chain is not None:
+        rules.chain(found, routes.chain, coins, rule)
+    if routes.tree is not None:
+        rules.tree(found, routes.tree, coins)
+    parts = [rows for rows in (routes.chain, routes.tree) if rows is not None]
+    recover(found, parts[0] if len(parts) == 1 else torch.cat(parts), draws, source, verdict)
+
+
+def _plain(logits: Tensor) -> Lens:
+    return Lens.of(logits, Controls(), Nodes.roots(logits.shape[0], logits.device))
+
+
+def _blank(draft: Draft, max_depth: int) -> Verdict:
+    empty = draft.tokens.new_empty
+    return Verdict(
+        tokens=empty(draft.batch, max_depth + 1),
+        num_accepted=empty(draft.batch),
+        path=empty(draft.batch, max_depth),
+        kinds=empty(draft.batch, max_depth + 1, dtype=torch.uint8),
+    )

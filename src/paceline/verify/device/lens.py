@@ -1,0 +1,142 @@
+"""From logits to p of every row at once, as a function rather than a tensor: highest logit, temperature, cut, total."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from paceline.verify.device import tiles
+from paceline.verify.device.cut import cut
+from paceline.verify.device.tiles import P, Tile, inverse, kept, kernel, my_rows, programs, summed, tempered
+from paceline.verify.processors import Controls, Nodes
+
+
+@dataclass(frozen=True)
+class Lens:
+    """R rows of logits, and what it takes to read p off them."""
+
+    p: P
+    tile: Tile
+    best: Tensor  # (R,) int64, the first of the highest
+    shares: Tensor | None = None  # (R, splits) float64, sums of exp(tempered logit) over what the filters leave
+
+    @staticmethod
+    def of(logits: Tensor, controls: Controls, nodes: Nodes) -> Lens:
+        """Of logits whose penalties, biases and bans are done."""
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        tile, rows = Tile.of(logits), logits.shape[0]
+        peak = logits.new_empty(rows, dtype=tile.torch_dtype)
+        scale = None if controls.temperature is None else torch.empty_like(peak)
+        best = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        p = P(logits, logits.stride(0), logits.shape[1], peak, scale)
+        tops, places = peak.new_empty(rows, tile.splits), best.new_empty(rows, tile.splits)
+        _peak[tile.grid(rows)](p, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
+        _row[(programs(rows),)](
+            p,
+            tops,
+            places,
+            best,
+            nodes.seq,
+            controls.temperature,
+            rows,
+            tile.splits,
+            tile.dtype,
+            tiles.ROWS,
+            tile.padded,
+        )
+        return Lens(p, tile, best)
+
+    def filtered(self, controls: Controls, nodes: Nodes) -> Lens:
+        """With the cut the filters make."""
+        if controls.temperature is None or not controls.filters:
+            return self
+        return Lens(self.p._replace(cut=cut(self.p, self.tile, controls, nodes)), self.tile, self.best)
+
+    def weighed(self) -> Lens:
+        """With the sums that turn weights into probabilities."""
+        rows = self.best.shape[0]
+        shares = self.p.peak.new_empty(rows, self.tile.splits, dtype=torch.float64)
+        total = shares.new_empty(rows)
+        _weigh[self.tile.grid(rows)](
+            self.p, shares, rows, self.tile.splits, self.tile.dtype, tiles.ROWS, self.tile.block
+        )
+        _total[(programs(rows),)](shares, total, rows, self.tile.splits, tiles.ROWS, self.tile.padded)
+        return Lens(self.p._replace(total=total), self.tile, self.best, shares)
+
+    def write(self, *, probabilities: bool) -> Tensor:
+        """(R, V) processed logits, or p."""
+        rows = self.best.shape[0]
+        out = self.p.peak.new_empty(rows, self.p.vocab)
+        _write[self.tile.grid(rows)](self.p, out, rows, probabilities, self.tile.dtype, tiles.ROWS, self.tile.block)
+        return out
+
+
+@kernel
+def _peak(p, tops, places, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Each split's highest logit, and the first token that has it."""
+    row, live = my_rows(rows, ROWS)
+    split = tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
+    here = live[:, None] & (token < p.vocab)
+    logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
+    tl.store(tops + row * splits + split, tl.max(logit, 1), live)
+    tl.store(places + row * splits + split, split * BLOCK + tl.argmax(logit, 1), live)
+
+
+@kernel
+def _row(
+    p,
+    tops,
+    places,
+    best,
+    seq,
+    temperature,
+    rows,
+    splits,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The highest of the splits' highest, and the row's temperature."""
+    row, live = my_rows(rows, ROWS)
+    split = tl.arange(0, SPLITS)[None, :]
+    here = live[:, None] & (split < splits)
+    top = tl.load(tops + row[:, None] * splits + split, here, float("-inf"))
+    winner = tl.argmax(top, 1)
+    tl.store(p.peak + row, tl.max(top, 1), live)
+    tl.store(best + row, tl.load(places + row * splits + winner, live, 0), live)
+    if temperature is not None:
+        asked = tl.load(temperature + tl.load(seq + row, live, 0), live, 1.0)
+        scale = tl.where(asked > 0, asked, 1.0)
+        tiny = 2.2250738585072014e-308 if tl.float64 == DTYPE else 1.1754943508222875e-38
+        huge = 1.7976931348623157e308 if tl.float64 == DTYPE else 3.4028234663852886e38
+        tl.store(p.scale + row, tl.clamp(scale.to(DTYPE), tiny, huge), live)
+
+
+@kernel
+def _weigh(p, shares, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row, live = my_rows(rows, ROWS)
+    split = tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
+    weight = tl.exp(kept(p, tempered(p, row, live, token, DTYPE), row, live, DTYPE))
+    tl.store(shares + row * splits + split, tl.sum(weight.to(tl.float64), 1), live)
+
+
+@kernel
+def _total(shares, total, rows, splits, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+    row, live = my_rows(rows, ROWS)
+    tl.store(total + row, summed(shares, row, live, splits, SPLITS), live)
+
+
+@kernel
+def _write(p, out, rows, SHARES: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row, live = my_rows(rows, ROWS)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    value = kept(p, tempered(p, row, live, token, DTYPE), row, live, DTYPE)
+    if SHARES:
+        value = tl.exp(value) * inverse(tl.load(p.total + row, live, 1.0).to(DTYPE), DTYPE)[:, None]
+    tl.store(out + row[:, None] * p.vocab + token, value, live[:, None] & (token < p.vocab))

@@ -1,0 +1,153 @@
+"""What every kernel here shares: a program's rows and tokens, and p of them read straight from the logits.
+
+A row of logits is cut into splits of BLOCK tokens, one program each; what programs leave behind is added up in one
+order by the kernel after them. BLOCK depends on the vocabulary alone, so a row's bits do not depend on its batch.
+Sums are float64, everything else float32 (float64 if the logits are). Nothing the size of the logits is written.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+# Rows a program takes. The interpreter pays by the program, a device by the row.
+ROWS = 4096 if triton.knobs.runtime.interpret else 1
+
+
+class P(NamedTuple):
+    """The target's p as kernels read it: exp((logit - peak) / scale) / total where the filters leave a token."""
+
+    logits: Tensor  # (R, V)
+    stride: int
+    vocab: int
+    peak: Tensor  # (R,)
+    scale: Tensor | None  # (R,) temperatures; None: all are 1
+    cut: Tensor | None = None  # (R,) the highest `key_of` a token may have and stay; None: all stay
+    total: Tensor | None = None  # (R,) float64
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts up rows of logits; its constants."""
+
+    splits: int
+    block: int  # tokens in a split, a power of two
+    padded: int  # splits, rounded up to a power of two
+    dtype: Any  # tl.float32 or tl.float64
+
+    @staticmethod
+    def of(logits: Tensor) -> Tile:
+        block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))
+        splits = triton.cdiv(logits.shape[1], block)
+        dtype = tl.float64 if logits.dtype == torch.float64 else tl.float32
+        return Tile(splits, block, triton.next_power_of_2(splits), dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == tl.float64 else torch.float32
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        return programs(rows), self.splits
+
+
+def programs(rows: int) -> int:
+    return int(triton.cdiv(rows, ROWS))
+
+
+def kernel(function):
+    """A kernel that is launched; how many rows there are is no reason to compile it again."""
+    return triton.jit(function, do_not_specialize=["rows", "count", "batch", "turn"])
+
+
+@triton.jit
+def my_rows(count, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, row < count
+
+
+@triton.jit
+def divide(x, y, DTYPE: tl.constexpr):
+    """Rounded to nearest, as on a CPU."""
+    return x / y if tl.float64 == DTYPE else tl.div_rn(x, y)
+
+
+@triton.jit
+def inverse(x, DTYPE: tl.constexpr):
+    """1 / x of sums, 0 where there is too little to divide by. Rows are multiplied by it: most of what there is to
+    divide is 0, and an exact division of 0 takes the slow way round."""
+    some = x > (2.3e-308 if tl.float64 == DTYPE else 1.2e-38)
+    return tl.where(some, divide(tl.zeros_like(x) + 1.0, tl.where(some, x, 1.0), DTYPE), 0.0)
+
+
+@triton.jit
+def key_of(tempered, DTYPE: tl.constexpr):
+    """Integers that rise as tempered logits fall from 0."""
+    return tl.abs(tempered).to(tl.int64 if tl.float64 == DTYPE else tl.int32, bitcast=True)
+
+
+@triton.jit
+def tempered(p, row, live, token, DTYPE: tl.constexpr):
+    """(ROWS, X) of tokens (1 or ROWS, X): as processors._temper; -inf beyond the vocabulary."""
+    here = live[:, None] & (token < p.vocab)
+    logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
+    shifted = logit - tl.load(p.peak + row, live, 0.0)[:, None]
+    if p.scale is not None:
+        shifted = divide(shifted, tl.load(p.scale + row, live, 1.0)[:, None], DTYPE)
+    return shifted
+
+
+@triton.jit
+def kept(p, logit, row, live, DTYPE: tl.constexpr):
+    """(ROWS, X) tempered logits, -inf where a filter takes a token out."""
+    if p.cut is not None:
+        cut = tl.load(p.cut + row, live, 0)[:, None]
+        logit = tl.where(key_of(logit, DTYPE) <= cut, logit, float("-inf"))
+    return logit
+
+
+@triton.jit
+def probability(p, row, live, token, DTYPE: tl.constexpr):
+    """(ROWS, X) p of tokens (1 or ROWS, X)."""
+    weight = tl.exp(kept(p, tempered(p, row, live, token, DTYPE), row, live, DTYPE))
+    return weight * inverse(tl.load(p.total + row, live, 1.0).to(DTYPE), DTYPE)[:, None]
+
+
+@triton.jit
+def summed(shares, row, live, splits, SPLITS: tl.constexpr):
+    """(ROWS,) float64: what the splits of a row add up to."""
+    split = tl.arange(0, SPLITS)[None, :]
+    here = live[:, None] & (split < splits)
+    return tl.sum(tl.load(shares + row[:, None] * splits + split, here, 0.0).to(tl.float64), 1)
+
+
+@triton.jit
+def find_split(shares, row, live, coin, splits, SPLITS: tl.constexpr):
+    """(ROWS,) the split whose stretch of the cumulative sum holds the coin, and how far into it the coin falls."""
+    split = tl.arange(0, SPLITS)[None, :]
+    here = live[:, None] & (split < splits)
+    share = tl.load(shares + row[:, None] * splits + split, here, 0.0)
+    ends = tl.cumsum(share, 1)
+    point = coin * tl.max(ends, 1)
+    found = first_with_weight(share, ends, point, split)
+    return found, point - tl.sum(tl.where(split == found[:, None] - 1, ends, 0.0), 1)
+
+
+@triton.jit
+def find_token(weight, rest):
+    """(ROWS,) the offset in a split of weights (ROWS, BLOCK) whose stretch holds the rest of the coin."""
+    weight = weight.to(tl.float64)
+    place = tl.arange(0, weight.shape[1])[None, :]
+    return first_with_weight(weight, tl.cumsum(weight, 1), rest, place)
+
+
+@triton.jit
+def first_with_weight(weight, ends, point, place):
+    """Never one of weight 0: where rounding puts the point on one, the next that has some, or else the last."""
+    before = tl.sum((ends <= point[:, None]).to(tl.int32), 1)[:, None]
+    last = tl.max(tl.where(weight > 0, place, 0), 1)[:, None]
+    return tl.min(tl.where((weight > 0) & (place >= before), place, last), 1)

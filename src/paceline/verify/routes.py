@@ -1,0 +1,59 @@
+"""Which rule judges which row: rows drawn from q throughout, by requests without a seed, go to the rules for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft
+from paceline.verify.processors import Nodes
+from paceline.verify.walk import Draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The rows of a draft each rule judges, ascending. None: no row. On a CUDA device -1 in between: none here."""
+
+    walk: Tensor | None
+    chain: Tensor | None = None
+    tree: Tensor | None = None
+
+
+def route(draft: Draft, nodes: Nodes, draws: Draws) -> Routes:
+    """Without -1. It reads device values."""
+    if draft.q is None:
+        return Routes(walk=torch.arange(draft.batch, device=draft.tokens.device))
+    sampled, is_chain = _sort(draft, nodes, draws)
+
+    def rows(wanted: Tensor) -> Tensor | None:
+        found = wanted.nonzero()[:, 0]
+        return found if found.shape[0] else None
+
+    return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
+
+
+def masked(draft: Draft, nodes: Nodes, draws: Draws, *, only_chains: bool) -> Routes:
+    """(B,) each, -1 for the rows of the other rules. The host reads nothing."""
+    index = torch.arange(draft.batch, device=draft.tokens.device)
+    if draft.q is None or draft.width == 0 or draws.coins is None:
+        return Routes(walk=index)
+    sampled, is_chain = _sort(draft, nodes, draws)
+
+    def rows(wanted: Tensor) -> Tensor:
+        return torch.where(wanted, index, -1)
+
+    if only_chains:
+        return Routes(walk=rows(~sampled), chain=rows(sampled))
+    return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
+
+
+def _sort(draft: Draft, nodes: Nodes, draws: Draws) -> tuple[Tensor, Tensor]:
+    """(B,) bool: the rows for law 2, and the rows that are chains."""
+    assert draft.q is not None
+    index = torch.arange(draft.width, device=draft.tokens.device)
+    used = index < draft.num_nodes[:, None]
+    from_q = draft.q.row_of.gather(1, draft.parents + 1) >= 0
+    sampled = draws.asking(draws.coins, nodes) & (draft.num_nodes > 0) & (from_q | ~used).all(1)
+    return sampled, ((draft.parents == index - 1) | ~used).all(1)

@@ -1,0 +1,25 @@
+"""Where verification meets hardware: the kernels for a tensor's device, or None and it is torch's and numpy's business.
+
+Only the pure functions of this package ask: verify, process, probabilities, draw.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+from torch import Tensor
+
+
+def kernels(tensor: Tensor) -> ModuleType | None:
+    """The package `device`, for tensors it can work on."""
+    return _device() if tensor.is_cuda else None
+
+
+@functools.cache
+def _device() -> ModuleType | None:
+    try:
+        from paceline.verify import device
+    except ImportError:  # no Triton here
+        return None
+    return device

@@ -1,0 +1,24 @@
+"""The device's kernels as a fixture: with it, verification goes through them."""
+
+import pytest
+
+from tests.verify import device
+
+
+@pytest.fixture(scope="module")
+def kernels_alone():
+    """The package of kernels, ready to be called."""
+    if (reason := device.missing()) is not None:
+        pytest.skip(reason)
+    from paceline.verify import device as package
+
+    with device.patched_once():
+        yield package
+
+
+@pytest.fixture
+def kernels(kernels_alone, monkeypatch):
+    """The same, and every tensor verification meets is sent to them."""
+    served = device.served(kernels_alone)
+    monkeypatch.setattr("paceline.verify.seam.kernels", lambda tensor: served)
+    return kernels_alone

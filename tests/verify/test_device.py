@@ -1,0 +1,342 @@
+"""The device's kernels: lossless by the same enumeration, and row for row what the host says.
+
+Interpreted, in float64 and exact to 1e-12, where there is no CUDA device. Float32, which a device computes in, is held
+against float64: p within 2e-6 of itself, noise within 4 units in the last place.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline import rng
+from paceline.draft import Draft, Kind, Proposal
+from paceline.rng import Lane
+from paceline.verify import Controls, Draws, Nodes, draw, probabilities, process, route, verify
+from tests.verify.device import interpreted, moved
+from tests.verify.enumeration import Fixed, Setting, Toy, chains, check
+from tests.verify.test_processors import Asked, controls_of
+from tests.verify.test_sampled import SHAPES, sampled_batch
+
+PARTS = ("tokens", "num_accepted", "path", "kinds")
+TARGET, DRAFTER, NEAR = Toy(1, 3), Toy(2, 3), 5e-14
+FEW = Fixed([0.3, 0.0, 0.7], [0.6, 0.0, 0.4])
+
+# A few: interpreting is slow. The rest follows from kernels that say, row for row, what the enumerated host says.
+SETTINGS = {
+    "block, chain of 3": (Setting(TARGET, DRAFTER, tuple(chains(3)), near=NEAR), 1),
+    "block, tempered, small draft vocabulary": (
+        Setting(TARGET, FEW, tuple(chains(2)), ids=(2, 0), temperature=1.3, near=NEAR),
+        1,
+    ),
+    "tree of three levels": (Setting(TARGET, DRAFTER, (-1, -1, 1, 2), near=NEAR), 1),
+    "tree, two steps": (Setting(Toy(1, 2), Toy(2, 2), (-1, -1), near=NEAR), 2),
+    "walk": (Setting(Toy(1, 2), Toy(2, 2), (-1, -1, 0), sampled=False), 2),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_three_tokens_are_distributed_as_the_targets(kernels, name):
+    setting, steps = SETTINGS[name]
+    check(setting, steps)
+
+
+# --- what the host says, row for row ---
+
+
+@pytest.fixture
+def small_splits(kernels_alone, monkeypatch):
+    """Rows of more than one split."""
+    monkeypatch.setattr(kernels_alone.lens.tiles, "BLOCK", 16)
+
+
+@pytest.fixture
+def a_row_a_program(kernels_alone, monkeypatch):
+    """As on a device."""
+    monkeypatch.setattr(kernels_alone.lens.tiles, "ROWS", 1)
+
+
+def both(given, **options):
+    """The same verdict by the host and by the kernels."""
+    host = verify(*given, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        return host, _through(patch, given, options)
+
+
+def _through(patch, given, options):
+    from paceline.verify import device as package
+    from tests.verify.device import served
+
+    kernels = served(package)
+    patch.setattr("paceline.verify.seam.kernels", lambda tensor: kernels)
+    return verify(*given, **options)
+
+
+def assert_same(one, other):
+    for name in PARTS:
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def mixed_batch(size, vocab, *, seed=0, dtype=torch.float64):
+    """Greedy, seeded, deterministic, sampled chains and trees, under every kind of filter."""
+    kinds = [("coins", "coins", "greedy", "seeded", "coins")[b % 5] for b in range(size)]
+    shapes = [SHAPES[b % len(SHAPES)] for b in range(size)]
+    controls = Controls(
+        temperature=torch.tensor([0.0 if kind == "greedy" else (0.9, 1.0, 1.7)[b % 3] for b, kind in enumerate(kinds)]),
+        top_p=torch.tensor([(1.0, 0.9, 0.6, 0.3)[b % 4] for b in range(size)], dtype=torch.float64),
+        min_p=torch.tensor([(0.0, 0.02)[b % 2] for b in range(size)]),
+    )
+    draft, logits, row_of, nodes, _, draws = sampled_batch(
+        size,
+        shapes,
+        vocab=vocab,
+        seed=seed,
+        dtype=dtype,
+        drafted=lambda b, slot: b % 7 != 3 and (b % 11 != 5 or not slot),
+    )
+    draws = Draws.of(
+        key=draws.key,
+        committed=draws.committed,
+        seq=nodes.seq.tolist(),
+        greedy=[kind == "greedy" for kind in kinds],
+        seeded=[kind == "seeded" for kind in kinds],
+    )
+    return draft, logits, row_of, nodes, controls, draws
+
+
+def test_rows_of_all_kinds_are_judged_as_on_the_host(kernels_alone):
+    host, device = both(mixed_batch(120, 11), max_depth=4)
+    assert_same(host, device)
+    assert host.num_accepted.unique().numel() > 3
+
+
+def test_rows_of_several_splits_are_judged_as_on_the_host_by_routes_it_knows(kernels_alone, small_splits):
+    given = mixed_batch(60, 40, seed=3, dtype=torch.float32)
+    assert_same(*both(given, max_depth=4, routes=route(given[0], given[3], given[5])))
+
+
+def test_a_row_a_program_is_judged_as_on_the_host(kernels_alone, a_row_a_program):
+    shapes = [[-1, -1, 1], chains(2)]
+    assert_same(*both(sampled_batch(2, shapes, seed=8), max_depth=2))
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_chains_alone_are_judged_as_on_the_host(kernels_alone, rule):
+    given = sampled_batch(200, [chains(b % 5) for b in range(200)], seed=9)
+    assert_same(*both(given, max_depth=4, rule=rule, only_chains=True))
+
+
+def test_plain_decoding_is_the_empty_draft(kernels):
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    draws = Draws(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
+    verdict = verify(
+        Draft.empty(2), logits, torch.tensor([[0], [1]]), Nodes.roots(2), Controls(), draws, max_depth=0, num_logprobs=1
+    )
+    assert verdict.tokens.tolist() == [[1], [0]]
+    assert verdict.kinds.tolist() == [[Kind.BONUS], [Kind.BONUS]]
+    assert verdict.num_accepted.tolist() == [0, 0]
+    assert verdict.path.shape == (2, 0)
+
+
+# --- p and the filters ---
+
+
+def asked_in_many_ways(size):
+    generator = torch.Generator().manual_seed(11)
+
+    def one_of(*values):
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    return [
+        Asked(
+            temperature=one_of(0.0, 0.3, 1.0, 2.5),
+            top_k=one_of(0, 1, 3, 9, 200),
+            top_p=one_of(0.0, 0.05, 0.31, 0.77, 0.95, 1.0),
+            min_p=one_of(0.0, 0.0, 0.02, 0.9),
+            repetition=one_of(1.0, 1.3),
+            output=(1, 2, 2),
+            bias=one_of({}, {3: 2.0}),
+            bad_words=one_of((), ((4,),)),
+        )
+        for _ in range(size)
+    ]
+
+
+def test_the_filters_keep_what_the_host_keeps(kernels_alone, monkeypatch):
+    """Ties included: every fourth token has its neighbour's logit."""
+    size, vocab = 60, 90
+    logits = torch.randn(size, vocab, generator=torch.Generator().manual_seed(2)) * 3
+    logits[:, ::4] = logits[:, 1::4][:, : logits[:, ::4].shape[1]]
+    requests, nodes = asked_in_many_ways(size), Nodes.roots(size)
+    controls = controls_of(requests, vocab)
+    host = process(logits, controls, nodes)
+    monkeypatch.setattr("paceline.verify.seam.kernels", lambda tensor: _served(kernels_alone))
+    device = process(logits, controls, nodes)
+    assert torch.equal(device, host)
+    assert (host == -math.inf).any(1).sum() > size // 2
+    error = (probabilities(device).double() - torch.softmax(host.double(), -1)).abs()
+    assert float((error / torch.softmax(host.double(), -1).clamp_min(1e-30)).max()) < 2e-6
+
+
+def _served(package):
+    from tests.verify.device import served
+
+    return served(package)
+
+
+def test_extreme_temperatures_never_make_a_nan(kernels):
+    asked = [Asked(temperature=t, top_p=0.9, bad_words=((3,),)) for t in (1e-45, 1e-30, 1e30, 3.4e38, 1e300)]
+    logits = torch.tensor([[9.0, -9.0, 0.0, 50.0, 1.0, 1.0, -1e4]]).expand(5, 7)
+    p = probabilities(process(logits, controls_of(asked), Nodes.roots(5)))
+    assert torch.isfinite(p).all()
+    assert not p[:, 3].any()
+    assert torch.allclose(p.sum(1), torch.ones(5))
+
+
+def test_a_row_is_the_same_bits_in_any_batch(kernels, small_splits):
+    logits = torch.randn(3, 60, generator=torch.Generator().manual_seed(3)) * 4
+
+    def p_of(rows):
+        controls = Controls(temperature=torch.tensor([1.0, 0.7, 0.0])[rows])
+        return probabilities(process(logits[rows], controls, Nodes.roots(logits[rows].shape[0])))
+
+    assert torch.equal(p_of(slice(1, 2)), p_of(slice(0, 3))[1:2])
+
+
+def test_the_first_of_equal_logits_wins_across_splits(kernels, small_splits, a_row_a_program):
+    logits = torch.zeros(2, 50)
+    logits[0, [33, 40]] = 1.0
+    draws = Draws(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
+    assert draw(logits, draws, Nodes.roots(2)).tolist() == [33, 0]
+
+
+def test_coins_at_the_very_ends_pick_tokens_that_can_be_said(kernels, small_splits, a_row_a_program):
+    logits = torch.full((4, 60), -math.inf, dtype=torch.float64)
+    logits[:, 20], logits[:, 37], logits[:, 41] = 0.0, -200.0, 1.0
+    ends = torch.tensor([2.0**-53, 1 - 2.0**-53, 0.1, 0.9], dtype=torch.float64)
+    draws = Draws(key=torch.arange(4), committed=torch.arange(4), coins=torch.arange(4))
+    said = draw(logits, draws, Nodes.roots(4), lambda lane, key, committed, node: ends.to(key.device))
+    assert said.tolist() == [20, 41, 20, 41]
+
+
+# --- randomness ---
+
+
+def test_the_hashes_are_the_hosts_bit_for_bit(kernels_alone):
+    from paceline import rng_triton
+
+    generator = torch.Generator().manual_seed(1)
+    words = [torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator) for _ in range(3)]
+    where = "cpu" if interpreted() else "cuda"
+    there = [word.to(where) for word in words]
+    for lane in Lane:
+        start = rng._lane_constant(lane)
+        for count in (1, 2, 3):
+            assert torch.equal(rng_triton.bits(start, there[:count]).cpu(), rng.bits(lane, *words[:count]))
+        assert torch.equal(rng_triton.uniform(start, there).cpu(), rng.uniform(lane, *words))
+
+
+def test_noise_is_the_hosts_to_the_last_bits(kernels_alone):
+    vocab, seeds = 4096, torch.arange(16) * 12345
+    where = "cpu" if interpreted() else "cuda"
+    keys = rng.bits(Lane.GUMBEL, seeds, seeds + 7)
+    out = torch.empty(16, vocab, device=where)
+    _noise[(16,)](keys.to(where), out, vocab)
+    host = rng.gumbel(seeds, seeds + 7, vocab)
+    off = (out.cpu() - host).abs() / torch.maximum(host.abs(), torch.tensor(1.0))
+    assert float(off.max()) < 4 * 2.0**-23
+
+
+# --- what must not happen ---
+
+
+def test_a_draft_from_the_target_itself_is_accepted_whole(kernels):
+    """τ = k + 1 exactly, whatever the coins: q made by the same kernels is the same bits."""
+    highest = 1 - 2.0**-53
+
+    def hostile(lane, key, committed, node):
+        return torch.full(key.shape, highest, dtype=torch.float64, device=key.device)
+
+    for dtype in (torch.float32, torch.float64):
+        draft, logits, row_of, nodes, controls, draws = sampled_batch(50, [chains(4)] * 50, spread=0.0, dtype=dtype)
+        assert torch.equal(row_of, draft.q.row_of.where(draft.q.row_of >= 0, row_of))
+        draft = replace(draft, q=Proposal(probs=probabilities(logits), row_of=draft.q.row_of))
+        verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=4, source=hostile)
+        assert (verdict.num_accepted == 4).all()
+        assert (verdict.kinds[:, 4] == Kind.BONUS).all()
+
+
+@pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
+@pytest.mark.parametrize("harm", ["zero", "tiny", "nan"])
+def test_a_broken_q_costs_the_draft_and_never_the_answer(kernels, shape, harm):
+    draft, logits, row_of, nodes, controls, draws = sampled_batch(100, [shape] * 100, dtype=torch.float32)
+    q = draft.q.probs.clone().view(100, -1, 6)
+    q[:, 1] = {"zero": 0.0, "tiny": 1e-42, "nan": math.nan}[harm]
+    draft = replace(draft, q=replace(draft.q, probs=q.flatten(0, 1)))
+    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)
+    rows = torch.arange(100)
+    assert ((verdict.tokens[rows, verdict.num_accepted] >= 0) & (verdict.tokens[rows, verdict.num_accepted] < 6)).all()
+    if harm != "tiny":
+        assert not (verdict.path == shape.index(0)).any()
+
+
+def test_the_models_logits_are_never_written_into(kernels):
+    given = sampled_batch(4, [chains(2), [-1, -1, 0]] * 2)
+    kept = given[1].clone()
+    verify(*given, max_depth=2)
+    assert torch.equal(given[1], kept)
+
+
+# --- on a device ---
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("vocab", [11, 5000])
+def test_a_graph_replays_verification_without_the_host(vocab):
+    """Captured once; replayed on other logits, coins and lengths it says what an eager call says."""
+    given = moved(mixed_batch(40, vocab, dtype=torch.float32), "cuda")
+    verify(*given, max_depth=4)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            verdict = verify(*given, max_depth=4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seed in range(3):
+        other = mixed_batch(40, vocab, seed=seed, dtype=torch.float32)
+        given[1].copy_(other[1])
+        given[0].tokens.copy_(other[0].tokens)
+        given[0].q.probs.copy_(other[0].q.probs)
+        given[5].committed.add_(1)
+        graph.replay()
+        eager = verify(*given, max_depth=4)
+        assert_same(eager, verdict)
+        assert_same(moved(eager, "cpu"), verify(*moved(given, "cpu"), max_depth=4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_bfloat16_logits_are_read_as_float32():
+    given = mixed_batch(40, 5000, dtype=torch.float32)
+    rounded = (given[0], given[1].bfloat16(), *given[2:])
+    widened = (given[0], given[1].bfloat16().float(), *given[2:])
+    assert_same(moved(verify(*moved(rounded, "cuda"), max_depth=4), "cpu"), verify(*widened, max_depth=4))
+
+
+try:
+    import triton
+    import triton.language as tl
+
+    from paceline.rng_triton import gumbel
+
+    @triton.jit
+    def _noise(keys, out, VOCAB: tl.constexpr):
+        row = tl.program_id(0)
+        token = tl.arange(0, VOCAB)
+        tl.store(out + row * VOCAB + token, gumbel(tl.load(keys + row), token))
+
+except ImportError:
+    _noise = None
