@@ -77,7 +77,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
         draft = self.drafters.propose([row for row in batch.rows if row.samples])
-        layout = lay_out(batch, draft, self.cache.block_size, self.model.device)
+        layout = lay_out(batch, draft, self.cache.block_size)
         started = time.perf_counter()
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
         model_s = time.perf_counter() - started
