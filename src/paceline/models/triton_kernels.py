@@ -97,9 +97,7 @@ class TritonStack:
             q = elementwise.rope_and_store(
                 qkv, plan, shape.cos, shape.sin, cache, layer.q_norm, layer.k_norm, shape.eps, overlap=overlap
             )
-            attended = attention(
-                q, plan, work, cache, shape.scale, layer.window, kernels.workspace, overlap=overlap
-            )
+            attended = attention(q, plan, work, cache, shape.scale, layer.window, kernels.workspace, overlap=overlap)
             added = linear(attended, layer.output, overlap=overlap)
             hidden = elementwise.rms_norm(residual, added, layer.mlp_norm, shape.eps, overlap=overlap)
             added = linear(linear(hidden, layer.gate_up, gated=True, overlap=overlap), layer.down, overlap=overlap)

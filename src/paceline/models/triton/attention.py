@@ -27,8 +27,10 @@ from paceline.models.triton.launch import overlapped, release, wait
 
 KEYS = 64  # of a block
 CHUNK = 8  # blocks
-SPLIT_BLOCKS = 32  # a pass of no more blocks than this, over all tiles, is cut block by block
-PROGRAMS = 256  # about two for every multiprocessor
+SPLIT_BLOCKS = 80  # a pass of no more blocks than this, over all tiles, is cut block by block
+PROGRAMS = 528  # about four for every multiprocessor
+MOST_SPLITS = 36
+MOST_INT = (1 << 31) - 1  # elements of a cache addressed with 32 bits
 HEADER = 4  # ints before the tiles: width of the block tables, blocks of a unit
 
 
@@ -48,10 +50,10 @@ class Division:
     def of(num_tiles: int, tile: int, path_width: int, kv_heads: int, max_len: int) -> Division:
         """`max_len`: of the longest context these grids and their scratch are to serve."""
         blocks = max(-(-max_len // KEYS), 1)
-        direct = path_width == 0 and num_tiles * kv_heads >= PROGRAMS // 2
+        direct = path_width == 0 and num_tiles * kv_heads >= PROGRAMS // 4
         units = 1 if direct else max(-(-blocks // CHUNK), min(blocks, SPLIT_BLOCKS // max(num_tiles, 1)))
         tails = -(-(KEYS - 1 + path_width) // KEYS) if path_width else 0
-        splits = 1 if direct else max(PROGRAMS // max(num_tiles * kv_heads, 1), 1)
+        splits = 1 if direct else max(min(PROGRAMS // max(num_tiles * kv_heads, 1), MOST_SPLITS), 1)
         return Division(tile, num_tiles, direct, units, tails, splits)
 
     def header(self, max_len: int, table_width: int) -> list[int]:
@@ -163,6 +165,7 @@ def attention(
         TILE=division.tile,
         DIRECT=division.direct,
         SPLITS=division.splits,
+        WIDE=cache.k.numel() > MOST_INT,
         num_warps=division.tile // 16,
         num_stages=stages,
         **shape,
@@ -227,6 +230,16 @@ def fold(high, total, sums, more_high, more_total, more_sums):
 
 
 @triton.jit
+def fold_one(high, total, sums, more_high, more_total, more_sums):
+    """`fold` of a single row."""
+    top = tl.maximum(high, more_high)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    keep = tl.exp2(high - level)
+    add = tl.exp2(more_high - level)
+    return top, tl.fma(total, keep, more_total * add), tl.fma(sums, keep, more_sums * add)
+
+
+@triton.jit
 def one_block(q, k, v, visible, log2_scale):
     """(TILE, D) rows against one block of keys: each row's maximum, sum and weighted values. k is (D, KEYS)."""
     scores = tl.dot(q, k, input_precision="ieee") * log2_scale
@@ -255,6 +268,7 @@ def _shared(
     TILE: tl.constexpr,
     DIRECT: tl.constexpr,
     SPLITS: tl.constexpr,
+    WIDE: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -306,7 +320,9 @@ def _shared(
         for block in range(unit * unit_blocks, tl.minimum((unit + 1) * unit_blocks, num_blocks)):
             key = block * KEYS + tl.arange(0, KEYS)
             there = key < last
-            page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+            page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
+            if WIDE:
+                page = page.to(tl.int64)
             at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
             k = tl.load(k_cache + at[None, :] + dim[:, None], mask=there[None, :] & within[:, None], other=0.0)
             v = tl.load(v_cache + at[:, None] + dim[None, :], mask=there[:, None] & within[None, :], other=0.0)
@@ -401,16 +417,12 @@ def _tail(
 
 @triton.jit
 def fold_stored(high, total, values, sums, stats, part, there, dim, DIM: tl.constexpr):
-    """Fold in a stored state, if it is there. (1,)- and (1, D)-shaped, for `fold` to be the same function."""
+    """Fold in a stored state, if it is there."""
     within = tl.where(there, DIM, 0) > dim
     more_high = tl.load(stats + part * 2, mask=there, other=float("-inf"))
     more_total = tl.load(stats + part * 2 + 1, mask=there, other=0.0)
     more_values = tl.load(sums + part * DIM + dim, mask=within, other=0.0)
-    top = tl.maximum(high, more_high)
-    level = tl.where(top == float("-inf"), 0.0, top)
-    keep = tl.exp2(high - level)
-    add = tl.exp2(more_high - level)
-    return top, tl.fma(total, keep, more_total * add), tl.fma(values, keep, more_values * add)
+    return fold_one(high, total, values, more_high, more_total, more_values)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -452,27 +464,37 @@ def _merge(
     high = tl.full((), float("-inf"), tl.float32)
     total = 0.0
     values = tl.zeros((PADDED,), tl.float32)
-    for chunk in range(first_chunk, position // (KEYS * CHUNK) + 1):
-        part_high = tl.full((), float("-inf"), tl.float32)
-        part_total = 0.0
-        part_values = tl.zeros((PADDED,), tl.float32)
-        for nth in tl.static_range(CHUNK):
-            block = chunk * CHUNK + nth
-            unit = tl.where(by_block, block, chunk)
-            there = tl.where(by_block, shared_blocks, shared_blocks if nth == 0 else 0) > block
+    end_chunk = position // (KEYS * CHUNK) + 1
+    if by_block:
+        for chunk in range(first_chunk, end_chunk):
+            part_high = tl.full((), float("-inf"), tl.float32)
+            part_total = 0.0
+            part_values = tl.zeros((PADDED,), tl.float32)
+            for nth in tl.static_range(CHUNK):
+                unit = chunk * CHUNK + nth
+                there = shared_blocks > unit
+                part_high, part_total, part_values = fold_stored(
+                    part_high, part_total, part_values, sums, stats, unit * stride + q_row, there, dim, DIM
+                )
+            for nth in tl.static_range(TAILS):
+                there = tl.where(tail_blocks > nth, (shared_blocks + nth) // CHUNK, -1) == chunk
+                part_high, part_total, part_values = fold_stored(
+                    part_high, part_total, part_values, tail_sums, tail_stats, nth * stride + q_row, there, dim, DIM
+                )
+            high, total, values = fold_one(high, total, values, part_high, part_total, part_values)
+    else:
+        for chunk in tl.range(first_chunk, end_chunk, loop_unroll_factor=4):
+            part_high = tl.full((), float("-inf"), tl.float32)
+            part_total = 0.0
+            part_values = tl.zeros((PADDED,), tl.float32)
+            there = shared_blocks > chunk * CHUNK
             part_high, part_total, part_values = fold_stored(
-                part_high, part_total, part_values, sums, stats, unit * stride + q_row, there, dim, DIM
+                part_high, part_total, part_values, sums, stats, chunk * stride + q_row, there, dim, DIM
             )
-        for nth in tl.static_range(TAILS):
-            there = tl.where(tail_blocks > nth, (shared_blocks + nth) // CHUNK, -1) == chunk
-            part_high, part_total, part_values = fold_stored(
-                part_high, part_total, part_values, tail_sums, tail_stats, nth * stride + q_row, there, dim, DIM
-            )
-        top = tl.maximum(high, part_high)
-        level = tl.where(top == float("-inf"), 0.0, top)
-        keep = tl.exp2(high - level)
-        add = tl.exp2(part_high - level)
-        total = tl.fma(total, keep, part_total * add)
-        values = tl.fma(values, keep, part_values * add)
-        high = top
+            for nth in tl.static_range(TAILS):
+                there = tl.where(tail_blocks > nth, (shared_blocks + nth) // CHUNK, -1) == chunk
+                part_high, part_total, part_values = fold_stored(
+                    part_high, part_total, part_values, tail_sums, tail_stats, nth * stride + q_row, there, dim, DIM
+                )
+            high, total, values = fold_one(high, total, values, part_high, part_total, part_values)
     tl.store(out + q_row * DIM + dim, (values / total).to(out.dtype.element_ty), mask=dim < DIM)

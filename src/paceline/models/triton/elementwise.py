@@ -14,7 +14,9 @@ from paceline.models.plan import PassPlan
 from paceline.models.triton.launch import overlapped, release, wait
 
 
-def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False
+) -> Tensor:
     """x += added in place where there is something to add; returns the normed rows."""
     rows, hidden = x.shape
     assert x.is_contiguous()

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.models.triton.launch import fetch_ahead, overlapped, release, wait
+from paceline.models.triton.launch import overlapped, release, wait
 
 FEW_ROWS = 64
 
@@ -100,7 +100,7 @@ def tile_for(rows: int, n: int, k: int, itemsize: int, gated: bool) -> Tile:
 
 
 def _many_rows(n: int, k: int) -> Tile:
-    return Tile(128, 256 if n >= 4096 else 64, _divisor(k, 64), 8, 3)
+    return Tile(128, 256, _divisor(k, 64), 8, 3) if n >= 16384 else Tile(128, 128, _divisor(k, 64), 8, 4)
 
 
 def _divisor(k: int, most: int) -> int:
@@ -145,8 +145,6 @@ def _linear(
     w_at = weight + at_n[None, :] * k + at_k[:, None]
     used = at_m < rows
     release(OVERLAP)
-    if OVERLAP:
-        fetch_ahead(weight + at_n * k)
     wait(OVERLAP)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for first in range(0, k, BK):
