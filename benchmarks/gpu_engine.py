@@ -40,7 +40,7 @@ class Runs:
         self.policy = AdaptivePolicy(drafters, method, k)
         config = EngineConfig(
             prefix_caching=False,
-            kv_cache_bytes=(64 << 20) if subject.tiny else max(8 << 30, batch * (1 << 28)),
+            kv_cache_bytes=(64 << 20) if subject.tiny else 24 << 30,
             max_num_seqs=max(batch, 1),
             max_num_batched_tokens=2048,
             max_model_len=min(decoder.config.max_positions, 2048),

@@ -91,7 +91,10 @@ class Yardstick(Mapping[str, Tensor]):
         if "layernorm" in part:
             return self._norm(source if source is not None else torch.ones(small.hidden_size))
         if part.startswith("self_attn.o_proj"):
-            return self._output(source, size.heads * size.head_dim, self._head_lanes(small.num_heads, query=True))
+            lanes = self._head_lanes(small.num_heads, query=True)
+            # A query head that is all zeros attends to everything alike: what it gives is no zero and must not count.
+            heads = size.heads // size.kv_heads * small.num_kv_heads
+            return self._output(source, size.heads * size.head_dim, lanes, self._lanes_of(torch.arange(heads)))
         if part.startswith("self_attn"):
             query = part.startswith("self_attn.q")
             heads = size.heads if query else size.kv_heads
@@ -109,13 +112,15 @@ class Yardstick(Mapping[str, Tensor]):
         Lane i of a head turns with frequency i / (d / 2): i of the first half goes to s i, and so does the second.
         """
         small, size = self.small, self.size
-        spread = size.head_dim // small.head_dim
-        lane = torch.arange(small.head_dim // 2) * spread
-        within = torch.cat([lane, size.head_dim // 2 + lane])
         group, large_group = small.num_heads // small.num_kv_heads, size.heads // size.kv_heads
         head = torch.arange(heads)
         place = large_group * (head // group) + head % group if query else head
-        return (place[:, None] * size.head_dim + within).flatten()
+        return self._lanes_of(place)
+
+    def _lanes_of(self, heads: Tensor) -> Tensor:
+        lane = torch.arange(self.small.head_dim // 2) * (self.size.head_dim // self.small.head_dim)
+        within = torch.cat([lane, self.size.head_dim // 2 + lane])
+        return (heads[:, None] * self.size.head_dim + within).flatten()
 
     def _rows(self, source: Tensor | None, rows: int, lanes: Tensor, gain: float) -> Tensor:
         """(rows, hidden): the small model's rows in their lanes, reading its channels; other rows give zero."""
@@ -126,20 +131,17 @@ class Yardstick(Mapping[str, Tensor]):
             out[lanes.to(self._device), : self.small.hidden_size] = (source.float() * gain).to(self._dtype)
         return out
 
-    def _output(self, source: Tensor | None, columns: int, lanes: Tensor) -> Tensor:
-        """(hidden, columns): back into the residual stream; a layer without source adds nothing."""
+    def _output(self, source: Tensor | None, columns: int, lanes: Tensor, live: Tensor | None = None) -> Tensor:
+        """(hidden, columns): back into the residual stream. Inputs that are always zero, all but `live` (by default
+        `lanes`), have any weight; without source all are."""
         out = torch.zeros(self.size.hidden, columns, dtype=self._dtype, device=self._device)
-        if source is None:
-            dead = torch.ones(columns, dtype=torch.bool, device=self._device)
-        else:
-            dead = torch.ones(columns, dtype=torch.bool, device=self._device)
-            dead[lanes.to(self._device)] = False
-        # Inputs that are always zero may have any weight; they reach every channel.
-        out[:, dead] = self._noise(self.size.hidden, int(dead.sum()))
+        dead = torch.ones(columns, dtype=torch.bool, device=self._device)
         if source is not None:
+            dead[(lanes if live is None else live).to(self._device)] = False
             kept = torch.zeros(self.size.hidden, len(lanes), dtype=self._dtype, device=self._device)
             kept[: self.small.hidden_size] = source
             out[:, lanes.to(self._device)] = kept
+        out[:, dead] = self._noise(self.size.hidden, int(dead.sum()))
         return out
 
     def _columns(self, source: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Every output adds k = 0..15, 16..31, ... in that order in fp32, whatever the tile: the tensor cores take 16 of k at a
 time into the same accumulator. So a row's bits depend neither on the rows beside it nor on how many there are. Up to
-64 rows share one tile and a pass costs about the time to read the weights; more rows take larger tiles.
+64 rows share one tile and a pass costs about the time to read the weights; more rows take larger tiles. Which operand
+is the left one makes no difference either.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Tile:
     k: int
     warps: int
     stages: int
+    swapped: bool = False  # weights are the tensor cores' left operand, so that few rows need a narrow tile only
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def linear(
         GATED=gated,
         BIASED=weight.bias is not None,
         EVEN_K=k % tile.k == 0,
+        SWAPPED=tile.swapped,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlapped(overlap),
@@ -90,10 +93,14 @@ def tile_for(rows: int, n: int, k: int, itemsize: int, gated: bool) -> Tile:
         return Tile(FEW_ROWS, 32, _divisor(k, 32), 4, 2)
     if rows > FEW_ROWS:
         return _many_rows(n, k)
+    if rows <= 16 and n >= 4096:
+        if n >= 16384:
+            return Tile(16, 128, _divisor(k, 128), 4, 4, swapped=True)
+        return Tile(16, 64, _divisor(k, 128), 4, 6, swapped=True)
     if n >= 32768:
         return Tile(FEW_ROWS, 128, _divisor(k, 128), 8, 4)
-    if gated or n >= 16384:
-        return Tile(FEW_ROWS, 128 if n >= 16384 else 32, _divisor(k, 64), 4, 4)
+    if n >= 16384:
+        return Tile(FEW_ROWS, 128, _divisor(k, 64), 4, 5, swapped=True)
     if n > 4096:
         return Tile(FEW_ROWS, 64, _divisor(k, 128), 4, 5)
     return Tile(FEW_ROWS, 32 if n > 2048 else 16, _divisor(k, 256), 4, 4)
@@ -125,6 +132,7 @@ def _linear(
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SWAPPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     tiles_m = tl.cdiv(rows, BM)
@@ -146,7 +154,7 @@ def _linear(
     used = at_m < rows
     release(OVERLAP)
     wait(OVERLAP)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
+    total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), dtype=tl.float32)
     for first in range(0, k, BK):
         if EVEN_K:
             a = tl.load(x_at, mask=used[:, None], other=0.0)
@@ -154,9 +162,14 @@ def _linear(
         else:
             a = tl.load(x_at, mask=used[:, None] & (at_k[None, :] < k - first), other=0.0)
             b = tl.load(w_at, mask=at_k[:, None] < k - first, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
+        if SWAPPED:
+            total = tl.dot(tl.trans(b), tl.trans(a), total, input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee")
         x_at += BK
         w_at += BK
+    if SWAPPED:
+        total = tl.trans(total)
     if BIASED:
         total += tl.load(bias + at_n).to(tl.float32)[None, :]
     if GATED:
