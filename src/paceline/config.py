@@ -85,14 +85,17 @@ class EngineConfig:
 
     block_size: int = 16  # tokens per cache block
     num_blocks: int | None = None  # None: from `kv_cache_bytes`
-    kv_cache_bytes: int = 2 << 30
+    kv_cache_bytes: int | None = None  # None: 2 GiB on a CPU, on a GPU what `gpu_memory_fraction` leaves for it
+    gpu_memory_fraction: float = 0.9  # of the GPU's memory, weights and scratch included
     max_num_seqs: int = 64  # sequences that share a step
     max_num_batched_tokens: int = 512  # tokens of one target pass, drafted nodes included
     max_model_len: int | None = None  # None: the model's context, or what the cache can hold
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise InvalidParameter("gpu_memory_fraction", f"must be above 0 and at most 1, got {self.gpu_memory_fraction}")
+        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, field) < 1:
                 raise InvalidParameter(field, f"must be at least 1, got {getattr(self, field)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -100,7 +103,7 @@ class EngineConfig:
                 "max_num_batched_tokens",
                 f"must be at least max_num_seqs ({self.max_num_seqs}), so that every sequence advances each step",
             )
-        for field in ("num_blocks", "max_model_len"):
+        for field in ("num_blocks", "max_model_len", "kv_cache_bytes"):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise InvalidParameter(field, f"must be at least 1, got {value}")

@@ -104,6 +104,19 @@ class Draft:
             return merged
         return Draft(**{**vars(merged), "q": _merge_proposals(proposals, batch, merged.width, vocab_size, device)})
 
+    def to(self, device: torch.device) -> Draft:
+        """All of it there, its numbers in one copy."""
+        if self.tokens.device == device:
+            return self
+        parts = [self.tokens, self.parents, self.depth, self.num_nodes, self.source]
+        q = self.q
+        (*moved, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
+        if q is not None:
+            ids = None if q.ids is None else q.ids.to(device)
+            q = Proposal(probs=q.probs.to(device), row_of=row_of, ids=ids)
+        names = ("tokens", "parents", "depth", "num_nodes", "source")
+        return Draft(**dict(zip(names, moved, strict=True)), q=q)
+
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as this module says. It reads device values: for tests."""
         num_nodes = self.num_nodes.tolist()
@@ -154,6 +167,14 @@ class Verdict:
     logprobs: Logprobs | None = None
 
 
+def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """int64 tensors of the host on a device, in one copy: there a copy costs more than what it carries."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat.to(device)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
     """(B, N, max_depth) the path from the root's child to each node itself, as node indices, -1 beyond.
 
@@ -182,7 +203,7 @@ def _merge_proposals(
     for at, q in parts:
         theirs = q.row_of.to(device)
         row_of[at, : theirs.shape[1]] = torch.where(theirs < 0, theirs, theirs + first)
-        blocks.append((q.probs if shared else q.over(vocab_size)).to(device))
+        blocks.append(q.probs if shared else q.over(vocab_size))  # they stay where they were drawn
         first += q.probs.shape[0]
     # One part keeps its tensor: verification must divide by the very q that was sampled.
     probs = blocks[0] if len(blocks) == 1 else torch.cat(blocks)

@@ -45,7 +45,8 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
-        kv_cache_bytes: int = 2 << 30,
+        kv_cache_bytes: int | None = None,
+        gpu_memory_fraction: float = 0.9,
         prefix_caching: bool = True,
         progress: Progress | None = None,
     ) -> None:
@@ -67,6 +68,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_bytes=kv_cache_bytes,
+            gpu_memory_fraction=gpu_memory_fraction,
             prefix_caching=prefix_caching,
         )
         self.name, self.method, self.speculation = model, speculation.method, speculation

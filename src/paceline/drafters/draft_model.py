@@ -51,8 +51,9 @@ class _Chains:
         self.counts = counts  # nodes of each, fixed before anything is drawn
         self.lengths = [len(sequence.tokens) for sequence in sequences]
         self.index = torch.arange(len(rows), device=device)
-        self.ends = torch.tensor(self.lengths, device=device)  # (S,) position of the first node
-        self.tokens = self.ends.new_zeros(len(rows), max(counts, default=0))  # (S, K)
+        self.owners = torch.arange(len(rows))  # the same on the host, where passes are planned
+        self.ends = torch.tensor(self.lengths)  # (S,) position of the first node
+        self.tokens = self.index.new_zeros(len(rows), max(counts, default=0))  # (S, K)
         self.probs: list[Tensor] = []  # q, a tensor for every depth at which somebody sampled
         self.drawn: list[tuple[int, int]] = []  # (row, depth) of each row of q
 
@@ -146,7 +147,7 @@ class DraftModelDrafter:
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
         chains, logits = self._read(rows)
         if not chains.rows:
-            return Draft.empty(len(rows), self._model.device)
+            return Draft.empty(len(rows))
         controls, tables = self._builder.controls(chains.sequences), self._tables(chains.sequences)
         active = 0
         for depth in range(chains.counts[0]):
@@ -209,9 +210,9 @@ class DraftModelDrafter:
         return self._forward(
             chains.tokens[:active, depth - 1],
             chains.ends[:active] + (depth - 1),
-            chains.index[:active],
+            chains.owners[:active],
             tables[:active],
-            chains.index[:active],
+            chains.owners[:active],
             max_len=max(chains.lengths[:active]) + depth,
         )
 
@@ -224,8 +225,8 @@ class DraftModelDrafter:
             ends = {*sequence.params.stop_token_ids, *(() if sequence.params.ignore_eos else self._eos)}
             kept.append(next((at + 1 for at, token in enumerate(tokens[:count]) if token in ends), count))
         width, rows = max(kept), self._ints(chains.rows)
-        tokens_of = chains.tokens.new_zeros(batch, width)
-        tokens_of[rows] = chains.tokens[:, :width]
+        tokens_of = rows.new_zeros(batch, width)
+        tokens_of[rows] = self._ints(drafted)[:, :width]
         num_nodes = rows.new_zeros(batch)
         num_nodes[rows] = self._ints(kept)
         if not chains.probs:
@@ -253,7 +254,10 @@ class DraftModelDrafter:
     def _forward(
         self, tokens: Tensor, positions: Tensor, owners: Tensor, tables: Tensor, logit_rows: Tensor, max_len: int
     ) -> Tensor:
-        """(len(logit_rows), V). `owners` says whose row of the block tables each token belongs to."""
+        """(len(logit_rows), V). `owners` says whose row of the block tables each token belongs to.
+
+        All of it comes from the host but tokens drawn a moment ago.
+        """
         blocks = tables[owners, positions // self._block_size]
         positions = positions.int()
         plan = PassPlan(
@@ -272,10 +276,10 @@ class DraftModelDrafter:
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         width = max(len(sequence.blocks) for sequence in sequences)
         tables = [sequence.blocks + [-1] * (width - len(sequence.blocks)) for sequence in sequences]
-        return torch.tensor(tables, dtype=torch.int32, device=self._model.device)
+        return torch.tensor(tables, dtype=torch.int32)
 
     def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+        return torch.tensor(values, dtype=torch.int64)
 
 
 def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:

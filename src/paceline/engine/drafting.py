@@ -28,16 +28,16 @@ READ_AHEAD = 8  # tokens a drafter may be behind in the ordinary course
 
 
 class DrafterSet:
-    def __init__(self, drafters: SequenceOf[Drafter], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, drafters: SequenceOf[Drafter], vocab_size: int) -> None:
         self.drafters = tuple(drafters)
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size = vocab_size
         self._by_name = {drafter.name: drafter for drafter in drafters}
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.failures = 0
         self._retired: set[str] = set()
         self._complained: set[tuple[str, type]] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
-        self._empty = functools.lru_cache(64)(lambda batch: Draft.empty(batch, device))
+        self._empty = functools.lru_cache(64)(lambda batch: Draft.empty(batch))
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -69,7 +69,7 @@ class DrafterSet:
                 parts.append((indices, draft))
         if not parts:
             return self._empty(len(rows))
-        return Draft.merge(parts, len(rows), self._vocab_size, self._device)
+        return Draft.merge(parts, len(rows), self._vocab_size)
 
     def _propose(self, drafter: Drafter, rows: list[DraftRow]) -> Draft | None:
         try:

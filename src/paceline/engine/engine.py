@@ -25,6 +25,7 @@ from paceline.engine.text import OutputText, TextDecoder
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
+from paceline.models.memory import cache_bytes, says_what_to_lower
 from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
@@ -49,14 +50,16 @@ class Engine:
     ) -> None:
         self.model, self.config, self.tokenizer = model, config, tokenizer
         eos = frozenset(model.config.eos_token_ids)
-        self.drafters = DrafterSet(drafters, model.config.vocab_size, model.device)
+        self.drafters = DrafterSet(drafters, model.config.vocab_size)
         specs = (*model.kv_specs, *self.drafters.kv_specs)
         per_block = KVCache.bytes_per_block(specs, config.block_size, model.cache_dtype)
-        num_blocks = config.num_blocks or config.kv_cache_bytes // per_block
+        kv_bytes = config.kv_cache_bytes or cache_bytes(model.device, config.gpu_memory_fraction)
+        num_blocks = config.num_blocks or kv_bytes // per_block
         self.max_model_len = _context(config, model.config.max_positions, num_blocks * config.block_size)
-        cache = KVCache(
-            specs, num_blocks=num_blocks, block_size=config.block_size, dtype=model.cache_dtype, device=model.device
-        )
+        with says_what_to_lower():
+            cache = KVCache(
+                specs, num_blocks=num_blocks, block_size=config.block_size, dtype=model.cache_dtype, device=model.device
+            )
         self.drafters.bind(cache, len(model.kv_specs))
         self.policy: Policy = policy or AdaptivePolicy(drafters)
         self.blocks = BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
@@ -73,7 +76,7 @@ class Engine:
         self.stats = EngineStats()
 
     def step(self) -> list[StepOutput]:
-        with torch_threads(self.model.torch_threads):
+        with torch_threads(self.model.torch_threads), says_what_to_lower():
             return self._step()
 
     def _step(self) -> list[StepOutput]:

@@ -1,4 +1,4 @@
-"""From sequences and drafts to the flat rows of one target pass.
+"""From sequences and drafts to the flat rows of one target pass, on the host; the model takes them to its device.
 
 Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j
 of a sequence with L tokens is written to the slot of position L + j, whatever its depth, and stands at position L - 1
@@ -58,7 +58,7 @@ class _Rows:
     paths: list[list[int]] = field(default_factory=list)
 
 
-def lay_out(batch: Batch, draft: Draft, block_size: int, device: torch.device) -> Layout:
+def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     rows = _Rows()
     spans: list[Span] = []
     sampled: list[int] = []
@@ -87,10 +87,10 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, device: torch.device) -
             sampled.append(index)
         spans.append(span)
     return Layout(
-        tokens=_array(rows.tokens, np.int64, device),
-        plan=_plan(rows, batch, block_size, device),
-        logit_rows=_array(logit_rows, np.int64, device),
-        logit_row_of=_array(logit_row_of, np.int64, device).view(len(sampled), draft.width + 1),
+        tokens=_array(rows.tokens, np.int64),
+        plan=_plan(rows, batch, block_size),
+        logit_rows=_array(logit_rows, np.int64),
+        logit_row_of=_array(logit_row_of, np.int64).view(len(sampled), draft.width + 1),
         spans=spans,
         sampled=sampled,
         is_tree=not all(span.is_chain for span in spans),
@@ -125,14 +125,14 @@ def _add_nodes(rows: _Rows, span: Span, index: int, tokens: list[int], parents: 
         rows.paths.append([] if span.is_chain else paths[-1])
 
 
-def _plan(rows: _Rows, batch: Batch, block_size: int, device: torch.device) -> PassPlan:
+def _plan(rows: _Rows, batch: Batch, block_size: int) -> PassPlan:
     width = max((len(row.sequence.blocks) for row in batch.rows), default=0)
     tables = [row.sequence.blocks + [-1] * (width - len(row.sequence.blocks)) for row in batch.rows]
     deepest = max(map(len, rows.paths), default=0)
     paths = [path + [-1] * (deepest - len(path)) for path in rows.paths] if deepest else []
     # One array for all that is one number a row: making a small tensor costs more than filling it.
     lengths = [len(path) for path in rows.paths]
-    each = _array([rows.positions, rows.slots, rows.sequence, rows.prefix, lengths], np.int32, device).view(
+    each = _array([rows.positions, rows.slots, rows.sequence, rows.prefix, lengths], np.int32).view(
         5, len(rows.tokens)
     )
     return PassPlan(
@@ -140,15 +140,14 @@ def _plan(rows: _Rows, batch: Batch, block_size: int, device: torch.device) -> P
         slots=each[1],
         sequence=each[2],
         prefix=each[3],
-        path=_array(paths, np.int32, device) if deepest else each.new_empty((len(rows.tokens), 0)),
+        path=_array(paths, np.int32) if deepest else each.new_empty((len(rows.tokens), 0)),
         path_len=each[4],
-        block_tables=_array(tables, np.int32, device),
+        block_tables=_array(tables, np.int32),
         block_size=block_size,
         max_len=max(rows.positions, default=-1) + 1,
     )
 
 
-def _array(values: list[int] | list[list[int]], dtype: type[np.integer[Any]], device: torch.device) -> Tensor:
+def _array(values: list[int] | list[list[int]], dtype: type[np.integer[Any]]) -> Tensor:
     """Through numpy: after a pass has swept the caches, torch.tensor takes several times as long."""
-    tensor = torch.from_numpy(np.array(values, dtype=dtype))
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return torch.from_numpy(np.array(values, dtype=dtype))

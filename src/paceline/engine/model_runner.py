@@ -18,6 +18,31 @@ from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 
 
+@dataclass(frozen=True)
+class HostVerdict:
+    tokens: list[list[int]]
+    num_accepted: list[int]
+    kinds: list[list[int]]
+    path: list[list[int]]
+
+    @staticmethod
+    def of(verdict: Verdict) -> HostVerdict:
+        """In one copy from the device."""
+        if verdict.tokens.is_cpu:
+            parts = (verdict.tokens, verdict.num_accepted, verdict.kinds, verdict.path)
+            return HostVerdict(*(part.tolist() for part in parts))
+        wide, deep = verdict.tokens.shape[1], verdict.path.shape[1]
+        rows = torch.cat(
+            [verdict.tokens, verdict.num_accepted[:, None], verdict.kinds.long(), verdict.path], dim=1
+        ).tolist()
+        return HostVerdict(
+            tokens=[row[:wide] for row in rows],
+            num_accepted=[row[wide] for row in rows],
+            kinds=[row[wide + 1 : 2 * wide + 1] for row in rows],
+            path=[row[2 * wide + 1 : 2 * wide + 1 + deep] for row in rows],
+        )
+
+
 @dataclass
 class Flight:
     """A step under way. Reading its verdict is the step's one copy from the device."""
@@ -25,6 +50,7 @@ class Flight:
     layout: Layout
     draft: Draft
     verdict: Verdict | None  # None: no row sampled
+    read: HostVerdict | None  # the same on the host, where it had to be read already
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
 
@@ -32,13 +58,8 @@ class Flight:
         """By span: committed tokens, how many of them were drafted, and the kind of each."""
         if self.verdict is None:
             return {}
-        columns = zip(
-            self.layout.sampled,
-            self.verdict.tokens.tolist(),
-            self.verdict.num_accepted.tolist(),
-            self.verdict.kinds.tolist(),
-            strict=True,
-        )
+        read = self.read or HostVerdict.of(self.verdict)
+        columns = zip(self.layout.sampled, read.tokens, read.num_accepted, read.kinds, strict=True)
         return {at: (tokens[: count + 1], count, kinds[: count + 1]) for at, tokens, count, kinds in columns}
 
     def logprobs(self, span: int) -> list[dict[int, tuple[float, int]]]:
@@ -77,7 +98,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
         draft = self.drafters.propose([row for row in batch.rows if row.samples])
-        layout = lay_out(batch, draft, self.cache.block_size, self.model.device)
+        layout = lay_out(batch, draft, self.cache.block_size)
         started = time.perf_counter()
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
         model_s = time.perf_counter() - started
@@ -86,15 +107,17 @@ class ModelRunner:
         if sequences:
             rows = layout.logit_row_of
             verdict = self.sampler.verify(sequences, draft, output.logits, rows, only_chains=not layout.is_tree)
+        read = None
         if layout.is_tree and verdict is not None:
-            self._compact(layout, verdict)
-        return Flight(layout, draft, verdict, output.taps, model_s)
+            read = HostVerdict.of(verdict)
+            self._compact(layout, read)
+        return Flight(layout, draft, verdict, read, output.taps, model_s)
 
-    def _compact(self, layout: Layout, verdict: Verdict) -> None:
+    def _compact(self, layout: Layout, verdict: HostVerdict) -> None:
         """Move the K/V of accepted paths to where the block table expects them."""
         source: list[int] = []
         target: list[int] = []
-        for index, path in zip(layout.sampled, verdict.path.tolist(), strict=True):
+        for index, path in zip(layout.sampled, verdict.path, strict=True):
             sequence = layout.spans[index].row.sequence
             length = len(sequence.tokens)
             accepted: SequenceOf[int] = [node for node in path if node >= 0]

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig, RopeConfig
+from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack
 from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
 
 FINAL = -1  # tap: the hidden state after the final norm
-
-
-@dataclass(frozen=True)
-class ModelOutput:
-    logits: Tensor  # (R, V) fp32, one row per entry of logit_rows
-    taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order asked for
 
 
 class Model(Protocol):
@@ -39,7 +34,11 @@ class Model(Protocol):
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
-    ) -> ModelOutput: ...
+    ) -> ModelOutput:
+        """`tokens` may lie on the host or on the device, `plan` and `logit_rows` come from the host.
+
+        The logits stand until the next pass: keep a copy to keep them longer.
+        """
 
 
 class Decoder:
@@ -94,10 +93,26 @@ class Decoder:
         cos, sin = rope_tables(config.rope, config.head_dim, max_len or config.max_positions, device)
         self.shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
         self._stack: Stack | None = None
+        self.graphs = PassGraphs(self) if kernels.captures else None
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
+        if self.graphs is not None:
+            return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
+        device = self.device
+        return self.compute(tokens.to(device), plan.to(device), caches, logit_rows.to(device), taps)
+
+    def compute(
+        self,
+        tokens: Tensor,
+        plan: PassPlan,
+        caches: Sequence[LayerCache],
+        logit_rows: Tensor,
+        taps: Sequence[int] = (),
+        out: Tensor | None = None,
+    ) -> ModelOutput:
+        """The pass itself, everything on the device; logits go to `out` (R, V) where it is given."""
         stack = self._bound_to(caches)
         tapped: dict[int, Tensor] = {}
         residual = self.embedding[tokens].to(self.activation_dtype)  # (M, H), kept up to date in place
@@ -115,7 +130,7 @@ class Decoder:
         final = self._norm(added, residual)
         tapped[FINAL] = final
         rows = final if len(logit_rows) == len(final) else final[logit_rows]
-        logits = self.kernels.linear(rows, self.head).float()
+        logits = self.kernels.logits(rows, self.head, out)
         return ModelOutput(logits, torch.stack([tapped[tap] for tap in taps], dim=1) if taps else None)
 
     def _bound_to(self, caches: Sequence[LayerCache]) -> Stack:

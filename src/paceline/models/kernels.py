@@ -1,7 +1,7 @@
 """The hardware seam: the few operations a decoder is made of. Nothing above this file asks what device it runs on.
 
-`TorchKernels` works everywhere and is the reference. `NativeKernels` (CPU) keeps one reduction order for every row, so
-a row's bits do not depend on what shares its pass, and reads packed weights at the speed of memory.
+`TorchKernels` works everywhere and is the reference. `NativeKernels` (CPU) and `TritonKernels` (CUDA) keep one reduction
+order for every row, so a row's bits do not depend on what shares its pass, and read weights at the speed of memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paceline.errors import DeviceError, InvalidParameter
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
+KERNELS = ("auto", "native", "triton", "torch")
 Packed = Any  # a weight in the form its kernels like best; opaque to everyone else
 
 
@@ -62,6 +63,7 @@ class Stack(Protocol):
 class Kernels(Protocol):
     name: str
     exact: bool  # a row's result has the same bits whatever rows share the pass
+    captures: bool  # a pass may be recorded as a graph and replayed
     torch_threads: int | None  # what torch's own operations should use beside them; None: leave it
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
@@ -69,6 +71,9 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Packed) -> Tensor:
         """(M, K) -> (M, N), in the activation dtype."""
+
+    def logits(self, x: Tensor, weight: Packed, out: Tensor | None = None) -> Tensor:
+        """(M, K) -> (M, V) in fp32, into `out` where it is given."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """(M, H) -> (M, H)."""
@@ -123,18 +128,37 @@ class LayerByLayer:
 
 
 def kernels_for(device: torch.device, threads: int | None = None) -> Kernels:
-    """The best kernels this machine can run, or those PACELINE_KERNELS (auto, native, torch) asks for."""
-    from paceline.models.native_kernels import NativeKernels, library_status, load_library
+    """The best kernels this machine can run, or those PACELINE_KERNELS asks for."""
     from paceline.models.torch_kernels import TorchKernels
 
     choice = os.environ.get("PACELINE_KERNELS", "") or "auto"
-    if choice not in ("auto", "native", "torch"):
-        raise InvalidParameter("PACELINE_KERNELS", f"{choice!r} is not one of auto, native, torch")
-    if choice == "native" and device.type != "cpu":
-        raise DeviceError(f"PACELINE_KERNELS=native runs on cpu only, not on {device}; unset it")
-    if choice != "torch" and device.type == "cpu":
-        if (library := load_library()) is not None:
-            return NativeKernels(library, threads)
-        if choice == "native":
-            raise DeviceError(f"PACELINE_KERNELS=native: {library_status()}")
-    return TorchKernels()
+    if choice not in KERNELS:
+        raise InvalidParameter("PACELINE_KERNELS", f"{choice!r} is not one of {', '.join(KERNELS)}")
+    for name, where in (("native", "cpu"), ("triton", "cuda")):
+        if choice == name and device.type != where:
+            raise DeviceError(f"PACELINE_KERNELS={name} runs on {where} only, not on {device}; unset it")
+    if choice == "torch":
+        return TorchKernels()
+    return (_for_cpu(choice, threads) if device.type == "cpu" else _for_gpu(choice, device)) or TorchKernels()
+
+
+def _for_cpu(choice: str, threads: int | None) -> Kernels | None:
+    from paceline.models.native_kernels import NativeKernels, library_status, load_library
+
+    if (library := load_library()) is not None:
+        return NativeKernels(library, threads)
+    if choice == "native":
+        raise DeviceError(f"PACELINE_KERNELS=native: {library_status()}")
+    return None
+
+
+def _for_gpu(choice: str, device: torch.device) -> Kernels | None:
+    if device.type != "cuda":
+        return None
+    try:
+        from paceline.models.triton_kernels import TritonKernels
+    except ImportError as problem:
+        if choice == "triton":
+            raise DeviceError(f"PACELINE_KERNELS=triton: {problem}; pip install triton") from None
+        return None
+    return TritonKernels(device)

@@ -5,6 +5,7 @@ A slot is block_id * block_size + offset. The cache knows nothing of sequences; 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,17 +33,17 @@ class KVCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.layers: list[LayerCache] = []
-        for spec in specs:
-            shape = (num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
+        self._storage: list[Tensor] = []  # (L, 2, num_slots, num_kv_heads, head_dim): layers of one shape together
+        for spec, same in itertools.groupby(specs):
+            shape = (len(list(same)), 2, num_blocks * block_size, spec.num_kv_heads, spec.head_dim)
             # Unwritten pages cost nothing on CPU: empty() maps them lazily.
-            k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            self.layers.append(LayerCache(k, v))
+            self._storage.append(torch.empty(shape, dtype=dtype, device=device))
+            self.layers += [LayerCache(pair[0], pair[1]) for pair in self._storage[-1]]
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` to `target` in every layer. They may overlap: gather first, then scatter."""
-        for layer in self.layers:
-            layer.k[target] = layer.k[source]
-            layer.v[target] = layer.v[source]
+        for storage in self._storage:
+            storage[:, :, target] = storage[:, :, source]
 
     @staticmethod
     def bytes_per_block(specs: Sequence[KVSpec], block_size: int, dtype: torch.dtype) -> int:

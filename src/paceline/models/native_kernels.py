@@ -198,6 +198,7 @@ class NativeStack:
 
 class NativeKernels:
     exact = True
+    captures = False
     torch_threads: int | None = 1
 
     def __init__(self, library: Library, threads: int | None = None) -> None:
@@ -237,6 +238,10 @@ class NativeKernels:
         out = x.new_empty((rows, weight.n))
         weight.linear(x.data_ptr(), weight.panels_ptr, weight.bias_ptr, out.data_ptr(), rows, k, weight.n, self.threads)
         return out
+
+    def logits(self, x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
+        logits = self.linear(x, weight)
+        return logits if out is None else out.copy_(logits)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = _fp32(x), _fp32(weight)

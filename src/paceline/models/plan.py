@@ -1,4 +1,4 @@
-"""What the rows of one pass are and what each of them may see.
+"""What the rows of one pass are, what each of them may see, and what comes of it.
 
 Every row (a prefill token, a decoded token, a node of a draft tree) sees the logical positions 0..position. The first
 `prefix` of them are read through its sequence's block table; the rest, a tree node's drafted ancestors and the node
@@ -8,14 +8,18 @@ plainly: kernels that walk positions in order give the same bits for both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class PassPlan:
-    """Built once per pass, shared by all layers. All tensors are int32 on the model's device; M rows, S sequences."""
+    """Built once per pass, on the host, shared by all layers. All tensors are int32; M rows, S sequences.
+
+    The model takes it to its device; kernels only ever see it there.
+    """
 
     positions: Tensor  # (M,) logical position, for RoPE; the row sees positions + 1 tokens
     slots: Tensor  # (M,) cache slot its K/V is written to; -1: the slot already holds it (a recomputed token)
@@ -26,3 +30,16 @@ class PassPlan:
     block_tables: Tensor  # (S, W) block ids, -1 beyond a sequence's end
     block_size: int
     max_len: int  # the largest positions + 1, known on the host
+    work: object = None  # how the kernels cut the pass, where they prepared that beforehand; theirs alone
+
+    def to(self, device: torch.device) -> PassPlan:
+        if self.positions.device == device:
+            return self
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    logits: Tensor  # (R, V) fp32, one row per entry of logit_rows
+    taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order asked for

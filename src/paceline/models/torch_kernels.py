@@ -33,6 +33,7 @@ class TorchWeight:
 class TorchKernels:
     name = "torch"
     exact = False
+    captures = False
     torch_threads: int | None = None
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> TorchWeight:
@@ -42,6 +43,10 @@ class TorchKernels:
 
     def linear(self, x: Tensor, weight: TorchWeight) -> Tensor:
         return F.linear(x, weight.weight, weight.bias)
+
+    def logits(self, x: Tensor, weight: TorchWeight, out: Tensor | None = None) -> Tensor:
+        logits = self.linear(x, weight).float()
+        return logits if out is None else out.copy_(logits)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _widen(x)

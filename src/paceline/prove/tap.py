@@ -72,6 +72,7 @@ class Tap:
             sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor, **options: bool
         ) -> Verdict:
             verdict = inner(sequences, draft, logits, row_of, **options)
+            draft, row_of = draft.to(logits.device), row_of.to(logits.device)
             self.seen.add(verdict, draft.num_nodes > 0)
             for sequence, accepted in zip(sequences, verdict.num_accepted.tolist(), strict=True):
                 self.runs.setdefault(sequence.key, []).append(accepted)

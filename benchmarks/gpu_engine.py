@@ -1,0 +1,239 @@
+"""Parts of benchmarks/gpu.py through the engine: identity, time of the host, drafting, batches, the small model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from copy_prompts import copy_prompts
+from gpu_subject import Subject
+
+from paceline import SamplingParams
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.drafters import DRAFTERS, Drafter, DrafterContext
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.engine.engine import Engine
+from paceline.engine.policy import AdaptivePolicy
+from paceline.models.decoder import Decoder
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+QUESTIONS = (
+    "Explain how a bicycle stays upright.",
+    "Write a short story about a lighthouse keeper.",
+    "What are the main causes of inflation?",
+    "Describe how bread is made, step by step.",
+    "Give me advice for learning to play the piano.",
+    "Why is the sky blue, and why are sunsets red?",
+)
+
+
+class Runs:
+    """An engine, and answers with the time they took."""
+
+    def __init__(
+        self, subject: Subject, decoder: Decoder, method: str = "none", k: int | None = None, batch: int = 8
+    ) -> None:
+        drafters = self._drafters(subject, decoder, method)
+        self.policy = AdaptivePolicy(drafters, method, k)
+        config = EngineConfig(
+            prefix_caching=False,
+            kv_cache_bytes=(64 << 20) if subject.tiny else 24 << 30,
+            max_num_seqs=max(batch, 1),
+            max_num_batched_tokens=2048,
+            max_model_len=min(decoder.config.max_positions, 2048),
+        )
+        self.engine = Engine(decoder, config, drafters=drafters, policy=self.policy)
+
+    @staticmethod
+    def _drafters(subject: Subject, decoder: Decoder, method: str) -> list[Drafter]:
+        if method == "none":
+            return []
+        context = DrafterContext(decoder.config, decoder.device, SpeculationConfig(method=method))
+        made: list[Drafter] = []
+        if method in ("auto", "draft-model"):
+            made.append(DraftModelDrafter(subject.small, eos_token_ids=decoder.config.eos_token_ids))
+        return made + [DRAFTERS[name](context) for name in ("ngram", "suffix") if method in ("auto", name)]
+
+    def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
+        """Decoding time starts when every prompt has its first token."""
+        sequences = [self.engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]
+        while any(sequence.num_output == 0 for sequence in sequences):
+            self.engine.step()
+        already, steps = sum(sequence.num_output for sequence in sequences), []
+        started = time.perf_counter()
+        while self.engine.has_work:
+            begun = time.perf_counter()
+            self.engine.step()
+            steps.append(time.perf_counter() - begun)
+        seconds = time.perf_counter() - started
+        answers = [sequence.output_tokens for sequence in sequences]
+        stats = sequences[0].stats
+        for sequence in sequences[1:]:
+            stats.merge(sequence.stats)
+        tokens = sum(map(len, answers)) - already
+        return {
+            "answers": answers,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "step_ms": 1e3 * statistics.median(steps) if steps else 0.0,
+            "tau": stats.mean_acceptance_length,
+        }
+
+
+def prompts_of(subject: Subject, count: int) -> list[list[int]]:
+    if subject.random:
+        generator = torch.Generator().manual_seed(0)
+        vocab = subject.small_config.vocab_size
+        return torch.randint(3, vocab, (count, 40), generator=generator).tolist()
+    each = [
+        subject.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS
+    ]
+    return [each[index % len(each)] for index in range(count)]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True).resolve({})
+
+
+def identity(subject: Subject) -> dict[str, Any]:
+    """Greedy and seeded answers, plain and under every drafter, alone and together: the same tokens."""
+    decoder, found = subject.yardstick, {}
+    length = 24 if subject.tiny else 128
+    prompts = prompts_of(subject, 6)
+    if not subject.random:
+        prompts += [
+            subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])  # type: ignore[index]
+            for prompt in copy_prompts()[::6]
+        ]
+    for name, params in (
+        ("greedy", greedy(length)),
+        ("seeded", SamplingParams(temperature=0.7, seed=7, max_tokens=length, ignore_eos=True).resolve({})),
+    ):
+        plain = Runs(subject, decoder)
+        alone = [plain.answer([prompt], params)["answers"][0] for prompt in prompts]
+        for method, k in (("none", None), ("ngram", 4), ("suffix", 8), ("draft-model", 4), ("auto", None)):
+            runs = Runs(subject, decoder, method, k, batch=16)
+            together = runs.answer(prompts, params)
+            same = sum(a == b for a, b in zip(alone, together["answers"], strict=True))
+            found[f"{name} {method}"] = [same, len(prompts), together["tau"]]
+            print(f"   {name}, {method}, together: {same} of {len(prompts)} as plain and alone, τ {together['tau']:.2f}", flush=True)
+            del runs
+    return found
+
+
+def host(subject: Subject) -> dict[str, Any]:
+    """What a step takes beyond its pass: the same pass is timed on the device alone."""
+    decoder, found = subject.yardstick, {}
+    length = 16 if subject.tiny else 100
+    for method, k, batch in (("none", None, 1), ("ngram", 4, 1), ("draft-model", 4, 1), ("none", None, 64), ("ngram", 2, 64)):
+        runs = Runs(subject, decoder, method, k, batch=batch)
+        prompts = prompts_of(subject, batch)
+        runs.answer(prompts, greedy(12))
+        got = busy(runs, prompts, greedy(length))
+        found[f"{method} x{batch}"] = got
+        print(f"   {method:<12} {batch:>3} rows: step {got['step_ms']:.2f} ms, device busy {got['device_ms']:.2f} ms, host {got['host_ms']:.2f} ms", flush=True)
+        del runs
+    return found
+
+
+def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[str, float]:
+    """Device time of the same steps, from the profiler, against their wall time without it."""
+    wall = runs.answer(prompts, params)["step_ms"]
+    if not torch.cuda.is_available():
+        return {"step_ms": wall, "device_ms": 0.0, "host_ms": wall}
+    from torch.profiler import ProfilerActivity, profile
+
+    before = runs.engine.stats.num_steps if hasattr(runs.engine.stats, "num_steps") else 0
+    steps = 0
+    sequences = [runs.engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]
+    while any(sequence.num_output == 0 for sequence in sequences):
+        runs.engine.step()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(20):
+            runs.engine.step()
+            steps += 1
+        torch.cuda.synchronize()
+    while runs.engine.has_work:
+        runs.engine.step()
+    del before
+    spans = sorted((e.time_range.start, e.time_range.end) for e in prof.events() if e.device_type.name == "CUDA")
+    total, last = 0.0, 0.0
+    for begin, end in spans:  # kernels overlap: their union
+        total += max(end - max(begin, last), 0.0)
+        last = max(last, end)
+    device = total / 1e3 / steps
+    return {"step_ms": wall, "device_ms": device, "host_ms": wall - device}
+
+
+def draft(subject: Subject) -> dict[str, Any]:
+    decoder, found = subject.yardstick, {}
+    length = 24 if subject.tiny else 192
+    prompts = prompts_of(subject, 3)
+    plain = [Runs(subject, decoder)]
+    base = speed(plain[0], prompts, length)
+    found["plain"] = base
+    print(f"   plain {base['tokens_per_second']:.0f} tok/s", flush=True)
+    for k in (2,) if subject.tiny else (4, 6, 8, 10, 12, 16):
+        got = speed(Runs(subject, decoder, "draft-model", k), prompts, length)
+        found[f"draft-model k={k}"] = got
+        print(f"   draft-model k={k}: {got['tokens_per_second'] / base['tokens_per_second']:.2f}x, τ {got['tau']:.2f}, step {got['step_ms']:.2f} ms", flush=True)
+    if subject.random:
+        return found
+    copies = [
+        subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])  # type: ignore[index]
+        for prompt in copy_prompts()[::4]
+    ]
+    base = speed(plain[0], copies, length, ignore_eos=False)
+    for method, k in (("ngram", 8), ("ngram", 16), ("suffix", 8), ("suffix", 16), ("auto", None)):
+        got = speed(Runs(subject, decoder, method, k), copies, length, ignore_eos=False)
+        found[f"copy {method} k={k}"] = {**got, "over_plain": got["tokens_per_second"] / base["tokens_per_second"]}
+        print(f"   copy, {method} k={k}: {got['tokens_per_second'] / base['tokens_per_second']:.2f}x, τ {got['tau']:.2f}", flush=True)
+    return found
+
+
+def speed(runs: Runs, prompts: list[list[int]], length: int, ignore_eos: bool = True) -> dict[str, float]:
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=ignore_eos).resolve({})
+    runs.answer(prompts[:1], params)  # captures its graphs
+    each = [runs.answer([prompt], params) for prompt in prompts]
+    return {
+        "tokens_per_second": statistics.harmonic_mean([one["tokens_per_second"] or 1.0 for one in each]),
+        "tau": statistics.mean(one["tau"] for one in each),
+        "step_ms": statistics.median(one["step_ms"] for one in each),
+    }
+
+
+def batches(subject: Subject) -> dict[str, Any]:
+    decoder, found = subject.yardstick, {}
+    length = 16 if subject.tiny else 128
+    for batch in (1, 4) if subject.tiny else BATCHES:
+        prompts, row = prompts_of(subject, batch), {}
+        for name, method, k in (("plain", "none", None), ("auto", "auto", None), ("k=4", "draft-model", 4)):
+            runs = Runs(subject, decoder, method, k, batch=batch)
+            runs.answer(prompts, greedy(24))
+            row[name] = runs.answer(prompts, greedy(length))["tokens_per_second"]
+            del runs
+        found[str(batch)] = row
+        print(f"   batch {batch:>3}: plain {row['plain']:.0f}, auto {row['auto'] / row['plain']:.2f}x, draft-model k=4 {row['k=4'] / row['plain']:.2f}x", flush=True)
+    return found
+
+
+def small(subject: Subject) -> dict[str, Any]:
+    batch, length = (8, 12) if subject.tiny else (512, 64)
+    runs = Runs(subject, subject.small, batch=batch)
+    params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True).resolve({})
+    prompts = prompts_of(subject, batch)
+    runs.answer(prompts, params)
+    got = runs.answer(prompts, params)
+    print(f"   {batch} rows sampled: {got['tokens_per_second']:.0f} tok/s, step {got['step_ms']:.2f} ms", flush=True)
+    return {"tokens_per_second": got["tokens_per_second"], "step_ms": got["step_ms"]}
+
+
+ENGINE_PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "identity": identity,
+    "host": host,
+    "draft": draft,
+    "batches": batches,
+    "small": small,
+}

@@ -1,0 +1,250 @@
+"""Parts of benchmarks/gpu.py below the engine: bits of a pass, time of a pass, prefill, transformers' own loop."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gpu_subject import Subject
+from torch import Tensor
+
+from paceline.models.decoder import Decoder
+from paceline.models.kv_cache import KVCache
+from paceline.models.plan import PassPlan
+
+BLOCK = 16
+GOALS = {(1, 1024): 4.1, (8, 1024): 4.4, (32, 1024): 4.5, (64, 1024): 4.7}
+MORE_AT_16K = {8: 0.7, 32: 1.0, 64: 1.6}
+
+
+class Bench:
+    """A decoder with caches of several sequences, blocks handed out in order."""
+
+    def __init__(self, decoder: Decoder, length: int, sequences: int = 1) -> None:
+        self.decoder, self.per_sequence = decoder, -(-length // BLOCK)
+        self.cache = KVCache(
+            decoder.kv_specs,
+            num_blocks=self.per_sequence * sequences,
+            block_size=BLOCK,
+            dtype=decoder.cache_dtype,
+            device=decoder.device,
+        )
+        self.layers = self.cache.layers
+        for layer in self.layers:  # contexts nobody computed: any numbers do
+            layer.k.normal_()
+            layer.v.normal_(std=0.5)
+        tables = torch.arange(sequences * self.per_sequence, dtype=torch.int32)
+        self.tables = tables.view(sequences, self.per_sequence)
+
+    def slots(self, sequence: Tensor, positions: Tensor) -> Tensor:
+        return (self.tables[sequence.long(), positions.long() // BLOCK] * BLOCK + positions % BLOCK).int()
+
+    def rows(self, sequence: list[int], positions: list[int]) -> PassPlan:
+        seq, pos = (torch.tensor(part, dtype=torch.int32) for part in (sequence, positions))
+        return PassPlan(
+            positions=pos,
+            slots=self.slots(seq, pos),
+            sequence=seq,
+            prefix=pos + 1,
+            path=torch.empty((len(pos), 0), dtype=torch.int32),
+            path_len=torch.zeros_like(pos),
+            block_tables=self.tables,
+            block_size=BLOCK,
+            max_len=int(pos.max()) + 1,
+        )
+
+    def chain(self, first: int, count: int) -> PassPlan:
+        return self.rows([0] * count, list(range(first, first + count)))
+
+    def forward(self, tokens: Tensor, plan: PassPlan) -> Tensor:
+        with torch.inference_mode():
+            return self.decoder.forward(tokens, plan, self.layers, torch.arange(len(tokens))).logits
+
+
+def device_ms(work: Callable[[], Any], repeats: int = 30, warmup: int = 5) -> float:
+    """Median milliseconds between events around each call: gaps in which the host is slower count too."""
+    for _ in range(warmup):
+        work()
+    if not torch.cuda.is_available():
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - started))
+        return statistics.median(times)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for begin, end in events:
+        begin.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def bits(subject: Subject) -> dict[str, Any]:
+    """Plain decoding of each row alone is the reference; every other way must give its bits."""
+    decoder = subject.yardstick
+    length, count = (150, 6) if subject.tiny else (1000, 64)
+    context = length - count
+    bench = Bench(decoder, length + 2 * count, sequences=2)
+    vocab = decoder.config.vocab_size
+    tokens = torch.randint(0, vocab, (length,))
+    bench.forward(tokens[:context], bench.chain(0, context))
+    alone = torch.cat(
+        [bench.forward(tokens[at : at + 1], bench.chain(at, 1)).clone() for at in range(context, length)]
+    )
+    found: dict[str, Any] = {}
+
+    def note(name: str, got: Tensor, rows: slice = slice(None)) -> None:
+        wrong = int((got != alone[rows]).any(1).sum())
+        found[name] = wrong
+        print(f"   {name:<44} {'same bits' if not wrong else f'{wrong} rows differ'}", flush=True)
+
+    for rows in sorted({1, 2, 3, 5, 8, 16, 17, 32, 33, 48, 63, 64} & set(range(1, count + 1))):
+        parts = [
+            bench.forward(tokens[at : min(at + rows, length)], bench.chain(at, min(rows, length - at))).clone()
+            for at in range(context, length, rows)
+        ]
+        note(f"chains of {rows}", torch.cat(parts))
+    for rows in (2, 2 * count):  # rows of another sequence around, and more than 64 in all
+        others = list(range(rows))
+        bench.forward(tokens[:rows], bench.rows([1] * rows, others))
+        plan = bench.rows([0] * count + [1] * rows, [*range(context, length), *others])
+        note(f"{count} rows beside {rows} of another sequence", bench.forward(torch.cat([tokens[context:], tokens[:rows]]), plan)[:count])
+    note("all of it as one prefill chunk", bench.forward(tokens, bench.chain(0, length))[context:])
+    note("a tree: every node's ancestors elsewhere", tree(bench, tokens, context, count))
+    return found
+
+
+def tree(bench: Bench, tokens: Tensor, context: int, count: int) -> Tensor:
+    """The same chain hanging in a tree between as many other nodes, written in the order of the tree."""
+    nodes = torch.arange(2 * count, dtype=torch.int32)
+    right = nodes % 2 == 0  # even nodes are the chain, odd ones their siblings
+    depth = nodes // 2
+    plan = bench.rows([0] * (2 * count), (context + depth).tolist())
+    slots = bench.slots(torch.zeros_like(nodes), context + nodes)
+    path = torch.full((2 * count, count), -1, dtype=torch.int32)
+    for node in range(2 * count):
+        chain = [2 * above for above in range(node // 2)] + [node]
+        path[node, : len(chain)] = slots[chain]
+    plan = replace(plan, slots=slots, prefix=torch.full_like(nodes, context), path=path, path_len=depth + 1)
+    drafted = torch.where(right, tokens[context + depth.long()], torch.randint(0, 500, (2 * count,)))
+    return bench.forward(drafted, plan)[::2]
+
+
+def passes(subject: Subject) -> dict[str, Any]:
+    decoder = subject.yardstick
+    contexts = (100, 200) if subject.tiny else (1024, 16384)
+    found: dict[str, Any] = {"weight_gb": 2 * sum(p.numel() for p in _weights(decoder)) / 1e9, "ms": {}}
+    longest = min(max(contexts), decoder.config.max_positions - 64)
+    bench = Bench(decoder, longest + 64)
+    for context in contexts:
+        context = min(context, longest)
+        for rows in (1, 8, 32, 64):
+            plan = bench.chain(context, rows)
+            tokens = torch.randint(0, 500, (rows,)).to(decoder.device)
+            ms = device_ms(lambda plan=plan, tokens=tokens: bench.forward(tokens, plan))
+            found["ms"][f"{rows}@{context}"] = ms
+            goal = GOALS.get((rows, context))
+            print(f"   {rows:>3} nodes at {context:>6}: {ms:7.3f} ms" + (f"  (at most {goal})" if goal else ""), flush=True)
+    if torch.cuda.is_available():
+        for rows, context in ((1, min(contexts[0], longest)), (64, longest)):
+            found[f"kernels {rows}@{context}"] = profile(bench, rows, context)
+    return found
+
+
+def _weights(decoder: Decoder) -> list[Tensor]:
+    packed = [p for layer in decoder.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return [p.weight for p in (*packed, decoder.head) if hasattr(p, "weight")]
+
+
+def profile(bench: Bench, rows: int, context: int) -> dict[str, float]:
+    """Milliseconds by kernel of one replayed pass."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    plan, tokens = bench.chain(context, rows), torch.randint(0, 500, (rows,))
+    with profiler(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(5):
+            bench.forward(tokens, plan)
+        torch.cuda.synchronize()
+    table = {e.key[:60]: (e.device_time_total / 5e3, e.count / 5) for e in prof.key_averages()}
+    for name, (ms, calls) in sorted(table.items(), key=lambda item: -item[1][0])[:12]:
+        print(f"      {ms:7.3f} ms {calls:5.0f} x {name}", flush=True)
+    return {name: ms for name, (ms, _) in table.items()}
+
+
+def prefill(subject: Subject) -> dict[str, Any]:
+    decoder = subject.yardstick
+    total = 256 if subject.tiny else 8192 - 64
+    bench = Bench(decoder, total)
+    tokens = torch.randint(0, 500, (total,))
+    linear = 2 * sum(w.numel() for w in _weights(decoder)[:-1])
+    found: dict[str, Any] = {}
+    for chunk in (128,) if subject.tiny else (512, 2048, 4096):
+        def run(chunk: int = chunk) -> None:
+            for at in range(0, total, chunk):
+                n = min(chunk, total - at)
+                with torch.inference_mode():
+                    decoder.forward(tokens[at : at + n], bench.chain(at, n), bench.layers, torch.tensor([n - 1]))
+        ms = device_ms(run, repeats=3, warmup=2)
+        plain = plain_products(decoder, chunk) * total / chunk
+        attention = 4 * decoder.config.num_layers * decoder.config.q_size * total * total / 2
+        found[str(chunk)] = {"ms": ms, "tflops": (linear * total + attention) / ms / 1e9, "plain_ms": plain}
+        print(f"   {total} tokens in chunks of {chunk}: {ms:.1f} ms, plain products {plain:.1f} ms: {plain / ms:.0%}", flush=True)
+    return found
+
+
+def plain_products(decoder: Decoder, rows: int) -> float:
+    layer = decoder.layers[0]
+    weights = [p.weight for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    inputs = [torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights]
+    return decoder.config.num_layers * sum(
+        device_ms(lambda x=x, w=w: torch.nn.functional.linear(x, w), 10) for x, w in zip(inputs, weights, strict=True)
+    )
+
+
+def bare(subject: Subject) -> dict[str, Any]:
+    """transformers, static cache, compiled: the loop most people have."""
+    import transformers
+
+    decoder = subject.yardstick
+    c = decoder.config
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=c.max_positions,
+        tie_word_embeddings=False,
+    )
+    context = 100 if subject.tiny else 1024
+    with torch.device(subject.device):
+        torch.set_default_dtype(subject.dtype)
+        model = transformers.LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    cache = transformers.StaticCache(config=config, max_cache_len=context + 64)
+    ids = torch.randint(0, c.vocab_size, (1, context), device=subject.device)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache, cache_position=torch.arange(context, device=subject.device))
+        step = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        one, at = ids[:, :1].clone(), torch.tensor([context], device=subject.device)
+        started = time.perf_counter()
+        ms = device_ms(lambda: step(one, past_key_values=cache, cache_position=at), 30, 5)
+    print(f"   transformers, static cache, compiled: {ms:.2f} ms a token ({time.perf_counter() - started:.0f} s)", flush=True)
+    return {"ms": ms}
+
+
+PASS_PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "bits": bits,
+    "passes": passes,
+    "prefill": prefill,
+    "bare": bare,
+}

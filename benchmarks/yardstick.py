@@ -1,0 +1,226 @@
+"""The yardstick: SmolLM2's exact function inside an 8B-shaped Llama, so that latency and acceptance are both real.
+
+It costs what an 8B model costs and says what SmolLM2 says. Channels of the small model come first; every weight that
+meets an exact zero is filled with N(0, 0.02), so that the chip works as hard as on a real model; outputs that must
+stay zero have zero rows; the layers beyond the small model's are the identity.
+
+    python benchmarks/yardstick.py [--device cuda]        # checks it against smollm2 on one prompt
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.config import ModelConfig
+
+SPREAD = 0.02
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the large model. Heads are grouped as in the small one, with room for as many query heads or more."""
+
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    intermediate: int = 14336
+
+
+def large_config(small: ModelConfig, size: Size) -> ModelConfig:
+    return replace(
+        small,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        num_kv_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        rms_norm_eps=small.rms_norm_eps * small.hidden_size / size.hidden,
+        tie_embeddings=False,
+    )
+
+
+class Yardstick(Mapping[str, Tensor]):
+    """The large model's weights by name, each made when asked for: no two copies of them need to fit."""
+
+    def __init__(
+        self, small: ModelConfig, weights: Mapping[str, Tensor], size: Size, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        assert size.hidden >= small.hidden_size and size.layers >= small.num_layers
+        assert size.kv_heads >= small.num_kv_heads and size.head_dim % small.head_dim == 0
+        assert size.heads // size.kv_heads >= small.num_heads // small.num_kv_heads
+        self.small, self.size, self._weights, self._device, self._dtype = small, size, weights, device, dtype
+        self.config = large_config(small, size)
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        parts = ["input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+        parts += [f"self_attn.{name}_proj" for name in "qkvo"]
+        yield from ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+        yield from (f"model.layers.{layer}.{part}.weight" for layer in range(self.size.layers) for part in parts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name.endswith(".bias"):
+            raise KeyError(name)
+        if name == "lm_head.weight":
+            return self._columns(self._source("model.embed_tokens.weight"))
+        if name == "model.embed_tokens.weight":
+            source = self._source(name)
+            out = torch.zeros(source.shape[0], self.size.hidden, dtype=self._dtype, device=self._device)
+            out[:, : self.small.hidden_size] = source
+            return out
+        if name == "model.norm.weight":
+            return self._norm(self._source(name))
+        layer, part = int(name.split(".")[2]), name.split(".", 3)[3]
+        source = self._source(name) if layer < self.small.num_layers else None
+        return self._layer(part, source)
+
+    def _layer(self, part: str, source: Tensor | None) -> Tensor:
+        size, small = self.size, self.small
+        if "layernorm" in part:
+            return self._norm(source if source is not None else torch.ones(small.hidden_size))
+        if part.startswith("self_attn.o_proj"):
+            lanes = self._head_lanes(small.num_heads, query=True)
+            # A query head that is all zeros attends to everything alike: what it gives is no zero and must not count.
+            heads = size.heads // size.kv_heads * small.num_kv_heads
+            return self._output(source, size.heads * size.head_dim, lanes, self._lanes_of(torch.arange(heads)))
+        if part.startswith("self_attn"):
+            query = part.startswith("self_attn.q")
+            heads = size.heads if query else size.kv_heads
+            lanes = self._head_lanes(small.num_heads if query else small.num_kv_heads, query=query)
+            # The scores' 1 / sqrt(head_dim) shrinks with the larger heads; q makes up for it.
+            gain = math.sqrt(size.head_dim / small.head_dim) if query else 1.0
+            return self._rows(source, heads * size.head_dim, lanes, gain)
+        if part.startswith("mlp.down_proj"):
+            return self._output(source, size.intermediate, torch.arange(small.intermediate_size))
+        return self._rows(source, size.intermediate, torch.arange(small.intermediate_size), 1.0)
+
+    def _head_lanes(self, heads: int, *, query: bool) -> Tensor:
+        """Where each lane of the small model's heads goes: RoPE frequencies and GQA groups are kept.
+
+        Lane i of a head turns with frequency i / (d / 2): i of the first half goes to s i, and so does the second.
+        """
+        small, size = self.small, self.size
+        group, large_group = small.num_heads // small.num_kv_heads, size.heads // size.kv_heads
+        head = torch.arange(heads)
+        place = large_group * (head // group) + head % group if query else head
+        return self._lanes_of(place)
+
+    def _lanes_of(self, heads: Tensor) -> Tensor:
+        lane = torch.arange(self.small.head_dim // 2) * (self.size.head_dim // self.small.head_dim)
+        within = torch.cat([lane, self.size.head_dim // 2 + lane])
+        return (heads[:, None] * self.size.head_dim + within).flatten()
+
+    def _rows(self, source: Tensor | None, rows: int, lanes: Tensor, gain: float) -> Tensor:
+        """(rows, hidden): the small model's rows in their lanes, reading its channels; other rows give zero."""
+        out = torch.zeros(rows, self.size.hidden, dtype=self._dtype, device=self._device)
+        # Columns beyond the small model's meet zeros of the residual stream.
+        out[:, self.small.hidden_size :] = self._noise(rows, self.size.hidden - self.small.hidden_size)
+        if source is not None:
+            out[lanes.to(self._device), : self.small.hidden_size] = (source.float() * gain).to(self._dtype)
+        return out
+
+    def _output(self, source: Tensor | None, columns: int, lanes: Tensor, live: Tensor | None = None) -> Tensor:
+        """(hidden, columns): back into the residual stream. Inputs that are always zero, all but `live` (by default
+        `lanes`), have any weight; without source all are."""
+        out = torch.zeros(self.size.hidden, columns, dtype=self._dtype, device=self._device)
+        dead = torch.ones(columns, dtype=torch.bool, device=self._device)
+        if source is not None:
+            dead[(lanes if live is None else live).to(self._device)] = False
+            kept = torch.zeros(self.size.hidden, len(lanes), dtype=self._dtype, device=self._device)
+            kept[: self.small.hidden_size] = source
+            out[:, lanes.to(self._device)] = kept
+        out[:, dead] = self._noise(self.size.hidden, int(dead.sum()))
+        return out
+
+    def _columns(self, source: Tensor) -> Tensor:
+        out = self._noise(source.shape[0], self.size.hidden)
+        out[:, : self.small.hidden_size] = source
+        return out
+
+    def _norm(self, source: Tensor) -> Tensor:
+        """The mean square is over more channels, most of them zero."""
+        out = torch.ones(self.size.hidden, dtype=self._dtype, device=self._device)
+        share = math.sqrt(self.small.hidden_size / self.size.hidden)
+        out[: self.small.hidden_size] = (source.float().to(self._device) * share).to(self._dtype)
+        return out
+
+    def _noise(self, *shape: int) -> Tensor:
+        noise = torch.empty(shape, dtype=torch.float32, device=self._device)
+        return noise.normal_(std=SPREAD, generator=self._generator).to(self._dtype)
+
+    def _source(self, name: str) -> Tensor:
+        return self._weights[name].to(self._device)
+
+
+def main() -> None:
+    from paceline.models.hub import resolve
+    from paceline.models.runtime import load_model
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    small = load_model(resolve("smollm2"), device=args.device)
+    print(agreement(small.decoder.device, "Explain how a bicycle stays upright.", Size()))
+
+
+def agreement(device: torch.device, prompt: str, size: Size, model: str = "smollm2") -> dict[str, float]:
+    """Share of positions with the same argmax, and the largest difference of logits over their spread."""
+    from paceline.models.decoder import Decoder
+    from paceline.models.hub import resolve
+    from paceline.models.kernels import kernels_for
+    from paceline.models.loader import load_config, load_weights
+    from paceline.tokenizer import Tokenizer
+
+    path = resolve(model)
+    config, weights = load_config(path), load_weights(path, load_config(path))
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    big = Yardstick(config, weights, size, device=device, dtype=dtype)
+    tokens = Tokenizer.from_path(path).apply_chat_template([{"role": "user", "content": prompt}])
+    results = []
+    for shape, source in ((config, weights), (big.config, big)):
+        decoder = Decoder(shape, source, kernels_for(device), device=device, dtype=dtype)
+        results.append(logits_of(decoder, tokens))
+    mine, theirs = results
+    same = (mine.argmax(-1) == theirs.argmax(-1)).float().mean()
+    return {"same_argmax": float(same), "largest_difference": float((mine - theirs).abs().max() / mine.std())}
+
+
+@torch.inference_mode()
+def logits_of(decoder, tokens: list[int]) -> Tensor:  # type: ignore[no-untyped-def]
+    from paceline.models.kv_cache import KVCache
+    from paceline.models.plan import PassPlan
+
+    count, block = len(tokens), 16
+    blocks = -(-count // block)
+    cache = KVCache(
+        decoder.kv_specs, num_blocks=blocks, block_size=block, dtype=decoder.cache_dtype, device=decoder.device
+    )
+    positions = torch.arange(count, dtype=torch.int32)
+    plan = PassPlan(
+        positions=positions,
+        slots=positions,
+        sequence=torch.zeros_like(positions),
+        prefix=positions + 1,
+        path=torch.empty((count, 0), dtype=torch.int32),
+        path_len=torch.zeros_like(positions),
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        block_size=block,
+        max_len=count,
+    )
+    return decoder.forward(torch.tensor(tokens), plan, cache.layers, torch.arange(count)).logits.float().cpu()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""How much memory the K/V cache may take, and what to say when it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from paceline.errors import DeviceError
+
+ON_CPU = 2 << 30
+RESERVED = 2 << 30  # of a GPU: graphs, logits, scratch of attention
+
+
+def cache_bytes(device: torch.device, fraction: float) -> int:
+    """What is left of the device's share once everything that is there already, and what passes need, is taken off."""
+    if device.type != "cuda":
+        return ON_CPU
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    left = int(total * fraction) - (total - free) - RESERVED
+    if left <= 0:
+        raise DeviceError(
+            f"no GPU memory is left for the cache: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free, "
+            f"and gpu_memory_fraction is {fraction}; raise it, or use a smaller model"
+        )
+    return left
+
+
+@contextmanager
+def says_what_to_lower() -> Iterator[None]:
+    """An allocation of the cache or of a pass that fails is the user's to mend."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            "the GPU is out of memory; lower gpu_memory_fraction (or kv_cache_bytes), max_num_batched_tokens, "
+            "max_num_seqs or max_model_len"
+        ) from error

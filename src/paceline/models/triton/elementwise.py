@@ -1,0 +1,174 @@
+"""The small steps between products: residual add + RMSNorm, q/k norm + RoPE + cache write, SiLU * up.
+
+One program sees a whole row (or head), so a row's sums have one order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import PassPlan
+from paceline.models.triton.launch import overlapped, release, wait
+
+
+def rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False
+) -> Tensor:
+    """x += added in place where there is something to add; returns the normed rows."""
+    rows, hidden = x.shape
+    assert x.is_contiguous()
+    out = x.new_empty((rows, hidden))
+    if rows:
+        block = triton.next_power_of_2(hidden)
+        _rms_norm[(rows,)](
+            x,
+            x if added is None else added.contiguous(),
+            weight,
+            out,
+            hidden,
+            eps,
+            BLOCK=block,
+            ADD=added is not None,
+            num_warps=max(1, min(16, block // 256)),
+            **overlapped(overlap),
+        )
+    return out
+
+
+def rope_and_store(
+    qkv: Tensor,
+    plan: PassPlan,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    *,
+    overlap: bool = False,
+) -> Tensor:
+    rows, width = qkv.shape
+    _, kv_heads, dim = cache.k.shape
+    q_heads = width // dim - 2 * kv_heads
+    q = qkv.new_empty((rows, q_heads, dim))
+    if rows:
+        _rope_and_store[(rows, q_heads + 2 * kv_heads)](
+            qkv,
+            plan.positions,
+            plan.slots,
+            cos,
+            sin,
+            q,
+            cache.k,
+            cache.v,
+            q if q_norm is None else q_norm,
+            q if k_norm is None else k_norm,
+            eps,
+            DIM=dim,
+            HALF=triton.next_power_of_2(dim // 2),
+            Q_HEADS=q_heads,
+            KV_HEADS=kv_heads,
+            NORMED=q_norm is not None,
+            num_warps=1,
+            **overlapped(overlap),
+        )
+    return q
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape
+    out = gate_up.new_empty((rows, width // 2))
+    if rows:
+        block = 1024
+        _silu_mul[(rows, triton.cdiv(width // 2, block))](gate_up.contiguous(), out, width // 2, BLOCK=block)
+    return out
+
+
+@triton.jit
+def _rms_norm(x, added, weight, out, hidden, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * hidden
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    release(OVERLAP)
+    wait(OVERLAP)
+    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(added + row + column, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)  # what the residual stream keeps is what is normed
+        tl.store(x + row + column, value.to(x.dtype.element_ty), mask=inside)
+    value = value * tl.rsqrt(tl.sum(value * value) / hidden + eps)
+    tl.store(out + row + column, (value * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rope_and_store(
+    qkv,
+    positions,
+    slots,
+    cos,
+    sin,
+    q,
+    k_cache,
+    v_cache,
+    q_norm,
+    k_norm,
+    eps,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    NORMED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    lane = tl.arange(0, HALF)
+    inside = lane < DIM // 2
+    position = tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    c = tl.load(cos + position * (DIM // 2) + lane, mask=inside, other=0.0)
+    s = tl.load(sin + position * (DIM // 2) + lane, mask=inside, other=0.0)
+    release(OVERLAP)
+    wait(OVERLAP)
+    source = qkv + (row * (Q_HEADS + 2 * KV_HEADS) + head) * DIM + lane
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + DIM // 2, mask=inside, other=0.0)
+    if head >= Q_HEADS + KV_HEADS:
+        if slot >= 0:
+            place = v_cache + (slot * KV_HEADS + head - Q_HEADS - KV_HEADS) * DIM + lane
+            tl.store(place, first, mask=inside)
+            tl.store(place + DIM // 2, second, mask=inside)
+    else:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        if NORMED:
+            norm = q_norm if head < Q_HEADS else k_norm
+            scale = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / DIM + eps)
+            a = (a * scale).to(first.dtype).to(tl.float32) * tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
+            b = (b * scale).to(first.dtype).to(tl.float32) * tl.load(
+                norm + DIM // 2 + lane, mask=inside, other=0.0
+            ).to(tl.float32)
+        turned_a = (a * c - b * s).to(first.dtype)
+        turned_b = (b * c + a * s).to(first.dtype)
+        if head < Q_HEADS:
+            place = q + (row * Q_HEADS + head) * DIM + lane
+            tl.store(place, turned_a, mask=inside)
+            tl.store(place + DIM // 2, turned_b, mask=inside)
+        elif slot >= 0:
+            place = k_cache + (slot * KV_HEADS + head - Q_HEADS) * DIM + lane
+            tl.store(place, turned_a, mask=inside)
+            tl.store(place + DIM // 2, turned_b, mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,105 @@
+"""CUDA kernels of our own: a row's bits do not depend on the rows beside it, and a pass costs about what reading the
+weights costs. The kernels themselves are in `models.triton`, one file per idea.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.models.kernels import Layer, Shape, Stack
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import PassPlan
+from paceline.models.triton import elementwise
+from paceline.models.triton.attention import Work, Workspace, attention, work_of
+from paceline.models.triton.launch import INTERPRETED
+from paceline.models.triton.linear import TritonWeight, linear
+
+
+class TritonKernels:
+    name = "triton"
+    exact = True
+    captures = True
+    torch_threads: int | None = 1
+
+    def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
+        self.overlap = overlap and not INTERPRETED
+        self.workspace = Workspace(device)
+        self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> TritonWeight:
+        return TritonWeight(weight.detach().contiguous(), None if bias is None else bias.detach().contiguous())
+
+    def linear(self, x: Tensor, weight: TritonWeight) -> Tensor:
+        return linear(x, weight, overlap=self.overlap)
+
+    def logits(self, x: Tensor, weight: TritonWeight, out: Tensor | None = None) -> Tensor:
+        return linear(x, weight, out_dtype=torch.float32, out=out, overlap=self.overlap)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise.rms_norm(x.contiguous(), None, weight, eps, overlap=self.overlap)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise.rms_norm(residual, x, weight, eps, overlap=self.overlap)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        plan: PassPlan,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return elementwise.rope_and_store(
+            qkv.contiguous(), plan, cos, sin, cache, q_norm, k_norm, eps, overlap=self.overlap
+        )
+
+    def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
+        work = self.work(plan, q.shape[1], cache)
+        return attention(q, plan, work, cache, scale, window, self.workspace, overlap=self.overlap)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return elementwise.silu_mul(gate_up)
+
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+        return TritonStack(self, layers, caches, shape)
+
+    def work(self, plan: PassPlan, q_heads: int, cache: LayerCache) -> Work:
+        """Once per pass: a plan serves every layer."""
+        if isinstance(plan.work, Work):
+            return plan.work
+        last, work = self._last_work
+        if plan is not last or work is None:
+            work = work_of(plan, q_heads // cache.k.shape[1], cache.k.shape[1])
+            self._last_work = plan, work
+        return work
+
+
+class TritonStack:
+    """The layers as a stream of kernels, nine to a layer; SiLU * up is the end of the product before it."""
+
+    def __init__(
+        self, kernels: TritonKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape
+    ) -> None:
+        self.caches, self._kernels, self._layers, self._shape = caches, kernels, layers, shape
+
+    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        kernels, shape, overlap = self._kernels, self._shape, self._kernels.overlap
+        work = kernels.work(plan, shape.q_heads, self.caches[0])
+        for layer, cache in zip(self._layers[first:last], self.caches[first:last], strict=True):
+            hidden = elementwise.rms_norm(residual, added, layer.input_norm, shape.eps, overlap=overlap)
+            qkv = linear(hidden, layer.qkv, overlap=overlap)
+            q = elementwise.rope_and_store(
+                qkv, plan, shape.cos, shape.sin, cache, layer.q_norm, layer.k_norm, shape.eps, overlap=overlap
+            )
+            attended = attention(q, plan, work, cache, shape.scale, layer.window, kernels.workspace, overlap=overlap)
+            added = linear(attended, layer.output, overlap=overlap)
+            hidden = elementwise.rms_norm(residual, added, layer.mlp_norm, shape.eps, overlap=overlap)
+            added = linear(linear(hidden, layer.gate_up, gated=True, overlap=overlap), layer.down, overlap=overlap)
+        assert added is not None, "a stack runs at least one layer"
+        return added
