@@ -7,8 +7,8 @@ held against the best single setting.
 The clock is seeded, so a test passes always or never. With 14 to 29 other seeds of each situation no choice was more
 than 5 % worse than the best, and predictions and measurements differed by 2 to 4 % (standard deviation; 5 % in the
 batch, with its five groups). A seed drawn anew would fail with a probability of some 0.001 (15 % is four of those
-deviations); in the batch of some 0.05; and with short outputs of some 0.15, for there 1 % is to be gained, and in 3 of 20
-it was taken instead of left.
+deviations); in the batch of some 0.05; and with short outputs of some 0.15, for there 1 % is to be gained, and in 3
+of 20 it was taken instead of left.
 """
 
 from __future__ import annotations
