@@ -18,9 +18,7 @@ from paceline.verify.greedy import walk_greedily
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._device = device
-        self.shortcut = (
-            True  # greedy steps on the host take the short way; a fault put in on purpose must not be missed
-        )
+        self.shortcut = True  # greedy steps on the host; not while `prove` puts a fault into the long way
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         # Plain steps ask for the same few numbers of rows again and again.
         self._roots = functools.lru_cache(64)(lambda batch: (list(range(batch)), Nodes.roots(batch, device)))
