@@ -143,7 +143,7 @@ def test_answers_that_run_ahead_do_not_delay_a_job_that_is_waited_for_as_a_whole
     jobs = [job_of(size, f"job{j}") for j in range(6)]
     taken = sum(run_job(policy, guesser, job, others_wait=False) for job in jobs)
     plain = 6 * 128 * cpu_seconds(size, 0)
-    assert taken < 1.01 * plain
+    assert taken < 1.02 * plain
     hasty = sum(run_job(greedy, guesser, job_of(size, f"job{j}"), others_wait=True) for j in range(6))
     assert size == 32 or taken < hasty, "counting every token alike is what made batches slower"
 
