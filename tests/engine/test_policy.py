@@ -285,3 +285,16 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
     ):
         with pytest.raises(InvalidParameter, match=says):
             read(wrong, base)
+
+
+def test_a_method_that_was_switched_off_is_not_chosen_and_one_that_cannot_answer_complains_once(caplog):
+    good, gone = Guesser("good", 0.6), Guesser("gone", 0.95)
+    policy, one = AdaptivePolicy([gone, good], "auto"), sequence("s")
+    simulate(policy, [gone, good], FLAT, [one], 200)
+    assert policy.plan([one], 0, False)[0].method == "gone"
+    policy.observe(StepReport(1, 1, 0.02, {}, [], frozenset({"gone"})))
+    assert policy.plan([one], 0, False)[0].method == "good"
+    good.evidence = lambda sequence: 1 // 0
+    for _ in range(3):
+        assert policy.plan([one], 0, False) == [Choice()]
+    assert len([record for record in caplog.records if "failed to say" in record.message]) == 1

@@ -57,6 +57,7 @@ class StepReport:
     step_s: float
     draft_s: Mapping[str, tuple[int, float]]  # method -> (largest budget, seconds)
     outputs: SequenceOf[StepOutput]
+    retired: frozenset[str] = frozenset()  # methods that were switched off
 
 
 class Policy(Protocol):
@@ -113,6 +114,8 @@ class AdaptivePolicy:
         self._evidence: dict[tuple[str, str], int] = {}  # of the drafts under way
         self._promises: dict[str, list[float]] = {}  # by sequence: how likely each of those drafts is to get how far
         self._since_probe: dict[str, int] = {}
+        self._complained: set[tuple[str, type]] = set()
+        self._retired: frozenset[str] = frozenset()
         self._drafting_now: set[str] = set()  # sequences the last plan drafted for
         self._pace: dict[str, float] = {}  # tokens per step, by sequence
         self._turn = self._since_plain = 0
@@ -158,8 +161,8 @@ class AdaptivePolicy:
     def _surest(self, sequence: Sequence, method: str, budget: int) -> Choice:
         """With k fixed only the method is left to choose: the one with the most to go by."""
         evidence = {name: self._note_evidence(sequence, name) for name in self._allowed(method)}
-        best = max(evidence, key=evidence.__getitem__)
-        return Choice(best, budget) if evidence[best] else Choice()
+        best = max(evidence, key=evidence.__getitem__, default=NONE)
+        return Choice(best, budget) if evidence.get(best) else Choice()
 
     def _decide(
         self,
@@ -195,7 +198,7 @@ class AdaptivePolicy:
             jobs.setdefault(sequence.job, []).append(index)
         for members in jobs.values():
             if len(members) > 1:
-                row_s = (cost.seconds(len(members)) - cost.seconds(1)) / (len(members) - 1)
+                row_s = max(cost.seconds(len(members)) - cost.seconds(1), 0.0) / (len(members) - 1)
                 paces = [self._pace.get(sequences[index].key, 1.0) for index in members]
                 rooms = [min(sequences[index].room, FAR) for index in members]
                 worth = token_values(paces, rooms, pass_s=max(cost.seconds(1) - row_s, 0.0), row_s=row_s)
@@ -274,7 +277,8 @@ class AdaptivePolicy:
         return None if best is None else best[1:]
 
     def _allowed(self, method: str) -> SequenceOf[str]:
-        return list(self._drafters) if method == AUTO else [method]
+        names = self._drafters if method == AUTO else [method]
+        return [name for name in names if name not in self._retired]
 
     def _note_evidence(self, sequence: Sequence, method: str) -> int:
         evidence = self._evidence[sequence.key, method] = self._ask(method, self._evidence_of, sequence)
@@ -291,7 +295,9 @@ class AdaptivePolicy:
         try:
             return question(self._drafters[method], sequence)
         except Exception as problem:
-            log.warning("drafter %s failed to say what it knows: %r", method, problem)
+            if (method, type(problem)) not in self._complained:  # said once: it may fail at every step
+                log.warning("drafter %s failed to say what it knows: %r", method, problem)
+                self._complained.add((method, type(problem)))
             return 0
 
     def _drafting(self, method: str, depth: int) -> float:
@@ -300,6 +306,7 @@ class AdaptivePolicy:
     # -- learning
 
     def observe(self, report: StepReport) -> None:
+        self._retired = report.retired
         sequences = [output.sequence for output in report.outputs]
         drafting = sum(seconds for _, seconds in report.draft_s.values())
         if len(sequences) == report.num_sequences and sequences:
