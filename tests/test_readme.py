@@ -37,7 +37,8 @@ MAKE = [line[1] for line in command_lines() if line[0] == "make"]
 
 def test_there_are_commands_to_check() -> None:
     assert {"demo", "test"} <= set(MAKE)
-    assert {"generate", "chat", "demo", "prove", "pull", "models", "doctor"} <= {arguments[0] for arguments in PACELINE}
+    commands = {"generate", "chat", "demo", "prove", "bench", "advise", "theory", "pull", "models", "doctor"}
+    assert commands <= {arguments[0] for arguments in PACELINE}
 
 
 @pytest.mark.parametrize("arguments", PACELINE, ids=" ".join)

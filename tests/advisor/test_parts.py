@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from paceline.advisor.advice import Advice
+from paceline.advisor.candidates import Drafted
 from paceline.advisor.config import paceline_config, paceline_flags, vllm_config
 from paceline.advisor.figures import Figure, Figures, combined
 from paceline.advisor.halves import check_halves, halves
-from paceline.advisor.machine import Drafted
-from paceline.advisor.pass_cost import PassCost, line
+from paceline.advisor.pass_cost import PassCost, line, rising
 from paceline.advisor.reasons import Case, why_off
 from paceline.advisor.recommend import OFF, decide, levels_between, ranked, to_check
 from paceline.bench.grid import Contender
@@ -44,6 +44,11 @@ def test_cost_is_straight_between_measurements_and_goes_on_as_steep_beyond() -> 
     points = {1: 10.0, 4: 13.0, 8: 21.0}
     assert [line(points, x) for x in (0, 1, 2, 4, 6, 8, 10)] == [10, 10, 11, 13, 17, 21, 25]
     assert line({3: 7.0}, 100) == 7
+
+
+def test_more_rows_never_take_less() -> None:
+    noisy = {0: 2.0, 1: 1.0, 2: 1.5, 4: 3.0, 8: 2.8, 16: 5.0}
+    assert rising(noisy) == {0: 1.5, 1: 1.5, 2: 1.5, 4: 2.9, 8: 2.9, 16: 5.0}
 
 
 def test_a_step_costs_its_drafts_its_prompts_and_its_context() -> None:
@@ -115,9 +120,15 @@ def test_nothing_is_advised_where_nothing_pays() -> None:
     assert decide(at(1, auto=1.2)).contender == AUTO  # pays, though no fixed choice does
 
 
+def test_a_gain_that_may_be_chance_is_not_advised() -> None:
+    for low, off in ((0.99, True), (1.01, False)):
+        assert decide({(1, NGRAM): figure(1.04, low=low, high=1.08)}).off is off
+
+
 def test_a_second_method_is_checked_only_if_it_is_close() -> None:
     assert to_check(at(1, ngram=1.5, suffix=1.45, auto=1.4)) == [NGRAM, SUFFIX, AUTO]
     assert to_check(at(1, ngram=1.5, suffix=1.2, auto=1.4)) == [NGRAM, AUTO]
+    assert to_check(at(1, ngram=1.5, suffix=1.45, auto=1.4), rival=False) == [NGRAM, AUTO]
     assert levels_between([1, 4, 16]) == [2, 8]
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
+from paceline.advisor.candidates import Drafted
 from paceline.advisor.guesses import read_guesses
-from paceline.advisor.machine import Drafted, Machine
+from paceline.advisor.machine import Machine
 from paceline.advisor.pass_cost import PassCost
 from paceline.advisor.profile import DrafterCost, host_drafter, model_drafter, profile
 from paceline.advisor.records import Records, record

@@ -143,7 +143,7 @@ def test_answers_that_run_ahead_do_not_delay_a_job_that_is_waited_for_as_a_whole
     jobs = [job_of(size, f"job{j}") for j in range(6)]
     taken = sum(run_job(policy, guesser, job, others_wait=False) for job in jobs)
     plain = 6 * 128 * cpu_seconds(size, 0)
-    assert taken < 1.01 * plain
+    assert taken < 1.02 * plain
     hasty = sum(run_job(greedy, guesser, job_of(size, f"job{j}"), others_wait=True) for j in range(6))
     assert size == 32 or taken < hasty, "counting every token alike is what made batches slower"
 
@@ -285,3 +285,16 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
     ):
         with pytest.raises(InvalidParameter, match=says):
             read(wrong, base)
+
+
+def test_a_method_that_was_switched_off_is_not_chosen_and_one_that_cannot_answer_complains_once(caplog):
+    good, gone = Guesser("good", 0.6), Guesser("gone", 0.95)
+    policy, one = AdaptivePolicy([gone, good], "auto"), sequence("s")
+    simulate(policy, [gone, good], FLAT, [one], 200)
+    assert policy.plan([one], 0, False)[0].method == "gone"
+    policy.observe(StepReport(1, 1, 0.02, {}, [], frozenset({"gone"})))
+    assert policy.plan([one], 0, False)[0].method == "good"
+    good.evidence = lambda sequence: 1 // 0
+    for _ in range(3):
+        assert policy.plan([one], 0, False) == [Choice()]
+    assert len([record for record in caplog.records if "failed to say" in record.message]) == 1

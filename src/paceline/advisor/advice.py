@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.advisor import figures as figures_of
-from paceline.advisor.config import VllmConfig, paceline_config, paceline_flags, vllm_config
+from paceline.advisor.config import FILES, VllmConfig, paceline_config, paceline_flags, vllm_config
 from paceline.advisor.figures import Figure, Figures
 from paceline.advisor.pass_cost import PassCost
 from paceline.advisor.profile import DrafterCost
 from paceline.advisor.reasons import Case, Reason, why_off
-from paceline.advisor.recommend import OFF, Choice, decide, ranked, up_to, up_to_any
+from paceline.advisor.recommend import OFF, Choice, decide, pays_somewhere, ranked, up_to
 from paceline.bench.grid import AUTO, Contender
-
-FILES = ("advice.json", "paceline.json", "vllm.json")
 
 
 @dataclass(kw_only=True)
@@ -50,7 +48,7 @@ class Advice:
     def best_fixed(self) -> Contender | None:
         """The best fixed choice that pays somewhere."""
         fixed = ranked(self.known)
-        return fixed[0] if fixed and up_to_any(self.known, fixed[0]) else None
+        return fixed[0] if fixed and pays_somewhere(self.known, fixed[0]) else None
 
     @property
     def stops_at(self) -> int | None:
@@ -69,7 +67,8 @@ class Advice:
         """Why nothing pays at this number of requests at once; None where something does, or nothing is known."""
         here = figures_of.at_level(self.known, level)
         candidates = [(contender, figure) for contender, figure in here if contender.method != AUTO]
-        if self.cost is None or not candidates or any(figure.pays for _, figure in here):
+        off = self.choice is not None and self.choice.off
+        if self.cost is None or not candidates or any(f.surely_pays if off else f.pays for _, f in here):
             return None
         contender, figure = max(candidates, key=lambda entry: entry[1].ratio)
         return why_off(self._case(level, contender, figure))

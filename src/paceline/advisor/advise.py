@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.advisor.advice import Advice
+from paceline.advisor.candidates import Drafted
 from paceline.advisor.figures import Figures, figures
 from paceline.advisor.guesses import Guesses, read_guesses
 from paceline.advisor.halves import halves
-from paceline.advisor.machine import Advised, Drafted
+from paceline.advisor.machine import Advised
 from paceline.advisor.profile import DrafterCost, host_drafter, model_drafter, profile
 from paceline.advisor.recommend import OFF, levels_between, ranked, to_check
 from paceline.advisor.records import Records, record
@@ -39,6 +40,7 @@ class Advisor:
     advice: Advice
     on_progress: OnProgress = lambda done, total, what: None
     lengths: Sequence[int] = ()  # the k that are tried; empty: LENGTHS
+    rival: bool = True  # whether a second method that is close by prediction is checked too
     records: Records = field(default_factory=Records)
     _guesses: dict[str, Guesses] = field(default_factory=dict)
     _before: float = 0.0
@@ -57,6 +59,8 @@ class Advisor:
                 stage()
             except BaseException as reason:  # Ctrl-C, no memory: what was found is not thrown away
                 self.advice.missing = [name for name, _ in STAGES[at:]]
+                if self.advice.measured:
+                    self.advice.missing = [f"the rest of {name}" for name in self.advice.missing]
                 return reason
         return None
 
@@ -118,7 +122,7 @@ class Advisor:
 
     def _check(self) -> None:
         """Measured as a benchmark measures, on prompts nothing was predicted from."""
-        chosen = [OFF, *to_check(self.advice.predicted)]
+        chosen = [OFF, *to_check(self.advice.predicted, rival=self.rival)]
         self.subject.contenders = chosen
         self.advice.measured = self._figures(self.subject, self.second, chosen, self.plan.concurrencies)
 

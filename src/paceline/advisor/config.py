@@ -7,10 +7,12 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.advisor.candidates import draft_model_of
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.results import PLAIN
 from paceline.config import SpeculationConfig
 
+FILES = ("advice.json", "paceline.json", "vllm.json")
 VLLM = {"ngram": "ngram", "suffix": "suffix", "draft-model": "draft_model"}
 
 
@@ -32,7 +34,7 @@ def paceline_config(contender: Contender) -> dict[str, Any]:
     config: dict[str, Any] = {"method": contender.method}
     if contender.k is not None:
         config["k"] = contender.k
-    if draft_model := getattr(contender, "draft_model", None):
+    if draft_model := draft_model_of(contender):
         config["draft_model"] = draft_model
     return config
 
@@ -67,5 +69,5 @@ def _fixed(contender: Contender) -> VllmConfig:
     elif name == "suffix":
         note = "vLLM's suffix method needs the package arctic-inference"
     else:
-        config["model"] = getattr(contender, "draft_model", None)
+        config["model"] = draft_model_of(contender)
     return VllmConfig(config, note)

@@ -36,6 +36,11 @@ class Figure:
         return self.ratio >= PAYS
 
     @property
+    def surely_pays(self) -> bool:
+        """Chance alone would hardly show it: of several choices that gain nothing, one always looks a little better."""
+        return self.pays and (self.low is None or self.low > 1)
+
+    @property
     def error(self) -> float:
         """Standard error of the logarithm."""
         if self.low is None or self.high is None:

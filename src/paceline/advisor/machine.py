@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline import machine
+from paceline.advisor.candidates import Drafted
 from paceline.bench.engines import Engines
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.results import PLAIN
@@ -31,18 +32,6 @@ from paceline.models.runtime import LoadedModel, load_model
 from paceline.theory import kv_bytes_per_token
 
 MEMORY_SHARE = 0.8  # of what is free: what a draft model may take
-
-
-@dataclass(frozen=True)
-class Drafted(Contender):
-    """A contender that may use a certain draft model."""
-
-    draft_model: str = ""
-
-    @property
-    def label(self) -> str:
-        name = Path(self.draft_model).name
-        return f"{AUTO} with {name}" if self.method == AUTO else f"{name} k={self.k}"
 
 
 @dataclass(frozen=True, kw_only=True)

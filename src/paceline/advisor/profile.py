@@ -15,8 +15,9 @@ from statistics import median
 
 import torch
 
-from paceline.advisor.machine import Advised, Drafted, DraftModel
-from paceline.advisor.pass_cost import PassCost, line
+from paceline.advisor.candidates import Drafted, draft_model_of
+from paceline.advisor.machine import Advised, DraftModel
+from paceline.advisor.pass_cost import PassCost, line, rising
 from paceline.advisor.records import Record
 from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
@@ -47,8 +48,7 @@ class DrafterCost:
     kv_bytes: int = 0  # more for every token of context
 
     def serves(self, contender: Contender) -> bool:
-        model = contender.draft_model if isinstance(contender, Drafted) else None
-        return (self.method, self.draft_model) == (contender.method, model)
+        return (self.method, self.draft_model) == (contender.method, draft_model_of(contender))
 
     def at(self, sequences: int) -> float:
         """Seconds for a token drafted ahead for so many sequences together."""
@@ -100,7 +100,7 @@ def profile(
     decode: dict[int, dict[int, float]] = {}
     for done, count in enumerate(sequences):
         on_progress(done, len(sequences) + 1, f"timing passes, {count} at once")
-        decode[count] = _decode_times(subject, count, SHORT, drafted_sizes(count), plan)
+        decode[count] = rising(_decode_times(subject, count, SHORT, drafted_sizes(count), plan))
     on_progress(len(sequences), len(sequences) + 1, "timing prompts and long contexts")
     rounds = len(drafted_sizes(1)) * MOST_ROUNDS / 2
     return PassCost(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.advisor.candidates import draft_model_of
 from paceline.advisor.figures import PAYS, Figures, contenders_of, levels_of
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.results import PLAIN
@@ -57,11 +58,11 @@ def up_to(found: Figures, contender: Contender) -> int:
     return last
 
 
-def to_check(predicted: Figures) -> list[Contender]:
-    """What is worth minutes of measuring: the best fixed choice, the best of another method if close, and `auto`."""
+def to_check(predicted: Figures, *, rival: bool = True) -> list[Contender]:
+    """What is worth minutes of measuring: the best fixed choice, a rival of another method if close, and `auto`."""
     fixed = ranked(predicted)
     chosen = fixed[:1]
-    if chosen:
+    if chosen and rival:
         others = [each for each in fixed if _source(each) != _source(chosen[0])]
         if others and score(predicted, others[0]) >= score(predicted, chosen[0]) + math.log(RIVAL):
             chosen.append(others[0])
@@ -70,15 +71,16 @@ def to_check(predicted: Figures) -> list[Contender]:
     return [*chosen, *autos[:1]]
 
 
-def _source(contender: Contender) -> tuple[str, str]:
-    return contender.method, getattr(contender, "draft_model", "")
+def _source(contender: Contender) -> tuple[str, str | None]:
+    return contender.method, draft_model_of(contender)
 
 
 def decide(found: Figures) -> Choice:
     """The best of what is known; `auto` where it is as good; off where nothing pays."""
     least = math.log(PAYS) / max(len(levels_of(found)), 1)  # paying at one level is enough
-    fixed, autos = ranked(found), [each for each in contenders_of(found) if each.method == AUTO]
-    best = fixed[0] if fixed and up_to_any(found, fixed[0]) else OFF
+    fixed = ranked(found)
+    autos = [each for each in contenders_of(found) if each.method == AUTO and pays_somewhere(found, each)]
+    best = fixed[0] if fixed and pays_somewhere(found, fixed[0]) else OFF
     for auto in sorted(autos, key=lambda each: -score(found, each)):
         gain = score(found, auto)
         if gain >= least and gain >= score(found, best) + math.log(AS_GOOD):
@@ -86,8 +88,8 @@ def decide(found: Figures) -> Choice:
     return Choice(best, up_to(found, best)) if score(found, best) >= least else Choice(OFF)
 
 
-def up_to_any(found: Figures, contender: Contender) -> bool:
-    return any(figure.pays for (_, who), figure in found.items() if who == contender)
+def pays_somewhere(found: Figures, contender: Contender) -> bool:
+    return any(figure.surely_pays for (_, who), figure in found.items() if who == contender)
 
 
 def levels_between(levels: Sequence[int]) -> list[int]:

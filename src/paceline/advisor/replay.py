@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from paceline.advisor.candidates import Drafted
 from paceline.advisor.guesses import Guesses, RecordedDrafter
-from paceline.advisor.machine import Advised, Drafted
+from paceline.advisor.machine import Advised
 from paceline.advisor.pass_cost import PassCost
 from paceline.advisor.profile import DrafterCost
 from paceline.advisor.records import Records

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.advisor.config import FILES
 from paceline.advisor.halves import check_halves, halves
 from paceline.bench.grid import concurrencies
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 CONCURRENCY, QUICK_CONCURRENCY = "1,4,16", "1,4"
 MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
 PER_WORKLOAD, QUICK_PROMPTS = 6, 40
-FILES = ("advice.json", "paceline.json", "vllm.json")
 
 
 def advise(
@@ -79,6 +79,7 @@ def advise(
         "prompts": str(prompts) if prompts else ", ".join(dict.fromkeys(prompt.workload for prompt in asked)),
         "num_prompts": len(asked),
         "draft_models": draft_model or [],
+        "quick": quick,
     }
     options = {"raw": raw, "dtype": dtype, "device": device, "threads": threads}
     advice, stopped = run(name, draft_model or [], options, asked, settings)
@@ -112,7 +113,7 @@ def run(
             seed=settings["seed"],
         )
         advice = Advice(model=name, settings=settings, where=subject.where(), refused=subject.refused)
-        stopped = Advisor(subject, prompts, plan, advice, bar.work).run()
+        stopped = Advisor(subject, prompts, plan, advice, bar.work, rival=not settings["quick"]).run()
     if stopped is not None and advice.cost is None:
         if isinstance(stopped, KeyboardInterrupt):
             print_note(f"stopped before anything could be said; missing: {', '.join(advice.missing)}")

@@ -39,8 +39,8 @@ def sentences(advice: Advice) -> list[str]:
     reasons = {level: found.words for level in levels if (found := advice.reason(level))}
     if choice.off:
         first = min(reasons, default=None)
-        why = f" {reasons[first]}" if first is not None else " Nothing that was tried is faster than plain decoding."
-        return [f"Leave speculation off.{why}"]
+        why = "Nothing that was tried is surely faster than plain decoding." if first is None else reasons[first]
+        return [f"Leave speculation off. {why}"]
     lines = [f"{_what(advice, choice)} {_gains(advice, choice)}"]
     if advice.stops_at is not None:
         if choice.contender.method == AUTO:

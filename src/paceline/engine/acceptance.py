@@ -65,8 +65,10 @@ class Acceptance:
         self._own: dict[tuple[str, str], _Own] = {}
         self._promises = _Own()  # over all drafts that were chosen
 
-    def survival(self, sequence_key: str, method: str, sampled: bool, evidence: int, depth: int) -> list[float]:
-        """Probability that the first 1, 2, ..., depth drafted tokens are all accepted; ends where hope does."""
+    def survival(
+        self, sequence_key: str, method: str, sampled: bool, evidence: int, depth: int, least: float = HOPELESS
+    ) -> list[float]:
+        """Probability that the first 1, 2, ..., depth drafted tokens are all accepted, down to `least`."""
         at = bucket(evidence)
         record = self._records.get((method, sampled, at))
         own = self._own.get((sequence_key, method))
@@ -76,7 +78,7 @@ class Acceptance:
             guess = prior(at, position)
             rate = guess if record is None else record.rate(position, guess)
             alive *= min(rate * bend, 0.99)
-            if alive < HOPELESS:
+            if alive < least:
                 break
             result.append(alive)
         return result

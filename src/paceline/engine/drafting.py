@@ -34,7 +34,7 @@ class DrafterSet:
         self._by_name = {drafter.name: drafter for drafter in drafters}
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.failures = 0
-        self._retired: set[str] = set()
+        self.retired: frozenset[str] = frozenset()  # methods switched off
         self._complained: set[tuple[str, type]] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
         self._empty = functools.lru_cache(64)(lambda batch: Draft.empty(batch))
@@ -54,13 +54,13 @@ class DrafterSet:
         """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty."""
         wanted: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
-            if row.budget > 0 and row.method not in self._retired:
+            if row.budget > 0 and row.method not in self.retired:
                 wanted.setdefault(row.method, []).append(index)
         parts = []
         self.seconds = {}
         for method, indices in wanted.items():
             drafter, wanting = self._by_name[method], [DraftRow(rows[i].sequence, rows[i].budget) for i in indices]
-            behind = max(drafter.lag(row.sequence) for row in wanting)
+            behind = self._behind(drafter, wanting)
             started = time.perf_counter()
             draft = self._propose(drafter, wanting)
             if behind <= READ_AHEAD:  # catching up is not what a draft costs
@@ -70,6 +70,13 @@ class DrafterSet:
         if not parts:
             return self._empty(len(rows))
         return Draft.merge(parts, len(rows), self._vocab_size)
+
+    @staticmethod
+    def _behind(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:
+        try:
+            return max(drafter.lag(row.sequence) for row in rows)
+        except Exception:  # it will say so when it is asked to draft
+            return READ_AHEAD + 1
 
     def _propose(self, drafter: Drafter, rows: list[DraftRow]) -> Draft | None:
         try:
@@ -124,7 +131,7 @@ class DrafterSet:
                 drafter.release(sequence)
 
     def _working(self) -> list[Drafter]:
-        return [drafter for drafter in self.drafters if drafter.name not in self._retired]
+        return [drafter for drafter in self.drafters if drafter.name not in self.retired]
 
     @contextmanager
     def _guarded(self, drafter: Drafter) -> Iterator[None]:
@@ -133,5 +140,5 @@ class DrafterSet:
             yield
         except Exception as problem:
             self.failures += 1
-            self._retired.add(drafter.name)
+            self.retired |= {drafter.name}
             log.warning("drafter %s failed and is switched off: %r", drafter.name, problem)

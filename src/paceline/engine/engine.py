@@ -94,7 +94,8 @@ class Engine:
         """Timings for the policy and for the user: what the step took, and what it would have taken plainly."""
         self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
         rows = len(flight.layout.tokens)
-        self.policy.observe(StepReport(len(batch.rows), rows, step_s, self.drafters.seconds, outputs))
+        took, retired = self.drafters.seconds, self.drafters.retired
+        self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired))
         if all(row.count == 1 for row in batch.rows):
             sampled = any(not output.sequence.params.greedy for output in outputs)
             plain_s = self.policy.plain_seconds(len(batch.rows), sampled)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from paceline.config import MAX_K
 from paceline.drafters import NONE, Drafter
-from paceline.engine.acceptance import Acceptance
+from paceline.engine.acceptance import HOPELESS, Acceptance
 from paceline.engine.batch import StepOutput
 from paceline.engine.cost import CostModel
 from paceline.engine.shadows import Shadows
@@ -33,6 +33,7 @@ PROBE_BUDGET = 2
 EXPLORE_SHARE, EXPLORE_WITHIN = 0.005, 0.85  # of the time: what putting guessed costs to the test may cost
 FIRST_PLAIN = 3
 PLAIN_EVERY = 128
+ASKED = 8  # sequences without a draft that are considered in one step
 SHADOWS = 4  # sequences whose shadows are compared in one step
 FAR = 256  # an answer's end is not foreseen further than that
 PACE_FADES = 0.9
@@ -56,6 +57,7 @@ class StepReport:
     step_s: float
     draft_s: Mapping[str, tuple[int, float]]  # method -> (largest budget, seconds)
     outputs: SequenceOf[StepOutput]
+    retired: frozenset[str] = frozenset()  # methods that were switched off
 
 
 class Policy(Protocol):
@@ -112,6 +114,9 @@ class AdaptivePolicy:
         self._evidence: dict[tuple[str, str], int] = {}  # of the drafts under way
         self._promises: dict[str, list[float]] = {}  # by sequence: how likely each of those drafts is to get how far
         self._since_probe: dict[str, int] = {}
+        self._complained: set[tuple[str, type]] = set()
+        self._retired: frozenset[str] = frozenset()
+        self._drafting_now: set[str] = set()  # sequences the last plan drafted for
         self._pace: dict[str, float] = {}  # tokens per step, by sequence
         self._turn = self._since_plain = 0
         self._allowance = 0.0  # steps that may be lost to learning what they cost
@@ -136,15 +141,28 @@ class AdaptivePolicy:
         base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
         cost = self._costs.of(len(sequences), _any_sampled(sequences))
         if open_ended and self._knows_plain(cost, base):
+            open_ended = self._in_turn(sequences, open_ended)
             values = [1.0] * len(sequences) if others_wait else self._values(sequences, cost)
             self._decide(sequences, open_ended, values, choices, cost, base)
+            self._drafting_now = {sequences[index].key for index in open_ended if choices[index].budget}
         return choices
+
+    def _in_turn(
+        self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]]
+    ) -> dict[int, tuple[str, int]]:
+        """Those that draft already, and some of the others in turn: asking all of many costs more than it finds."""
+        idle = [index for index in open_ended if sequences[index].key not in self._drafting_now]
+        if len(idle) <= ASKED:
+            return open_ended
+        first = self._turn * ASKED % len(idle)
+        passed_over = {*idle} - {*(idle + idle)[first : first + ASKED]}
+        return {index: wanted for index, wanted in open_ended.items() if index not in passed_over}
 
     def _surest(self, sequence: Sequence, method: str, budget: int) -> Choice:
         """With k fixed only the method is left to choose: the one with the most to go by."""
         evidence = {name: self._note_evidence(sequence, name) for name in self._allowed(method)}
-        best = max(evidence, key=evidence.__getitem__)
-        return Choice(best, budget) if evidence[best] else Choice()
+        best = max(evidence, key=evidence.__getitem__, default=NONE)
+        return Choice(best, budget) if evidence.get(best) else Choice()
 
     def _decide(
         self,
@@ -159,8 +177,10 @@ class AdaptivePolicy:
         methods: dict[int, str] = {}
         alone = [cost.seconds(base + depth) for depth in range(DEEPEST + 1)]
         trust = self._acceptance.trust
+        # What a node must be worth to pay for its row; half of it, since costs are estimates and tokens may weigh more.
+        least = max(0.5 * (alone[1] / alone[0] - 1) * len(sequences), HOPELESS)
         for index, (method, most) in open_ended.items():
-            best = self._best_method(sequences[index], self._allowed(method), most, alone)
+            best = self._best_method(sequences[index], self._allowed(method), most, alone, least)
             if best is not None:
                 methods[index], survival = best
                 self._promises[sequences[index].key] = survival
@@ -178,7 +198,7 @@ class AdaptivePolicy:
             jobs.setdefault(sequence.job, []).append(index)
         for members in jobs.values():
             if len(members) > 1:
-                row_s = (cost.seconds(len(members)) - cost.seconds(1)) / (len(members) - 1)
+                row_s = max(cost.seconds(len(members)) - cost.seconds(1), 0.0) / (len(members) - 1)
                 paces = [self._pace.get(sequences[index].key, 1.0) for index in members]
                 rooms = [min(sequences[index].room, FAR) for index in members]
                 worth = token_values(paces, rooms, pass_s=max(cost.seconds(1) - row_s, 0.0), row_s=row_s)
@@ -235,7 +255,7 @@ class AdaptivePolicy:
             choices[index] = Choice(methods[index], max(depth, choices[index].budget))
 
     def _best_method(
-        self, sequence: Sequence, methods: SequenceOf[str], most: int, seconds: SequenceOf[float]
+        self, sequence: Sequence, methods: SequenceOf[str], most: int, seconds: SequenceOf[float], least: float
     ) -> tuple[str, list[float]] | None:
         """The method whose best draft for this sequence alone promises the highest rate; `seconds` by its depth."""
         best: tuple[float, str, list[float]] | None = None
@@ -244,7 +264,8 @@ class AdaptivePolicy:
             if not evidence:
                 continue
             sampled = not sequence.params.greedy
-            survival = self._acceptance.survival(sequence.key, method, sampled, evidence, min(most, DEEPEST))
+            deepest = min(most, DEEPEST)
+            survival = self._acceptance.survival(sequence.key, method, sampled, evidence, deepest, least)
             tokens, rate, drafting = 1.0, 0.0, self._drafting(method, 1)
             lag = self._drafters[method].lag(sequence)
             reading = drafting * lag / READ_AT_ONCE if lag > SMALL_LAG else 0.0
@@ -256,7 +277,8 @@ class AdaptivePolicy:
         return None if best is None else best[1:]
 
     def _allowed(self, method: str) -> SequenceOf[str]:
-        return list(self._drafters) if method == AUTO else [method]
+        names = self._drafters if method == AUTO else [method]
+        return [name for name in names if name not in self._retired]
 
     def _note_evidence(self, sequence: Sequence, method: str) -> int:
         evidence = self._evidence[sequence.key, method] = self._ask(method, self._evidence_of, sequence)
@@ -273,7 +295,9 @@ class AdaptivePolicy:
         try:
             return question(self._drafters[method], sequence)
         except Exception as problem:
-            log.warning("drafter %s failed to say what it knows: %r", method, problem)
+            if (method, type(problem)) not in self._complained:  # said once: it may fail at every step
+                log.warning("drafter %s failed to say what it knows: %r", method, problem)
+                self._complained.add((method, type(problem)))
             return 0
 
     def _drafting(self, method: str, depth: int) -> float:
@@ -282,6 +306,7 @@ class AdaptivePolicy:
     # -- learning
 
     def observe(self, report: StepReport) -> None:
+        self._retired = report.retired
         sequences = [output.sequence for output in report.outputs]
         drafting = sum(seconds for _, seconds in report.draft_s.values())
         if len(sequences) == report.num_sequences and sequences:
