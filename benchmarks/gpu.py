@@ -59,7 +59,5 @@ def main() -> None:
     finish("gpu", result)
 
 
-
-
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -36,11 +37,12 @@ class Runs:
     def __init__(
         self, subject: Subject, decoder: Decoder, method: str = "none", k: int | None = None, batch: int = 8
     ) -> None:
+        gc.collect()  # an engine before this one may still hold its cache
         drafters = self._drafters(subject, decoder, method)
         self.policy = AdaptivePolicy(drafters, method, k)
         config = EngineConfig(
             prefix_caching=False,
-            kv_cache_bytes=(64 << 20) if subject.tiny else 24 << 30,
+            kv_cache_bytes=(64 << 20) if subject.tiny else 8 << 30,
             max_num_seqs=max(batch, 1),
             max_num_batched_tokens=2048,
             max_model_len=min(decoder.config.max_positions, 2048),
@@ -87,9 +89,7 @@ def prompts_of(subject: Subject, count: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
         vocab = subject.small_config.vocab_size
         return torch.randint(3, vocab, (count, 40), generator=generator).tolist()
-    each = [
-        subject.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS
-    ]
+    each = [subject.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]
     return [each[index % len(each)] for index in range(count)]
 
 
@@ -104,7 +104,7 @@ def identity(subject: Subject) -> dict[str, Any]:
     prompts = prompts_of(subject, 6)
     if not subject.random:
         prompts += [
-            subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])  # type: ignore[index]
+            subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])
             for prompt in copy_prompts()[::6]
         ]
     for name, params in (
@@ -118,7 +118,8 @@ def identity(subject: Subject) -> dict[str, Any]:
             together = runs.answer(prompts, params)
             same = sum(a == b for a, b in zip(alone, together["answers"], strict=True))
             found[f"{name} {method}"] = [same, len(prompts), together["tau"]]
-            print(f"   {name}, {method}, together: {same} of {len(prompts)} as plain and alone, τ {together['tau']:.2f}", flush=True)
+            what = f"{same} of {len(prompts)} as plain and alone, τ {together['tau']:.2f}"
+            print(f"   {name}, {method}, together: {what}", flush=True)
             del runs
     return found
 
@@ -127,13 +128,15 @@ def host(subject: Subject) -> dict[str, Any]:
     """What a step takes beyond its pass: the same pass is timed on the device alone."""
     decoder, found = subject.yardstick, {}
     length = 16 if subject.tiny else 100
-    for method, k, batch in (("none", None, 1), ("ngram", 4, 1), ("draft-model", 4, 1), ("none", None, 64), ("ngram", 2, 64)):
+    cells = (("none", None, 1), ("ngram", 4, 1), ("draft-model", 4, 1), ("none", None, 64), ("ngram", 2, 64))
+    for method, k, batch in cells:
         runs = Runs(subject, decoder, method, k, batch=batch)
         prompts = prompts_of(subject, batch)
         runs.answer(prompts, greedy(12))
         got = busy(runs, prompts, greedy(length))
         found[f"{method} x{batch}"] = got
-        print(f"   {method:<12} {batch:>3} rows: step {got['step_ms']:.2f} ms, device busy {got['device_ms']:.2f} ms, host {got['host_ms']:.2f} ms", flush=True)
+        times = f"step {got['step_ms']:.2f} ms, device busy {got['device_ms']:.2f} ms, host {got['host_ms']:.2f} ms"
+        print(f"   {method:<12} {batch:>3} rows: {times}", flush=True)
         del runs
     return found
 
@@ -145,19 +148,16 @@ def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[s
         return {"step_ms": wall, "device_ms": 0.0, "host_ms": wall}
     from torch.profiler import ProfilerActivity, profile
 
-    before = runs.engine.stats.num_steps if hasattr(runs.engine.stats, "num_steps") else 0
-    steps = 0
+    steps = 20
     sequences = [runs.engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]
     while any(sequence.num_output == 0 for sequence in sequences):
         runs.engine.step()
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        for _ in range(20):
+        for _ in range(steps):
             runs.engine.step()
-            steps += 1
         torch.cuda.synchronize()
     while runs.engine.has_work:
         runs.engine.step()
-    del before
     spans = sorted((e.time_range.start, e.time_range.end) for e in prof.events() if e.device_type.name == "CUDA")
     total, last = 0.0, 0.0
     for begin, end in spans:  # kernels overlap: their union
@@ -178,18 +178,20 @@ def draft(subject: Subject) -> dict[str, Any]:
     for k in (2,) if subject.tiny else (4, 6, 8, 10, 12, 16):
         got = speed(Runs(subject, decoder, "draft-model", k), prompts, length)
         found[f"draft-model k={k}"] = got
-        print(f"   draft-model k={k}: {got['tokens_per_second'] / base['tokens_per_second']:.2f}x, τ {got['tau']:.2f}, step {got['step_ms']:.2f} ms", flush=True)
+        gain = got["tokens_per_second"] / base["tokens_per_second"]
+        print(f"   draft-model k={k}: {gain:.2f}x, τ {got['tau']:.2f}, step {got['step_ms']:.2f} ms", flush=True)
     if subject.random:
         return found
     copies = [
-        subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])  # type: ignore[index]
+        subject.tokenizer.apply_chat_template([{"role": "user", "content": str(prompt["turns"][0])}])
         for prompt in copy_prompts()[::4]
     ]
     base = speed(plain[0], copies, length, ignore_eos=False)
     for method, k in (("ngram", 8), ("ngram", 16), ("suffix", 8), ("suffix", 16), ("auto", None)):
         got = speed(Runs(subject, decoder, method, k), copies, length, ignore_eos=False)
-        found[f"copy {method} k={k}"] = {**got, "over_plain": got["tokens_per_second"] / base["tokens_per_second"]}
-        print(f"   copy, {method} k={k}: {got['tokens_per_second'] / base['tokens_per_second']:.2f}x, τ {got['tau']:.2f}", flush=True)
+        gain = got["tokens_per_second"] / base["tokens_per_second"]
+        found[f"copy {method} k={k}"] = {**got, "over_plain": gain}
+        print(f"   copy, {method} k={k}: {gain:.2f}x, τ {got['tau']:.2f}", flush=True)
     return found
 
 
@@ -215,7 +217,8 @@ def batches(subject: Subject) -> dict[str, Any]:
             row[name] = runs.answer(prompts, greedy(length))["tokens_per_second"]
             del runs
         found[str(batch)] = row
-        print(f"   batch {batch:>3}: plain {row['plain']:.0f}, auto {row['auto'] / row['plain']:.2f}x, draft-model k=4 {row['k=4'] / row['plain']:.2f}x", flush=True)
+        gains = ", ".join(f"{name} {value / row['plain']:.2f}x" for name, value in row.items() if name != "plain")
+        print(f"   batch {batch:>3}: plain {row['plain']:.0f} tok/s, {gains}", flush=True)
     return found
 
 

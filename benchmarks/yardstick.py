@@ -54,8 +54,10 @@ class Yardstick(Mapping[str, Tensor]):
     def __init__(
         self, small: ModelConfig, weights: Mapping[str, Tensor], size: Size, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        assert size.hidden >= small.hidden_size and size.layers >= small.num_layers
-        assert size.kv_heads >= small.num_kv_heads and size.head_dim % small.head_dim == 0
+        assert size.hidden >= small.hidden_size
+        assert size.layers >= small.num_layers
+        assert size.kv_heads >= small.num_kv_heads
+        assert size.head_dim % small.head_dim == 0
         assert size.heads // size.kv_heads >= small.num_heads // small.num_kv_heads
         self.small, self.size, self._weights, self._device, self._dtype = small, size, weights, device, dtype
         self.config = large_config(small, size)

@@ -94,7 +94,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.gpu_memory_fraction <= 1:
-            raise InvalidParameter("gpu_memory_fraction", f"must be above 0 and at most 1, got {self.gpu_memory_fraction}")
+            raise InvalidParameter(
+                "gpu_memory_fraction", f"must be above 0 and at most 1, got {self.gpu_memory_fraction}"
+            )
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, field) < 1:
                 raise InvalidParameter(field, f"must be at least 1, got {getattr(self, field)}")

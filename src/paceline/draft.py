@@ -171,7 +171,7 @@ def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """int64 tensors of the host on a device, in one copy: there a copy costs more than what it carries."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     flat = flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat.to(device)
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 

@@ -441,7 +441,7 @@ def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(DeviceError, match="cpu only"):
         kernels_for(torch.device("meta"))
     monkeypatch.setenv("PACELINE_KERNELS", "fast")
-    with pytest.raises(InvalidParameter, match="auto, native, torch"):
+    with pytest.raises(InvalidParameter, match="auto, native, triton, torch"):
         kernels_for(torch.device("cpu"))
 
 

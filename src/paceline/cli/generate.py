@@ -92,6 +92,7 @@ def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
             device=options.device,
             threads=options.threads,
             max_model_len=options.max_model_len,
+            gpu_memory_fraction=options.gpu_memory_fraction,
             progress=report,
             **more,
         )

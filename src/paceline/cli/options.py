@@ -36,6 +36,9 @@ class RunOptions:
     device: Annotated[str, _model("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto"
     threads: Annotated[int | None, _model("--threads", help="CPU threads; all usable cores if unset.")] = None
     max_model_len: Annotated[int | None, _model("--max-model-len", help="Longest context, in tokens.")] = None
+    gpu_memory_fraction: Annotated[
+        float, _model("--gpu-memory-fraction", help="Of the GPU's memory, for weights, cache and all.")
+    ] = 0.9
     system: Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")] = None
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False
 

@@ -132,9 +132,7 @@ def _plan(rows: _Rows, batch: Batch, block_size: int) -> PassPlan:
     paths = [path + [-1] * (deepest - len(path)) for path in rows.paths] if deepest else []
     # One array for all that is one number a row: making a small tensor costs more than filling it.
     lengths = [len(path) for path in rows.paths]
-    each = _array([rows.positions, rows.slots, rows.sequence, rows.prefix, lengths], np.int32).view(
-        5, len(rows.tokens)
-    )
+    each = _array([rows.positions, rows.slots, rows.sequence, rows.prefix, lengths], np.int32).view(5, len(rows.tokens))
     return PassPlan(
         positions=each[0],
         slots=each[1],

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline")
 MAX_GRAPHS = 96
-STEPS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+STEPS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # few: every bucket is captured once, and 8 rows cost what 1 does
+TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PATHS = (0, 8, 16, 32, 64)
 SEQUENCES = 512  # block tables a bucket has room for, if it has that many rows
+FEW = 64  # rows the logits' buffer has room for at least
 ALIGNED = 4  # ints: every view starts at 16 bytes, as the kernels like it
 ROW_FIELDS = ("tokens", "positions", "slots", "sequence", "prefix", "path_len")
 
@@ -142,9 +144,7 @@ class PassGraphs:
         config = self._decoder.config
         tile, begin, count = tiles_of(plan.sequence.numpy(), config.num_heads // config.num_kv_heads)
         rows, wanted = len(tokens), len(logit_rows)
-        bucket = Bucket(
-            up(rows), up(len(begin)), tile, path_up(plan.path.shape[1]), up(rows if wanted == rows else wanted), taps
-        )
+        bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), up(wanted), taps)
         of = self._pass(bucket, caches, plan)
         of.fill(tokens, plan, logit_rows, begin, count)
         output = self._run(of)
@@ -196,7 +196,7 @@ class PassGraphs:
 
     def _logits_buffer(self, rows: int) -> Tensor:
         if self._logits is None or len(self._logits) < rows:
-            shape = (max(rows, STEPS[8]), self._decoder.config.vocab_size)
+            shape = (max(rows, FEW), self._decoder.config.vocab_size)
             self._logits = torch.empty(shape, dtype=torch.float32, device=self._decoder.device)
         return self._logits[:rows]
 
@@ -205,7 +205,7 @@ class _Event:
     """When the device has read a staging buffer; nothing to wait for on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         if self._event is not None:
@@ -217,10 +217,10 @@ class _Event:
 
 
 @functools.cache
-def up(count: int) -> int:
-    if count > STEPS[-1]:
-        return -(-count // STEPS[-1]) * STEPS[-1]
-    return STEPS[bisect.bisect_left(STEPS, count)] if count else 0
+def up(count: int, steps: tuple[int, ...] = STEPS) -> int:
+    if count > steps[-1]:
+        return -(-count // steps[-1]) * steps[-1]
+    return steps[bisect.bisect_left(steps, count)] if count else 0
 
 
 @functools.cache

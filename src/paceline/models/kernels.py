@@ -1,7 +1,7 @@
 """The hardware seam: the few operations a decoder is made of. Nothing above this file asks what device it runs on.
 
-`TorchKernels` works everywhere and is the reference. `NativeKernels` (CPU) and `TritonKernels` (CUDA) keep one reduction
-order for every row, so a row's bits do not depend on what shares its pass, and read weights at the speed of memory.
+`TorchKernels` works everywhere and is the reference. `NativeKernels` (CPU) and `TritonKernels` (CUDA) keep one order of
+summation for every row, so a row's bits do not depend on what shares its pass, and read weights as fast as memory does.
 """
 
 from __future__ import annotations

@@ -14,9 +14,7 @@ from paceline.models.plan import PassPlan
 from paceline.models.triton.launch import overlapped, release, wait
 
 
-def rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False
-) -> Tensor:
+def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
     """x += added in place where there is something to add; returns the normed rows."""
     rows, hidden = x.shape
     assert x.is_contiguous()
@@ -149,9 +147,9 @@ def _rope_and_store(
             norm = q_norm if head < Q_HEADS else k_norm
             scale = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / DIM + eps)
             a = (a * scale).to(first.dtype).to(tl.float32) * tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
-            b = (b * scale).to(first.dtype).to(tl.float32) * tl.load(
-                norm + DIM // 2 + lane, mask=inside, other=0.0
-            ).to(tl.float32)
+            b = (b * scale).to(first.dtype).to(tl.float32) * tl.load(norm + DIM // 2 + lane, mask=inside, other=0.0).to(
+                tl.float32
+            )
         turned_a = (a * c - b * s).to(first.dtype)
         turned_b = (b * c + a * s).to(first.dtype)
         if head < Q_HEADS:

@@ -62,7 +62,7 @@ def linear(
         out = x.new_empty((rows, width), dtype=out_dtype or x.dtype)
     if rows == 0:
         return out
-    tile = tile or tile_for(rows, n, k, x.element_size(), gated)
+    tile = tile or tile_for(rows, n, k, x.element_size())
     grid = (triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)
     _linear[grid](
         x,
@@ -87,7 +87,7 @@ def linear(
 
 
 @functools.cache
-def tile_for(rows: int, n: int, k: int, itemsize: int, gated: bool) -> Tile:
+def tile_for(rows: int, n: int, k: int, itemsize: int) -> Tile:
     """As measured on an H200 with bf16 weights."""
     if itemsize > 2:
         return Tile(FEW_ROWS, 32, _divisor(k, 32), 4, 2)
@@ -103,7 +103,9 @@ def tile_for(rows: int, n: int, k: int, itemsize: int, gated: bool) -> Tile:
         return Tile(FEW_ROWS, 128, _divisor(k, 64), 4, 5, swapped=True)
     if n > 4096:
         return Tile(FEW_ROWS, 64, _divisor(k, 128), 4, 5)
-    return Tile(FEW_ROWS, 32 if n > 2048 else 16, _divisor(k, 256), 4, 4)
+    if n >= 4096:
+        return Tile(FEW_ROWS, 32, _divisor(k, 256), 4, 4)
+    return Tile(16, 64, 256, 4, 3, swapped=True) if rows <= 16 else Tile(FEW_ROWS, 32, 128, 4, 5)
 
 
 def _many_rows(n: int, k: int) -> Tile:
@@ -111,7 +113,7 @@ def _many_rows(n: int, k: int) -> Tile:
 
 
 def _divisor(k: int, most: int) -> int:
-    """The largest step that divides k, so that no load needs a mask; 32 and a mask where there is none."""
+    """The largest step that divides k, so that no load needs a mask; 32, and a mask where that does not either."""
     while most > 32 and k % most:
         most //= 2
     return most

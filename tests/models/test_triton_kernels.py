@@ -1,0 +1,248 @@
+# ruff: noqa: E402
+"""The CUDA kernels through Triton's interpreter, against the torch reference in float64, and their law: a row's bits
+depend on that row alone. What only a GPU can show (its rounding) is checked by benchmarks/gpu.py there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
+
+from paceline.config import ModelConfig
+from paceline.errors import DeviceError
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import LayerByLayer, kernels_for
+from paceline.models.kv_cache import KVCache
+from paceline.models.plan import PassPlan
+from paceline.models.triton import attention as attention_module
+from paceline.models.triton.attention import tiles_of
+from paceline.models.triton.linear import Tile, linear
+from paceline.models.triton_kernels import TritonKernels
+from tests.models.test_kernels import (
+    REFERENCE,
+    ints,
+    reference_attention,
+    rotary_tables,
+    rows_of,
+    scene,
+    wide,
+)
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="triton does not run on Windows"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy on infinities, which kernels mask
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other: a grid for a small chip."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention_module, "PROGRAMS", 16)
+
+
+@pytest.fixture
+def kernels() -> TritonKernels:
+    return TritonKernels(CPU)
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 40, 64), (3, 96, 48), (70, 33, 80)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_matches_the_reference(kernels: TritonKernels, rows: int, n: int, k: int, biased: bool) -> None:
+    weight, bias = torch.randn(n, k) / k**0.5, torch.randn(n) if biased else None
+    x = torch.randn(rows, k)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert_close(kernels.linear(x, kernels.pack(weight, bias)), expected)
+    assert_close(kernels.logits(x, kernels.pack(weight, bias)), expected)
+
+
+@pytest.mark.parametrize("tile", [None, Tile(16, 64, 32, 4, 2, swapped=True), Tile(64, 32, 32, 4, 2, swapped=True)])
+def test_the_gated_product_is_silu_of_the_gate_times_up(kernels: TritonKernels, tile: Tile | None) -> None:
+    weight, bias, x = torch.randn(72, 64) / 8, torch.randn(72), torch.randn(5, 64)
+    got = linear(x, kernels.pack(weight, bias), gated=True, tile=tile)
+    assert_close(got, REFERENCE.silu_mul(x.double() @ weight.double().T + bias.double()))
+
+
+def test_half_products_are_summed_in_fp32(kernels: TritonKernels) -> None:
+    """In float16: the interpreter does not know how to transpose bfloat16."""
+    x, weight = torch.randn(4, 256).half(), torch.randn(32, 256).half()
+    got = kernels.logits(x, kernels.pack(weight))
+    assert got.dtype is torch.float32
+    assert_close(got, x.double() @ weight.double().T, 1e-4)
+
+
+@pytest.mark.parametrize("hidden", [7, 64, 576])
+def test_the_norms_match_the_reference(kernels: TritonKernels, hidden: int) -> None:
+    x, residual, weight = torch.randn(3, hidden), torch.randn(3, hidden), torch.rand(hidden)
+    assert_close(kernels.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x.double(), weight.double(), 1e-5), 1e-6)
+    total = residual.clone()
+    normed = kernels.add_rms_norm(x, total, weight, 1e-5)
+    assert torch.equal(total, residual + x)
+    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-5))
+
+
+def test_silu_mul_matches_the_reference(kernels: TritonKernels) -> None:
+    x = torch.randn(3, 50) * 5
+    assert_close(kernels.silu_mul(x), REFERENCE.silu_mul(x.double()), 1e-6)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24)])
+def test_rope_and_store_matches_the_reference(
+    kernels: TritonKernels, q_heads: int, kv_heads: int, dim: int, normed: bool
+) -> None:
+    state = scene([40, 20], kv_heads, dim)
+    plan = replace(state.plan([(0, 3), (1, 19), (0, 39)]), slots=ints([5, -1, 33]))
+    qkv, (cos, sin) = torch.randn(3, (q_heads + 2 * kv_heads) * dim), rotary_tables(dim)
+    norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
+    expected_cache, before = wide(state.cache), state.cache.k.clone()
+    wide_norms = [None if norm is None else norm.double() for norm in norms]
+    expected = REFERENCE.rope_and_store(
+        qkv.double(), plan, cos.double(), sin.double(), expected_cache, *wide_norms, 1e-6
+    )
+    q = kernels.rope_and_store(qkv.clone(), plan, cos, sin, state.cache, *norms, 1e-6)
+    assert_close(q, expected, 1e-6)
+    assert_close(state.cache.k[[5, 33]], expected_cache.k[[5, 33]], 1e-6)
+    assert_close(state.cache.v[[5, 33]], expected_cache.v[[5, 33]], 1e-6)
+    others = [slot for slot in range(len(before)) if slot not in (5, 33)]
+    torch.testing.assert_close(state.cache.k[others], before[others], rtol=0, atol=0, equal_nan=True)
+
+
+MIXED = [(0, 0), (1, 129), (1, 100), (2, 63), (2, 64), (3, 699), (3, 640), (3, 20)]
+DRAFTED = [1, 3, 0, 9, 2, 40, 1, 5]
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 3, 24), (1, 4, 64)])
+def test_a_tree_node_has_the_bits_of_the_token_decoded_plainly(
+    kernels: TritonKernels, kv_heads: int, group: int, dim: int, window: int | None
+) -> None:
+    state = scene([1, 130, 66, 700], kv_heads, dim, spare=20)
+    q, plan = torch.randn(len(MIXED), kv_heads * group, dim), state.plan(MIXED)
+    plain = kernels.attention(q, plan, state.cache, 0.2, window)
+    assert_close(plain, reference_attention(q, plan, state.cache, 0.2, window))
+    tree = state.branch(MIXED, DRAFTED)
+    assert torch.equal(kernels.attention(q, tree, state.cache, 0.2, window), plain)
+    alone = [kernels.attention(q[i : i + 1], rows_of(plan, [i]), state.cache, 0.2, window) for i in (1, 5)]
+    assert torch.equal(torch.cat(alone), plain[[1, 5]])
+
+
+@pytest.mark.parametrize("programs", [2, 16, 64])
+def test_where_the_work_is_cut_does_not_matter(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, programs: int
+) -> None:
+    """All in one program, chunk by chunk, block by block."""
+    state = scene([1100, 40], 1, 16)
+    rows = [(0, 1099), (0, 1098), (1, 39)]
+    q, plan, results = torch.randn(3, 2, 16), state.plan(rows), []
+    for blocks in (1, 1000):
+        monkeypatch.setattr(attention_module, "PROGRAMS", programs)
+        monkeypatch.setattr(attention_module, "SPLIT_BLOCKS", blocks)
+        results.append(kernels.attention(q, replace(plan), state.cache, 0.2, None))
+    monkeypatch.setattr(attention_module, "PROGRAMS", 4)
+    results.append(kernels.attention(q, replace(plan), state.cache, 0.2, None))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert_close(results[0], reference_attention(q, plan, state.cache, 0.2, None))
+
+
+def test_tiles_are_runs_of_one_sequence_cut_to_fit() -> None:
+    tile, begin, count = tiles_of(np.array([0] * 40 + [1] + [2] * 3), group=4)
+    assert (tile, begin.tolist(), count.tolist()) == (128, [0, 32, 40, 41], [32, 8, 1, 3])
+
+
+# ---- a whole pass ----------------------------------------------------------------------------------------------------
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=128,
+    tie_embeddings=True,
+)
+
+
+def weights() -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (50, 32), "model.norm.weight": (32,)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.input_layernorm.weight": (32,), f"{at}.post_attention_layernorm.weight": (32,)}
+        shapes |= {f"{at}.self_attn.{n}_proj.weight": (64 if n == "q" else 32, 32) for n in "qkv"}
+        shapes |= {f"{at}.self_attn.o_proj.weight": (32, 64), f"{at}.mlp.down_proj.weight": (32, 48)}
+        shapes |= {f"{at}.mlp.{n}_proj.weight": (48, 32) for n in ("gate", "up")}
+    return {name: torch.rand(s) + 0.5 if len(s) == 1 else torch.randn(s) / 4 for name, s in shapes.items()}
+
+
+def plan_of(positions: list[int], tables: Tensor) -> PassPlan:
+    at = ints(positions)
+    return PassPlan(
+        positions=at,
+        slots=at,
+        sequence=torch.zeros_like(at),
+        prefix=at + 1,
+        path=torch.empty((len(at), 0), dtype=torch.int32),
+        path_len=torch.zeros_like(at),
+        block_tables=tables,
+        block_size=16,
+        max_len=max(positions) + 1,
+    )
+
+
+def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slot(kernels: TritonKernels) -> None:
+    made = weights()
+    tokens, tables = torch.randint(0, 50, (21,)), torch.arange(3, dtype=torch.int32)[None]
+    results = []
+    for each in (kernels, REFERENCE):
+        decoder = Decoder(CONFIG, made, each, device=CPU, dtype=torch.float32)
+        cache = KVCache(decoder.kv_specs, num_blocks=3, block_size=16, dtype=torch.float32, device=CPU)
+        for layer in cache.layers:
+            layer.k.fill_(7.0)
+            layer.v.fill_(7.0)
+        first = decoder.forward(tokens[:18], plan_of(list(range(18)), tables), cache.layers, torch.tensor([17]))
+        kept = first.logits.clone()
+        taps = (1, -1)
+        rest = decoder.forward(tokens[18:], plan_of([18, 19, 20], tables), cache.layers, torch.arange(3), taps)
+        assert rest.taps is not None
+        assert rest.taps.shape == (3, 2, 32)
+        assert all(bool((layer.k[21:] == 7.0).all() and (layer.v[21:] == 7.0).all()) for layer in cache.layers)
+        results.append((kept, rest.logits, rest.taps))
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs, 1e-4)
+
+
+def test_a_pass_of_the_stack_is_the_sequence_of_its_kernels(kernels: TritonKernels) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+    plan, x = plan_of([0, 1, 2], torch.zeros((1, 1), dtype=torch.int32)), torch.randn(3, 32)
+    results = []
+    for make in (kernels.stack, lambda *parts: LayerByLayer(kernels, *parts)):
+        residual = x.clone()
+        added = make(decoder.layers, cache.layers, decoder.shape).run(0, 2, None, residual, plan)
+        results.append(residual + added)
+    assert_close(*results)
+
+
+def test_a_model_without_a_gpu_refuses_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_KERNELS", "triton")
+    with pytest.raises(DeviceError, match="runs on cuda only"):
+        kernels_for(CPU)
