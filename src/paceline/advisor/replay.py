@@ -73,14 +73,14 @@ class RecordedRunner(ModelRunner):
         drafting = [row for row in batch.rows if row.samples and row.budget > 0]
         reading_s = self._reading_seconds(drafting)
         draft = self.drafters.propose([row for row in batch.rows if row.samples])
-        layout = lay_out(batch, draft, self.block_size, torch.device("cpu"))
+        layout = lay_out(batch, draft, self.block_size)
         model_s = self._cost.seconds(*_contents(layout))
         for method, (depth, measured) in self.drafters.seconds.items():
             rows = sum(row.method == method for row in drafting)
             self.drafters.seconds[method] = depth, self._draft_seconds(method, rows, depth) or measured
         self.step_s = model_s + reading_s + sum(seconds for _, seconds in self.drafters.seconds.values())
         said = {at: self._verdict(layout.spans[at], draft, row) for row, at in enumerate(layout.sampled)}
-        return RecordedFlight(layout, draft, None, None, model_s, said)
+        return RecordedFlight(layout, draft, None, None, None, model_s, said)
 
     def _reading_seconds(self, drafting: Sequence[Row]) -> float:
         """Of draft models that have a prompt to read first; the engine does not count it as what a draft costs."""
