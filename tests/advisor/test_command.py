@@ -41,6 +41,8 @@ def test_the_command_says_what_to_do_and_writes_it_down(
     advise: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.advisor.advise.LENGTHS", (2,))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text("{}")  # a benchmark's, which stays
     code, out, err = advise("--max-tokens", "40")
     assert code == 0
     assert out.startswith(("Use ", "Keep the default", "Leave speculation off."))

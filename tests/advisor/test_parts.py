@@ -141,6 +141,35 @@ def test_prediction_and_check_count_by_how_sure_they_are() -> None:
     assert combined(predicted, {}) == predicted
 
 
+def test_a_check_cut_short_leaves_the_predictions_of_the_levels_it_did_not_reach() -> None:
+    predicted = {**at(1, ngram=1.5, suffix=1.1), **at(16, ngram=0.7, suffix=0.9)}
+    measured = at(1, ngram=1.4)
+    known = combined(predicted, measured)
+    assert known[16, NGRAM] == predicted[16, NGRAM]
+    assert (16, SUFFIX) not in known  # it was not chosen for the check, so it counts at no level
+    found = advice(measured)
+    found.predicted = predicted
+    assert found.stops_at == 16
+    assert found.to_json()["choice"]["checked"] == [1]
+    said = " ".join(sentences(found))
+    assert "Measured: 1.40x with one request at a time; Predicted, not checked: 0.70x with 16" in said
+
+
+def test_a_choice_that_pays_only_from_some_number_on_is_not_switched_off_there() -> None:
+    found = advice({**at(1, ngram=1.01), **at(4, ngram=1.5), **at(16, ngram=0.8)})
+    assert found.choice is not None
+    assert found.choice.up_to == 4
+    assert found.stops_at == 16
+    said = " ".join(sentences(found))
+    assert "With one request at a time it gains nothing. Switch it off from 16 requests at once." in said
+    assert advice({**at(1, ngram=1.01), **at(4, ngram=1.5)}).stops_at is None
+
+
+def test_a_figure_without_an_interval_is_sure_only_if_it_is_large() -> None:
+    assert not figure(1.15).surely_pays
+    assert figure(1.2).surely_pays
+
+
 # -- reasons
 
 CASE = Case(
@@ -162,6 +191,24 @@ def test_the_reason_is_the_condition_that_fails(changes: dict[str, object], kind
     reason = why_off(dataclasses.replace(CASE, **changes))  # type: ignore[arg-type]
     assert reason.kind == kind
     assert re.search(says, reason.words)
+
+
+def test_a_gain_that_may_be_chance_is_called_that_and_nothing_else_is_blamed() -> None:
+    found = advice({(1, NGRAM): figure(1.10, low=0.90, high=1.35, decode_ratio=1.12)})
+    found.measured = {}
+    assert found.choice is not None
+    assert found.choice.off
+    reason = found.reason(1)
+    assert reason is not None
+    assert reason.kind == "uncertain"
+    assert "1.10x [0.90, 1.35] may be chance: give more prompts" in sentences(found)[0]
+
+
+def test_answers_are_not_called_short_where_decoding_is_most_of_the_wait() -> None:
+    long = figure(1.02, decode_ratio=1.055, tokens_per_answer=300)
+    mostly = figure(1.04, decode_ratio=1.055, tokens_per_answer=300)
+    assert why_off(dataclasses.replace(CASE, figure=long)).kind == "short-outputs"
+    assert why_off(dataclasses.replace(CASE, figure=mostly)).kind != "short-outputs"
 
 
 # -- settings

@@ -135,6 +135,25 @@ def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: Machine) 
     assert model.kv_bytes == 2 * 3 * 2 * 8 * 4  # K and V, 3 layers, 2 heads of 8, fp32
 
 
+def test_a_draft_model_is_timed_with_more_prompts_than_it_reads_in_one_step(machine: Machine) -> None:
+    found = model_drafter(machine, machine.draft_models[0], [64], Plan(concurrencies=[64], max_tokens=24))
+    assert set(found.seconds) == {1, 4, 16, 64}
+
+
+def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.advisor.advise.model_drafter", interrupted)
+    found = Advice(model="tiny", settings={"temperature": 0.0})
+    Advisor(machine, asked(18), Plan(concurrencies=[1], max_tokens=24), found, lengths=(2,)).run()
+    assert found.cost is not None
+    assert [each.method for each in found.drafters] == machine.methods
+    assert found.missing == ["the rest of the profile", "the prediction", "the check"]
+
+
 def test_a_draft_model_of_another_vocabulary_is_left_out_and_said(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     save_tiny("llama-tied", other)

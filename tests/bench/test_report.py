@@ -22,6 +22,7 @@ from paceline.bench.plots import Axis, Series
 from paceline.bench.report_frame import series_of
 from paceline.bench.report_verdict import verdict
 from paceline.bench.results import Cell, Results, Speedup, Spread, WithoutLoops
+from paceline.cli.bench_table import best
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NASTY = "<script>alert('x')</script>\"'&<b>"
@@ -154,6 +155,31 @@ def test_losing_everywhere_says_so() -> None:
 def test_the_interval_decides_and_not_the_dot() -> None:
     wide = cell(label="auto", ratio=1.9, speedup=Speedup(ratio=1.9, low=0.9, high=4.0, pairs=5))
     assert "ngram k=4 is 1.20×" in sentence(plain(), wide, cell(ratio=1.2))
+
+
+def test_the_best_of_several_may_be_chance() -> None:
+    def close(label: str) -> Cell:
+        return cell(label=label, speedup=Speedup(ratio=1.10, low=1.01, high=1.198, pairs=12))
+
+    assert sentence(plain(), close("auto")) == "Switch it on: auto is 1.10× as fast as plain decoding."
+    several = [plain(), *(close(label) for label in ("auto", "ngram k=2", "ngram k=4", "ngram k=8"))]
+    assert "auto was the fastest of 4 compared, which may be chance" in sentence(*several)
+    assert "auto is the fastest of 4 compared, which may be chance: 1.10x" in best(several, "plain decoding")[0]
+    beside = verdict(results(*several, cell(concurrency=4, ratio=1.3)))
+    assert beside.sentence.startswith("Switch it on for 4 requests")
+    assert "With one request at a time the best is auto at 1.10× (1.01 to 1.20), which may be chance." in beside.details
+
+
+def test_where_answers_loop_the_figure_without_them_decides() -> None:
+    slow = WithoutLoops(answers=9, speedup=Speedup(ratio=0.9, low=0.85, high=0.95, pairs=9))
+    looping = cell(ratio=1.5, looping=3, without_loops=slow)
+    found = verdict(results(plain(), looping))
+    assert found.sentence.startswith("Leave it off")
+    assert "0.85 to 0.95, answers that loop left out" in found.caption
+    assert "nothing here is faster" in best([plain(), looping], "plain decoding")[0]
+    nothing_left = cell(ratio=1.5, looping=12, without_loops=WithoutLoops(answers=0))
+    assert sentence(plain(), nothing_left).startswith("Without the answers that loop, too little was measured")
+    assert "too little is left" in best([plain(), nothing_left], "plain decoding")[0]
 
 
 def test_too_little_says_so_and_gives_no_figure() -> None:

@@ -14,7 +14,7 @@ from paceline.advisor.config import FILES, VllmConfig, paceline_config, paceline
 from paceline.advisor.figures import Figure, Figures
 from paceline.advisor.pass_cost import PassCost
 from paceline.advisor.profile import DrafterCost
-from paceline.advisor.reasons import Case, Reason, why_off
+from paceline.advisor.reasons import Case, Reason, uncertain, why_off
 from paceline.advisor.recommend import OFF, Choice, decide, pays_somewhere, ranked, up_to
 from paceline.bench.grid import AUTO, Contender
 
@@ -52,16 +52,22 @@ class Advice:
 
     @property
     def stops_at(self) -> int | None:
-        """The least number of requests at once, of those looked at, at which the choice no longer pays."""
+        """The least number of requests at once, of those looked at, from which on the choice no longer pays."""
         choice = self.choice
         if choice is None or choice.off:
             return None
-        levels = sorted({level for level, _ in (*self.between, *self.known)})
-        for level in levels:
-            figure = self.known.get((level, choice.contender)) or self.between.get((level, choice.contender))
-            if figure is not None and not figure.pays:
-                return level
-        return None
+        looked_at = {**self.between, **self.known}
+        highest = up_to(looked_at, choice.contender)
+        return min((level for level, who in looked_at if who == choice.contender and level > highest), default=None)
+
+    @property
+    def not_yet(self) -> list[int]:
+        """Numbers of requests at once at which the choice does not pay, though it does with more."""
+        choice = self.choice
+        if choice is None or choice.off:
+            return []
+        mine = {level: figure for (level, who), figure in self.known.items() if who == choice.contender}
+        return sorted(level for level, figure in mine.items() if level < choice.up_to and not figure.pays)
 
     def reason(self, level: int) -> Reason | None:
         """Why nothing pays at this number of requests at once; None where something does, or nothing is known."""
@@ -70,6 +76,9 @@ class Advice:
         off = self.choice is not None and self.choice.off
         if self.cost is None or not candidates or any(f.surely_pays if off else f.pays for _, f in here):
             return None
+        leader, best = max(here, key=lambda entry: entry[1].ratio)
+        if best.pays:
+            return uncertain(leader.label, best)
         contender, figure = max(candidates, key=lambda entry: entry[1].ratio)
         return why_off(self._case(level, contender, figure))
 
@@ -107,7 +116,7 @@ class Advice:
                 "vllm": dataclasses.asdict(self.vllm),
                 "pays_up_to": up_to(self.known, choice.contender),
                 "stops_at": self.stops_at,
-                "checked": bool(self.measured),
+                "checked": figures_of.levels_of(self.measured),
                 "why_not": reasons,
             }
         return {

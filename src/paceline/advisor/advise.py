@@ -58,9 +58,9 @@ class Advisor:
             try:
                 stage()
             except BaseException as reason:  # Ctrl-C, no memory: what was found is not thrown away
-                self.advice.missing = [name for name, _ in STAGES[at:]]
-                if self.advice.measured:
-                    self.advice.missing = [f"the rest of {name}" for name in self.advice.missing]
+                under_way, *later = [name for name, _ in STAGES[at:]]
+                begun = self.advice.cost is not None if stage == self._profile else self.advice.measured
+                self.advice.missing = [f"the rest of {under_way}" if begun else under_way, *later]
                 return reason
         return None
 
@@ -80,11 +80,12 @@ class Advisor:
 
     def _profile(self) -> None:
         subject, levels = self.subject, self.plan.concurrencies
-        cost = profile(subject, levels, self.records.longest, self.plan, self._progress)
+        self.advice.cost = profile(subject, levels, self.records.longest, self.plan, self._progress)
         longest = max(self.records.values(), key=lambda each: len(each.prompt) + len(each.answer))
-        drafters = [host_drafter(subject, method, longest) for method in subject.methods]
-        drafters += [model_drafter(subject, model, levels, self.plan) for model in subject.draft_models]
-        self.advice.cost, self.advice.drafters = cost, drafters
+        self.advice.drafters = [host_drafter(subject, method, longest) for method in subject.methods]
+        for model in subject.draft_models:
+            found = model_drafter(subject, model, levels, self.plan)
+            self.advice.drafters = [*self.advice.drafters, found]
 
     def _predict(self) -> None:
         for model in self.subject.draft_models:

@@ -38,7 +38,15 @@ class Figure:
     @property
     def surely_pays(self) -> bool:
         """Chance alone would hardly show it: of several choices that gain nothing, one always looks a little better."""
-        return self.pays and (self.low is None or self.low > 1)
+        return self.pays and self.bounds[0] > 1
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The interval; as wide as it might be where none was given."""
+        if self.low is not None and self.high is not None:
+            return self.low, self.high
+        reach = math.exp(INTERVAL * self.error)
+        return self.ratio / reach, self.ratio * reach
 
     @property
     def error(self) -> float:
@@ -73,10 +81,16 @@ def figures(
 
 
 def combined(predicted: Figures, measured: Figures) -> Figures:
-    """Both, weighted by their precision, where both are known; what was not measured is left out if anything was."""
+    """Both, weighted by their precision, where both are known; the prediction alone at levels the check did not reach.
+
+    Once anything was measured only what was chosen for the check counts, so that all are known at the same levels.
+    """
     if not measured:
         return predicted
-    return {key: _both(predicted.get(key), figure) for key, figure in measured.items()}
+    levels, contenders = set(levels_of(measured)), set(contenders_of(measured))
+    both = {key: _both(predicted.get(key), figure) for key, figure in measured.items()}
+    rest = {key: found for key, found in predicted.items() if key[0] not in levels and key[1] in contenders}
+    return {**both, **rest}
 
 
 def _both(predicted: Figure | None, measured: Figure) -> Figure:

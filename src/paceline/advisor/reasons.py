@@ -12,6 +12,7 @@ from paceline.advisor.figures import PAYS, Figure
 from paceline.theory import break_even, speedup
 
 WARM = 0.5  # temperature from which it is named as a cause
+MOST_OF_IT = 0.5  # decoding's share of the time from which answers are not called short
 WOULD_PAY = 1.1  # a condition is to blame if without it there were this much to gain
 
 
@@ -31,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Reason:
-    kind: str  # short-outputs, costly-drafter, saturated, temperature, acceptance
+    kind: str  # uncertain, short-outputs, costly-drafter, saturated, temperature, acceptance
     words: str
 
 
@@ -42,6 +43,13 @@ def why_off(case: Case) -> Reason:
     return _wrong_guesses(case)
 
 
+def uncertain(label: str, figure: Figure) -> Reason:
+    """It would pay, were it sure."""
+    low, high = figure.bounds
+    words = f"{label} looks best, but its {figure.ratio:.2f}x [{low:.2f}, {high:.2f}] may be chance: give more prompts."
+    return Reason("uncertain", words)
+
+
 def alpha(figure: Figure) -> float:
     return min(max(figure.acceptance_rate or 0.0, 0.0), 1.0)
 
@@ -49,6 +57,8 @@ def alpha(figure: Figure) -> float:
 def _short_outputs(case: Case) -> Reason | None:
     figure = case.figure
     if figure.decode_ratio is None or figure.decode_ratio < PAYS + 0.02:
+        return None
+    if (1 - 1 / figure.ratio) / (1 - 1 / figure.decode_ratio) >= MOST_OF_IT:
         return None
     words = (
         f"The answers are short ({figure.tokens_per_answer:.0f} tokens on average): most of the wait is reading the "

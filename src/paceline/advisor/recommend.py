@@ -24,7 +24,7 @@ OFF = Contender(PLAIN)
 
 @dataclass(frozen=True)
 class Choice:
-    """`up_to`: the highest number of requests at once, of those looked at, up to which it pays; 0: none."""
+    """`up_to`: the highest number of requests at once, of those looked at, at which it pays; 0: none."""
 
     contender: Contender
     up_to: int = 0
@@ -49,13 +49,7 @@ def ranked(found: Figures) -> list[Contender]:
 
 
 def up_to(found: Figures, contender: Contender) -> int:
-    last = 0
-    for level in levels_of(found):
-        figure = found.get((level, contender))
-        if figure is None or not figure.pays:
-            break
-        last = level
-    return last
+    return max((level for (level, who), figure in found.items() if who == contender and figure.pays), default=0)
 
 
 def to_check(predicted: Figures, *, rival: bool = True) -> list[Contender]:

@@ -1,16 +1,16 @@
 """The answer in one sentence: switch it on, up to where, or leave it off. Read from the intervals, not from the dots.
 
-A method counts as faster where its whole 95 % interval lies above 1. Of several that do, the one with the highest
-ratio is named.
+A method counts as faster where its whole interval lies above 1, widened for the number compared (`claims`). Of several
+that do, the one with the highest ratio is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.bench import report_words as words
-from paceline.bench.results import ALL, Cell, Results, Speedup
+from paceline.bench.claims import Best, best_by_concurrency, judged
+from paceline.bench.results import ALL, Cell, Results
 
 GOOD, MIXED, BAD, UNKNOWN = "good", "mixed", "bad", "unknown"
 
@@ -22,18 +22,6 @@ class Verdict:
     figure: str | None = None
     caption: str = ""
     details: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Best:
-    """The most promising cell at one concurrency."""
-
-    cell: Cell
-    speedup: Speedup
-
-    @property
-    def pays(self) -> bool:
-        return words.outcome(self.speedup) == words.FASTER
 
 
 def overall(results: Results) -> tuple[Cell, ...]:
@@ -54,18 +42,6 @@ def verdict(results: Results) -> Verdict:
     return _switch_it_on(results, best, paying)
 
 
-def best_by_concurrency(cells: Sequence[Cell]) -> list[Best]:
-    found: dict[int, Best] = {}
-    for cell in cells:
-        if cell.speedup is None:
-            continue
-        now = Best(cell, cell.speedup)
-        before = found.get(cell.concurrency)
-        if before is None or (now.pays, now.speedup.ratio) > (before.pays, before.speedup.ratio):
-            found[cell.concurrency] = now
-    return [found[concurrency] for concurrency in sorted(found)]
-
-
 def _switch_it_on(results: Results, best: list[Best], paying: list[Best]) -> Verdict:
     first, refused = paying[0], [found for found in best if not found.pays]
     where = f" for {_levels(paying, best)}" if refused else ""
@@ -79,7 +55,7 @@ def _switch_it_on(results: Results, best: list[Best], paying: list[Best]) -> Ver
         tone=MIXED if refused else GOOD,
         sentence=sentence,
         figure=words.ratio(first.speedup.ratio),
-        caption=f"with {words.at_once(first.cell.concurrency)}; {words.INTERVAL} {words.interval(first.speedup)}",
+        caption=f"with {words.at_once(first.cell.concurrency)}; {_interval(first)}",
         details=(*details, *_by_workload(results, first.cell)),
     )
 
@@ -90,13 +66,15 @@ def _leave_it_off(results: Results, best: list[Best]) -> Verdict:
     how = "slower than" if slower else "clearly faster than"
     what = "Leave it off" if results.endpoint is None else "No gain"
     thing = ("everything measured is" if slower else "nothing measured is") + f" {how} {_plain_name(results)}"
+    if top.may_be_chance:
+        thing = f"{top.cell.label} was the fastest of {top.compared} compared, which may be chance; give more prompts"
     comes = "comes closest" if slower else "is the best"
     closest = f"{top.cell.label} {comes}, with {words.at_once(top.cell.concurrency)}"
     return Verdict(
         tone=BAD,
         sentence=f"{what}: {thing}.",
         figure=words.ratio(top.speedup.ratio),
-        caption=f"{closest}; {words.INTERVAL} {words.interval(top.speedup)}",
+        caption=f"{closest}; {_interval(top)}",
         details=tuple(_by_workload(results, top.cell)),
     )
 
@@ -105,7 +83,8 @@ def _without_comparison(results: Results, cells: tuple[Cell, ...]) -> Verdict:
     rated = sorted((cell for cell in cells if cell.tokens_per_s is not None), key=lambda cell: cell.concurrency)
     engines = [cell for cell in rated if not cell.plain]
     if results.endpoint is None or not engines or any(cell.plain for cell in cells):
-        return Verdict(tone=UNKNOWN, sentence="Too little was measured to say whether speculation pays.")
+        what = "Without the answers that loop, too little" if any(cell.speedup for cell in cells) else "Too little"
+        return Verdict(tone=UNKNOWN, sentence=f"{what} was measured to say whether speculation pays.")
     speeds = [f"{words.rate(cell.tokens_per_s)} with {words.at_once(cell.concurrency)}" for cell in engines]
     return Verdict(
         tone=UNKNOWN,
@@ -127,9 +106,14 @@ def _plain_name(results: Results) -> str:
     return "plain decoding" if results.endpoint is None else "the baseline"
 
 
+def _interval(found: Best) -> str:
+    apart = ", answers that loop left out" if found.without_loops else ""
+    return f"{words.INTERVAL} {words.interval(found.speedup)}{apart}"
+
+
 def _at_level(found: Best, first: Best) -> str:
     said = {words.FASTER: "", words.LEVEL: ", not clearly different from 1", words.SLOWER: ", slower"}
-    ending = said[words.outcome(found.speedup)]
+    ending = ", which may be chance" if found.may_be_chance else said[words.outcome(found.speedup)]
     figure = f"{words.ratio(found.speedup.ratio)} ({words.interval(found.speedup)})"
     which = "it is" if found.cell.label == first.cell.label else f"the best is {found.cell.label} at"
     return f"With {words.at_once(found.cell.concurrency)} {which} {figure}{ending}."
@@ -142,9 +126,8 @@ def _by_workload(results: Results, chosen: Cell) -> list[str]:
         for cell in results.cells
         if (cell.method, cell.k, cell.concurrency) == (chosen.method, chosen.k, chosen.concurrency)
     ]
-    ranked = sorted(
-        (cell.speedup.ratio, cell.workload) for cell in same if cell.speedup and cell.workload != chosen.workload
-    )
+    known = [(speedup, cell.workload) for cell in same if (speedup := judged(cell))]
+    ranked = sorted((speedup.ratio, workload) for speedup, workload in known if workload != chosen.workload)
     if len(ranked) < 2:
         return []
     (low, worst), (high, most) = ranked[0], ranked[-1]

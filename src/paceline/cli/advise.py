@@ -6,7 +6,6 @@ then is printed and written, with what is missing.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,7 +69,7 @@ def advise(
     asked = choose_prompts(prompts, quick=quick, raw=raw, most=max(levels))
     check_halves(halves(asked), levels, max_tokens)
     name = model or "smollm2"
-    folder = choose_advice_folder(out, name)
+    folder = choose_folder(out, name, "paceline-advice", FILES)
     settings: dict[str, Any] = {
         "concurrency": levels,
         "max_tokens": max_tokens,
@@ -132,14 +131,6 @@ def choose_prompts(file: Path | None, *, quick: bool, raw: bool, most: int) -> l
     names = [name for name in (QUICK_WORKLOADS if quick else WORKLOADS) if not (raw and name == "multi-turn")]
     wanted = QUICK_PROMPTS if quick else PER_WORKLOAD * len(names)
     return shipped(names, -(-max(wanted, 2 * most) // len(names)))
-
-
-def choose_advice_folder(out: Path | None, model: str) -> Path:
-    folder = out or Path("paceline-advice") / f"{Path(model).name or 'model'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for name in FILES:
-        if (folder / name).exists():
-            raise InvalidParameter("out", f"{folder} already holds {name}; choose another folder, or remove it")
-    return choose_folder(folder, model)
 
 
 # -- what comes out

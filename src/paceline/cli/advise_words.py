@@ -42,6 +42,8 @@ def sentences(advice: Advice) -> list[str]:
         why = "Nothing that was tried is surely faster than plain decoding." if first is None else reasons[first]
         return [f"Leave speculation off. {why}"]
     lines = [f"{_what(advice, choice)} {_gains(advice, choice)}"]
+    if advice.not_yet:
+        lines.append(f"With {listed([at_once(level) for level in advice.not_yet])} it gains nothing.")
     if advice.stops_at is not None:
         if choice.contender.method == AUTO:
             lines.append(f"From {advice.stops_at} requests at once it gains nothing, and mostly drafts nothing.")
@@ -62,11 +64,15 @@ def _what(advice: Advice, choice: Choice) -> str:
 
 
 def _gains(advice: Advice, choice: Choice) -> str:
-    shown = advice.measured or advice.predicted
-    known = [(level, figure) for (level, who), figure in shown.items() if who == choice.contender]
-    gains = [f"{figure.ratio:.2f}x with {at_once(level)}" for level, figure in known]
-    verb = "Measured" if advice.measured else "Predicted, not checked"
-    return f"{verb}: {listed(gains)}, where plain decoding is 1."
+    """What was measured, and what is only predicted, each called what it is."""
+    checked = set(levels_of(advice.measured))
+    rest = {key: figure for key, figure in advice.predicted.items() if key[0] not in checked}
+    said = []
+    for verb, found in (("Measured", advice.measured), ("Predicted, not checked", rest)):
+        mine = [(level, figure) for (level, who), figure in found.items() if who == choice.contender]
+        if mine:
+            said.append(f"{verb}: {listed([f'{figure.ratio:.2f}x with {at_once(level)}' for level, figure in mine])}")
+    return f"{'; '.join(said)}, where plain decoding is 1."
 
 
 def _print_table(advice: Advice) -> None:
@@ -78,10 +84,8 @@ def _print_table(advice: Advice) -> None:
     table = Table(box=SIMPLE, title="times plain decoding [95 %]")
     for heading, side in (("at once", "right"), ("setting", "left"), ("predicted", "right"), ("measured", "right")):
         table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    shown = advice.measured or advice.predicted
-    for (level, contender), figure in shown.items():
-        predicted = advice.predicted.get((level, contender))
-        measured = figure if advice.measured else None
+    for level, contender in advice.known:
+        predicted, measured = (found.get((level, contender)) for found in (advice.predicted, advice.measured))
         table.add_row(str(level), contender.label, _figure(predicted), _figure(measured))
     console.print(table)
 

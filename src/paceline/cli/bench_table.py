@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paceline.bench.claims import Best, best_by_concurrency, judged
 from paceline.bench.results import ALL, PLAIN, Cell, Results, Speedup, Spread
 from paceline.cli.output import print_note
 
@@ -136,20 +137,23 @@ def notes(results: Results) -> list[str]:
 
 
 def best(cells: Sequence[Cell], rival: str) -> list[str]:
-    lines = []
-    for concurrency in dict.fromkeys(cell.concurrency for cell in cells):
-        found = [(cell.speedup, cell.label) for cell in cells if cell.concurrency == concurrency and cell.speedup]
-        if not found:
-            continue
-        speedup, label = max(found, key=lambda entry: entry[0].ratio)
-        if speedup.low > 1:
-            claim = f"{label} is the fastest: {figure_words(speedup)} over {rival}"
-        elif speedup.high < 1:
-            claim = f"nothing here is faster than {rival}; the least slow is {label}, {figure_words(speedup)}"
-        else:
-            claim = f"nothing is clearly faster than {rival}: of {label}, the fastest, the interval holds 1"
-        lines.append(f"{at_once(concurrency)}: {claim}")
-    return lines
+    lines = [f"{at_once(found.cell.concurrency)}: {_claim(found, rival)}" for found in best_by_concurrency(cells)]
+    said = {cell.concurrency for cell in cells if judged(cell)}
+    silent = dict.fromkeys(cell.concurrency for cell in cells if cell.speedup and cell.concurrency not in said)
+    without = "without the answers that loop, too little is left to say what is faster"
+    return [*lines, *(f"{at_once(concurrency)}: {without}" for concurrency in silent)]
+
+
+def _claim(found: Best, rival: str) -> str:
+    speedup, label = found.speedup, found.cell.label
+    figure = figure_words(speedup) + (", answers that loop left out" if found.without_loops else "")
+    if found.pays:
+        return f"{label} is the fastest: {figure} over {rival}"
+    if found.may_be_chance:
+        return f"{label} is the fastest of {found.compared} compared, which may be chance: {figure} over {rival}"
+    if speedup.high < 1:
+        return f"nothing here is faster than {rival}; the least slow is {label}, {figure}"
+    return f"nothing is clearly faster than {rival}: of {label}, the fastest, the interval holds 1"
 
 
 def at_once(concurrency: int) -> str:
