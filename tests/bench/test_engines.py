@@ -80,6 +80,28 @@ def test_engines_share_the_weights_and_nothing_else(tiny: Path) -> None:
     assert [type(engine.policy).__name__ for engine in engines] == ["AdaptivePolicy"] * 4
 
 
+def test_a_draft_model_is_loaded_once_and_its_cache_is_counted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contenders = [*CONTENDERS[:2], Contender("draft-model", 2), Contender("draft-model", 4), Contender("auto")]
+    subject = Engines(str(tiny), contenders, draft_model=str(tiny), device="cpu", raw=True)
+    subject.check(asked(), 40)
+    engines = {contender: timed._engine for contender, timed in subject.open(1).items()}
+    models = [
+        drafter for engine in engines.values() for drafter in engine.drafters.drafters if drafter.name == "draft-model"
+    ]
+    assert len({id(drafter) for drafter in models}) == 3
+    assert len({id(drafter._model) for drafter in models}) == 1  # type: ignore[attr-defined]
+    caches = sum(
+        2 * layer.k.numel() * layer.k.element_size()
+        for engine in engines.values()
+        for layer in engine.runner.cache.layers
+    )
+    monkeypatch.setattr("paceline.bench.engines._free_bytes", lambda device: int(caches / 0.8) - 1000)
+    with pytest.raises(InvalidParameter, match="on 5 engines need"):
+        subject.open(1)
+    monkeypatch.setattr("paceline.bench.engines._free_bytes", lambda device: int(caches / 0.8) + 1000)
+    subject.open(1)
+
+
 def test_a_prompt_that_does_not_fit_is_named(tiny: Path) -> None:
     subject = Engines(str(tiny), CONTENDERS[:2], device="cpu", raw=True)
     long = Prompt(workload="words", turns=(words(250),), origin="line 3 of mine.txt")

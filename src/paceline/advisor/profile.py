@@ -16,9 +16,10 @@ from statistics import median
 import torch
 
 from paceline.advisor.candidates import Drafted, draft_model_of
-from paceline.advisor.machine import Advised, DraftModel
+from paceline.advisor.machine import Advised
 from paceline.advisor.pass_cost import PassCost, line, rising
 from paceline.advisor.records import Record
+from paceline.bench.draft_models import DraftModel
 from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
 from paceline.draft import Draft

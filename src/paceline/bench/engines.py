@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline import machine
+from paceline.bench.draft_models import DraftModel, load_draft_model
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.measurement import Answer, Run
 from paceline.bench.prompts import Prompt
@@ -26,7 +27,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import AdaptivePolicy
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve
-from paceline.models.kv_cache import KVCache
+from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.sampling_params import SamplingParams
 
@@ -45,7 +46,7 @@ class TimedEngine:
 
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:
         engine = self._engine
-        outside = engine.stats.overhead_s
+        inside, moment = engine.stats.model_s, 0.0
         started = self._clock()
         sequences = [
             engine.add_request(str(index), prompt, each, job="group")[0]  # the group is waited for as a whole
@@ -62,7 +63,8 @@ class TimedEngine:
             for sequence in sequences
         )
         assert all(len(answer.tokens) == sum(count for _, count in answer.commits) for answer in answers)
-        return Run(answers, engine.stats.overhead_s - outside if self._knows_outside else None)
+        outside = moment - (engine.stats.model_s - inside)  # learning and planning included
+        return Run(answers, outside if self._knows_outside else None)
 
 
 class Engines:
@@ -80,9 +82,12 @@ class Engines:
         raw: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        self.name, self.contenders, self._draft_model, self._raw = model, list(contenders), draft_model, raw
+        self.name, self.contenders, self._raw = model, list(contenders), raw
         self.note = machine.guard_amx(cache_home())
         self.loaded: LoadedModel = load_model(resolve(model, progress), dtype=dtype, device=device, threads=threads)
+        self._draft_model: DraftModel | None = None
+        if draft_model is not None:
+            self._draft_model = load_draft_model(draft_model, resolve(draft_model, progress), self.loaded)
         self._longest = 0  # tokens of the longest request, its answer included
 
     @property
@@ -127,11 +132,8 @@ class Engines:
         block_size = EngineConfig().block_size
         decoder = self.loaded.decoder
         num_blocks = concurrency * -(-(self._longest + MAX_K + 1) // block_size) + 1
-        needed = (
-            len(self.contenders)
-            * num_blocks
-            * KVCache.bytes_per_block(decoder.kv_specs, block_size, decoder.cache_dtype)
-        )
+        layers = [self._kv_layers(contender) for contender in self.contenders]
+        needed = num_blocks * sum(KVCache.bytes_per_block(specs, block_size, decoder.cache_dtype) for specs in layers)
         free = _free_bytes(decoder.device)
         if free and needed > MEMORY_SHARE * free:
             raise InvalidParameter(
@@ -144,6 +146,14 @@ class Engines:
         batched = max(EngineConfig().max_num_batched_tokens, sequences)
         return EngineConfig(num_blocks=num_blocks, max_num_seqs=sequences, max_num_batched_tokens=batched)
 
+    def _kv_layers(self, contender: Contender) -> list[KVSpec]:
+        """The target's, and the draft model's where one may be used: a cache holds both."""
+        model = self.draft_model_for(contender)
+        return [*self.loaded.decoder.kv_specs, *(model.loaded.decoder.kv_specs if model else ())]
+
+    def draft_model_for(self, contender: Contender) -> DraftModel | None:
+        return self._draft_model if contender.method in ("draft-model", AUTO) else None
+
     def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
         drafters = self.drafters(contender)
         policy = AdaptivePolicy(drafters, contender.method, contender.k)
@@ -153,20 +163,16 @@ class Engines:
         """As LLM has them: every method that needs nothing, and the draft model where it may be used."""
         if contender.method == PLAIN:
             return []
-        may_use_model = contender.method in ("draft-model", AUTO) and self._draft_model is not None
-        tokenizer = self.loaded.tokenizer
-        on_cpu = self.loaded.decoder.device.type == "cpu"
+        model, tokenizer = self.draft_model_for(contender), self.loaded.tokenizer
         context = DrafterContext(
             self.loaded.config,
             self.loaded.decoder.device,
-            SpeculationConfig(
-                method=contender.method, k=contender.k, draft_model=self._draft_model if may_use_model else None
-            ),
-            dtype="auto" if on_cpu else str(self.loaded.dtype).removeprefix("torch."),
+            SpeculationConfig(method=contender.method, k=contender.k, draft_model=model.name if model else None),
             encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
             token_texts=tokenizer.token_text,
         )
-        return [make(context) for name, make in DRAFTERS.items() if may_use_model or name != "draft-model"]
+        found = [make(context) for name, make in DRAFTERS.items() if name != "draft-model"]
+        return [*found, model.drafter(self.loaded.config)] if model else found
 
     def where(self) -> dict[str, Any]:
         """What the figures depend on besides the model."""

@@ -76,7 +76,7 @@ def measure(
             for row in _rows(subject, answerers, group, pair, plan, noise, work):
                 measurement.rows.append(row)
             pair += 1
-        del answerers  # before the next ones are made: their caches are large
+        del answerers, answerer  # before the next ones are made: their caches are large
     measurement.complete = True
 
 

@@ -1,0 +1,70 @@
+"""A draft model, loaded once and shared by all engines that use it; each has a drafter of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline import machine
+from paceline.config import ModelConfig, SpeculationConfig
+from paceline.drafters import DrafterContext
+from paceline.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from paceline.errors import DeviceError
+from paceline.models.loader import load_config
+from paceline.models.runtime import LoadedModel, load_model
+from paceline.theory import kv_bytes_per_token
+
+MEMORY_SHARE = 0.8  # of what is free: what a draft model may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    name: str
+    loaded: LoadedModel
+    weight_bytes: int
+    kv_bytes: int  # per token of context
+
+    def drafter(self, target: ModelConfig) -> DraftModelDrafter:
+        return DraftModelDrafter(
+            self.loaded.decoder, eos_token_ids=target.eos_token_ids, version=f"draft-model/{self.name}"
+        )
+
+
+def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
+    """Refuses one that does not fit into memory, or whose vocabulary is not the target's."""
+    on_cpu = target.decoder.device.type == "cpu"
+    config = load_config(path)
+    needed = parameters(config) * (4 if on_cpu else target.dtype.itemsize)
+    free = machine.memory().available if on_cpu else 0
+    if free and needed > MEMORY_SHARE * free:
+        raise DeviceError(f"{name} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free")
+    context = DrafterContext(
+        target.config, target.decoder.device, SpeculationConfig(), token_texts=target.tokenizer.token_text
+    )
+    dtype = "auto" if on_cpu else str(target.dtype).removeprefix("torch.")
+    # The target has set the number of threads; loading a second model must not change it.
+    loaded = load_model(path, dtype=dtype, device=target.decoder.device.type, threads=torch.get_num_threads())
+    check_vocabulary(name, loaded, context)
+    return DraftModel(
+        name=name,
+        loaded=loaded,
+        weight_bytes=parameters(config) * loaded.dtype.itemsize,
+        kv_bytes=int(
+            kv_bytes_per_token(
+                layers=config.num_layers,
+                kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                bytes_per_value=loaded.decoder.cache_dtype.itemsize,
+            )
+        ),
+    )
+
+
+def parameters(config: ModelConfig) -> int:
+    """Weights of the model, norms left out: they are a thousandth."""
+    attention = 2 * config.hidden_size * (config.q_size + config.kv_size)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    return config.num_layers * layer + embeddings
