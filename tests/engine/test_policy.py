@@ -298,3 +298,12 @@ def test_a_method_that_was_switched_off_is_not_chosen_and_one_that_cannot_answer
     for _ in range(3):
         assert policy.plan([one], 0, False) == [Choice()]
     assert len([record for record in caplog.records if "failed to say" in record.message]) == 1
+
+
+def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
+    policy, one = AdaptivePolicy([Guesser("g", 0.9)], "auto"), sequence("s")
+    output = StepOutput(one, [1], "", [], False)
+    policy.observe(StepReport(1, 1, 9.0, {}, [output], warm=False))
+    assert policy.plain_seconds(1, False) is None
+    policy.observe(StepReport(1, 1, 0.02, {}, [output]))
+    assert policy.plain_seconds(1, False) == pytest.approx(0.02)

@@ -95,7 +95,7 @@ class Engine:
         self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
         rows = len(flight.layout.tokens)
         took, retired = self.drafters.seconds, self.drafters.retired
-        self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired))
+        self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired, self.runner.warm))
         if all(row.count == 1 for row in batch.rows):
             sampled = any(not output.sequence.params.greedy for output in outputs)
             plain_s = self.policy.plain_seconds(len(batch.rows), sampled)

@@ -58,6 +58,7 @@ class StepReport:
     draft_s: Mapping[str, tuple[int, float]]  # method -> (largest budget, seconds)
     outputs: SequenceOf[StepOutput]
     retired: frozenset[str] = frozenset()  # methods that were switched off
+    warm: bool = True  # its time says what such steps take
 
 
 class Policy(Protocol):
@@ -309,7 +310,7 @@ class AdaptivePolicy:
         self._retired = report.retired
         sequences = [output.sequence for output in report.outputs]
         drafting = sum(seconds for _, seconds in report.draft_s.values())
-        if len(sequences) == report.num_sequences and sequences:
+        if report.warm and len(sequences) == report.num_sequences and sequences:
             cost = self._costs.of(len(sequences), _any_sampled(sequences))
             cost.observe(report.rows, report.step_s - drafting)
         for method, (depth, seconds) in report.draft_s.items():

@@ -147,9 +147,10 @@ class PassGraphs:
         bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), up(wanted), taps)
         of = self._pass(bucket, caches, plan)
         of.fill(tokens, plan, logit_rows, begin, count)
+        warm = of.graph is not None or not self.capture
         output = self._run(of)
         taken = None if output.taps is None else output.taps[:rows]
-        return ModelOutput(output.logits[:wanted], taken)
+        return ModelOutput(output.logits[:wanted], taken, warm)
 
     def _pass(self, bucket: Bucket, caches: Sequence[LayerCache], plan: PassPlan) -> _Pass:
         of = self._passes.get(bucket)

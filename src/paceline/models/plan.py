@@ -43,3 +43,4 @@ class PassPlan:
 class ModelOutput:
     logits: Tensor  # (R, V) fp32, one row per entry of logit_rows
     taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order asked for
+    warm: bool = True  # not the first pass of its shape, which takes longer than any that follow
