@@ -15,11 +15,12 @@ from paceline.advisor.config import paceline_config, paceline_flags, vllm_config
 from paceline.advisor.figures import Figure, Figures, combined
 from paceline.advisor.halves import check_halves, halves
 from paceline.advisor.pass_cost import PassCost, line, rising
+from paceline.advisor.profile import DrafterCost
 from paceline.advisor.reasons import Case, why_off
 from paceline.advisor.recommend import OFF, decide, levels_between, ranked, to_check
 from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
-from paceline.cli.advise_words import sentences, settings
+from paceline.cli.advise_words import notes, sentences, settings
 from paceline.config import SpeculationConfig
 from paceline.errors import InvalidParameter
 from paceline.speculative_config import read
@@ -255,6 +256,15 @@ def test_the_sentences_say_what_to_do_and_up_to_where() -> None:
     assert off.startswith("Leave speculation off. ")
     nothing = Advice(model="toy", settings={})
     assert sentences(nothing) == ["Nothing can be advised yet: the run ended before a prediction."]
+
+
+def test_what_a_reader_must_know_is_noted() -> None:
+    suffix = DrafterCost(method="suffix", seconds={1: 1e-5}, memory_bytes=20_000, most_bytes=200 << 20)
+    found = advice(at(1, ngram=1.5), drafters=[suffix])
+    assert any("up to 2" in line and "as answers come" in line for line in notes(found))
+    assert not any("seeded" in line for line in notes(found))
+    found.settings = {"draft_models": ["small"], "temperature": 0.8, "seed": 0}
+    assert any("`paceline bench --seed none` measures ordinary ones" in line for line in notes(found))
 
 
 def test_a_prediction_alone_is_said_to_be_one() -> None:

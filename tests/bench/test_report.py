@@ -22,7 +22,7 @@ from paceline.bench.plots import Axis, Series
 from paceline.bench.report_frame import series_of
 from paceline.bench.report_verdict import verdict
 from paceline.bench.results import Cell, Results, Speedup, Spread, WithoutLoops
-from paceline.cli.bench_table import best
+from paceline.cli.bench_table import best, notes
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NASTY = "<script>alert('x')</script>\"'&<b>"
@@ -286,6 +286,19 @@ def test_changed_answers_are_said_plainly() -> None:
 def test_prompts_that_were_left_out_are_said() -> None:
     text = page(results(plain(), cell(), settings={"left_out": {"4": 3, "16": 1}})).text
     assert "3 prompts with 4 requests at a time and 1 prompt with 16 requests at a time, for they filled" in text
+
+
+def test_seeded_requests_of_a_draft_model_are_said_to_follow_the_seeded_rule() -> None:
+    given = {"draft_model": "small", "temperature": 0.8, "seed": 0}
+    for change, said in (
+        ({}, True),
+        ({"temperature": 0.0}, False),
+        ({"seed": None}, False),
+        ({"draft_model": None}, False),
+    ):
+        found = results(plain(), cell(), settings={**given, **change})
+        assert ("judged by the seeded rule" in page(found).text) is said
+        assert any("--seed none measures ordinary ones" in line for line in notes(found)) is said
 
 
 def test_loops_are_shown_apart() -> None:

@@ -22,6 +22,7 @@ from paceline.advisor.records import Record
 from paceline.bench.draft_models import DraftModel
 from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
+from paceline.config import SpeculationConfig
 from paceline.draft import Draft
 from paceline.drafters import Commit, Drafter, DraftRow
 from paceline.drafters.base import HostDrafter
@@ -38,6 +39,7 @@ ROUNDS, MOST_ROUNDS = 3, 12
 LEVEL_S = 3.0  # of measuring each number of sequences
 PROMPTS = (32, 128, 512)
 DRAFT_DEPTH = 4
+MOST_HELD = {"suffix": SpeculationConfig().suffix_bytes}  # by method: its store of earlier answers grows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class DrafterCost:
     seconds: Mapping[int, float]
     memory_bytes: int
     kv_bytes: int = 0  # more for every token of context
+    most_bytes: int = 0  # what it may come to hold of answers; 0: no more than it holds
 
     def serves(self, contender: Contender) -> bool:
         return (self.method, self.draft_model) == (contender.method, draft_model_of(contender))
@@ -220,7 +223,8 @@ def host_drafter(subject: Advised, method: str, record: Record) -> DrafterCost:
         started = subject.clock()
         drafter.propose([DraftRow(sequence, DRAFT_DEPTH)])
         spent.append(subject.clock() - started)
-    return DrafterCost(method=method, seconds={1: median(spent) / DRAFT_DEPTH}, memory_bytes=held)
+    seconds = {1: median(spent) / DRAFT_DEPTH}
+    return DrafterCost(method=method, seconds=seconds, memory_bytes=held, most_bytes=MOST_HELD.get(method, 0))
 
 
 def model_drafter(subject: Advised, model: DraftModel, levels: Sequence[int], plan: Plan) -> DrafterCost:

@@ -22,6 +22,10 @@ def warnings(results: Results) -> list[Warning]:
     found = []
     if not results.complete:
         found.append(Warning("This run was not finished", ("What follows is what had been measured until then.",)))
+    if seeded := words.seeded(results.settings):
+        found.append(
+            Warning("Seeded requests", (f"{seeded[0].upper()}{seeded[1:]}; --seed none measures ordinary ones.",))
+        )
     changed = [cell for cell in results.cells if cell.identical is False]
     if changed:
         plain = "plain decoding's" if results.endpoint is None else "the baseline's"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from paceline.bench.results import Cell, Speedup, Spread
 
 DASH = "–"
@@ -64,3 +67,14 @@ def listed(words: list[str]) -> str:
 
 def unchanged(cell: Cell) -> str:
     return {None: DASH, True: "yes", False: "no"}[cell.identical]
+
+
+def seeded(settings: Mapping[str, Any]) -> str | None:
+    """What a draft model's figures hold for where answers are sampled; None where it makes no difference."""
+    drafting = settings.get("draft_model") or settings.get("draft_models")
+    if not drafting or not settings.get("temperature") or settings.get("seed") is None:
+        return None
+    return (
+        "the requests were seeded, so a draft model's tokens were judged by the seeded rule, which accepts another "
+        "share of them than ordinary requests have accepted"
+    )

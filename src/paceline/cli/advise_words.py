@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.advisor.config import paceline_config, paceline_flags
 from paceline.advisor.figures import Figure, levels_of
 from paceline.bench.grid import AUTO
-from paceline.bench.report_words import at_once, listed, seconds
+from paceline.bench.report_words import at_once, listed, seconds, seeded
 from paceline.cli.output import human_bytes, print_note
 
 if TYPE_CHECKING:
@@ -121,10 +121,13 @@ def notes(advice: Advice) -> list[str]:
     for drafter in advice.drafters:
         who = drafter.draft_model or drafter.method
         per_token = f" and {human_bytes(drafter.kv_bytes)} a token of context" if drafter.kv_bytes else ""
-        held = f"{human_bytes(drafter.memory_bytes)}{per_token}"
+        grows = f", up to {human_bytes(drafter.most_bytes)} as answers come," if drafter.most_bytes else ""
+        held = f"{human_bytes(drafter.memory_bytes)}{per_token}{grows}"
         lines.append(f"{who}: {seconds(drafter.at(1))} for a drafted token, {held} of memory")
     if any(figure.low is None for figure in (*advice.predicted.values(), *advice.measured.values())):
         lines.append("no interval: fewer than 5 groups of that many requests; prompts were grouped anew to get there")
+    if about_seeds := seeded(advice.settings):
+        lines.append(f"{about_seeds}; `paceline bench --seed none` measures ordinary ones")
     lines += _misses(advice)
     return lines
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paceline.bench import report_words as words
 from paceline.bench.claims import Best, best_by_concurrency, judged
 from paceline.bench.results import ALL, PLAIN, Cell, Results, Speedup, Spread
 from paceline.cli.output import print_note
@@ -131,6 +132,8 @@ def notes(results: Results) -> list[str]:
             f"not the same tokens as {rival}: {', '.join(differing)}"
             + ("" if results.endpoint else "; `paceline prove` says more")
         )
+    if seeded := words.seeded(results.settings):
+        lines.append(f"{seeded}; --seed none measures ordinary ones")
     for level, count in results.settings.get("left_out", {}).items():
         lines.append(f"{count} prompts did not fill a group of {level} and were left out there")
     return lines
