@@ -513,14 +513,15 @@ def test_the_servers_own_words_are_found_in_any_shape(body: bytes, said: str) ->
 # -- Ctrl-C
 
 
-def test_ctrl_c_between_answers_keeps_what_was_measured() -> None:
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_whatever_ends_it_between_answers_keeps_what_was_measured(reason: type[BaseException]) -> None:
     def stop_after_two(done: float, total: float, what: str) -> None:
         if done == 2:
-            raise KeyboardInterrupt
+            raise reason
 
     with FakeServer() as server:
         measured = bench(server, on_progress=stop_after_two)
-    assert isinstance(measured.stopped, KeyboardInterrupt)
+    assert isinstance(measured.stopped, reason)
     assert cell(measured).answers == 2
 
 

@@ -35,10 +35,6 @@ class Records(dict[Tokens, Record]):
     def longest(self) -> int:
         return max(len(record.prompt) + len(record.answer) for record in self.values())
 
-    @property
-    def mean_answer(self) -> float:
-        return sum(len(record.answer) for record in self.values()) / len(self)
-
 
 def record(
     subject: Advised, prompts: Sequence[Prompt], plan: Plan, records: Records, on_progress: OnProgress

@@ -17,7 +17,6 @@ from typing import Any
 
 from paceline.bench.endpoint_cells import BASELINE, ENDPOINT, Row, cells
 from paceline.bench.endpoint_client import Messages, Sampling
-from paceline.bench.endpoint_errors import EndpointError
 from paceline.bench.endpoint_load import Run, Target, open_target
 from paceline.bench.endpoint_metrics import Counters
 from paceline.bench.groups import Group, make_groups
@@ -68,7 +67,7 @@ def measure(
     stopped: BaseException | None = None
     try:
         _run(targets, plan, counters, rows, on_progress)
-    except (EndpointError, KeyboardInterrupt) as reason:
+    except BaseException as reason:  # whatever it is: minutes of measurement are not thrown away
         stopped = reason
     return Measured(
         cells=cells(rows, comparable=temperature == 0),

@@ -5,7 +5,7 @@ and counters of whole groups, not of answers; and there may be no second server 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -13,12 +13,10 @@ from paceline.bench.endpoint_load import Run
 from paceline.bench.endpoint_metrics import Counters
 from paceline.bench.endpoint_tokens import Answer
 from paceline.bench.results import ALL, PLAIN, Cell, WithoutLoops
-from paceline.bench.statistics import MIN_TOKENS, Pair, loops, speedup, spread, why_too_short
+from paceline.bench.statistics import MIN_TOKENS, loops, paired, speedup, spread, whole, why_too_short
 
 ENDPOINT, BASELINE = "endpoint", "baseline"
 UNIT = re.compile(r"\s*\w{1,6}|\s*[^\w\s]")  # stands in for a token where only text is known
-
-Part = Callable[[Run], tuple[float, int]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ def _cell(workload: str, who: str, rows: Sequence[Row], comparable: bool) -> Cel
     runs = [row.runs[who] for row in rows]
     answers = [answer for run in runs for answer in run.answers]
     tokens, seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
-    paired = who == ENDPOINT and BASELINE in rows[0].runs
-    pairs = _pairs(rows, _whole) if paired else []
+    compared = who == ENDPOINT and BASELINE in rows[0].runs
+    pairs = paired(_beside_baseline(rows), whole) if compared else []
     calm = [row for row in rows if not any(map(_loops, _everything(row)))]
     counted = reduce(Counters.plus, [run.counted for run in runs if run.counted is not None], Counters())
     drafted, accepted = counted.positions
@@ -62,8 +60,8 @@ def _cell(workload: str, who: str, rows: Sequence[Row], comparable: bool) -> Cel
         seconds=seconds,
         tokens_per_s=tokens / seconds if tokens >= MIN_TOKENS else None,
         speedup=speedup(pairs),
-        decode_speedup=speedup(_pairs(rows, Run.decoding)) if paired else None,
-        too_short=why_too_short(pairs) if paired else _too_few(tokens),
+        decode_speedup=speedup(paired(_beside_baseline(rows), Run.decoding)) if compared else None,
+        too_short=why_too_short(pairs) if compared else _too_few(tokens),
         tau=_tau(runs),
         acceptance_rate=counted.acceptance_rate,
         drafted_per_position=drafted,
@@ -74,9 +72,9 @@ def _cell(workload: str, who: str, rows: Sequence[Row], comparable: bool) -> Cel
         looping=sum(map(_loops, answers)),
         without_loops=WithoutLoops(
             answers=sum(len(row.runs[who].answers) for row in calm),
-            speedup=speedup(_pairs(calm, _whole)) if paired else None,
+            speedup=speedup(paired(_beside_baseline(calm), whole)) if compared else None,
         ),
-        identical=all(map(_same, rows)) if paired and comparable else None,
+        identical=all(map(_same, rows)) if compared and comparable else None,
     )
 
 
@@ -88,18 +86,8 @@ def _too_few(tokens: int) -> str | None:
     )
 
 
-def _whole(run: Run) -> tuple[float, int]:
-    return run.seconds, run.tokens
-
-
-def _pairs(rows: Sequence[Row], part: Part) -> list[Pair]:
-    """All turns of a group are one pair. Where a part is empty for either side there is nothing to compare."""
-    sums: dict[int, list[float]] = {}
-    for row in rows:
-        plain, own = part(row.runs[BASELINE]), part(row.runs[ENDPOINT])
-        if plain[1] and own[1]:
-            sums[row.group] = [a + b for a, b in zip(sums.get(row.group, [0.0] * 4), (*plain, *own), strict=True)]
-    return [Pair(plain_s, int(plain_n), own_s, int(own_n)) for plain_s, plain_n, own_s, own_n in sums.values()]
+def _beside_baseline(rows: Sequence[Row]) -> list[tuple[int, Run, Run]]:
+    return [(row.group, row.runs[BASELINE], row.runs[ENDPOINT]) for row in rows]
 
 
 def _tau(runs: Sequence[Run]) -> float | None:

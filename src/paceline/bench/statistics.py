@@ -10,8 +10,9 @@ tests/bench/test_statistics.py holds it to that on a clock that is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from paceline.bench.results import Speedup, Spread
 
@@ -29,6 +30,33 @@ class Pair:
     plain_tokens: int
     own_s: float
     own_tokens: int
+
+
+class Timed(Protocol):
+    """A run: the seconds it took and the tokens that came of it."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+R = TypeVar("R")
+
+
+def whole(run: Timed) -> tuple[float, int]:
+    return run.seconds, run.tokens
+
+
+def paired(runs: Iterable[tuple[int, R, R]], part: Callable[[R], tuple[float, int]]) -> list[Pair]:
+    """`runs`: group, plain run, own run. All turns of a group are one pair. `part`: seconds and tokens of a run; where
+    it is empty for either side there is nothing to compare."""
+    sums: dict[int, list[float]] = {}
+    for group, plain_run, own_run in runs:
+        plain, own = part(plain_run), part(own_run)
+        if plain[1] and own[1]:
+            sums[group] = [a + b for a, b in zip(sums.get(group, [0.0] * 4), (*plain, *own), strict=True)]
+    return [Pair(plain_s, int(plain_n), own_s, int(own_n)) for plain_s, plain_n, own_s, own_n in sums.values()]
 
 
 def why_too_short(pairs: Sequence[Pair]) -> str | None:

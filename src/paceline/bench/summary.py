@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from paceline.bench.grid import Contender
 from paceline.bench.measurement import Answer, Measurement, Row, Run
 from paceline.bench.results import ALL, PLAIN, Cell, WithoutLoops
-from paceline.bench.statistics import MIN_TOKENS, Pair, loops, speedup, spread, why_too_short
+from paceline.bench.statistics import MIN_TOKENS, loops, paired, speedup, spread, whole, why_too_short
 from paceline.outputs import SpeculationStats
 
 
@@ -27,7 +27,7 @@ def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement:
     answers = [answer for run in runs for answer in run.answers]
     tokens, seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
     stats = _merged(answers)
-    pairs = _pairs(rows, contender, _whole)
+    pairs = paired(_beside_plain(rows, contender), whole)
     compared = contender.method != PLAIN
     calm = [row for row in rows if not _any_loops(row, contender)]
     return Cell(
@@ -41,7 +41,7 @@ def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement:
         seconds=seconds,
         tokens_per_s=tokens / seconds if tokens >= MIN_TOKENS else None,
         speedup=speedup(pairs) if compared else None,
-        decode_speedup=speedup(_pairs(rows, contender, Run.decoding)) if compared else None,
+        decode_speedup=speedup(paired(_beside_plain(rows, contender), Run.decoding)) if compared else None,
         too_short=why_too_short(pairs),
         tau=stats.mean_acceptance_length,
         acceptance_rate=stats.acceptance_rate,
@@ -54,24 +54,14 @@ def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement:
         looping=sum(loops(answer.tokens) for answer in answers),
         without_loops=WithoutLoops(
             answers=sum(len(row.runs[contender].answers) for row in calm),
-            speedup=speedup(_pairs(calm, contender, _whole)) if compared else None,
+            speedup=speedup(paired(_beside_plain(calm, contender), whole)) if compared else None,
         ),
         identical=_identical(rows, contender) if measurement.comparable else None,
     )
 
 
-def _whole(run: Run) -> tuple[float, int]:
-    return run.seconds, run.tokens
-
-
-def _pairs(rows: Sequence[Row], contender: Contender, part: Callable[[Run], tuple[float, int]]) -> list[Pair]:
-    """All turns of a group are one pair. Where a part is empty for either side there is nothing to compare."""
-    sums: dict[int, list[float]] = {}
-    for row in rows:
-        plain, own = part(row.runs[Contender(PLAIN)]), part(row.runs[contender])
-        if plain[1] and own[1]:
-            sums[row.group] = [a + b for a, b in zip(sums.get(row.group, [0.0] * 4), (*plain, *own), strict=True)]
-    return [Pair(plain_s, int(plain_n), own_s, int(own_n)) for plain_s, plain_n, own_s, own_n in sums.values()]
+def _beside_plain(rows: Sequence[Row], contender: Contender) -> list[tuple[int, Run, Run]]:
+    return [(row.group, row.runs[Contender(PLAIN)], row.runs[contender]) for row in rows]
 
 
 def _merged(answers: Sequence[Answer]) -> SpeculationStats:
