@@ -155,7 +155,7 @@ def _turn(
     row = tl.load(rows + at, live, -1)
     live = row >= 0
     split = tl.program_id(1)
-    writes = split == 0
+    writes = (at * 0 + split) == 0  # a mask like the others: newer interpreters want one
     nodes, slots = row * trees.width, row * (trees.width + 1)
     gone = tl.full([ROWS], -1, tl.int64)
     surplus, mass = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], DTYPE)
