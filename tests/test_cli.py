@@ -131,7 +131,7 @@ def test_unset_flags_leave_the_models_own_defaults(paceline: Callable[..., Resul
 
 
 def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
-    flags = "-m folder --dtype float32 --device cpu --threads 2 --max-model-len 50"
+    flags = "-m folder --dtype float32 --device cpu --threads 2 --max-model-len 50 --gpu-memory-fraction 0.5"
     paceline("generate", "hello", *flags.split())
     assert FakeLLM.created == [
         {
@@ -146,6 +146,7 @@ def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
             "suffix_store": None,
             "speculative_config": None,
             "max_model_len": 50,
+            "gpu_memory_fraction": 0.5,
             "progress": None,
         }
     ]
