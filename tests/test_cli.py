@@ -546,6 +546,7 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves() -> None:
         process.send_signal(signal.SIGINT)
         screen.wait_for("interrupted after")
         screen.wait_for("> ")
+        time.sleep(0.5)  # readline shows its prompt a moment before it listens
         process.send_signal(signal.SIGINT)  # at the prompt it only explains itself
         screen.wait_for("/exit or Ctrl-D leaves")
         os.write(terminal, b"hello again\n")
