@@ -27,7 +27,7 @@ from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
 AUTO = "auto"
-MARGIN = 0.04  # what a plan must promise over plain decoding
+MARGIN, MARGIN_EACH, MARGIN_MOST = 0.04, 0.003, 0.1  # what a plan must promise over plain decoding, more in a batch
 PROBE_EVERY = 64  # plain steps of a sequence after which a method that casts no shadow is tried once more
 PROBE_BUDGET = 2
 EXPLORE_SHARE, EXPLORE_WITHIN = 0.005, 0.85  # of the time: what putting guessed costs to the test may cost
@@ -237,13 +237,14 @@ class AdaptivePolicy:
         plain = rate = value / cost.seconds(base)
         best, tokens, depths = 0, float(value), dict.fromkeys(methods.values(), 0)
         drafted = 0.0  # the rate of the best plan that drafts at all
+        margin = min(MARGIN + MARGIN_EACH * (value - 1), MARGIN_MOST)
         unseen, regret = 0, 0.0  # a somewhat larger number of nodes whose cost is only guessed, and what it may lose
         for taken, (worth, index, depth) in enumerate(offers[:MAX_OFFERS], start=1):
             tokens -= worth
             depths[methods[index]] = max(depths[methods[index]], depth)
             seconds = cost.seconds(base + taken) + sum(self._drafting(m, d) for m, d in depths.items() if d)
             drafted = max(drafted, tokens / seconds)
-            if tokens / seconds > rate * (1 if best else 1 + MARGIN):
+            if tokens / seconds > rate * (1 if best else 1 + margin):
                 best, rate, unseen = taken, tokens / seconds, 0
             elif best and not unseen and cost.times_seen(base + taken) < FIRST_PLAIN:
                 unseen, regret = taken, 1 - tokens / seconds / rate
