@@ -16,8 +16,8 @@ from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AdaptivePolicy
 from paceline.models.decoder import Decoder
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

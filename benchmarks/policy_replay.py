@@ -28,8 +28,9 @@ from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.draft import Draft
 from paceline.drafters import DRAFTERS, Commit, Drafter, DrafterContext, DraftRow
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput
-from paceline.engine.policy import AdaptivePolicy, StepReport
+from paceline.engine.policy import StepReport
 from paceline.models.hub import resolve
 from paceline.models.runtime import load_model
 from paceline.sequence import Sequence as Answer

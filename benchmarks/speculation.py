@@ -29,8 +29,8 @@ from paceline.bench.statistics import Pair, loops
 from paceline.bench.statistics import speedup as paired_speedup
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AdaptivePolicy
 from paceline.models.hub import resolve
 from paceline.models.runtime import LoadedModel, load_model
 

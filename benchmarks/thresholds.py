@@ -22,7 +22,7 @@ from paceline.draft import Draft
 from paceline.drafters import DraftRow
 from paceline.drafters.base import HostDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice, StepReport
+from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.hub import resolve
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.sequence import Sequence as Answer
@@ -43,22 +43,13 @@ class Refused(HostDrafter):
         return Draft.chains(tokens, torch.tensor([row.budget for row in rows]), 0)
 
 
-class EveryoneDrafts:
+class EveryoneDrafts(LearnsNothing):
     """The policy: k tokens for each, whatever becomes of them."""
 
     k = 0
 
     def plan(self, sequences: Sequence[Answer], other_rows: int, others_wait: bool) -> list[Choice]:
         return [Choice("refused", self.k) if self.k else Choice()] * len(sequences)
-
-    def observe(self, report: StepReport) -> None:
-        pass
-
-    def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
-        return None
-
-    def forget(self, sequence: Answer) -> None:
-        pass
 
 
 def step_times(loaded: LoadedModel, batch: int, lengths: Sequence[int], rounds: int) -> dict[int, float]:

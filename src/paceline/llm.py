@@ -12,9 +12,10 @@ from typing import Any
 from paceline import machine
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, NONE, Drafter, DrafterContext, method_names
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AUTO, AdaptivePolicy
+from paceline.engine.policy import AUTO
 from paceline.engine.policy_memory import PolicyMemory
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve

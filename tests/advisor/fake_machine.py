@@ -25,8 +25,8 @@ from paceline.config import EngineConfig, ModelConfig
 from paceline.draft import Draft
 from paceline.drafters import Drafter
 from paceline.drafters.base import HostDrafter
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AdaptivePolicy
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
 from paceline.testing import toy_config

@@ -11,9 +11,10 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.drafters.base import HostDrafter
 from paceline.engine.acceptance import Acceptance
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput
 from paceline.engine.cost import GRID, CostModel
-from paceline.engine.policy import AdaptivePolicy, Choice, StepReport
+from paceline.engine.policy import Choice, StepReport
 from paceline.engine.value import token_values
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams

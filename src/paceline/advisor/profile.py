@@ -29,7 +29,7 @@ from paceline.drafters.base import HostDrafter
 from paceline.drafters.draft_model import CATCH_UP
 from paceline.engine.drafting import READ_AHEAD
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice, StepReport
+from paceline.engine.policy import Choice, LearnsNothing
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as TokenSequence
 
@@ -78,7 +78,7 @@ class Nonsense(HostDrafter):
         return Draft.chains(torch.tensor(tokens, dtype=torch.int64), counts, source=0)
 
 
-class Told:
+class Told(LearnsNothing):
     """A policy that does as it is told."""
 
     def __init__(self) -> None:
@@ -87,15 +87,6 @@ class Told:
     def plan(self, sequences: Sequence[TokenSequence], other_rows: int, others_wait: bool) -> list[Choice]:
         each, rest = divmod(self.drafted, max(len(sequences), 1))
         return [Choice(self.method, each + (at < rest)) for at in range(len(sequences))]
-
-    def observe(self, report: StepReport) -> None:
-        pass
-
-    def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
-        return None
-
-    def forget(self, sequence: TokenSequence) -> None:
-        pass
 
 
 def profile(

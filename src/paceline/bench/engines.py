@@ -23,8 +23,8 @@ from paceline.bench.results import PLAIN
 from paceline.bench.where import machine_facts
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AdaptivePolicy
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve
 from paceline.models.kv_cache import KVCache, KVSpec

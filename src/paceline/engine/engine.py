@@ -12,12 +12,13 @@ from typing import Protocol
 
 from paceline.config import EngineConfig
 from paceline.drafters import NONE, Drafter
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import Batch, StepOutput
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.model_runner import Flight, ModelRunner
-from paceline.engine.policy import AUTO, AdaptivePolicy, Policy, StepReport, wish
+from paceline.engine.policy import AUTO, Policy, StepReport, wish
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.drafters import Drafter
-from paceline.engine.policy import AdaptivePolicy
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.errors import CacheFolderError
 from paceline.models.hub import cache_home
 from paceline.models.runtime import LoadedModel

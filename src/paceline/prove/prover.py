@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.engine.policy import AdaptivePolicy
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.llm import LLM
 from paceline.prove import identity, inject, rollback, sampling
 from paceline.prove.prompts import PROMPTS

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from paceline.drafters import NONE
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AUTO, Choice, StepReport, wish
+from paceline.engine.policy import AUTO, Choice, LearnsNothing, wish
 from paceline.sequence import Sequence
 
 MOST = 8
 
 
-class Restless:
+class Restless(LearnsNothing):
     """Method and k by a hash of the committed length: committed history only, as the laws ask of any policy."""
 
     def __init__(self, methods: SequenceOf[str]) -> None:
@@ -31,15 +31,6 @@ class Restless:
         method = self._choices[drawn % len(self._choices)]
         budget = min(1 + drawn // 97 % MOST, sequence.room - 1)
         return Choice(method, budget) if method != NONE and budget > 0 else Choice()
-
-    def observe(self, report: StepReport) -> None:
-        pass
-
-    def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
-        return None
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
 
 
 @contextmanager
