@@ -229,6 +229,19 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
         assert_close(ours, theirs, 1e-4)
 
 
+@pytest.mark.parametrize("chosen", [[1, 3, 5], [0, 1, 2, 3, 4], [5], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("taps", [(), (1,)])
+def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
+    kernels: TritonKernels, chosen: list[int], taps: tuple[int, ...]
+) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+    plan, tokens = plan_of(list(range(6)), torch.zeros((1, 1), dtype=torch.int32)), torch.arange(6)
+    every = decoder.forward(tokens, plan, cache.layers, torch.arange(6), taps).logits.clone()
+    some = decoder.forward(tokens, plan, cache.layers, torch.tensor(chosen), taps).logits
+    assert torch.equal(some, every[chosen])
+
+
 def test_a_pass_of_the_stack_is_the_sequence_of_its_kernels(kernels: TritonKernels) -> None:
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)

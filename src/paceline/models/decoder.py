@@ -35,7 +35,7 @@ class Model(Protocol):
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
-        """`tokens` may lie on the host or on the device, `plan` and `logit_rows` come from the host.
+        """`tokens` may lie on the host or on the device, `plan` and `logit_rows` (ascending) come from the host.
 
         The logits stand until the next pass: keep a copy to keep them longer.
         """
@@ -101,18 +101,19 @@ class Decoder:
         if self.graphs is not None:
             return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
         device = self.device
-        return self.compute(tokens.to(device), plan.to(device), caches, logit_rows.to(device), taps)
+        chosen = None if len(logit_rows) == len(tokens) else logit_rows.to(device)
+        return self.compute(tokens.to(device), plan.to(device), caches, chosen, taps)
 
     def compute(
         self,
         tokens: Tensor,
         plan: PassPlan,
         caches: Sequence[LayerCache],
-        logit_rows: Tensor,
+        logit_rows: Tensor | None,
         taps: Sequence[int] = (),
         out: Tensor | None = None,
     ) -> ModelOutput:
-        """The pass itself, everything on the device; logits go to `out` (R, V) where it is given."""
+        """The pass itself, everything on the device; logits of all rows or the chosen ones, in `out` where given."""
         stack = self._bound_to(caches)
         tapped: dict[int, Tensor] = {}
         residual = self.embedding[tokens].to(self.activation_dtype)  # (M, H), kept up to date in place
@@ -124,12 +125,12 @@ class Decoder:
             if last in taps:
                 tapped[last] = residual.clone() if added is None else residual + added
             first = last
-        if not taps and len(logit_rows) < len(tokens) and added is not None:
+        if not taps and logit_rows is not None and added is not None:
             added, residual = added[logit_rows], residual[logit_rows]
-            logit_rows = torch.arange(len(logit_rows), device=self.device)
+            logit_rows = None
         final = self._norm(added, residual)
         tapped[FINAL] = final
-        rows = final if len(logit_rows) == len(final) else final[logit_rows]
+        rows = final if logit_rows is None else final[logit_rows]
         logits = self.kernels.logits(rows, self.head, out)
         return ModelOutput(logits, torch.stack([tapped[tap] for tap in taps], dim=1) if taps else None)
 

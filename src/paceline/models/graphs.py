@@ -44,7 +44,7 @@ class Bucket:
     tiles: int
     tile: int
     path: int
-    logits: int
+    logits: int  # 0: of every row
     taps: tuple[int, ...]
 
 
@@ -74,7 +74,7 @@ class _Pass:
         view = {name: self.device_ints[place] for name, place in self.at.items()}
         kv_heads = decoder.config.num_kv_heads
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
-        self.tokens, self.logit_rows = view["tokens"], view["logit_rows"]
+        self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
         self.plan = PassPlan(
             positions=view["positions"],
             slots=view["slots"],
@@ -106,7 +106,8 @@ class _Pass:
             host[at[name].start :][:rows] = getattr(plan, name).numpy()
         if tokens.device.type == "cpu":
             host[at["tokens"].start :][:rows] = tokens.numpy()
-        host[at["logit_rows"].start :][: len(logit_rows)] = logit_rows.numpy()
+        if self.bucket.logits:
+            host[at["logit_rows"].start :][: len(logit_rows)] = logit_rows.numpy()
         if self.bucket.path:
             host[at["path"]].reshape(self.bucket.rows, -1)[:rows, : plan.path.shape[1]] = plan.path.numpy()
         host[at["tables"].start :][: tables.size] = tables.reshape(-1)
@@ -144,7 +145,9 @@ class PassGraphs:
         config = self._decoder.config
         tile, begin, count = tiles_of(plan.sequence.numpy(), config.num_heads // config.num_kv_heads)
         rows, wanted = len(tokens), len(logit_rows)
-        bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), up(wanted), taps)
+        # As many as there are rows, or chosen among them: the bucket's numbers may be equal where those asked for are not.
+        logits = 0 if wanted == rows else up(wanted)
+        bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), logits, taps)
         of = self._pass(bucket, caches, plan)
         of.fill(tokens, plan, logit_rows, begin, count)
         warm = of.graph is not None or not self.capture
@@ -174,7 +177,7 @@ class PassGraphs:
     def _compute(self, of: _Pass) -> ModelOutput:
         assert self._caches is not None
         bucket = of.bucket
-        out = self._logits_buffer(bucket.logits)
+        out = self._logits_buffer(bucket.logits or bucket.rows)
         return self._decoder.compute(of.tokens, of.plan, self._caches, of.logit_rows, bucket.taps, out)
 
     def _record(self, of: _Pass) -> None:
