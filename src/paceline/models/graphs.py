@@ -145,7 +145,7 @@ class PassGraphs:
         config = self._decoder.config
         tile, begin, count = tiles_of(plan.sequence.numpy(), config.num_heads // config.num_kv_heads)
         rows, wanted = len(tokens), len(logit_rows)
-        # As many as there are rows, or chosen among them: the bucket's numbers may be equal where those asked for are not.
+        # The bucket's numbers may be equal where those asked for are not.
         logits = 0 if wanted == rows else up(wanted)
         bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), logits, taps)
         of = self._pass(bucket, caches, plan)
