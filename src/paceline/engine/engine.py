@@ -97,7 +97,7 @@ class Engine:
         rows = len(flight.layout.tokens)
         took, retired = self.drafters.seconds, self.drafters.retired
         self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired, self.runner.warm))
-        if all(row.count == 1 for row in batch.rows):
+        if batch.only_decodes:
             sampled = any(not output.sequence.params.greedy for output in outputs)
             plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
             for output in outputs if plain_s else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -18,29 +19,26 @@ from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 
 
-@dataclass(frozen=True)
-class HostVerdict:
-    tokens: list[list[int]]
-    num_accepted: list[int]
-    kinds: list[list[int]]
-    path: list[list[int]]
+class Reading:
+    """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
 
-    @staticmethod
-    def of(verdict: Verdict) -> HostVerdict:
-        """In one copy from the device."""
-        if verdict.tokens.is_cpu:
-            parts = (verdict.tokens, verdict.num_accepted, verdict.kinds, verdict.path)
-            return HostVerdict(*(part.tolist() for part in parts))
-        wide, deep = verdict.tokens.shape[1], verdict.path.shape[1]
-        rows = torch.cat(
-            [verdict.tokens, verdict.num_accepted[:, None], verdict.kinds.long(), verdict.path], dim=1
-        ).tolist()
-        return HostVerdict(
-            tokens=[row[:wide] for row in rows],
-            num_accepted=[row[wide] for row in rows],
-            kinds=[row[wide + 1 : 2 * wide + 1] for row in rows],
-            path=[row[2 * wide + 1 : 2 * wide + 1 + deep] for row in rows],
-        )
+    def __init__(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        if not verdict.tokens.is_cuda:
+            return
+        packed = verdict.pack()
+        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._host.copy_(packed, non_blocking=True)
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record()
+
+    @functools.cached_property
+    def verdict(self) -> Verdict:
+        """In the host's memory."""
+        if not self._verdict.tokens.is_cuda:
+            return self._verdict
+        self._arrived.synchronize()
+        return Verdict.unpacked(self._host, *self._verdict.path.shape)
 
 
 @dataclass
@@ -50,21 +48,22 @@ class Flight:
     layout: Layout
     draft: Draft
     verdict: Verdict | None  # None: no row sampled
-    read: HostVerdict | None  # the same on the host, where it had to be read already
+    reading: Reading | None  # the same, once it is on the host
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
 
     def read_verdicts(self) -> dict[int, tuple[list[int], int, list[int]]]:
-        """By span: committed tokens, how many of them were drafted, and the kind of each."""
-        if self.verdict is None:
+        """By row of the batch: committed tokens, how many of them were drafted, and the kind of each."""
+        if self.reading is None:
             return {}
-        read = self.read or HostVerdict.of(self.verdict)
-        columns = zip(self.layout.sampled, read.tokens, read.num_accepted, read.kinds, strict=True)
+        read = self.reading.verdict
+        parts = (part.tolist() for part in (read.tokens, read.num_accepted, read.kinds))
+        columns = zip(self.layout.sampled, *parts, strict=True)
         return {at: (tokens[: count + 1], count, kinds[: count + 1]) for at, tokens, count, kinds in columns}
 
     def logprobs(self, span: int) -> list[dict[int, tuple[float, int]]]:
         """Per committed token: the chosen token's and the most likely tokens' (logprob, rank), as many as asked for."""
-        wanted = self.layout.spans[span].row.sequence.params.logprobs
+        wanted = self.layout.rows[span].sequence.params.logprobs
         if wanted is None or self.verdict is None or self.verdict.logprobs is None:
             return []
         row, logprobs = self.layout.sampled.index(span), self.verdict.logprobs
@@ -104,23 +103,22 @@ class ModelRunner:
         started = time.perf_counter()
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
         model_s, self.warm = time.perf_counter() - started, output.warm
-        sequences = [layout.spans[index].row.sequence for index in layout.sampled]
+        sequences = [layout.rows[index].sequence for index in layout.sampled]
         verdict = None
         if sequences:
             rows = layout.logit_row_of
             verdict = self.sampler.verify(sequences, draft, output.logits, rows, only_chains=not layout.is_tree)
-        read = None
-        if layout.is_tree and verdict is not None:
-            read = HostVerdict.of(verdict)
-            self._compact(layout, read)
-        return Flight(layout, draft, verdict, read, output.taps, model_s)
+        reading = None if verdict is None else Reading(verdict)
+        if layout.is_tree and reading is not None:
+            self._compact(layout, reading.verdict)
+        return Flight(layout, draft, verdict, reading, output.taps, model_s)
 
-    def _compact(self, layout: Layout, verdict: HostVerdict) -> None:
+    def _compact(self, layout: Layout, verdict: Verdict) -> None:
         """Move the K/V of accepted paths to where the block table expects them."""
         source: list[int] = []
         target: list[int] = []
-        for index, path in zip(layout.sampled, verdict.path, strict=True):
-            sequence = layout.spans[index].row.sequence
+        for index, path in zip(layout.sampled, verdict.path.tolist(), strict=True):
+            sequence = layout.rows[index].sequence
             length = len(sequence.tokens)
             accepted: SequenceOf[int] = [node for node in path if node >= 0]
             for depth, node in enumerate(accepted):

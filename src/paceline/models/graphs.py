@@ -126,6 +126,7 @@ class PassGraphs:
         self._passes: OrderedDict[Bucket, _Pass] = OrderedDict()
         self._logits: Tensor | None = None
         self._pool: Any = None
+        self._last_tiles: tuple[Any, tuple[int, Any, Any]] = (np.array([-1]), (0, None, None))
         self.captured = 0
 
     def forward(
@@ -136,13 +137,10 @@ class PassGraphs:
         logit_rows: Tensor,
         taps: tuple[int, ...],
     ) -> ModelOutput:
-        from paceline.models.triton.attention import tiles_of
-
         if caches is not self._caches:
             self._caches = caches
             self._passes.clear()
-        config = self._decoder.config
-        tile, begin, count = tiles_of(plan.sequence.numpy(), config.num_heads // config.num_kv_heads)
+        tile, begin, count = self._tiles(plan.sequence.numpy())
         rows, wanted = len(tokens), len(logit_rows)
         bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), up(wanted), taps)
         of = self._pass(bucket, caches, plan)
@@ -151,6 +149,17 @@ class PassGraphs:
         output = self._run(of)
         taken = None if output.taps is None else output.taps[:rows]
         return ModelOutput(output.logits[:wanted], taken, warm)
+
+    def _tiles(self, sequence: Any) -> tuple[int, Any, Any]:
+        """From one step to the next rows mostly belong to sequences as before."""
+        from paceline.models.triton.attention import tiles_of
+
+        last, tiles = self._last_tiles
+        if not np.array_equal(sequence, last):
+            config = self._decoder.config
+            tiles = tiles_of(sequence, config.num_heads // config.num_kv_heads)
+            self._last_tiles = sequence.copy(), tiles
+        return tiles
 
     def _pass(self, bucket: Bucket, caches: Sequence[LayerCache], plan: PassPlan) -> _Pass:
         of = self._passes.get(bucket)
