@@ -69,12 +69,15 @@ class ControlsBuilder:
     def num_logprobs(self, sequences: SequenceOf[Sequence]) -> int | None:
         return self._of(sequences).num_logprobs
 
-    def draws(self, sequences: SequenceOf[Sequence], owners: SequenceOf[int]) -> Draws:
-        """How each row of logits becomes a token; row i belongs to sequence `owners[i]`."""
+    def draws(self, sequences: SequenceOf[Sequence], owners: SequenceOf[int], ahead: int = 0) -> Draws:
+        """How each row of logits becomes a token; row i belongs to sequence `owners[i]`.
+
+        `ahead`: tokens every sequence has that the host has not seen.
+        """
         of = self._of(sequences)
         if not of.drawing.any():
             return Draws(key=of.keys, committed=of.keys)  # nobody draws, so nobody looks at lengths
-        (committed,) = packed_to(self._device, _host_ints([len(sequence.tokens) for sequence in sequences]))
+        (committed,) = packed_to(self._device, _host_ints([len(sequence.tokens) + ahead for sequence in sequences]))
         coins, seeded = self._rows(of, owners)
         return Draws(key=of.keys, committed=committed, coins=coins, seeded=seeded)
 

@@ -8,6 +8,7 @@ Padding (node index >= num_nodes) holds token 0, parent -1, depth 0. Plain decod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -174,23 +175,29 @@ class Verdict:
     @staticmethod
     def blank(batch: int, depth: int, device: torch.device) -> Verdict:
         """To be filled in, packed."""
-        size = 8 * sum(_even(part) for part in (batch * (depth + 1), batch, batch * depth)) + batch * (depth + 1)
-        return Verdict.unpacked(torch.empty(size, dtype=torch.uint8, device=device), batch, depth)
-
-    @staticmethod
-    def unpacked(packed: Tensor, batch: int, depth: int) -> Verdict:
-        """Each part begins at 16 bytes: kernels are compiled anew for pointers that do not."""
-        accepted = _even(batch * (depth + 1))
-        path = accepted + _even(batch)
-        kinds = path + _even(batch * depth)
-        numbers = packed[: 8 * kinds].view(torch.int64)
+        places, size = Verdict.places(batch, depth)
+        packed = torch.empty(size, dtype=torch.uint8, device=device)
+        tokens, num_accepted, path = (packed[place].view(torch.int64) for place in places[:3])
         return Verdict(
-            tokens=numbers[: batch * (depth + 1)].view(batch, depth + 1),
-            num_accepted=numbers[accepted : accepted + batch],
-            path=numbers[path : path + batch * depth].view(batch, depth),
-            kinds=packed[8 * kinds :].view(batch, depth + 1),
+            tokens=tokens.view(batch, depth + 1),
+            num_accepted=num_accepted,
+            path=path.view(batch, depth),
+            kinds=packed[places[3]].view(batch, depth + 1),
             packed=packed,
         )
+
+    @staticmethod
+    @functools.cache
+    def places(batch: int, depth: int) -> tuple[list[slice], int]:
+        """Where tokens, num_accepted, path and kinds lie in a packed verdict, and its size, in bytes.
+
+        Each begins at 16 bytes: kernels are compiled anew for pointers that do not.
+        """
+        places, end = [], 0
+        for size in (8 * batch * (depth + 1), 8 * batch, 8 * batch * depth, batch * (depth + 1)):
+            places.append(slice(end, end + size))
+            end += -(-size // 16) * 16
+        return places, end
 
     def pack(self) -> Tensor:
         """All but the logprobs side by side."""
@@ -202,10 +209,6 @@ class Verdict:
             getattr(copy, name).copy_(getattr(self, name))
         assert copy.packed is not None
         return copy.packed
-
-
-def _even(count: int) -> int:
-    return count + count % 2
 
 
 def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:

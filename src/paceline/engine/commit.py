@@ -6,6 +6,7 @@ Tokens past a stop never existed: they are not in the output, the text or the st
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,6 +18,14 @@ from paceline.engine.text import OutputText
 from paceline.sequence import Sequence
 
 
+@dataclass(slots=True)
+class _Watch:
+    """What may end a sequence."""
+
+    text: OutputText | None
+    ends: frozenset[int]  # tokens
+
+
 class Committer:
     def __init__(
         self,
@@ -26,10 +35,10 @@ class Committer:
         make_text: Callable[[Sequence], OutputText | None],
     ) -> None:
         self._scheduler, self._drafters, self._eos, self._make_text = scheduler, drafters, eos_token_ids, make_text
-        self._texts: dict[str, OutputText | None] = {}
+        self._watches: dict[str, _Watch] = {}
 
     def forget(self, sequence: Sequence) -> None:
-        self._texts.pop(sequence.key, None)
+        self._watches.pop(sequence.key, None)
 
     def collect(self, flight: Flight) -> list[StepOutput]:
         """The one device-to-host copy of the step, then bookkeeping."""
@@ -38,6 +47,8 @@ class Committer:
         computed: list[tuple[Sequence, int, int, Tensor | None]] = []
         for index, row in enumerate(flight.layout.rows):
             sequence, accepted = row.sequence, 0
+            if sequence.finished:  # after the flight was launched
+                continue
             if row.samples:
                 tokens, accepted, kinds = verdicts[index]
                 output = self._extend(flight, index, tokens, accepted, kinds)
@@ -57,18 +68,15 @@ class Committer:
 
     def _extend(self, flight: Flight, index: int, tokens: list[int], accepted: int, kinds: list[int]) -> StepOutput:
         row = flight.layout.rows[index]
-        sequence, text, kept = row.sequence, self._text_of(row.sequence), 0
-        for token in tokens:
-            sequence.tokens.append(token)
-            kept += 1
-            if self._stops(sequence, token, text):
-                tokens, kinds = tokens[:kept], kinds[:kept]
-                break
+        sequence = row.sequence
+        watch = self._watches.get(sequence.key) or self._watch(sequence)
+        kept = self._append(sequence, tokens, watch)
+        if kept < len(tokens):
+            tokens, kinds = tokens[:kept], kinds[:kept]
         if sequence.logprobs is not None:
             sequence.logprobs += flight.logprobs(index)[:kept]
         sequence.stats.add(flight.layout.nodes_by_depth(index), min(accepted, kept), kept, row.method)
-        finished = sequence.finish_reason is not None
-        piece = ""
+        finished, text, piece = sequence.finish_reason is not None, watch.text, ""
         if text is not None:
             if finished:
                 text.finish()
@@ -79,12 +87,22 @@ class Committer:
         drafted = flight.layout.num_nodes[index]
         return StepOutput(sequence, tokens, piece, kinds, finished, row.method, drafted, accepted)
 
-    def _text_of(self, sequence: Sequence) -> OutputText | None:
-        try:
-            return self._texts[sequence.key]
-        except KeyError:
-            text = self._texts[sequence.key] = self._make_text(sequence)
-            return text
+    def _append(self, sequence: Sequence, tokens: list[int], watch: _Watch) -> int:
+        """Up to the first stop; how many."""
+        if watch.text is None and sequence.room > len(tokens) and watch.ends.isdisjoint(tokens):
+            sequence.tokens += tokens
+            return len(tokens)
+        for kept, token in enumerate(tokens, start=1):
+            sequence.tokens.append(token)
+            if self._stops(sequence, token, watch.text):
+                return kept
+        return len(tokens)
+
+    def _watch(self, sequence: Sequence) -> _Watch:
+        eos = frozenset[int]() if sequence.params.ignore_eos else self._eos
+        watch = _Watch(self._make_text(sequence), eos.union(sequence.params.stop_token_ids))
+        self._watches[sequence.key] = watch
+        return watch
 
     def _stops(self, sequence: Sequence, token: int, text: OutputText | None) -> bool:
         """Note why the sequence ends with this token, if it does."""

@@ -71,49 +71,66 @@ class Layout:
         return spans
 
 
-def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
+def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None = None) -> Layout:
+    """`tokens` (M,) where the host does not know them."""
     rows = batch.rows
     sampled = [index for index, row in enumerate(rows) if row.samples]
-    first, count = np.array([row.first for row in rows]), np.array([row.count for row in rows])
-    num_nodes = np.zeros_like(count)
-    if draft.width:
-        num_nodes[sampled] = draft.num_nodes.numpy()
-    size = count + num_nodes
-    begin = size.cumsum() - size
-    owner = np.arange(len(rows)).repeat(size)  # (M,)
-    node = np.arange(len(owner)) - (begin + count)[owner]  # (M,) -1 the last token, before it the others
-    stored = (first + count)[owner] + node  # (M,) the position whose slot the row is written to
+    num_nodes = _num_nodes(draft, sampled, len(rows))
+    first = np.array([row.first for row in rows])
+    # (M,) whose each row is, which node, and the position whose slot it is written to
+    owner, node, stored = np.arange(len(rows)), np.full_like(first, -1), first
+    if draft.width or not batch.only_decodes:
+        count = np.array([row.count for row in rows])
+        owner, node = _spread(count, num_nodes)
+        stored = (first + count)[owner] + node
+    block, offset = np.divmod(stored, block_size)
     each = np.zeros((5, len(owner)), np.int32)  # one array for all that is one number a row
-    each[0], each[2], each[3] = stored, owner, stored + 1
-    each[1] = batch.tables[owner, stored // block_size] * block_size + stored % block_size
-    cached = [row.sequence.num_cached for row in rows]
-    each[1, stored < np.array(cached)[owner]] = -1
+    each[0], each[1], each[2], each[3] = stored, batch.tables[owner, block] * block_size + offset, owner, stored + 1
+    if any(row.first < row.sequence.num_cached for row in rows):  # computed once more, but not written
+        each[1, stored < np.array([row.sequence.num_cached for row in rows])[owner]] = -1
     path = np.empty((len(owner), 0), np.int32)
     trees = _trees(draft)
-    if trees.size:
-        path = _place_trees(draft, trees, each, (begin + count)[sampled])
-    logit_rows, logit_row_of = _logits(draft, node, np.array([row.samples for row in rows])[owner])
-    of = torch.from_numpy(each)
+    if trees:
+        path = _place_trees(draft, trees, each, np.flatnonzero(node >= 0))
+    if tokens is None:
+        tokens = torch.from_numpy(_tokens(rows, draft, node))
+    wanted = node >= -1 if len(sampled) == len(rows) else (node >= -1) & np.isin(owner, sampled)
+    positions, slots, sequence, prefix, path_len = map(torch.from_numpy, each)
     return Layout(
-        tokens=torch.from_numpy(_tokens(rows, draft, node)),
+        tokens=tokens,
         plan=PassPlan(
-            positions=of[0],
-            slots=of[1],
-            sequence=of[2],
-            prefix=of[3],
+            positions=positions,
+            slots=slots,
+            sequence=sequence,
+            prefix=prefix,
             path=torch.from_numpy(path),
-            path_len=of[4],
+            path_len=path_len,
             block_tables=torch.from_numpy(batch.tables),
             block_size=block_size,
             max_len=int(each[0].max(initial=-1)) + 1,
         ),
-        logit_rows=torch.from_numpy(logit_rows),
-        logit_row_of=torch.from_numpy(logit_row_of),
+        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
+        logit_row_of=torch.from_numpy(_logit_row_of(draft)),
         rows=rows,
         num_nodes=num_nodes.tolist(),
         sampled=sampled,
-        trees={sampled[tree]: draft.depth[tree].bincount()[1:].tolist() for tree in trees.tolist()},
+        trees={sampled[tree]: draft.depth[tree].bincount()[1:].tolist() for tree in trees},
     )
+
+
+def _num_nodes(draft: Draft, sampled: list[int], num_rows: int) -> Ints:
+    """By row of the batch."""
+    num_nodes = np.zeros(num_rows, np.int64)
+    if draft.width:
+        num_nodes[sampled] = draft.num_nodes.numpy()
+    return num_nodes
+
+
+def _spread(count: Ints, num_nodes: Ints) -> tuple[Ints, Ints]:
+    """Whose each row of the pass is, and which node: -1 the last token, before it the others."""
+    size = count + num_nodes
+    owner = np.arange(len(size)).repeat(size)
+    return owner, np.arange(len(owner)) - (size.cumsum() - num_nodes)[owner]
 
 
 def _tokens(rows: list[Row], draft: Draft, node: Ints) -> Ints:
@@ -122,19 +139,18 @@ def _tokens(rows: list[Row], draft: Draft, node: Ints) -> Ints:
     if not draft.width:
         return np.fromiter(own, np.int64, len(node))
     tokens, is_node = np.empty_like(node), node >= 0
-    tokens[~is_node] = np.fromiter(own, np.int64)
+    tokens[~is_node] = list(own)
     tokens[is_node] = draft.tokens.numpy()[_used(draft)]
     return tokens
 
 
-def _logits(draft: Draft, node: Ints, samples: Bools) -> tuple[Ints, Ints]:
-    """Which rows' logits are needed, and (B, N + 1) where each slot's lie among them."""
-    logit_rows = np.flatnonzero((node >= -1) & samples)
-    row_of = np.full((draft.batch, draft.width + 1), -1)
+def _logit_row_of(draft: Draft) -> Ints:
+    """(B, N + 1): rows of logits lie in order of sequence and slot."""
+    if not draft.width:
+        return np.arange(draft.batch)[:, None]
     used = np.ones((draft.batch, draft.width + 1), np.bool_)
     used[:, 1:] = _used(draft)
-    row_of[used] = np.arange(len(logit_rows))
-    return logit_rows, row_of
+    return np.where(used, used.cumsum().reshape(used.shape) - 1, -1)
 
 
 def _used(draft: Draft) -> Bools:
@@ -142,29 +158,31 @@ def _used(draft: Draft) -> Bools:
     return np.arange(draft.width) < draft.num_nodes.numpy()[:, None]
 
 
-def _trees(draft: Draft) -> Ints:
+def _trees(draft: Draft) -> list[int]:
     """The rows of the draft in which some node hangs from another than the one before."""
-    if not draft.width:
-        return np.empty(0, np.int64)
-    return np.flatnonzero((_used(draft) & (draft.parents.numpy() != np.arange(-1, draft.width - 1))).any(1))
+    astray = _used(draft) & (draft.parents.numpy() != np.arange(-1, draft.width - 1)) if draft.width else None
+    return [] if astray is None or not astray.any() else np.flatnonzero(astray.any(1)).tolist()
 
 
-def _place_trees(draft: Draft, trees: Ints, each: Int32s, first: Ints) -> Int32s:
+def _place_trees(draft: Draft, trees: list[int], each: Int32s, of_nodes: Ints) -> Int32s:
     """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, P).
 
-    `first` (B,): the row of the pass that holds a draft's first node. In a chain every ancestor lies where the block
-    table says, so a chain's rows stand already.
+    `of_nodes`: the rows of the pass that are nodes. In a chain every ancestor lies where the block table says, so the
+    rows of chains stand already.
     """
-    parents, depth = draft.parents.numpy()[trees], draft.depth.numpy()[trees]  # (T, N)
-    used, node, tree = _used(draft)[trees], np.arange(draft.width), np.arange(len(trees))
-    rows = np.minimum(first[trees, None] + node, each.shape[1] - 1)
+    parents, depth, used = draft.parents.numpy()[trees], draft.depth.numpy()[trees], _used(draft)  # (T, N)
+    at = np.zeros(used.shape, np.int64)
+    at[used] = of_nodes
+    rows, used, tree = at[trees], used[trees], np.arange(len(trees))
     paths = np.full((*parents.shape, int(depth.max())), -1, np.int32)
-    for at in node:  # parents come before their children
-        paths[:, at] = paths[tree, parents[:, at]]  # of the root's children nothing: the last node is not there yet
-        paths[tree, at, depth[:, at] - 1] = each[1, rows[:, at]]
-    length = each[0, rows] - node
-    path = np.full((each.shape[1], paths.shape[2]), -1, np.int32)
-    rows, length, depth = rows[used], length[used], depth[used]
-    path[rows] = paths[used]
+    for node in range(draft.width):  # parents come before their children
+        paths[:, node] = paths[
+            tree, parents[:, node]
+        ]  # of the root's children nothing: the last node's is not yet there
+        paths[tree, node, depth[:, node] - 1] = each[1, rows[:, node]]
+    length = (each[0, rows] - np.arange(draft.width))[used]
+    rows, depth = rows[used], depth[used]
     each[0, rows], each[3, rows], each[4, rows] = length - 1 + depth, length, depth
+    path = np.full((each.shape[1], paths.shape[2]), -1, np.int32)
+    path[rows] = paths[used]
     return path

@@ -31,10 +31,12 @@ class Sampler:
         row_of: Tensor,
         *,
         only_chains: bool = False,
+        ahead: int = 0,
     ) -> Verdict:
         """`row_of` (B, N + 1): which row of logits belongs to the last token (0) and to each node (i + 1).
 
         Draft and `row_of` come from the host, where what depends on them alone is found without waiting for a device.
+        `ahead`: tokens every sequence has that the host has not seen.
         """
         controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
         deepest = int(draft.depth.max()) if draft.width else 0
@@ -52,7 +54,7 @@ class Sampler:
             row_of,
             nodes,
             controls,
-            self._builder.draws(sequences, owners),
+            self._builder.draws(sequences, owners, ahead),
             max_depth=deepest,
             num_logprobs=wanted,
             only_chains=only_chains,

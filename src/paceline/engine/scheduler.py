@@ -69,6 +69,35 @@ class Scheduler:
         batch.tables = self.blocks.tables([row.sequence for row in batch.rows])
         return batch
 
+    def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
+        """The batch after one that is still computed, and which of its rows go on, as if none of them ended there.
+
+        Only where plain decoding goes on anyway: nobody is to be admitted, nobody gives way, no token that is not
+        known yet has a say in what is asked. A sequence that turns out to have ended is left out of the result.
+        """
+        if batch.num_drafted or (self.waiting and self.has_place):
+            return None
+        going = [index for index, row in enumerate(batch.rows) if row.samples and not row.sequence.finished]
+        if len(going) < len(self.running):  # somebody has a prompt to read
+            return None
+        going = [index for index in going if batch.rows[index].sequence.room > 1]
+        sequences = [batch.rows[index].sequence for index in going]
+        if not going or any(sequence.looks_back for sequence in sequences):
+            return None
+        short = [s for s in sequences if not self.blocks.holds(s, len(s.tokens) + 1)]
+        if len(short) > self.blocks.num_free:
+            return None
+        for sequence in short:
+            self.blocks.allocate(sequence, len(sequence.tokens) + 1)
+        following = Batch(tables=self.blocks.tables(sequences))
+        for sequence in sequences:
+            following.add(Row(sequence, len(sequence.tokens), 1, True, NO_DRAFT.method, 0))
+        return following, going
+
+    @property
+    def has_place(self) -> bool:
+        return len(self.running) < self.config.max_num_seqs
+
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """The sequence leaves and its blocks are free at once; also the way to cancel."""
         if sequence.status is Status.RUNNING:
@@ -119,7 +148,7 @@ class Scheduler:
         return True
 
     def _admit(self, batch: Batch) -> None:
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and self.has_place:
             sequence = self.waiting[0]
             if batch.num_tokens >= self.config.max_num_batched_tokens or self._waits_for_sibling(sequence):
                 return
