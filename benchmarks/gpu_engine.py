@@ -152,6 +152,7 @@ def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[s
     sequences = [runs.engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]
     while any(sequence.num_output == 0 for sequence in sequences):
         runs.engine.step()
+    torch.cuda.synchronize()  # a step may be under way already, as one will be at the end
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(steps):
             runs.engine.step()

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.draft import packed_to
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import BadWords, Bias, Controls, Draws, MinTokens, Penalties
+
+_GREEDY, _COINS, _SEEDED = range(3)  # how a sequence draws
 
 
 @dataclass
@@ -28,40 +33,74 @@ class _History:
     num_counted: int
 
 
+@dataclass(frozen=True)
+class _Composition:
+    """What holds as long as the same sequences decode together."""
+
+    sequences: tuple[Sequence, ...]
+    controls: Controls
+    keys: Tensor  # (S,)
+    drawing: np.ndarray[Any, np.dtype[np.int8]]  # (S,) _GREEDY, _COINS or _SEEDED
+    penalised: bool
+    has_bad_words: bool
+    has_min_tokens: bool
+    num_logprobs: int | None  # the most that somebody asks for
+    rows: dict[range, tuple[Tensor | None, Tensor | None]]  # by owners: what `_rows` has found
+
+
 class ControlsBuilder:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, sorted(eos_token_ids), device
-        self._composition: tuple[Sequence, ...] = ()
-        self._controls = Controls()
-        self._keys = self._ints([])
+        self._composition = self._compose(())
         self._histories: dict[str, _History] = {}
 
     def controls(self, sequences: SequenceOf[Sequence]) -> Controls:
         """What these sequences asked for, at the length they have now."""
-        self._compose(sequences)
-        return self._with_history(sequences)
+        of = self._of(sequences)
+        controls = of.controls
+        if of.penalised:
+            controls = replace(controls, penalties=self._penalties(sequences))
+        if of.has_bad_words:
+            controls = replace(controls, bad_words=self._bad_words(sequences))
+        if of.has_min_tokens and any(sequence.num_output < sequence.params.min_tokens for sequence in sequences):
+            controls = replace(controls, min_tokens=self._min_tokens(sequences))
+        return controls
 
-    def draws(self, sequences: SequenceOf[Sequence], owners: SequenceOf[int]) -> Draws:
-        """How each row of logits becomes a token; row i belongs to sequence `owners[i]`."""
-        self._compose(sequences)
-        if all(sequence.params.greedy for sequence in sequences):
-            return Draws(key=self._keys, committed=self._keys)  # nobody draws, so nobody looks at lengths
-        return Draws.of(
-            key=self._keys,
-            committed=self._ints([len(sequence.tokens) for sequence in sequences]),
-            seq=owners,
-            greedy=[sequence.params.greedy for sequence in sequences],
-            seeded=[sequence.seed is not None for sequence in sequences],
-        )
+    def num_logprobs(self, sequences: SequenceOf[Sequence]) -> int | None:
+        return self._of(sequences).num_logprobs
 
-    def _compose(self, sequences: SequenceOf[Sequence]) -> None:
+    def draws(self, sequences: SequenceOf[Sequence], owners: SequenceOf[int], ahead: int = 0) -> Draws:
+        """How each row of logits becomes a token; row i belongs to sequence `owners[i]`.
+
+        `ahead`: tokens every sequence has that the host has not seen.
+        """
+        of = self._of(sequences)
+        if not of.drawing.any():
+            return Draws(key=of.keys, committed=of.keys)  # nobody draws, so nobody looks at lengths
+        (committed,) = packed_to(self._device, _host_ints([len(sequence.tokens) + ahead for sequence in sequences]))
+        coins, seeded = self._rows(of, owners)
+        return Draws(key=of.keys, committed=committed, coins=coins, seeded=seeded)
+
+    def _rows(self, of: _Composition, owners: SequenceOf[int]) -> tuple[Tensor | None, Tensor | None]:
+        """The rows of logits that are drawn by coins and by seed. Plain steps ask for the same again and again."""
+        if isinstance(owners, range) and owners in of.rows:
+            return of.rows[owners]
+        drawing = of.drawing[np.asarray(owners, np.int64)]
+        found = [torch.from_numpy(np.flatnonzero(drawing == how)) for how in (_COINS, _SEEDED)]
+        coins, seeded = (part if part.numel() else None for part in packed_to(self._device, *found))
+        if isinstance(owners, range):
+            of.rows[owners] = coins, seeded
+        return coins, seeded
+
+    def _of(self, sequences: SequenceOf[Sequence]) -> _Composition:
         composition = tuple(sequences)  # sequences compare by identity: a request id may be used again
-        if composition == self._composition:
-            return
-        self._composition = composition
-        self._keys = self._ints([sequence.noise_key for sequence in sequences])
+        if composition != self._composition.sequences:
+            self._composition = self._compose(composition)
+        return self._composition
+
+    def _compose(self, sequences: tuple[Sequence, ...]) -> _Composition:
         params = [sequence.params for sequence in sequences]
-        self._controls = Controls(
+        controls = Controls(
             temperature=self._floats([p.temperature for p in params], 0.0),
             top_k=self._top_k(params),
             top_p=self._floats([p.top_p for p in params], 1.0, torch.float64),
@@ -69,17 +108,18 @@ class ControlsBuilder:
             bias=self._bias(params),
             fallback=self._ints([self._eos[0] if self._eos else 0] * len(params)),
         )
-
-    def _with_history(self, sequences: SequenceOf[Sequence]) -> Controls:
-        """Add the parts that change with every token."""
-        controls = self._controls
-        if any(sequence.params.penalised for sequence in sequences):
-            controls = replace(controls, penalties=self._penalties(sequences))
-        if any(sequence.bad_words for sequence in sequences):
-            controls = replace(controls, bad_words=self._bad_words(sequences))
-        if any(sequence.num_output < sequence.params.min_tokens for sequence in sequences):
-            controls = replace(controls, min_tokens=self._min_tokens(sequences))
-        return controls
+        drawing = [_GREEDY if s.params.greedy else _COINS if s.seed is None else _SEEDED for s in sequences]
+        return _Composition(
+            sequences,
+            controls,
+            keys=self._ints([sequence.noise_key for sequence in sequences]),
+            drawing=np.array(drawing, np.int8),
+            penalised=any(p.penalised for p in params),
+            has_bad_words=any(sequence.bad_words for sequence in sequences),
+            has_min_tokens=any(p.min_tokens for p in params),
+            num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
+            rows={},
+        )
 
     def _penalties(self, sequences: SequenceOf[Sequence]) -> Penalties:
         live = {sequence.key for sequence in sequences}
@@ -162,4 +202,9 @@ class ControlsBuilder:
         return self._ints([[*row, *[-1] * (width - len(row))] for row in rows]).view(len(rows), width)
 
     def _ints(self, values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return _host_ints(values).to(self._device)
+
+
+def _host_ints(values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object]) -> Tensor:
+    """Through numpy: after a pass has swept the caches, torch.tensor takes several times as long."""
+    return torch.from_numpy(np.array(values, np.int64))

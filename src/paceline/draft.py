@@ -8,10 +8,13 @@ Padding (node index >= num_nodes) holds token 0, parent -1, depth 0. Plain decod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +71,8 @@ class Draft:
     def chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None = None) -> Draft:
         """(B, K) tokens, the first num_nodes of each row in use, every node hanging from the one before."""
         batch, width = tokens.shape
+        if tokens.is_cpu:
+            return _host_chains(tokens, num_nodes, source, q)
         index = torch.arange(width, device=tokens.device).expand(batch, width)
         used = index < num_nodes[:, None]
         return Draft(
@@ -80,29 +85,32 @@ class Draft:
         )
 
     @staticmethod
-    def merge(
-        parts: Sequence[tuple[Sequence[int], Draft]],
-        batch: int,
-        vocab_size: int,
-        device: torch.device | str = "cpu",
-    ) -> Draft:
-        """The drafts of several methods as one: row j of a part becomes row `rows[j]`; rows no part names stay empty.
+    def merge(parts: Sequence[tuple[Sequence[int], Draft]], batch: int, vocab_size: int) -> Draft:
+        """The drafts of several methods as one, on the host: row j of a part becomes row `rows[j]`; rows no part names
+        stay empty.
 
         Where the parts' draft vocabularies differ, q is spread over the target's: the numbers stay the ones sampled.
         """
-        merged = Draft.empty(batch, device, max((draft.width for _, draft in parts), default=0))
+        if len(parts) == 1 and list(parts[0][0]) == list(range(batch)) and parts[0][1].is_cpu:
+            return parts[0][1]
+        merged = Draft.empty(batch, width=max((draft.width for _, draft in parts), default=0))
         proposals: list[tuple[Tensor, Proposal]] = []
         for rows, draft in parts:
-            at = torch.as_tensor(rows, dtype=torch.int64, device=device)
+            at = np.array(rows, np.int64)
             for name in ("tokens", "parents", "depth"):
-                getattr(merged, name)[at, : draft.width] = getattr(draft, name).to(device)
-            merged.num_nodes[at] = draft.num_nodes.to(device)
-            merged.source[at] = draft.source.to(device)
+                getattr(merged, name).numpy()[at, : draft.width] = getattr(draft, name).cpu().numpy()
+            for name in ("num_nodes", "source"):
+                getattr(merged, name).numpy()[at] = getattr(draft, name).cpu().numpy()
             if draft.q is not None:
-                proposals.append((at, draft.q))
+                proposals.append((torch.from_numpy(at), draft.q))
         if not proposals:
             return merged
-        return Draft(**{**vars(merged), "q": _merge_proposals(proposals, batch, merged.width, vocab_size, device)})
+        return Draft(**{**vars(merged), "q": _merge_proposals(proposals, batch, merged.width, vocab_size)})
+
+    @property
+    def is_cpu(self) -> bool:
+        """All but q's numbers lie in the host's memory."""
+        return self.tokens.is_cpu and (self.q is None or self.q.row_of.is_cpu)
 
     def to(self, device: torch.device) -> Draft:
         """All of it there, its numbers in one copy."""
@@ -118,21 +126,18 @@ class Draft:
         return Draft(**dict(zip(names, moved, strict=True)), q=q)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise ValueError unless every row is a tree as this module says. It reads device values: for tests."""
-        num_nodes = self.num_nodes.tolist()
-        for row, (count, tokens, parents, depth) in enumerate(
-            zip(num_nodes, self.tokens.tolist(), self.parents.tolist(), self.depth.tolist(), strict=True)
-        ):
-            if not 0 <= count <= self.width:
-                raise ValueError(f"row {row}: num_nodes {count} is not between 0 and {self.width}")
-            for node in range(count):
-                where, parent = f"row {row}, node {node}", parents[node]
-                if not 0 <= tokens[node] < vocab_size:
-                    raise ValueError(f"{where}: token {tokens[node]} is outside the vocabulary of {vocab_size}")
-                if not -1 <= parent < node:
-                    raise ValueError(f"{where}: parent {parent} does not come before it")
-                if depth[node] != (1 if parent < 0 else depth[parent] + 1):
-                    raise ValueError(f"{where}: depth {depth[node]} is not its parent's plus one")
+        """Raise ValueError unless every row is a tree as this module says. It reads device values."""
+        counts, tokens, parents, depth = (
+            part.cpu().numpy() for part in (self.num_nodes, self.tokens, self.parents, self.depth)
+        )
+        _refuse((counts < 0) | (counts > self.width), "row {}: num_nodes is not between 0 and the width")
+        node = np.arange(self.width)
+        used = node < counts[:, None]
+        _refuse(used & ((tokens < 0) | (tokens >= vocab_size)), "row {}, node {}: a token outside the vocabulary")
+        _refuse(used & ((parents < -1) | (parents >= node)), "row {}, node {}: its parent does not come before it")
+        rows = np.arange(self.batch)[:, None]
+        above = np.where(parents < 0, 0, depth[rows, np.where(used, parents, -1)]) if self.width else depth
+        _refuse(used & (depth != above + 1), "row {}, node {}: depth is not its parent's plus one")
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
 
@@ -165,10 +170,51 @@ class Verdict:
     path: Tensor  # (B, D) int64, accepted nodes from the root's child down, -1 beyond
     kinds: Tensor  # (B, D + 1) uint8, of Kind
     logprobs: Logprobs | None = None
+    packed: Tensor | None = None  # (bytes,) all but the logprobs, where they lie side by side: one copy takes them
+
+    @staticmethod
+    def blank(batch: int, depth: int, device: torch.device) -> Verdict:
+        """To be filled in, packed."""
+        places, size = Verdict.places(batch, depth)
+        packed = torch.empty(size, dtype=torch.uint8, device=device)
+        tokens, num_accepted, path = (packed[place].view(torch.int64) for place in places[:3])
+        return Verdict(
+            tokens=tokens.view(batch, depth + 1),
+            num_accepted=num_accepted,
+            path=path.view(batch, depth),
+            kinds=packed[places[3]].view(batch, depth + 1),
+            packed=packed,
+        )
+
+    @staticmethod
+    @functools.cache
+    def places(batch: int, depth: int) -> tuple[list[slice], int]:
+        """Where tokens, num_accepted, path and kinds lie in a packed verdict, and its size, in bytes.
+
+        Each begins at 16 bytes: kernels are compiled anew for pointers that do not.
+        """
+        places, end = [], 0
+        for size in (8 * batch * (depth + 1), 8 * batch, 8 * batch * depth, batch * (depth + 1)):
+            places.append(slice(end, end + size))
+            end += -(-size // 16) * 16
+        return places, end
+
+    def pack(self) -> Tensor:
+        """All but the logprobs side by side."""
+        if self.packed is not None:
+            return self.packed
+        batch, depth = self.path.shape
+        copy = Verdict.blank(batch, depth, self.path.device)
+        for name in ("tokens", "num_accepted", "path", "kinds"):
+            getattr(copy, name).copy_(getattr(self, name))
+        assert copy.packed is not None
+        return copy.packed
 
 
 def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """int64 tensors of the host on a device, in one copy: there a copy costs more than what it carries."""
+    if device.type == "cpu":
+        return list(tensors)
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     flat = flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat.to(device)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -193,15 +239,32 @@ def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
     return path[..., :max_depth]
 
 
-def _merge_proposals(
-    parts: Sequence[tuple[Tensor, Proposal]], batch: int, width: int, vocab_size: int, device: torch.device | str
-) -> Proposal:
+def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None) -> Draft:
+    """`Draft.chains` in numpy, which takes a fraction of torch's time for small arrays."""
+    index = np.arange(tokens.shape[1])
+    used = index < num_nodes.numpy()[:, None]
+    return Draft(
+        tokens=torch.from_numpy(tokens.numpy() * used),
+        parents=torch.from_numpy(np.where(used, index - 1, -1)),
+        depth=torch.from_numpy((index + 1) * used),
+        num_nodes=num_nodes,
+        source=torch.from_numpy(np.full(len(used), source)),
+        q=q,
+    )
+
+
+def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:
+    if wrong.any():
+        raise ValueError(complaint.format(*np.argwhere(wrong)[0].tolist()))
+
+
+def _merge_proposals(parts: Sequence[tuple[Tensor, Proposal]], batch: int, width: int, vocab_size: int) -> Proposal:
     ids = parts[0][1].ids
     shared = all(q.ids is ids for _, q in parts)
-    row_of = torch.full((batch, width + 1), -1, dtype=torch.int64, device=device)
+    row_of = torch.full((batch, width + 1), -1, dtype=torch.int64)
     blocks, first = [], 0
     for at, q in parts:
-        theirs = q.row_of.to(device)
+        theirs = q.row_of.cpu()
         row_of[at, : theirs.shape[1]] = torch.where(theirs < 0, theirs, theirs + first)
         blocks.append(q.probs if shared else q.over(vocab_size))  # they stay where they were drawn
         first += q.probs.shape[0]

@@ -42,6 +42,8 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.max_len = max_len  # tokens it may ever have, the prompt included
         self.bad_words = tuple(tuple(word) for word in bad_words)  # as token ids
+        # What it asks of a pass depends on tokens before, or is asked of the host, so it cannot run ahead of them.
+        self.looks_back = bool(params.penalised or bad_words or params.min_tokens or params.logprobs is not None)
         self.seed = params.sub_seed(index)
         self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # what its coins are keyed by
 
@@ -51,6 +53,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
         self.blocks: list[int] = []
+        self.seat = -1  # the row of the block manager's tables that holds the same ids; -1: none
         self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0
         self.text = ""  # what of the output is visible

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from paceline.draft import Draft
@@ -34,13 +35,15 @@ class NgramIndex:
 
     def extend(self, tokens: SequenceOf[int], end: int) -> None:
         """Take in tokens[length:end]; the n-grams that end before each of them gain a continuation."""
+        if end <= self.length:
+            return
         key, bits, tables, longest = self._key, self._bits, self._tables, self._tables[0][1]
         for at, token in enumerate(tokens[self.length : end], self.length):
             for n, mask, table in tables:
                 if at >= n:
                     table[key & mask] = at
             key = (key << bits | token) & longest
-        self._key, self.length = key, max(end, self.length)
+        self._key, self.length = key, end
 
     def find(self) -> tuple[int, int]:
         """(n, where the continuation begins) of the longest n-gram seen before; (0, 0) if there is none."""
@@ -61,8 +64,10 @@ def continuation(tokens: SequenceOf[int], start: int, count: int) -> list[int]:
 
 def match_length(tokens: SequenceOf[int], start: int, known: int) -> int:
     """How many tokens before `start` equal the text's last ones, up to `MATCH_LIMIT`; `known` of them do."""
-    end, length = len(tokens), known
-    while length < min(start, MATCH_LIMIT) and tokens[start - 1 - length] == tokens[end - 1 - length]:
+    most, length = min(start, MATCH_LIMIT), known
+    if tokens[start - most : start] == tokens[len(tokens) - most :]:  # a long copy under way
+        return most
+    while length < most and tokens[start - 1 - length] == tokens[-1 - length]:
         length += 1
     return length
 
@@ -72,6 +77,7 @@ class _State:
     sequence: Sequence
     index: NgramIndex
     match: int = 0  # of the last proposal
+    found: tuple[int, int, int] = (0, 0, 0)  # length of the text, match and where its continuation begins
 
 
 class NgramDrafter(HostDrafter):
@@ -86,9 +92,9 @@ class NgramDrafter(HostDrafter):
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
         chains = [self._chain(row.sequence, row.budget) for row in rows]
         width = max(map(len, chains), default=0)
-        tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.int64)
-        counts = torch.tensor([len(chain) for chain in chains], dtype=torch.int64)
-        return Draft.chains(tokens.view(len(rows), width), counts, self.source)
+        tokens = np.array([chain + [0] * (width - len(chain)) for chain in chains], np.int64).reshape(len(rows), width)
+        counts = np.array([len(chain) for chain in chains], np.int64)
+        return Draft.chains(torch.from_numpy(tokens), torch.from_numpy(counts), self.source)
 
     def match_length(self, sequence: Sequence) -> int:
         """Tokens of context that the last proposal's source shares, up to `MATCH_LIMIT`; 0: nothing was found."""
@@ -125,10 +131,15 @@ class NgramDrafter(HostDrafter):
         return state
 
     def _find(self, state: _State) -> tuple[int, int]:
+        """(match, where its continuation begins): asked when the policy plans and again when it drafts."""
         tokens = state.sequence.tokens
-        state.index.extend(tokens, len(tokens))
-        n, start = state.index.find()
-        return (match_length(tokens, start, n), start) if n else (0, 0)
+        length, match, start = state.found
+        if length != len(tokens):
+            state.index.extend(tokens, len(tokens))
+            n, start = state.index.find()
+            match = match_length(tokens, start, n) if n else 0
+            state.found = len(tokens), match, start
+        return match, start
 
     def _chain(self, sequence: Sequence, budget: int) -> list[int]:
         state = self._state(sequence)

@@ -83,6 +83,8 @@ class AdaptivePolicy:
         self._evidence.clear()
         self._promises.clear()
         choices = [Choice()] * len(sequences)
+        if not self._drafters:
+            return choices
         open_ended: dict[int, tuple[str, int]] = {}  # sequence -> (method or auto, most nodes)
         for index, sequence in enumerate(sequences):
             method, k = wish(sequence, self._method, self._k)
@@ -271,6 +273,8 @@ class AdaptivePolicy:
         for method, (depth, seconds) in report.draft_s.items():
             before = self._draft_seconds.get(method, seconds / depth)
             self._draft_seconds[method] = 0.9 * before + 0.1 * seconds / depth
+        if not self._drafters:
+            return
         self._settle_promises(report.outputs)
         for output in report.outputs:
             self._judge(output)

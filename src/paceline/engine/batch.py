@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from paceline.sequence import Sequence
 
+Tables = np.ndarray[Any, np.dtype[np.int32]]  # (sequences, blocks) ids
 
-@dataclass
+
+@dataclass(slots=True)
 class Row:
     """One sequence's share of a step: `count` of its tokens from `first` on, then a draft of at most `budget` nodes."""
 
     sequence: Sequence
     first: int
     count: int
+    samples: bool  # it computes the sequence's last token, so the pass yields a next one
     method: str
     budget: int
-
-    @property
-    def samples(self) -> bool:
-        """The row computes the sequence's last token, so the pass yields a next one."""
-        return self.first + self.count == len(self.sequence.tokens)
 
 
 @dataclass
@@ -28,22 +29,26 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
     num_tokens: int = 0  # of the target pass at most: a draft may turn out smaller than its budget
     num_drafted: int = 0  # the budgets in it
+    tables: Tables = field(default_factory=lambda: np.empty((0, 0), np.int32))  # by row, -1 beyond a sequence's end
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every row computes one token, its draft aside."""
+        return self.num_tokens - self.num_drafted == len(self.rows)
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        self._count(row, 1)
+        self.num_tokens += row.count + row.budget
+        self.num_drafted += row.budget
 
     def remove(self, sequence: Sequence) -> None:
         for row in [row for row in self.rows if row.sequence is sequence]:
             self.rows.remove(row)
-            self._count(row, -1)
-
-    def _count(self, row: Row, sign: int) -> None:
-        self.num_tokens += sign * (row.count + row.budget)
-        self.num_drafted += sign * row.budget
+            self.num_tokens -= row.count + row.budget
+            self.num_drafted -= row.budget
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepOutput:
     sequence: Sequence
     tokens: list[int]  # committed in this step, after stops were applied

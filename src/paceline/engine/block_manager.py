@@ -6,13 +6,19 @@ free, until it is handed out again. Shared blocks are never written.
 
 Each block carries marks: the drafters whose own K/V in it are complete. Drafters store what belongs to the pair (hidden
 state of t, token t + 1) in slot t + 1, so a slot depends on nothing after it, and a marked block proves all its slots.
+
+Whoever holds blocks has a seat: a row of one array with the same ids, from which a pass takes its block tables at once.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+
+from paceline.engine.batch import Tables
 from paceline.sequence import Sequence, block_hash
 
 ROOT = b"paceline"
@@ -27,6 +33,8 @@ class BlockManager:
         self._published: dict[bytes, int] = {}
         self._marks: list[frozenset[str]] = [frozenset()] * num_blocks
         self._chain: dict[str, list[bytes]] = {}  # per sequence: the hashes of its full committed blocks
+        self._tables: Tables = np.full((1, 8), -1, np.int32)  # by seat; both sides double when they must
+        self._seats = [0]  # nobody's
 
     @property
     def num_free(self) -> int:
@@ -34,6 +42,9 @@ class BlockManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def holds(self, sequence: Sequence, num_tokens: int) -> bool:
+        return len(sequence.blocks) * self.block_size >= num_tokens
 
     def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         return self.blocks_for(num_tokens) - len(sequence.blocks) <= len(self._free)
@@ -45,16 +56,27 @@ class BlockManager:
             self._forget(block)
             self._references[block] = 1
             sequence.blocks.append(block)
+            self._sit(sequence, len(sequence.blocks) - 1)
 
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
         """Take back blocks beyond `num_tokens`: room reserved for drafts that were not accepted."""
         while len(sequence.blocks) > self.blocks_for(num_tokens):
             self._release(sequence.blocks.pop())
+            self._tables[sequence.seat, len(sequence.blocks)] = -1
+
+    def tables(self, sequences: SequenceOf[Sequence]) -> Tables:
+        """(S, W) the block ids of sequences that hold some, -1 beyond a sequence's end."""
+        width = max([len(sequence.blocks) for sequence in sequences], default=0)
+        return self._tables[np.array([sequence.seat for sequence in sequences], np.intp), :width]
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks, the last first, so that a shared beginning is evicted last."""
         while sequence.blocks:
             self._release(sequence.blocks.pop())
+        if sequence.seat >= 0:
+            self._tables[sequence.seat] = -1
+            self._seats.append(sequence.seat)
+            sequence.seat = -1
         self._chain.pop(sequence.key, None)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
@@ -81,6 +103,8 @@ class BlockManager:
             self._free.pop(block, None)
             self._references[block] += 1
         sequence.blocks = list(prefix)
+        if prefix:
+            self._sit(sequence, 0)
         self._chain[sequence.key] = [self._hash[block] or b"" for block in prefix]
 
     def publish(self, sequence: Sequence) -> None:
@@ -95,6 +119,13 @@ class BlockManager:
             if chain[-1] not in self._published:  # else a twin was published first and ours stays private
                 self._published[chain[-1]] = block
                 self._hash[block] = chain[-1]
+
+    def settle(self, sequence: Sequence) -> None:
+        """After a step: take back what its tokens do not need, offer what is full."""
+        if len(sequence.blocks) * self.block_size >= len(sequence.tokens) + self.block_size:
+            self.trim(sequence, len(sequence.tokens))
+        if self.prefix_caching:
+            self.publish(sequence)
 
     def mark(self, sequence: Sequence, drafter: str, start: int, end: int) -> None:
         """The drafter's K/V of positions [start, end) are complete: mark the blocks that lie inside."""
@@ -112,13 +143,27 @@ class BlockManager:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert that references and the free list agree with what the sequences hold."""
-        held = [0] * self.num_blocks
+        held, sequences = [0] * self.num_blocks, list(sequences)
         for sequence in sequences:
             for block in sequence.blocks:
                 held[block] += 1
         assert held == self._references, "a block leaked or is held twice"
         assert all((count == 0) == (block in self._free) for block, count in enumerate(held))
         assert all(self._hash[block] == key for key, block in self._published.items())
+        for sequence in sequences:
+            row = [] if sequence.seat < 0 else self._tables[sequence.seat].tolist()
+            assert row == sequence.blocks + [-1] * (len(row) - len(sequence.blocks)), "a table is not what is held"
+
+    def _sit(self, sequence: Sequence, changed: int) -> None:
+        """Write its blocks from `changed` on into its row of the tables, which it gets if it has none."""
+        while len(sequence.blocks) > self._tables.shape[1]:
+            self._tables = np.pad(self._tables, ((0, 0), (0, self._tables.shape[1])), constant_values=-1)
+        if sequence.seat < 0:
+            if not self._seats:
+                self._seats = list(range(len(self._tables), 2 * len(self._tables)))
+                self._tables = np.pad(self._tables, ((0, len(self._tables)), (0, 0)), constant_values=-1)
+            sequence.seat = self._seats.pop()
+        self._tables[sequence.seat, changed : len(sequence.blocks)] = sequence.blocks[changed:]
 
     def _release(self, block: int) -> None:
         self._references[block] -= 1

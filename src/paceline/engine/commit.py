@@ -6,14 +6,24 @@ Tokens past a stop never existed: they are not in the output, the text or the st
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from paceline.engine.batch import StepOutput
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.layout import Span
 from paceline.engine.model_runner import Flight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText
 from paceline.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What may end a sequence."""
+
+    text: OutputText | None
+    ends: frozenset[int]  # tokens
 
 
 class Committer:
@@ -25,69 +35,74 @@ class Committer:
         make_text: Callable[[Sequence], OutputText | None],
     ) -> None:
         self._scheduler, self._drafters, self._eos, self._make_text = scheduler, drafters, eos_token_ids, make_text
-        self._texts: dict[str, OutputText] = {}
+        self._watches: dict[str, _Watch] = {}
 
     def forget(self, sequence: Sequence) -> None:
-        self._texts.pop(sequence.key, None)
+        self._watches.pop(sequence.key, None)
 
     def collect(self, flight: Flight) -> list[StepOutput]:
         """The one device-to-host copy of the step, then bookkeeping."""
         verdicts = flight.read_verdicts()
-        outputs, computed = [], []
-        for index, span in enumerate(flight.layout.spans):
-            row, sequence = span.row, span.row.sequence
-            sequence.num_computed = row.first + row.count
-            accepted = 0
+        outputs = []
+        computed: list[tuple[Sequence, int, int, Tensor | None]] = []
+        for index, row in enumerate(flight.layout.rows):
+            sequence, accepted = row.sequence, 0
+            if sequence.finished:  # after the flight was launched
+                continue
             if row.samples:
                 tokens, accepted, kinds = verdicts[index]
-                outputs.append(self._extend(span, tokens, accepted, kinds, flight.logprobs(index)))
-                accepted = min(accepted, len(outputs[-1].tokens))
-                sequence.num_computed += accepted
+                output = self._extend(flight, index, tokens, accepted, kinds)
+                accepted = min(accepted, len(output.tokens))
+                outputs.append(output)
+            sequence.num_computed = row.first + row.count + accepted
             computed.append((sequence, row.first, row.count + accepted, flight.taps(index, accepted)))
         blocks = self._scheduler.blocks
         self._drafters.commit(computed, blocks)
         for sequence, *_ in computed:
-            blocks.trim(sequence, len(sequence.tokens))
-            blocks.publish(sequence)
+            blocks.settle(sequence)
         for output in outputs:
             if output.finished:
                 sequence = output.sequence
                 self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
         return outputs
 
-    def _extend(
-        self,
-        span: Span,
-        tokens: list[int],
-        accepted: int,
-        kinds: list[int],
-        logprobs: list[dict[int, tuple[float, int]]],
-    ) -> StepOutput:
-        sequence = span.row.sequence
-        text = self._texts.get(sequence.key)
-        if text is None and (text := self._make_text(sequence)) is not None:
-            self._texts[sequence.key] = text
-        kept = 0
-        for token in tokens:
-            sequence.tokens.append(token)
-            kept += 1
-            if self._stops(sequence, token, text):
-                break
+    def _extend(self, flight: Flight, index: int, tokens: list[int], accepted: int, kinds: list[int]) -> StepOutput:
+        row = flight.layout.rows[index]
+        sequence = row.sequence
+        watch = self._watches.get(sequence.key) or self._watch(sequence)
+        kept = self._append(sequence, tokens, watch)
+        if kept < len(tokens):
+            tokens, kinds = tokens[:kept], kinds[:kept]
         if sequence.logprobs is not None:
-            sequence.logprobs += logprobs[:kept]
-        drafted = [span.depths.count(depth) for depth in range(1, max(span.depths, default=0) + 1)]
-        sequence.stats.add(drafted, min(accepted, kept), kept, span.row.method)
-        finished = sequence.finish_reason is not None
-        piece = ""
+            sequence.logprobs += flight.logprobs(index)[:kept]
+        sequence.stats.add(flight.layout.nodes_by_depth(index), min(accepted, kept), kept, row.method)
+        finished, text, piece = sequence.finish_reason is not None, watch.text, ""
         if text is not None:
             if finished:
                 text.finish()
-                self.forget(sequence)
             piece = text.take()
             sequence.text += piece
-        return StepOutput(
-            sequence, tokens[:kept], piece, kinds[:kept], finished, span.row.method, span.num_nodes, accepted
-        )
+        if finished:
+            self.forget(sequence)
+        drafted = flight.layout.num_nodes[index]
+        return StepOutput(sequence, tokens, piece, kinds, finished, row.method, drafted, accepted)
+
+    def _append(self, sequence: Sequence, tokens: list[int], watch: _Watch) -> int:
+        """Up to the first stop; how many."""
+        if watch.text is None and sequence.room > len(tokens) and watch.ends.isdisjoint(tokens):
+            sequence.tokens += tokens
+            return len(tokens)
+        for kept, token in enumerate(tokens, start=1):
+            sequence.tokens.append(token)
+            if self._stops(sequence, token, watch.text):
+                return kept
+        return len(tokens)
+
+    def _watch(self, sequence: Sequence) -> _Watch:
+        eos = frozenset[int]() if sequence.params.ignore_eos else self._eos
+        watch = _Watch(self._make_text(sequence), eos.union(sequence.params.stop_token_ids))
+        self._watches[sequence.key] = watch
+        return watch
 
     def _stops(self, sequence: Sequence, token: int, text: OutputText | None) -> bool:
         """Note why the sequence ends with this token, if it does."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -84,9 +85,8 @@ class DrafterSet:
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            for row, count in zip(rows, draft.num_nodes.tolist(), strict=True):
-                if count > row.budget:
-                    raise ValueError(f"{count} nodes for a budget of {row.budget}")
+            if any(map(operator.gt, draft.num_nodes.tolist(), [row.budget for row in rows])):
+                raise ValueError("more nodes than the budget of a row")
             if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
                 raise ValueError("q is not finite")
             if any(part.dtype != torch.int64 for part in (draft.tokens, draft.parents, draft.depth, draft.num_nodes)):

@@ -6,8 +6,11 @@ decoding is the empty draft, so the baseline and the fast path are the same code
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from typing import Protocol
 
 from paceline.config import EngineConfig
@@ -75,29 +78,48 @@ class Engine:
         self.runner = ModelRunner(model, cache, self.drafters, Sampler(model.config.vocab_size, eos, model.device))
         self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
         self.stats = EngineStats()
+        self.runs_ahead = model.device.type != "cpu"  # a step may be launched before the one before it is read
+        self._ahead: tuple[Batch, Flight] | None = None
 
     def step(self) -> list[StepOutput]:
-        with torch_threads(self.model.torch_threads), says_what_to_lower():
+        with torch_threads(self.model.torch_threads), says_what_to_lower(), no_collection():
             return self._step()
 
     def _step(self) -> list[StepOutput]:
         started = time.perf_counter()
-        batch = self.scheduler.schedule()  # prefill chunks and decodes alike
-        if not batch.rows:
+        batch, flight = self._under_way() or self._launch()
+        if flight is None:
             return []
-        flight = self.runner.launch(batch)  # draft, one target pass, verify, compact
+        self._ahead = self._launch_ahead(batch, flight)
         self.drafters.overlap()  # what may run while the device computes
         outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish
         self._learn(batch, flight, outputs, time.perf_counter() - started)
         return outputs
+
+    def _launch(self) -> tuple[Batch, Flight | None]:
+        batch = self.scheduler.schedule()  # prefill chunks and decodes alike
+        return batch, self.runner.launch(batch) if batch.rows else None  # draft, one target pass, verify, compact
+
+    def _launch_ahead(self, batch: Batch, flight: Flight) -> tuple[Batch, Flight] | None:
+        """The step after this one, where no draft asks for tokens the host has not seen: the device need not wait."""
+        if not self.runs_ahead or self.drafters.drafters:
+            return None
+        following = self.scheduler.ahead(batch)
+        return None if following is None else (following[0], self.runner.launch_after(flight, *following))
+
+    def _under_way(self) -> tuple[Batch, Flight] | None:
+        """The step launched ahead, unless all its sequences have ended meanwhile."""
+        ahead, self._ahead = self._ahead, None
+        live = ahead is not None and any(not row.sequence.finished for row in ahead[0].rows)
+        return ahead if live else None
 
     def _learn(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> None:
         """Timings for the policy and for the user: what the step took, and what it would have taken plainly."""
         self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
         rows = len(flight.layout.tokens)
         took, retired = self.drafters.seconds, self.drafters.retired
-        self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired, self.runner.warm))
-        if all(row.count == 1 for row in batch.rows):
+        self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm))
+        if batch.only_decodes:
             sampled = any(not output.sequence.params.greedy for output in outputs)
             plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
             for output in outputs if plain_s else ():
@@ -185,6 +207,18 @@ class Engine:
         params = sequence.params
         decoder = self.tokenizer.incremental_decoder(params.skip_special_tokens)
         return OutputText(decoder, params.stops, include_stop=params.include_stop_str_in_output)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """A step leaves nothing behind that refers to itself; looking for it amid hundreds of rows takes milliseconds."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _context(config: EngineConfig, model_len: int, capacity: int) -> int:

@@ -2,12 +2,15 @@
 
 Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j
 of a sequence with L tokens is written to the slot of position L + j, whatever its depth, and stands at position L - 1
-+ depth.
++ depth: in a chain that is the same. All rows are laid out at once, in a few operations on arrays: a step may have
+hundreds of sequences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,13 +22,17 @@ from paceline.engine.batch import Batch, Row
 from paceline.models.plan import PassPlan
 from paceline.sequence import Sequence
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Int32s = np.ndarray[Any, np.dtype[np.int32]]
+
 
 def slot(sequence: Sequence, position: int, block_size: int) -> int:
     block, offset = divmod(position, block_size)
     return sequence.blocks[block] * block_size + offset
 
 
-@dataclass
+@dataclass(slots=True)
 class Span:
     """Where one sequence's rows lie in the pass: its tokens from `begin`, then its nodes from `nodes`."""
 
@@ -33,8 +40,6 @@ class Span:
     begin: int
     nodes: int
     num_nodes: int
-    is_chain: bool
-    depths: list[int]  # of its nodes
 
 
 @dataclass
@@ -43,109 +48,141 @@ class Layout:
     plan: PassPlan
     logit_rows: Tensor  # rows whose logits are needed: each sampling sequence's last token and all its nodes
     logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1 = padding
-    spans: list[Span]
-    sampled: list[int]  # which spans sample, in the order of the draft's rows
-    is_tree: bool  # some accepted path may have to be moved into place
+    rows: list[Row]  # of the batch
+    num_nodes: list[int]  # by row of the batch
+    sampled: list[int]  # which rows of the batch sample, in the order of the draft's rows
+    trees: dict[int, list[int]]  # by row of the batch, where its draft branches: nodes at depth 1, 2, ...
+
+    @property
+    def is_tree(self) -> bool:
+        """Some accepted path may have to be moved into place."""
+        return bool(self.trees)
+
+    def nodes_by_depth(self, index: int) -> list[int]:
+        return self.trees.get(index) or [1] * self.num_nodes[index]
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        """By row of the batch."""
+        spans, begin = [], 0
+        for row, num_nodes in zip(self.rows, self.num_nodes, strict=True):
+            spans.append(Span(row, begin, begin + row.count, num_nodes))
+            begin += row.count + num_nodes
+        return spans
 
 
-@dataclass
-class _Rows:
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    sequence: list[int] = field(default_factory=list)
-    prefix: list[int] = field(default_factory=list)
-    paths: list[list[int]] = field(default_factory=list)
-
-
-def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
-    rows = _Rows()
-    spans: list[Span] = []
-    sampled: list[int] = []
-    logit_rows: list[int] = []
-    logit_row_of: list[list[int]] = []
-    counts = draft.num_nodes.tolist() if draft.width else [0] * draft.batch
-    trees = []
-    if draft.width:
-        trees = list(zip(draft.tokens.tolist(), draft.parents.tolist(), draft.depth.tolist(), strict=True))
-    for index, row in enumerate(batch.rows):
-        begin = len(rows.tokens)
-        _add_tokens(rows, row, index, block_size)
-        span = Span(row, begin, len(rows.tokens), 0, True, [])
-        if row.samples:
-            span.num_nodes = counts[len(sampled)]
-            if span.num_nodes:
-                tokens, parents, depths = trees[len(sampled)]
-                span.depths = depths[: span.num_nodes]
-                span.is_chain = all(parents[node] == node - 1 for node in range(span.num_nodes))
-                _add_nodes(rows, span, index, tokens, parents, block_size)
-            wanted = range(span.nodes - 1, span.nodes + span.num_nodes)
-            logit_row_of.append(
-                [*range(len(logit_rows), len(logit_rows) + len(wanted)), *[-1] * (draft.width - span.num_nodes)]
-            )
-            logit_rows.extend(wanted)
-            sampled.append(index)
-        spans.append(span)
+def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None = None) -> Layout:
+    """`tokens` (M,) where the host does not know them."""
+    rows = batch.rows
+    sampled = [index for index, row in enumerate(rows) if row.samples]
+    num_nodes = _num_nodes(draft, sampled, len(rows))
+    first = np.array([row.first for row in rows])
+    # (M,) whose each row is, which node, and the position whose slot it is written to
+    owner, node, stored = np.arange(len(rows)), np.full_like(first, -1), first
+    if draft.width or not batch.only_decodes:
+        count = np.array([row.count for row in rows])
+        owner, node = _spread(count, num_nodes)
+        stored = (first + count)[owner] + node
+    block, offset = np.divmod(stored, block_size)
+    each = np.zeros((5, len(owner)), np.int32)  # one array for all that is one number a row
+    each[0], each[1], each[2], each[3] = stored, batch.tables[owner, block] * block_size + offset, owner, stored + 1
+    if any(row.first < row.sequence.num_cached for row in rows):  # computed once more, but not written
+        each[1, stored < np.array([row.sequence.num_cached for row in rows])[owner]] = -1
+    path = np.empty((len(owner), 0), np.int32)
+    trees = _trees(draft)
+    if trees:
+        path = _place_trees(draft, trees, each, np.flatnonzero(node >= 0))
+    if tokens is None:
+        tokens = torch.from_numpy(_tokens(rows, draft, node))
+    wanted = node >= -1 if len(sampled) == len(rows) else (node >= -1) & np.isin(owner, sampled)
+    positions, slots, sequence, prefix, path_len = map(torch.from_numpy, each)
     return Layout(
-        tokens=_array(rows.tokens, np.int64),
-        plan=_plan(rows, batch, block_size),
-        logit_rows=_array(logit_rows, np.int64),
-        logit_row_of=_array(logit_row_of, np.int64).view(len(sampled), draft.width + 1),
-        spans=spans,
+        tokens=tokens,
+        plan=PassPlan(
+            positions=positions,
+            slots=slots,
+            sequence=sequence,
+            prefix=prefix,
+            path=torch.from_numpy(path),
+            path_len=path_len,
+            block_tables=torch.from_numpy(batch.tables),
+            block_size=block_size,
+            max_len=int(each[0].max(initial=-1)) + 1,
+        ),
+        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
+        logit_row_of=torch.from_numpy(_logit_row_of(draft)),
+        rows=rows,
+        num_nodes=num_nodes.tolist(),
         sampled=sampled,
-        is_tree=not all(span.is_chain for span in spans),
+        trees={sampled[tree]: draft.depth[tree].bincount()[1:].tolist() for tree in trees},
     )
 
 
-def _add_tokens(rows: _Rows, row: Row, index: int, block_size: int) -> None:
-    sequence = row.sequence
-    positions = range(row.first, row.first + row.count)
-    rows.tokens += sequence.tokens[row.first : row.first + row.count]
-    rows.positions += positions
-    rows.slots += [-1 if at < sequence.num_cached else slot(sequence, at, block_size) for at in positions]
-    rows.sequence += [index] * row.count
-    rows.prefix += [at + 1 for at in positions]
-    rows.paths += [[]] * row.count
+def _num_nodes(draft: Draft, sampled: list[int], num_rows: int) -> Ints:
+    """By row of the batch."""
+    num_nodes = np.zeros(num_rows, np.int64)
+    if draft.width:
+        num_nodes[sampled] = draft.num_nodes.numpy()
+    return num_nodes
 
 
-def _add_nodes(rows: _Rows, span: Span, index: int, tokens: list[int], parents: list[int], block_size: int) -> None:
-    sequence = span.row.sequence
-    length = len(sequence.tokens)
-    paths: list[list[int]] = []
-    for node in range(span.num_nodes):
-        own = slot(sequence, length + node, block_size)
-        paths.append([*(paths[parents[node]] if parents[node] >= 0 else []), own])
-        position = length - 1 + span.depths[node]
-        rows.tokens.append(tokens[node])
-        rows.positions.append(position)
-        rows.slots.append(own)
-        rows.sequence.append(index)
-        # In a chain every node's ancestors already lie where the block table says.
-        rows.prefix.append(position + 1 if span.is_chain else length)
-        rows.paths.append([] if span.is_chain else paths[-1])
+def _spread(count: Ints, num_nodes: Ints) -> tuple[Ints, Ints]:
+    """Whose each row of the pass is, and which node: -1 the last token, before it the others."""
+    size = count + num_nodes
+    owner = np.arange(len(size)).repeat(size)
+    return owner, np.arange(len(owner)) - (size.cumsum() - num_nodes)[owner]
 
 
-def _plan(rows: _Rows, batch: Batch, block_size: int) -> PassPlan:
-    width = max((len(row.sequence.blocks) for row in batch.rows), default=0)
-    tables = [row.sequence.blocks + [-1] * (width - len(row.sequence.blocks)) for row in batch.rows]
-    deepest = max(map(len, rows.paths), default=0)
-    paths = [path + [-1] * (deepest - len(path)) for path in rows.paths] if deepest else []
-    # One array for all that is one number a row: making a small tensor costs more than filling it.
-    lengths = [len(path) for path in rows.paths]
-    each = _array([rows.positions, rows.slots, rows.sequence, rows.prefix, lengths], np.int32).view(5, len(rows.tokens))
-    return PassPlan(
-        positions=each[0],
-        slots=each[1],
-        sequence=each[2],
-        prefix=each[3],
-        path=_array(paths, np.int32) if deepest else each.new_empty((len(rows.tokens), 0)),
-        path_len=each[4],
-        block_tables=_array(tables, np.int32),
-        block_size=block_size,
-        max_len=max(rows.positions, default=-1) + 1,
-    )
+def _tokens(rows: list[Row], draft: Draft, node: Ints) -> Ints:
+    """(M,) the sequences' own and the drafts': nodes are in the order of their rows."""
+    own = chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows])
+    if not draft.width:
+        return np.fromiter(own, np.int64, len(node))
+    tokens, is_node = np.empty_like(node), node >= 0
+    tokens[~is_node] = list(own)
+    tokens[is_node] = draft.tokens.numpy()[_used(draft)]
+    return tokens
 
 
-def _array(values: list[int] | list[list[int]], dtype: type[np.integer[Any]]) -> Tensor:
-    """Through numpy: after a pass has swept the caches, torch.tensor takes several times as long."""
-    return torch.from_numpy(np.array(values, dtype=dtype))
+def _logit_row_of(draft: Draft) -> Ints:
+    """(B, N + 1): rows of logits lie in order of sequence and slot."""
+    if not draft.width:
+        return np.arange(draft.batch)[:, None]
+    used = np.ones((draft.batch, draft.width + 1), np.bool_)
+    used[:, 1:] = _used(draft)
+    return np.where(used, used.cumsum().reshape(used.shape) - 1, -1)
+
+
+def _used(draft: Draft) -> Bools:
+    """(B, N) which nodes are not padding."""
+    return np.arange(draft.width) < draft.num_nodes.numpy()[:, None]
+
+
+def _trees(draft: Draft) -> list[int]:
+    """The rows of the draft in which some node hangs from another than the one before."""
+    astray = _used(draft) & (draft.parents.numpy() != np.arange(-1, draft.width - 1)) if draft.width else None
+    return [] if astray is None or not astray.any() else np.flatnonzero(astray.any(1)).tolist()
+
+
+def _place_trees(draft: Draft, trees: list[int], each: Int32s, of_nodes: Ints) -> Int32s:
+    """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, P).
+
+    `of_nodes`: the rows of the pass that are nodes. In a chain every ancestor lies where the block table says, so the
+    rows of chains stand already.
+    """
+    parents, depth, used = draft.parents.numpy()[trees], draft.depth.numpy()[trees], _used(draft)  # (T, N)
+    at = np.zeros(used.shape, np.int64)
+    at[used] = of_nodes
+    rows, used, tree = at[trees], used[trees], np.arange(len(trees))
+    paths = np.full((*parents.shape, int(depth.max())), -1, np.int32)
+    for node in range(draft.width):  # parents come before their children
+        paths[:, node] = paths[
+            tree, parents[:, node]
+        ]  # of the root's children nothing: the last node's is not yet there
+        paths[tree, node, depth[:, node] - 1] = each[1, rows[:, node]]
+    length = (each[0, rows] - np.arange(draft.width))[used]
+    rows, depth = rows[used], depth[used]
+    each[0, rows], each[3, rows], each[4, rows] = length - 1 + depth, length, depth
+    path = np.full((each.shape[1], paths.shape[2]), -1, np.int32)
+    path[rows] = paths[used]
+    return path

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft, Verdict, packed_to
 from paceline.engine.batch import Batch
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, lay_out, slot
@@ -18,29 +21,41 @@ from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 
 
-@dataclass(frozen=True)
-class HostVerdict:
-    tokens: list[list[int]]
-    num_accepted: list[int]
-    kinds: list[list[int]]
-    path: list[list[int]]
+class HostVerdict(NamedTuple):
+    """As `Verdict`, in the host's memory."""
 
-    @staticmethod
-    def of(verdict: Verdict) -> HostVerdict:
-        """In one copy from the device."""
-        if verdict.tokens.is_cpu:
-            parts = (verdict.tokens, verdict.num_accepted, verdict.kinds, verdict.path)
-            return HostVerdict(*(part.tolist() for part in parts))
-        wide, deep = verdict.tokens.shape[1], verdict.path.shape[1]
-        rows = torch.cat(
-            [verdict.tokens, verdict.num_accepted[:, None], verdict.kinds.long(), verdict.path], dim=1
-        ).tolist()
-        return HostVerdict(
-            tokens=[row[:wide] for row in rows],
-            num_accepted=[row[wide] for row in rows],
-            kinds=[row[wide + 1 : 2 * wide + 1] for row in rows],
-            path=[row[2 * wide + 1 : 2 * wide + 1 + deep] for row in rows],
-        )
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
+    num_accepted: np.ndarray[Any, np.dtype[np.int64]]
+    path: np.ndarray[Any, np.dtype[np.int64]]
+    kinds: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Reading:
+    """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self._verdict, self._arrived = verdict, None
+        if verdict.tokens.is_cuda:
+            packed = verdict.pack()
+            self._packed = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    @functools.cached_property
+    def verdict(self) -> HostVerdict:
+        of = self._verdict
+        if self._arrived is None:
+            return HostVerdict(*(part.numpy() for part in (of.tokens, of.num_accepted, of.path, of.kinds)))
+        self._arrived.synchronize()
+        return unpack(self._packed.numpy(), *of.path.shape)
+
+
+def unpack(packed: np.ndarray[Any, np.dtype[np.uint8]], batch: int, depth: int) -> HostVerdict:
+    places, _ = Verdict.places(batch, depth)
+    tokens, num_accepted, path = (packed[place].view(np.int64) for place in places[:3])
+    kinds = packed[places[3]].reshape(batch, depth + 1)
+    return HostVerdict(tokens.reshape(batch, depth + 1), num_accepted, path.reshape(batch, depth), kinds)
 
 
 @dataclass
@@ -50,21 +65,23 @@ class Flight:
     layout: Layout
     draft: Draft
     verdict: Verdict | None  # None: no row sampled
-    read: HostVerdict | None  # the same on the host, where it had to be read already
+    reading: Reading | None  # the same, once it is on the host
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
+    warm: bool = field(default=True, kw_only=True)  # the pass took what its like will take again
 
     def read_verdicts(self) -> dict[int, tuple[list[int], int, list[int]]]:
-        """By span: committed tokens, how many of them were drafted, and the kind of each."""
-        if self.verdict is None:
+        """By row of the batch: committed tokens, how many of them were drafted, and the kind of each."""
+        if self.reading is None:
             return {}
-        read = self.read or HostVerdict.of(self.verdict)
-        columns = zip(self.layout.sampled, read.tokens, read.num_accepted, read.kinds, strict=True)
+        read = self.reading.verdict
+        parts = (part.tolist() for part in (read.tokens, read.num_accepted, read.kinds))
+        columns = zip(self.layout.sampled, *parts, strict=True)
         return {at: (tokens[: count + 1], count, kinds[: count + 1]) for at, tokens, count, kinds in columns}
 
     def logprobs(self, span: int) -> list[dict[int, tuple[float, int]]]:
         """Per committed token: the chosen token's and the most likely tokens' (logprob, rank), as many as asked for."""
-        wanted = self.layout.spans[span].row.sequence.params.logprobs
+        wanted = self.layout.rows[span].sequence.params.logprobs
         if wanted is None or self.verdict is None or self.verdict.logprobs is None:
             return []
         row, logprobs = self.layout.sampled.index(span), self.verdict.logprobs
@@ -91,8 +108,6 @@ class Flight:
 
 
 class ModelRunner:
-    warm = True  # whether the last pass took what its like will take again
-
     def __init__(self, model: Model, cache: KVCache, drafters: DrafterSet, sampler: Sampler) -> None:
         self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
         self._caches = cache.layers[: len(model.kv_specs)]
@@ -100,27 +115,40 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
         draft = self.drafters.propose([row for row in batch.rows if row.samples])
-        layout = lay_out(batch, draft, self.cache.block_size)
+        return self._fly(lay_out(batch, draft, self.cache.block_size), draft)
+
+    @torch.inference_mode()
+    def launch_after(self, flight: Flight, batch: Batch, going: list[int]) -> Flight:
+        """Plain decoding of tokens the host has not seen: those the rows `going` of a flight say."""
+        assert flight.verdict is not None
+        tokens = flight.verdict.tokens[:, 0]
+        if len(going) < len(tokens):
+            (at,) = packed_to(tokens.device, torch.tensor(going))
+            tokens = tokens[at]
+        draft = self.drafters.propose(batch.rows)
+        return self._fly(lay_out(batch, draft, self.cache.block_size, tokens), draft, ahead=1)
+
+    def _fly(self, layout: Layout, draft: Draft, ahead: int = 0) -> Flight:
         started = time.perf_counter()
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
-        model_s, self.warm = time.perf_counter() - started, output.warm
-        sequences = [layout.spans[index].row.sequence for index in layout.sampled]
-        verdict = None
+        model_s = time.perf_counter() - started
+        sequences = [layout.rows[index].sequence for index in layout.sampled]
+        verdict = reading = None
         if sequences:
-            rows = layout.logit_row_of
-            verdict = self.sampler.verify(sequences, draft, output.logits, rows, only_chains=not layout.is_tree)
-        read = None
-        if layout.is_tree and verdict is not None:
-            read = HostVerdict.of(verdict)
-            self._compact(layout, read)
-        return Flight(layout, draft, verdict, read, output.taps, model_s)
+            verdict = self.sampler.verify(
+                sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
+            )
+            reading = Reading(verdict)
+            if layout.is_tree:
+                self._compact(layout, reading.verdict)
+        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=output.warm)
 
     def _compact(self, layout: Layout, verdict: HostVerdict) -> None:
         """Move the K/V of accepted paths to where the block table expects them."""
         source: list[int] = []
         target: list[int] = []
-        for index, path in zip(layout.sampled, verdict.path, strict=True):
-            sequence = layout.spans[index].row.sequence
+        for index, path in zip(layout.sampled, verdict.path.tolist(), strict=True):
+            sequence = layout.rows[index].sequence
             length = len(sequence.tokens)
             accepted: SequenceOf[int] = [node for node in path if node >= 0]
             for depth, node in enumerate(accepted):

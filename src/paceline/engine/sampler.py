@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,6 @@ class Sampler:
         self._device = device
         self.shortcut = True  # greedy steps on the host; not while `prove` puts a fault into the long way
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
-        self._roots = functools.lru_cache(64)(lambda batch: (torch.arange(batch), torch.zeros(batch).long()))
         self._empty = functools.lru_cache(64)(self._plain)
 
     def verify(
@@ -31,47 +31,49 @@ class Sampler:
         row_of: Tensor,
         *,
         only_chains: bool = False,
+        ahead: int = 0,
     ) -> Verdict:
         """`row_of` (B, N + 1): which row of logits belongs to the last token (0) and to each node (i + 1).
 
         Draft and `row_of` come from the host, where what depends on them alone is found without waiting for a device.
+        `ahead`: tokens every sequence has that the host has not seen.
         """
-        controls = self._builder.controls(sequences)
+        controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
         deepest = int(draft.depth.max()) if draft.width else 0
-        wanted = [sequence.params.logprobs for sequence in sequences]
-        if controls.neutral and logits.is_cpu and self.shortcut and all(count is None for count in wanted):
+        if controls.neutral and logits.is_cpu and self.shortcut and wanted is None:
             return walk_greedily(draft, logits, row_of, deepest)
-        needs_path = controls.penalties is not None or controls.bad_words is not None
-        owners, slots = self._owners(draft, row_of)
-        draft, row_of, nodes = self._on_device(draft, row_of, owners, slots, deepest, needs_path)
+        owners: SequenceOf[int] = range(draft.batch)
+        if draft.width:
+            needs_path = controls.penalties is not None or controls.bad_words is not None
+            owners, draft, row_of, nodes = self._on_device(draft, row_of, deepest, needs_path)
+        else:
+            draft, row_of, nodes = self._empty(draft.batch)
         return verify(
             draft,
             logits,
             row_of,
             nodes,
             controls,
-            self._builder.draws(sequences, owners.tolist()),
+            self._builder.draws(sequences, owners, ahead),
             max_depth=deepest,
-            num_logprobs=max((count for count in wanted if count is not None), default=None),
+            num_logprobs=wanted,
             only_chains=only_chains,
         )
 
-    def _owners(self, draft: Draft, row_of: Tensor) -> tuple[Tensor, Tensor]:
-        """(sequence, slot) of every row of logits: rows lie in order of sequence and slot."""
-        if draft.width == 0:
-            return self._roots(draft.batch)
-        owner, slot = (row_of >= 0).nonzero(as_tuple=True)
-        return owner, slot
-
     def _on_device(
-        self, draft: Draft, row_of: Tensor, owners: Tensor, slots: Tensor, deepest: int, needs_path: bool
-    ) -> tuple[Draft, Tensor, Nodes]:
-        if draft.width == 0:
-            return self._empty(draft.batch)
+        self, draft: Draft, row_of: Tensor, deepest: int, needs_path: bool
+    ) -> tuple[list[int], Draft, Tensor, Nodes]:
+        """The owner of every row of logits, on the host, and the rest where the logits are."""
+        seq, slots = np.nonzero(row_of.numpy() >= 0)  # rows lie in order of sequence and slot
+        depth = np.where(slots, draft.depth.numpy()[seq, slots - 1], 0)
+        on_host = (torch.from_numpy(part) for part in (seq, slots - 1, depth))
         draft = draft.to(self._device)
-        if self._device.type != "cpu":
-            row_of, owners, slots = packed_to(self._device, row_of, owners, slots)
-        return draft, row_of, Nodes.of(draft, owners, slots - 1, deepest, with_path=needs_path)
+        row_of, owners, node, depths = packed_to(self._device, row_of, *on_host)
+        if needs_path:
+            nodes = Nodes.of(draft, owners, node, deepest)
+        else:
+            nodes = Nodes(seq=owners, node=node, depth=depths, path=owners.new_empty(len(owners), 0))
+        return seq.tolist(), draft, row_of, nodes
 
     def _plain(self, batch: int) -> tuple[Draft, Tensor, Nodes]:
         """Plain steps ask for the same few numbers of rows again and again."""

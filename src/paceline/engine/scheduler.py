@@ -55,16 +55,48 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Decodes first, so that no long prompt delays them; then prompts, oldest first, with what is left."""
         batch = Batch()
-        decodes = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
-        prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            (decodes if sequence.num_uncomputed == 1 else prompts).append(sequence)
         choices = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
-        for done, sequence in enumerate(decodes):
-            self._continue(sequence, batch, len(decodes) - done - 1, choices.get(sequence.key, NO_DRAFT))
+        for done, sequence in enumerate(decodes, start=1):
+            self._continue(sequence, batch, len(decodes) - done, choices.get(sequence.key, NO_DRAFT))
         for sequence in prompts:
             self._continue(sequence, batch)
-        if all(sequence.status is Status.RUNNING for sequence in decodes + prompts):
+        if self.waiting and all(sequence.status is Status.RUNNING for sequence in decodes + prompts):
             self._admit(batch)  # not in a step that had to preempt: the newcomer would be next
+        batch.tables = self.blocks.tables([row.sequence for row in batch.rows])
         return batch
+
+    def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
+        """The batch after one that is still computed, and which of its rows go on, as if none of them ended there.
+
+        Only where plain decoding goes on anyway: nobody is to be admitted, nobody gives way, no token that is not
+        known yet has a say in what is asked. A sequence that turns out to have ended is left out of the result.
+        """
+        if batch.num_drafted or (self.waiting and self.has_place):
+            return None
+        going = [index for index, row in enumerate(batch.rows) if row.samples and not row.sequence.finished]
+        if len(going) < len(self.running):  # somebody has a prompt to read
+            return None
+        going = [index for index in going if batch.rows[index].sequence.room > 1]
+        sequences = [batch.rows[index].sequence for index in going]
+        if not going or any(sequence.looks_back for sequence in sequences):
+            return None
+        short = [s for s in sequences if not self.blocks.holds(s, len(s.tokens) + 1)]
+        if len(short) > self.blocks.num_free:
+            return None
+        for sequence in short:
+            self.blocks.allocate(sequence, len(sequence.tokens) + 1)
+        following = Batch(tables=self.blocks.tables(sequences))
+        for sequence in sequences:
+            following.add(Row(sequence, len(sequence.tokens), 1, True, NO_DRAFT.method, 0))
+        return following, going
+
+    @property
+    def has_place(self) -> bool:
+        return len(self.running) < self.config.max_num_seqs
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """The sequence leaves and its blocks are free at once; also the way to cancel."""
@@ -79,35 +111,44 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> dict[str, Choice]:
-        decoding = [sequence for sequence in sequences if sequence.decoding]
+        """The drafts that are wanted, by sequence."""
+        decoding = [sequence for sequence in sequences if sequence.num_output]
         others = min(prompt_tokens, self.config.max_num_batched_tokens - len(sequences))
         choices = self.policy.plan(decoding, others, bool(self.waiting)) if decoding else []
-        return {sequence.key: choice for sequence, choice in zip(decoding, choices, strict=True)}
+        return {sequence.key: choice for sequence, choice in zip(decoding, choices, strict=True) if choice.budget}
 
     def _continue(self, sequence: Sequence, batch: Batch, reserved: int = 0, choice: Choice = NO_DRAFT) -> None:
         """Give the sequence its row, at younger ones' cost if need be; `reserved` tokens are promised to others."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
         left = self.config.max_num_batched_tokens - batch.num_tokens
-        count = min(sequence.num_uncomputed, left)
+        uncomputed = sequence.num_uncomputed
+        count = min(uncomputed, left)
         if count <= 0:
             return
-        # Never past what may be committed: the last token comes from the target itself.
-        budget = min(choice.budget, sequence.room - 1, left - count - reserved, self._draft_cap - batch.num_drafted)
-        choice = Choice(choice.method, budget) if budget > 0 else NO_DRAFT
+        budget = choice.budget
+        if budget:  # never past what may be committed: the last token comes from the target itself
+            budget = min(budget, sequence.room - 1, left - count - reserved, self._draft_cap - batch.num_drafted)
         end = sequence.num_computed + count + 1  # one slot more: what the pass commits
-        if not self.blocks.can_allocate(sequence, end + choice.budget):
-            choice = NO_DRAFT  # rather give up the draft than another's cache
+        if budget <= 0 or not self.blocks.can_allocate(sequence, end + budget):
+            choice, budget = NO_DRAFT, 0  # rather give up the draft than another's cache
+        if not self.blocks.holds(sequence, end + budget):
+            if not self._make_room(sequence, end, batch):
+                return
+            self.blocks.allocate(sequence, end + budget)
+        batch.add(Row(sequence, sequence.num_computed, count, count == uncomputed, choice.method, budget))
+
+    def _make_room(self, sequence: Sequence, end: int, batch: Batch) -> bool:
+        """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""
         while not self.blocks.can_allocate(sequence, end):
             victim = self.running[-1]
             self._preempt(victim, batch)
             if victim is sequence:
-                return
-        self.blocks.allocate(sequence, end + choice.budget)
-        batch.add(Row(sequence, sequence.num_computed, count, choice.method, choice.budget))
+                return False
+        return True
 
     def _admit(self, batch: Batch) -> None:
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and self.has_place:
             sequence = self.waiting[0]
             if batch.num_tokens >= self.config.max_num_batched_tokens or self._waits_for_sibling(sequence):
                 return

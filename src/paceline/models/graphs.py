@@ -127,6 +127,7 @@ class PassGraphs:
         self._passes: OrderedDict[Bucket, _Pass] = OrderedDict()
         self._logits: Tensor | None = None
         self._pool: Any = None
+        self._last_tiles: tuple[Any, tuple[int, Any, Any]] = (np.array([-1]), (0, None, None))
         self.captured = 0
 
     def forward(
@@ -137,13 +138,10 @@ class PassGraphs:
         logit_rows: Tensor,
         taps: tuple[int, ...],
     ) -> ModelOutput:
-        from paceline.models.triton.attention import tiles_of
-
         if caches is not self._caches:
             self._caches = caches
             self._passes.clear()
-        config = self._decoder.config
-        tile, begin, count = tiles_of(plan.sequence.numpy(), config.num_heads // config.num_kv_heads)
+        tile, begin, count = self._tiles(plan.sequence.numpy())
         rows, wanted = len(tokens), len(logit_rows)
         # The bucket's numbers may be equal where those asked for are not.
         logits = 0 if wanted == rows else up(wanted)
@@ -154,6 +152,17 @@ class PassGraphs:
         output = self._run(of)
         taken = None if output.taps is None else output.taps[:rows]
         return ModelOutput(output.logits[:wanted], taken, warm)
+
+    def _tiles(self, sequence: Any) -> tuple[int, Any, Any]:
+        """From one step to the next rows mostly belong to sequences as before."""
+        from paceline.models.triton.attention import tiles_of
+
+        last, tiles = self._last_tiles
+        if not np.array_equal(sequence, last):
+            config = self._decoder.config
+            tiles = tiles_of(sequence, config.num_heads // config.num_kv_heads)
+            self._last_tiles = sequence.copy(), tiles
+        return tiles
 
     def _pass(self, bucket: Bucket, caches: Sequence[LayerCache], plan: PassPlan) -> _Pass:
         of = self._passes.get(bucket)

@@ -78,7 +78,7 @@ def _biased(
     kinds[moved, 0], kinds[moved, 1:] = int(Kind.RECOVERED), int(Kind.PAD)
     path[moved] = -1
     num_accepted = verdict.num_accepted.masked_fill(moved, 0)
-    return replace(verdict, tokens=tokens, kinds=kinds, path=path, num_accepted=num_accepted)
+    return replace(verdict, tokens=tokens, kinds=kinds, path=path, num_accepted=num_accepted, packed=None)
 
 
 def _wrong_bonus(draft: Draft, logits: Tensor, row_of: Tensor, *args: Any, **rest: Any) -> Verdict:

@@ -35,10 +35,8 @@ def route(draft: Draft, nodes: Nodes, draws: Draws) -> Routes:
 
 
 def masked(draft: Draft, nodes: Nodes, draws: Draws, *, only_chains: bool) -> Routes:
-    """(B,) each, -1 for the rows of the other rules. The host reads nothing."""
+    """(B,) each, -1 for the rows of the other rules, where some row may be sampled. The host reads nothing."""
     index = torch.arange(draft.batch, device=draft.tokens.device)
-    if draft.q is None or draft.width == 0 or draws.coins is None:
-        return Routes(walk=index)
     sampled, is_chain = _sort(draft, nodes, draws)
 
     def rows(wanted: Tensor) -> Tensor:

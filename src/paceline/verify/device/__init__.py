@@ -59,9 +59,12 @@ def verify(
         lens = lens.filtered(controls, nodes)
     if draws.coins is not None:
         lens = lens.weighed()
+    verdict = Verdict.blank(draft.batch, max_depth, logits.device)
+    if routes is None and (draft.q is None or draft.width == 0 or draws.coins is None):
+        _walk(draft, said(lens, draws, nodes, source), row_of, None, verdict)  # every row
+        return verdict
     if routes is None:
         routes = masked(draft, nodes, draws, only_chains=only_chains)
-    verdict = _blank(draft, max_depth)
     if routes.walk is not None:
         _walk(draft, said(lens, draws, nodes, source), row_of, routes.walk, verdict)
     if routes.chain is not None or routes.tree is not None:
@@ -92,13 +95,3 @@ def _judge(
 
 def _plain(logits: Tensor) -> Lens:
     return Lens.of(logits, Controls(), Nodes.roots(logits.shape[0], logits.device))
-
-
-def _blank(draft: Draft, max_depth: int) -> Verdict:
-    empty = draft.tokens.new_empty
-    return Verdict(
-        tokens=empty(draft.batch, max_depth + 1),
-        num_accepted=empty(draft.batch),
-        path=empty(draft.batch, max_depth),
-        kinds=empty(draft.batch, max_depth + 1, dtype=torch.uint8),
-    )

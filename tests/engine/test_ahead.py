@@ -1,0 +1,156 @@
+"""Steps launched before the one before them is read: the same answers and figures, whatever happens in between."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.fakes import ChainDrafter
+from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
+
+EOS = 3
+
+
+def ahead_engine(**config):
+    engine = make_engine(**config)
+    engine.runs_ahead = True
+    launched, launch = [], engine.runner.launch_after
+
+    def count(flight, batch, going):
+        launched.append((len(flight.layout.rows), len(going)))
+        return launch(flight, batch, going)
+
+    engine.runner.launch_after = count
+    return engine, launched
+
+
+requests_strategy = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # arrival
+        st.integers(0, 2),  # which shared beginning
+        st.integers(1, 30),  # prompt length
+        st.integers(1, 25),  # max_tokens
+        st.sampled_from([None, 5, 9]),  # seed; None is greedy
+        st.integers(0, 60),  # cancelled at this step, if under 20
+        st.sampled_from([{}, {}, {"stop_token_ids": [7]}, {"presence_penalty": 0.5}, {"min_tokens": 6}]),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(requests_strategy, st.integers(14, 40), st.integers(4, 40), st.integers(1, 4), st.booleans())
+def test_running_ahead_changes_no_answer_and_no_figure(wanted, num_blocks, step_tokens, seats, prefix_caching):
+    engine, _ = ahead_engine(
+        eos=(EOS,),
+        num_blocks=num_blocks,
+        max_num_seqs=seats,
+        max_num_batched_tokens=step_tokens,
+        prefix_caching=prefix_caching,
+    )
+    requests, cancel = [], []
+    for i, (arrival, shared, length, max_tokens, seed, cancelled, more) in enumerate(wanted):
+        asked = {"max_tokens": max_tokens, **more, **({} if seed is None else {"seed": seed, "temperature": 0.8})}
+        asked["max_tokens"] = max(max_tokens, asked.get("min_tokens", 0))
+        requests.append((arrival, str(i), prompt_of(shared, length), params(**asked)))
+        if cancelled < 20:
+            cancel.append((cancelled, str(i)))
+    sequences = run(engine, requests, cancel)
+    for _, name, prompt, sampling in requests:
+        (sequence,) = sequences[name]
+        (alone,) = run(make_engine(eos=(EOS,), prefix_caching=False), [(0, "0", prompt, sampling)])["0"]
+        if sequence.finish_reason == "abort":
+            assert sequence.output_tokens == alone.output_tokens[: sequence.num_output]
+        else:
+            assert sequence.output_tokens == alone.output_tokens
+            assert (sequence.finish_reason, sequence.stop_reason) == (alone.finish_reason, alone.stop_reason)
+        assert sequence.stats.num_committed_tokens == sequence.stats.num_target_passes == sequence.num_output
+    assert engine.blocks.num_free == num_blocks
+
+
+def test_plain_decoding_is_one_step_ahead_and_returns_every_token_once():
+    engine, launched = ahead_engine()
+    engine.add_request("a", prompt_of(0, 5), params(max_tokens=12))
+    said = []
+    while engine.has_work:
+        said.append([output.tokens for output in engine.step()])
+    assert [tokens for step in said for tokens in step] == [[token] for token in greedy_alone(prompt_of(0, 5), 12)]
+    assert len(launched) == 11, "every step but the first is launched before the one before it is read"
+    assert engine.model.num_passes == 12, "the end of the length is foreseen"
+
+
+def test_who_ends_is_left_out_of_the_step_that_was_launched_with_it():
+    answers = {name: greedy_alone(prompt_of(i, 6), 30, eos=(EOS,)) for i, name in enumerate("abc")}
+    engine, launched = ahead_engine(eos=(EOS,), num_blocks=128)
+    sequences = run(engine, [(0, name, prompt_of(i, 6), params(max_tokens=30)) for i, name in enumerate("abc")])
+    assert {name: sequences[name][0].output_tokens for name in "abc"} == answers
+    assert len({len(answer) for answer in answers.values()}) > 1, "they end at different steps"
+    assert any(going < rows for rows, going in launched), "some step goes on with fewer rows than the one before"
+
+
+def test_cancelling_between_steps_frees_blocks_although_a_step_is_under_way():
+    engine, launched = ahead_engine()
+    for name in "ab":
+        engine.add_request(name, prompt_of(0, 9), params(max_tokens=20))
+    for _ in range(4):
+        engine.step()
+    assert launched
+    engine.cancel("a")
+    engine.blocks.check(engine.scheduler.sequences())
+    (newcomer,) = engine.add_request(
+        "a", prompt_of(1, 20), params(max_tokens=8)
+    )  # the id and the blocks are used again
+    while engine.has_work:
+        for output in engine.step():
+            assert output.sequence.request_id == "b" or output.sequence is newcomer
+    assert newcomer.output_tokens == greedy_alone(prompt_of(1, 20), 8)
+    assert engine.blocks.num_free == 64
+
+
+def test_after_the_last_answer_nothing_is_under_way():
+    engine, _ = ahead_engine(eos=(EOS,), num_blocks=128)
+    for name in ("first", "second"):
+        (sequence,) = engine.add_request(name, prompt_of(0, 6), params(max_tokens=60))
+        steps = 0
+        while engine.has_work:
+            steps += bool(engine.step())
+        assert steps == sequence.num_output
+
+
+@pytest.mark.parametrize("why", ["a drafter", "logprobs", "penalties", "min_tokens"])
+def test_it_stays_behind_where_the_host_has_to_see_the_tokens_first(why):
+    drafters = {"drafters": [ChainDrafter("chain")], "policy": ByRequest({})} if why == "a drafter" else {}
+    asked = {"logprobs": {"logprobs": 2}, "penalties": {"repetition_penalty": 1.2}, "min_tokens": {"min_tokens": 2}}
+    engine, launched = ahead_engine(**drafters)
+    run(engine, [(0, "a", prompt_of(0, 3), params(max_tokens=6, **asked.get(why, {})))])
+    assert not launched
+
+
+def test_it_does_not_run_ahead_of_a_prompt_that_is_to_be_read():
+    engine, launched = ahead_engine(max_num_seqs=2, max_num_batched_tokens=4)
+    engine.add_request("a", prompt_of(0, 3), params(max_tokens=30))
+    engine.step()
+    engine.add_request("b", prompt_of(1, 12), params(max_tokens=12))
+    engine.step()  # what was under way when b came
+    for _ in range(3):  # a and three tokens of b at a time
+        before = len(launched)
+        engine.step()
+        assert len(launched) == before
+    while engine.has_work:
+        engine.step()
+    assert launched[-1] == (1, 1)
+    assert (2, 2) in launched
+
+
+def test_it_takes_no_block_from_anybody():
+    """Two sequences whose growth fills the cache: who runs ahead would need a block that only preempting gives."""
+    engine, launched = ahead_engine(num_blocks=6, max_num_seqs=2)
+    requests = [(0, name, prompt_of(i, 6), params(max_tokens=14)) for i, name in enumerate("ab")]
+    sequences = run(engine, requests)
+    for _, name, prompt, _ in requests:
+        assert sequences[name][0].output_tokens == greedy_alone(prompt, 14)
+    assert sequences["b"][0].num_preemptions > 0
+    assert sequences["a"][0].num_preemptions == 0
+    assert launched
