@@ -40,6 +40,9 @@ class Model(Protocol):
         The logits stand until the next pass: keep a copy to keep them longer.
         """
 
+    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], sequences: int) -> bool:
+        """Do beforehand what first passes would wait for; False where there is no such thing. Writes no cache slot."""
+
 
 class Decoder:
     def __init__(
@@ -103,6 +106,13 @@ class Decoder:
         device = self.device
         chosen = None if len(logit_rows) == len(tokens) else logit_rows.to(device)
         return self.compute(tokens.to(device), plan.to(device), caches, chosen, taps)
+
+    @torch.inference_mode()
+    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], sequences: int) -> bool:
+        if self.graphs is None:
+            return False
+        self.graphs.prepare(caches, block_size, tuple(taps), sequences)
+        return True
 
     def compute(
         self,

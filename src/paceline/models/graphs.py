@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ModelOutput, PassPlan
+from paceline.models.rehearse import rehearsal, shapes
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
@@ -163,6 +164,14 @@ class PassGraphs:
             tiles = tiles_of(sequence, config.num_heads // config.num_kv_heads)
             self._last_tiles = sequence.copy(), tiles
         return tiles
+
+    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: tuple[int, ...], sequences: int) -> None:
+        started = time.perf_counter()
+        for shape in shapes(sequences, STEPS[-1]):
+            tokens, plan, logit_rows = rehearsal(shape, block_size)
+            for _ in range(2 if self.capture else 1):  # the second time it is recorded
+                self.forward(tokens, plan, caches, logit_rows, taps)
+        log.info("prepared %d shapes of passes in %.1f s", len(self._passes), time.perf_counter() - started)
 
     def _pass(self, bucket: Bucket, caches: Sequence[LayerCache], plan: PassPlan) -> _Pass:
         of = self._passes.get(bucket)
