@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
