@@ -37,6 +37,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
+        numerics: str = "exact",
         method: str = "auto",
         k: int | str | None = None,
         draft_model: str | None = None,
@@ -75,7 +76,7 @@ class LLM:
         self.name, self.method, self.speculation = model, speculation.method, speculation
         self.note = machine.guard_amx(cache_home())  # for the user: what had to be worked around
         path = resolve(model, progress)
-        self.loaded: LoadedModel = load_model(path, dtype=dtype, device=device, threads=threads)
+        self.loaded: LoadedModel = load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics)
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
         drafters = self._drafters()
         self._policy = AdaptivePolicy(drafters, speculation.method, speculation.k)

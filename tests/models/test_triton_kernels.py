@@ -23,6 +23,7 @@ from paceline.config import ModelConfig
 from paceline.errors import DeviceError
 from paceline.models import rehearse
 from paceline.models.decoder import Decoder
+from paceline.models.fast_kernels import FastKernels
 from paceline.models.kernels import LayerByLayer, kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
@@ -228,6 +229,19 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
         results.append((kept, rest.logits, rest.taps))
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, 1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows: int) -> None:
+    made, tokens = weights(), torch.randint(0, 50, (rows,))
+    plan = plan_of(list(range(rows)), torch.arange(5, dtype=torch.int32)[None])
+    results = []
+    for kernels in (FastKernels(CPU), REFERENCE):
+        assert not kernels.exact
+        decoder = Decoder(CONFIG, made, kernels, device=CPU, dtype=torch.float32)
+        cache = KVCache(decoder.kv_specs, num_blocks=5, block_size=16, dtype=torch.float32, device=CPU)
+        results.append(decoder.forward(tokens, plan, cache.layers, torch.arange(rows)).logits)
+    assert_close(*results, 1e-4)
 
 
 @pytest.mark.parametrize("chosen", [[1, 3, 5], [0, 1, 2, 3, 4], [5], [0, 1, 2, 3, 4, 5]])

@@ -90,6 +90,7 @@ def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
             options.model,
             dtype=options.dtype,
             device=options.device,
+            numerics=options.numerics,
             threads=options.threads,
             max_model_len=options.max_model_len,
             gpu_memory_fraction=options.gpu_memory_fraction,

@@ -35,6 +35,10 @@ class RunOptions:
     dtype: Annotated[str, _model("--dtype", help="Weights.", metavar="auto|float32|bfloat16")] = "auto"
     device: Annotated[str, _model("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto"
     threads: Annotated[int | None, _model("--threads", help="CPU threads; all usable cores if unset.")] = None
+    numerics: Annotated[
+        str,
+        _model("--numerics", help="fast: a GPU's large passes may round by their size.", metavar="exact|fast"),
+    ] = "exact"
     max_model_len: Annotated[int | None, _model("--max-model-len", help="Longest context, in tokens.")] = None
     gpu_memory_fraction: Annotated[
         float, _model("--gpu-memory-fraction", help="Of the GPU's memory, for weights, cache and all.")

@@ -38,6 +38,10 @@ def prove(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of seeded requests and of replays.")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="Weights.", metavar="auto|float32|bfloat16")] = "auto",
     device: Annotated[str, typer.Option("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto",
+    numerics: Annotated[
+        str,
+        typer.Option("--numerics", help="fast: near-ties that fall differently are reported.", metavar="exact|fast"),
+    ] = "exact",
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
@@ -54,6 +58,7 @@ def prove(
             model,
             dtype=dtype,
             device=device,
+            numerics=numerics,
             threads=threads,
             method="auto",
             draft_model=draft_model,

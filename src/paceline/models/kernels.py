@@ -19,6 +19,7 @@ from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
 KERNELS = ("auto", "native", "triton", "torch")
+NUMERICS = ("exact", "fast")
 Packed = Any  # a weight in the form its kernels like best; opaque to everyone else
 
 
@@ -127,8 +128,13 @@ class LayerByLayer:
         return added
 
 
-def kernels_for(device: torch.device, threads: int | None = None) -> Kernels:
-    """The best kernels this machine can run, or those PACELINE_KERNELS asks for."""
+def kernels_for(device: torch.device, threads: int | None = None, numerics: str = "exact") -> Kernels:
+    """The best kernels this machine can run, or those PACELINE_KERNELS asks for.
+
+    `numerics` fast gives up that a row's bits never depend on its pass, where that is faster; on a CPU nothing is.
+    """
+    if numerics not in NUMERICS:
+        raise InvalidParameter("numerics", f"{numerics!r} is not one of {', '.join(NUMERICS)}")
     from paceline.models.torch_kernels import TorchKernels
 
     choice = os.environ.get("PACELINE_KERNELS", "") or "auto"
@@ -139,7 +145,9 @@ def kernels_for(device: torch.device, threads: int | None = None) -> Kernels:
             raise DeviceError(f"PACELINE_KERNELS={name} runs on {where} only, not on {device}; unset it")
     if choice == "torch":
         return TorchKernels()
-    return (_for_cpu(choice, threads) if device.type == "cpu" else _for_gpu(choice, device)) or TorchKernels()
+    if device.type == "cpu":
+        return _for_cpu(choice, threads) or TorchKernels()
+    return _for_gpu(choice, device, numerics) or TorchKernels()
 
 
 def _for_cpu(choice: str, threads: int | None) -> Kernels | None:
@@ -152,13 +160,14 @@ def _for_cpu(choice: str, threads: int | None) -> Kernels | None:
     return None
 
 
-def _for_gpu(choice: str, device: torch.device) -> Kernels | None:
+def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None:
     if device.type != "cuda":
         return None
     try:
+        from paceline.models.fast_kernels import FastKernels
         from paceline.models.triton_kernels import TritonKernels
     except ImportError as problem:
         if choice == "triton":
             raise DeviceError(f"PACELINE_KERNELS=triton: {problem}; pip install triton") from None
         return None
-    return TritonKernels(device)
+    return FastKernels(device) if numerics == "fast" else TritonKernels(device)

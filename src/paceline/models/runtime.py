@@ -29,16 +29,19 @@ class LoadedModel:
     generation_defaults: dict[str, Any]
 
 
-def load_model(path: Path, *, dtype: str = "auto", device: str = "auto", threads: int | None = None) -> LoadedModel:
+def load_model(
+    path: Path, *, dtype: str = "auto", device: str = "auto", threads: int | None = None, numerics: str = "exact"
+) -> LoadedModel:
     place = choose_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")
     threads = set_threads(threads)
+    kernels = kernels_for(place, threads, numerics)
     config = load_config(path)
     weights = load_weights(path, config)
     stored = choose_dtype(dtype, weights["model.embed_tokens.weight"].dtype, place)
     try:
-        decoder = Decoder(config, weights, kernels_for(place, threads), device=place, dtype=stored)
+        decoder = Decoder(config, weights, kernels, device=place, dtype=stored)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise

@@ -1,0 +1,44 @@
+"""`--numerics fast` on a GPU: passes of many rows take the vendor's products, which choose their own order of sums.
+
+Up to 64 rows ours read weights as fast as memory allows and stay. Beyond, a row's bits depend on the size of its pass:
+lossless in distribution, but a near-tie may fall differently in a prompt's pass than in a step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.models.kernels import Layer, LayerByLayer, Shape, Stack
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import PassPlan
+from paceline.models.triton.linear import FEW_ROWS, TritonWeight
+from paceline.models.triton_kernels import TritonKernels
+
+
+class FastKernels(TritonKernels):
+    name = "triton, fast"
+    exact = False
+
+    def linear(self, x: Tensor, weight: TritonWeight) -> Tensor:
+        return super().linear(x, weight) if len(x) <= FEW_ROWS else F.linear(x, weight.weight, weight.bias)
+
+    def logits(self, x: Tensor, weight: TritonWeight, out: Tensor | None = None) -> Tensor:
+        if len(x) <= FEW_ROWS:
+            return super().logits(x, weight, out)
+        logits = self.linear(x, weight).float()
+        return logits if out is None else out.copy_(logits)
+
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+        return _Stack(super().stack(layers, caches, shape), LayerByLayer(self, layers, caches, shape))
+
+
+class _Stack:
+    def __init__(self, few: Stack, many: Stack) -> None:
+        self.caches, self._few, self._many = few.caches, few, many
+
+    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        stack = self._few if len(residual) <= FEW_ROWS else self._many
+        return stack.run(first, last, added, residual, plan)
