@@ -7,6 +7,7 @@ bits       a row of a pass has the same bits for 1 to 64 rows, alone, in a batch
 passes     a pass over 1, 8, 32, 64 nodes at 1k and 16k of context (figures 1 and 2), and its kernels by time
 bare       the same shape through transformers with a static cache, compiled
 prefill    8k tokens in chunks against a plain bf16 product of the same shapes
+numerics   passes of 1 to 2048 rows, exact and fast
 host       the engine's time a step that is not the device's (figure 3)
 draft      smollm2 as drafter of the yardstick, and lookup on copy-heavy prompts (figure 5)
 batches    tokens/s by batch, plain and auto (figure 6)

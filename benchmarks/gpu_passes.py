@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,9 +59,10 @@ class Bench:
     def chain(self, first: int, count: int) -> PassPlan:
         return self.rows([0] * count, list(range(first, first + count)))
 
-    def forward(self, tokens: Tensor, plan: PassPlan) -> Tensor:
+    def forward(self, tokens: Tensor, plan: PassPlan, chosen: Sequence[int] | None = None) -> Tensor:
+        rows = torch.arange(len(tokens)) if chosen is None else torch.tensor(list(chosen))
         with torch.inference_mode():
-            return self.decoder.forward(tokens, plan, self.layers, torch.arange(len(tokens))).logits
+            return self.decoder.forward(tokens, plan, self.layers, rows).logits
 
 
 def device_ms(work: Callable[[], Any], repeats: int = 30, warmup: int = 5) -> float:
@@ -114,6 +115,13 @@ def bits(subject: Subject) -> dict[str, Any]:
         both = bench.forward(torch.cat([tokens[context:], tokens[:rows]]), plan)
         note(f"{count} rows beside {rows} of another sequence", both[:count])
     note("all of it as one prefill chunk", bench.forward(tokens, bench.chain(0, length))[context:])
+    for step in (2, count - 1):  # fewer rows' logits than rows, also where both fill a bucket
+        plan = bench.chain(context, count)
+        note(
+            f"every {step}th row asked for",
+            bench.forward(tokens[context:], plan, range(0, count, step)),
+            slice(0, count, step),
+        )
     note("a tree: every node's ancestors elsewhere", tree(bench, tokens, context, count))
     return found
 
@@ -201,6 +209,22 @@ def prefill(subject: Subject) -> dict[str, Any]:
     return found
 
 
+def numerics(subject: Subject) -> dict[str, Any]:
+    """What exactness costs: the same passes with `--numerics fast`, one kind after the other at every size."""
+    sizes = (1, 5) if subject.tiny else (1, 8, 64, 96, 128, 256, 512, 2048)
+    context = 100 if subject.tiny else 1024
+    benches = {name: Bench(subject.made(name), context + max(sizes)) for name in ("exact", "fast")}
+    found: dict[str, Any] = {}
+    for rows in sizes:
+        tokens, ms = torch.randint(0, 500, (rows,)), {}
+        for name, bench in benches.items():
+            given = tokens, bench.chain(context, rows), [rows - 1]
+            ms[name] = device_ms(lambda bench=bench, given=given: bench.forward(*given), 15 if rows > 64 else 30)
+        found[str(rows)] = ms
+        print(f"   {rows:>4} rows: exact {ms['exact']:.2f} ms, fast {ms['fast']:.2f} ms", flush=True)
+    return found
+
+
 def plain_products(decoder: Decoder, rows: int) -> float:
     layer = decoder.layers[0]
     weights = [getattr(p, "weight", None) for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
@@ -251,5 +275,6 @@ PASS_PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "bits": bits,
     "passes": passes,
     "prefill": prefill,
+    "numerics": numerics,
     "bare": bare,
 }
