@@ -101,10 +101,8 @@ class Engine:
         return batch, self.runner.launch(batch) if batch.rows else None  # draft, one target pass, verify, compact
 
     def _launch_ahead(self, batch: Batch, flight: Flight) -> tuple[Batch, Flight] | None:
-        """The step after this one, where no draft asks for tokens the host has not seen: the device need not wait."""
-        if not self.runs_ahead or self.drafters.drafters:
-            return None
-        following = self.scheduler.ahead(batch)
+        """The step after this one, where nothing in it depends on tokens the host has not seen: the device goes on."""
+        following = self.scheduler.ahead(batch) if self.runs_ahead else None
         return None if following is None else (following[0], self.runner.launch_after(flight, *following))
 
     def _under_way(self) -> tuple[Batch, Flight] | None:

@@ -72,7 +72,7 @@ class Scheduler:
     def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
         """The batch after one that is still computed, and which of its rows go on, as if none of them ended there.
 
-        Only where plain decoding goes on anyway: nobody is to be admitted, nobody gives way, no token that is not
+        Only where plain decoding goes on anyway: nobody drafts, is admitted or gives way, and no token that is not
         known yet has a say in what is asked. A sequence that turns out to have ended is left out of the result.
         """
         if batch.num_drafted or (self.waiting and self.has_place):
@@ -82,7 +82,7 @@ class Scheduler:
             return None
         going = [index for index in going if batch.rows[index].sequence.room > 1]
         sequences = [batch.rows[index].sequence for index in going]
-        if not going or any(sequence.looks_back for sequence in sequences):
+        if not going or any(sequence.looks_back for sequence in sequences) or not self.policy.rests(sequences):
             return None
         short = [s for s in sequences if not self.blocks.holds(s, len(s.tokens) + 1)]
         if len(short) > self.blocks.num_free:
