@@ -121,8 +121,9 @@ class Engine:
             sampled = any(not output.sequence.params.greedy for output in outputs)
             plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
             for output in outputs if plain_s else ():
-                output.sequence.stats.spent_s += step_s
-                output.sequence.stats.plain_s += (plain_s or 0.0) * len(output.tokens)
+                stats = output.sequence.stats
+                stats.spent_s += step_s
+                stats.plain_s += (plain_s or 0.0) * len(output.tokens)
 
     def add_request(
         self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, job: str | None = None
