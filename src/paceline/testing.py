@@ -62,6 +62,9 @@ class HashModel:
         self.num_passes = 0
         self.rows_per_pass: list[int] = []
 
+    def prepare(self, *_: object) -> bool:
+        return False
+
     def forward(
         self,
         tokens: Tensor,

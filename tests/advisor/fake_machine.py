@@ -77,6 +77,9 @@ class TableModel:
         self.device, self.cache_dtype, self.torch_threads = torch.device("cpu"), torch.float32, None
         self._costs, self._clock, self._said = costs, clock, said
 
+    def prepare(self, *_):
+        return False
+
     def forward(self, tokens, plan, caches, logit_rows, taps=()):
         costs, rows, decoding = self._costs, len(tokens), len(logit_rows)
         per_prompt_row = costs.row_s if costs.prompt_row_s is None else costs.prompt_row_s

@@ -56,6 +56,9 @@ class FunctionModel:
         self.rows_per_pass = []
         self.fail_at = set()  # numbers of the passes that raise
 
+    def prepare(self, *_):
+        return False
+
     def forward(self, tokens, plan, caches, logit_rows, taps=()):
         self.rows_per_pass.append(len(tokens))
         if len(self.rows_per_pass) in self.fail_at:

@@ -383,6 +383,9 @@ class Stumbling:
         self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
         self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
 
+    def prepare(self, *_):
+        return False
+
     def forward(self, tokens, plan, caches, logit_rows, taps=()):
         logits = self.model.forward(tokens, plan, caches, logit_rows).logits
         wrong = plan.positions[logit_rows] % 4 == 3

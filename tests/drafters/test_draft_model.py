@@ -283,6 +283,9 @@ class Stumbling:
         self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
         self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
 
+    def prepare(self, *_):
+        return False
+
     def forward(self, tokens, plan, caches, logit_rows, taps=()):
         logits = self.model.forward(tokens, plan, caches, logit_rows).logits
         wrong = torch.tensor([self.chance.random() < 0.3 for _ in range(len(logits))], dtype=torch.bool)

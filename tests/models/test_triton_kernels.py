@@ -21,6 +21,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
 
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError
+from paceline.models import rehearse
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import LayerByLayer, kernels_for
 from paceline.models.kv_cache import KVCache
@@ -227,6 +228,42 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
         results.append((kept, rest.logits, rest.taps))
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, 1e-4)
+
+
+@pytest.mark.parametrize("chosen", [[1, 3, 5], [0, 1, 2, 3, 4], [5], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("taps", [(), (1,)])
+def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
+    kernels: TritonKernels, chosen: list[int], taps: tuple[int, ...]
+) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+    plan, tokens = plan_of(list(range(6)), torch.zeros((1, 1), dtype=torch.int32)), torch.arange(6)
+    every = decoder.forward(tokens, plan, cache.layers, torch.arange(6), taps).logits.clone()
+    some = decoder.forward(tokens, plan, cache.layers, torch.tensor(chosen), taps).logits
+    assert torch.equal(some, every[chosen])
+
+
+def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearse, "CHAINS", (1, 8))
+    monkeypatch.setattr(rehearse, "TREES", ((8, 8),))
+    monkeypatch.setattr(rehearse, "PROMPT", 12)
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
+    for layer in cache.layers:
+        layer.k.fill_(7.0)
+        layer.v.fill_(7.0)
+    assert decoder.prepare(cache.layers, 16, (), 2)
+    assert all(bool((layer.k == 7.0).all() and (layer.v == 7.0).all()) for layer in cache.layers)
+    graphs = decoder.graphs
+    assert graphs is not None
+    met = set(graphs._passes)
+    with torch.inference_mode():
+        for rows in (1, 5):
+            plan = plan_of(list(range(rows)), torch.zeros((1, 1), dtype=torch.int32))
+            decoder.forward(torch.arange(rows), plan, cache.layers, torch.arange(rows))
+    assert set(graphs._passes) == met
 
 
 def test_a_pass_of_the_stack_is_the_sequence_of_its_kernels(kernels: TritonKernels) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from paceline import rng
 from paceline.draft import Draft, Kind, Proposal
+from paceline.engine.sampler import Sampler
 from paceline.rng import Lane
 from paceline.verify import Controls, Draws, Nodes, draw, probabilities, process, route, verify
 from tests.verify.device import interpreted, moved
@@ -340,3 +341,7 @@ try:
 
 except ImportError:
     _noise = None
+
+
+def test_the_engine_can_rehearse_on_the_kernels(kernels):
+    Sampler(40, frozenset({2}), torch.device("cpu")).rehearse()

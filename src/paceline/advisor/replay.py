@@ -47,6 +47,9 @@ class NoModel:
         self.cache_dtype = torch.float32
         self.torch_threads: int | None = 1
 
+    def prepare(self, *_: object) -> bool:
+        return False
+
     def forward(self, *_: Any, **__: Any) -> ModelOutput:
         raise AssertionError("a replay computes nothing")
 

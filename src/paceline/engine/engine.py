@@ -76,6 +76,8 @@ class Engine:
             on_release=self.drafters.release,
         )
         self.runner = ModelRunner(model, cache, self.drafters, Sampler(model.config.vocab_size, eos, model.device))
+        with says_what_to_lower():
+            self.runner.prepare(config.max_num_seqs)
         self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
         self.stats = EngineStats()
         self.runs_ahead = model.device.type != "cpu"  # a step may be launched before the one before it is read

@@ -114,6 +114,11 @@ class ModelRunner:
         self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
         self._caches = cache.layers[: len(model.kv_specs)]
 
+    def prepare(self, most_sequences: int) -> None:
+        """Compile and record beforehand what the first steps would wait for, where that is so."""
+        if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, most_sequences):
+            self.sampler.rehearse()
+
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
         draft = self.drafters.propose([row for row in batch.rows if row.samples])

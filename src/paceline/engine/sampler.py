@@ -11,14 +11,17 @@ from torch import Tensor
 
 from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Verdict, packed_to
+from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
 from paceline.verify.greedy import walk_greedily
 
+REHEARSED = 8  # nodes of the draft
+
 
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
-        self._device = device
+        self._vocab_size, self._device = vocab_size, device
         self.shortcut = True  # greedy steps on the host; not while `prove` puts a fault into the long way
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._empty = functools.lru_cache(64)(self._plain)
@@ -59,6 +62,18 @@ class Sampler:
             num_logprobs=wanted,
             only_chains=only_chains,
         )
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Judge a made-up step of each common kind: the kernels it takes get compiled."""
+        chain = Draft.chains(torch.zeros(1, REHEARSED, dtype=torch.int64), torch.tensor([REHEARSED]), source=0)
+        logits = torch.zeros(REHEARSED + 1, self._vocab_size, device=self._device)
+        for asked in ({"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.7, "seed": 0}):
+            params = SamplingParams(**{"temperature": 1.0, **asked}).resolve({})  # type: ignore[arg-type]
+            sequences = [Sequence("rehearsal", [0], params, max_len=2 * REHEARSED)]
+            for draft in (Draft.empty(1), chain):
+                rows = draft.width + 1
+                self.verify(sequences, draft, logits[:rows], torch.arange(rows)[None], only_chains=True)
 
     def _on_device(
         self, draft: Draft, row_of: Tensor, deepest: int, needs_path: bool

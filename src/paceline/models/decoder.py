@@ -35,10 +35,13 @@ class Model(Protocol):
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
-        """`tokens` may lie on the host or on the device, `plan` and `logit_rows` come from the host.
+        """`tokens` may lie on the host or on the device, `plan` and `logit_rows` (ascending) come from the host.
 
         The logits stand until the next pass: keep a copy to keep them longer.
         """
+
+    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], sequences: int) -> bool:
+        """Do beforehand what first passes would wait for; False where there is no such thing. Writes no cache slot."""
 
 
 class Decoder:
@@ -101,18 +104,26 @@ class Decoder:
         if self.graphs is not None:
             return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
         device = self.device
-        return self.compute(tokens.to(device), plan.to(device), caches, logit_rows.to(device), taps)
+        chosen = None if len(logit_rows) == len(tokens) else logit_rows.to(device)
+        return self.compute(tokens.to(device), plan.to(device), caches, chosen, taps)
+
+    @torch.inference_mode()
+    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], sequences: int) -> bool:
+        if self.graphs is None:
+            return False
+        self.graphs.prepare(caches, block_size, tuple(taps), sequences)
+        return True
 
     def compute(
         self,
         tokens: Tensor,
         plan: PassPlan,
         caches: Sequence[LayerCache],
-        logit_rows: Tensor,
+        logit_rows: Tensor | None,
         taps: Sequence[int] = (),
         out: Tensor | None = None,
     ) -> ModelOutput:
-        """The pass itself, everything on the device; logits go to `out` (R, V) where it is given."""
+        """The pass itself, everything on the device; logits of all rows or the chosen ones, in `out` where given."""
         stack = self._bound_to(caches)
         tapped: dict[int, Tensor] = {}
         residual = self.embedding[tokens].to(self.activation_dtype)  # (M, H), kept up to date in place
@@ -124,12 +135,12 @@ class Decoder:
             if last in taps:
                 tapped[last] = residual.clone() if added is None else residual + added
             first = last
-        if not taps and len(logit_rows) < len(tokens) and added is not None:
+        if not taps and logit_rows is not None and added is not None:
             added, residual = added[logit_rows], residual[logit_rows]
-            logit_rows = torch.arange(len(logit_rows), device=self.device)
+            logit_rows = None
         final = self._norm(added, residual)
         tapped[FINAL] = final
-        rows = final if len(logit_rows) == len(final) else final[logit_rows]
+        rows = final if logit_rows is None else final[logit_rows]
         logits = self.kernels.logits(rows, self.head, out)
         return ModelOutput(logits, torch.stack([tapped[tap] for tap in taps], dim=1) if taps else None)
 

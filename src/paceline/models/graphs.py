@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ModelOutput, PassPlan
+from paceline.models.rehearse import rehearsal, shapes
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
@@ -44,7 +45,7 @@ class Bucket:
     tiles: int
     tile: int
     path: int
-    logits: int
+    logits: int  # 0: of every row
     taps: tuple[int, ...]
 
 
@@ -74,7 +75,7 @@ class _Pass:
         view = {name: self.device_ints[place] for name, place in self.at.items()}
         kv_heads = decoder.config.num_kv_heads
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
-        self.tokens, self.logit_rows = view["tokens"], view["logit_rows"]
+        self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
         self.plan = PassPlan(
             positions=view["positions"],
             slots=view["slots"],
@@ -106,7 +107,8 @@ class _Pass:
             host[at[name].start :][:rows] = getattr(plan, name).numpy()
         if tokens.device.type == "cpu":
             host[at["tokens"].start :][:rows] = tokens.numpy()
-        host[at["logit_rows"].start :][: len(logit_rows)] = logit_rows.numpy()
+        if self.bucket.logits:
+            host[at["logit_rows"].start :][: len(logit_rows)] = logit_rows.numpy()
         if self.bucket.path:
             host[at["path"]].reshape(self.bucket.rows, -1)[:rows, : plan.path.shape[1]] = plan.path.numpy()
         host[at["tables"].start :][: tables.size] = tables.reshape(-1)
@@ -142,7 +144,9 @@ class PassGraphs:
             self._passes.clear()
         tile, begin, count = self._tiles(plan.sequence.numpy())
         rows, wanted = len(tokens), len(logit_rows)
-        bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), up(wanted), taps)
+        # The bucket's numbers may be equal where those asked for are not.
+        logits = 0 if wanted == rows else up(wanted)
+        bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), logits, taps)
         of = self._pass(bucket, caches, plan)
         of.fill(tokens, plan, logit_rows, begin, count)
         warm = of.graph is not None or not self.capture
@@ -160,6 +164,14 @@ class PassGraphs:
             tiles = tiles_of(sequence, config.num_heads // config.num_kv_heads)
             self._last_tiles = sequence.copy(), tiles
         return tiles
+
+    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: tuple[int, ...], sequences: int) -> None:
+        started = time.perf_counter()
+        for shape in shapes(sequences, STEPS[-1]):
+            tokens, plan, logit_rows = rehearsal(shape, block_size)
+            for _ in range(2 if self.capture else 1):  # the second time it is recorded
+                self.forward(tokens, plan, caches, logit_rows, taps)
+        log.info("prepared %d shapes of passes in %.1f s", len(self._passes), time.perf_counter() - started)
 
     def _pass(self, bucket: Bucket, caches: Sequence[LayerCache], plan: PassPlan) -> _Pass:
         of = self._passes.get(bucket)
@@ -183,7 +195,7 @@ class PassGraphs:
     def _compute(self, of: _Pass) -> ModelOutput:
         assert self._caches is not None
         bucket = of.bucket
-        out = self._logits_buffer(bucket.logits)
+        out = self._logits_buffer(bucket.logits or bucket.rows)
         return self._decoder.compute(of.tokens, of.plan, self._caches, of.logit_rows, bucket.taps, out)
 
     def _record(self, of: _Pass) -> None:

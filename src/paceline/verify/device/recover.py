@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -25,7 +24,7 @@ def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verd
     _recover[(programs(count),)](
         *found[:3], rows, shares, coins, verdict.tokens, verdict.num_accepted, verdict.path, verdict.kinds,
         count, tile.splits, verdict.path.shape[1],
-        tile.dtype, tiles.ROWS, tile.block, tile.padded, triton.next_power_of_2(verdict.tokens.shape[1]),
+        tile.dtype, tiles.ROWS, tile.block, tile.padded, tiles.steps(verdict.tokens.shape[1]),
     )  # fmt: skip
 
 

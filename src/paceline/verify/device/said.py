@@ -62,7 +62,7 @@ def walk(draft: Draft, drawn: Tensor, row_of: Tensor, rows: Tensor | None, verdi
         draft.tokens, draft.parents, draft.num_nodes, drawn, row_of, rows,
         verdict.tokens, verdict.num_accepted, verdict.path, verdict.kinds,
         count, draft.width, verdict.path.shape[1],
-        tiles.ROWS, triton.next_power_of_2(max(draft.width, 1)), triton.next_power_of_2(verdict.tokens.shape[1]),
+        tiles.ROWS, tiles.steps(draft.width), tiles.steps(verdict.tokens.shape[1]),
         num_warps=1,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+STEPS = (1, 16, 64)
 # Rows a program takes. The interpreter pays by the program, a device by the row.
 ROWS = 4096 if triton.knobs.runtime.interpret else 1
 
@@ -53,6 +54,11 @@ class Tile(NamedTuple):
 
     def grid(self, rows: int) -> tuple[int, int]:
         return programs(rows), self.splits
+
+
+def steps(count: int) -> int:
+    """`count` nodes or tokens of a step, rounded up to one of few numbers: a kernel is compiled for each."""
+    return next((size for size in STEPS if count <= size), triton.next_power_of_2(count))
 
 
 def programs(rows: int) -> int:
