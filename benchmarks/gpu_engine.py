@@ -80,6 +80,7 @@ class Runs:
             "answers": answers,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
             "step_ms": 1e3 * statistics.median(steps) if steps else 0.0,
+            "steps": steps,
             "tau": stats.mean_acceptance_length,
         }
 
@@ -142,19 +143,22 @@ def host(subject: Subject) -> dict[str, Any]:
 
 
 def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[str, float]:
-    """Device time of the same steps, from the profiler, against their wall time without it."""
-    wall = runs.answer(prompts, params)["step_ms"]
+    """Wall time of some steps, and how long the device was busy in the same steps of the same answers, profiled."""
+    steps = runs.answer(prompts, params)["steps"]
+    first, count = len(steps) // 4, len(steps) // 2
+    wall = 1e3 * statistics.mean(steps[first : first + count])
     if not torch.cuda.is_available():
         return {"step_ms": wall, "device_ms": 0.0, "host_ms": wall}
     from torch.profiler import ProfilerActivity, profile
 
-    steps = 20
     sequences = [runs.engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]
     while any(sequence.num_output == 0 for sequence in sequences):
         runs.engine.step()
+    for _ in range(first):
+        runs.engine.step()
     torch.cuda.synchronize()  # a step may be under way already, as one will be at the end
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        for _ in range(steps):
+        for _ in range(count):
             runs.engine.step()
         torch.cuda.synchronize()
     while runs.engine.has_work:
@@ -164,7 +168,7 @@ def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[s
     for begin, end in spans:  # kernels overlap: their union
         total += max(end - max(begin, last), 0.0)
         last = max(last, end)
-    device = total / 1e3 / steps
+    device = total / 1e3 / count
     return {"step_ms": wall, "device_ms": device, "host_ms": wall - device}
 
 
@@ -231,7 +235,9 @@ def small(subject: Subject) -> dict[str, Any]:
     runs.answer(prompts, params)
     got = runs.answer(prompts, params)
     print(f"   {batch} rows sampled: {got['tokens_per_second']:.0f} tok/s, step {got['step_ms']:.2f} ms", flush=True)
-    return {"tokens_per_second": got["tokens_per_second"], "step_ms": got["step_ms"]}
+    device = busy(runs, prompts, params)
+    print(f"   in the middle: step {device['step_ms']:.2f} ms, device busy {device['device_ms']:.2f} ms", flush=True)
+    return {"tokens_per_second": got["tokens_per_second"], **device, "step_ms": got["step_ms"]}
 
 
 ENGINE_PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import packed_to
+from paceline.draft import packed_to, sent
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import BadWords, Bias, Controls, Draws, MinTokens, Penalties
@@ -128,7 +128,7 @@ class ControlsBuilder:
 
         def values(of: Callable[[SamplingParams], float | None], neutral: float) -> Tensor:
             given = [of(sequence.params) for sequence in sequences]
-            return torch.tensor([neutral if value is None else value for value in given], device=self._device)
+            return sent(torch.tensor([neutral if value is None else value for value in given]), self._device)
 
         return Penalties(
             repetition=values(lambda p: p.repetition_penalty, 1.0),
@@ -182,7 +182,7 @@ class ControlsBuilder:
         tokens = [list((p.logit_bias or {}).keys()) for p in params]
         width = max(map(len, tokens))
         values = [list((p.logit_bias or {}).values()) + [0.0] * (width - len(p.logit_bias or {})) for p in params]
-        return Bias(tokens=self._ragged(tokens), values=torch.tensor(values, device=self._device))
+        return Bias(tokens=self._ragged(tokens), values=sent(torch.tensor(values), self._device))
 
     def _top_k(self, params: SequenceOf[SamplingParams]) -> Tensor | None:
         wanted = [max(p.top_k or 0, 0) for p in params]
@@ -195,14 +195,14 @@ class ControlsBuilder:
         given = [neutral if value is None else value for value in values]
         if all(value == neutral for value in given):
             return None
-        return torch.tensor(given, dtype=dtype, device=self._device)
+        return sent(torch.tensor(given, dtype=dtype), self._device)
 
     def _ragged(self, rows: SequenceOf[SequenceOf[int]]) -> Tensor:
         width = max(map(len, rows))
         return self._ints([[*row, *[-1] * (width - len(row))] for row in rows]).view(len(rows), width)
 
     def _ints(self, values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object]) -> Tensor:
-        return _host_ints(values).to(self._device)
+        return sent(_host_ints(values), self._device)
 
 
 def _host_ints(values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object]) -> Tensor:

@@ -133,6 +133,9 @@ class Draft:
         _refuse((counts < 0) | (counts > self.width), "row {}: num_nodes is not between 0 and the width")
         node = np.arange(self.width)
         used = node < counts[:, None]
+        known = tokens.view(np.uint64) < vocab_size  # nor are negative ones
+        if (~used | (known & (parents == node - 1) & (depth == node + 1))).all() and self.q is None:
+            return  # chains, mostly
         _refuse(used & ((tokens < 0) | (tokens >= vocab_size)), "row {}, node {}: a token outside the vocabulary")
         _refuse(used & ((parents < -1) | (parents >= node)), "row {}, node {}: its parent does not come before it")
         rows = np.arange(self.batch)[:, None]
@@ -215,10 +218,14 @@ def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """int64 tensors of the host on a device, in one copy: there a copy costs more than what it carries."""
     if device.type == "cpu":
         return list(tensors)
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    flat = flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat.to(device)
+    flat = sent(torch.cat([tensor.flatten() for tensor in tensors]), device)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on a device, without waiting for what that is busy with: a copy from ordinary memory would."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:

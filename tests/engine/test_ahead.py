@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.fakes import ChainDrafter
+from paceline.engine.policy import Choice
+from tests.engine.fakes import ChainDrafter, TapDrafter, TreeDrafter
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
 
 EOS = 3
@@ -117,6 +118,34 @@ def test_after_the_last_answer_nothing_is_under_way():
         while engine.has_work:
             steps += bool(engine.step())
         assert steps == sequence.num_output
+
+
+class Resting(ByRequest):
+    """Drafts for nobody in three steps of four."""
+
+    def __init__(self, choices):
+        super().__init__(choices)
+        self.planned = 0
+
+    def plan(self, sequences, other_rows, others_wait):
+        self.planned += 1
+        return super().plan(sequences, other_rows, others_wait)
+
+    def rests(self, sequences):
+        return any(len(sequence.tokens) % 4 for sequence in sequences)
+
+
+def test_drafters_keep_up_with_steps_taken_ahead_of_them():
+    chain, tree, taps = ChainDrafter("chain"), TreeDrafter("tree"), TapDrafter()
+    policy = Resting({"a": Choice("chain", 3), "b": Choice("tree", 4), "c": Choice("tapped", 2)})
+    engine, launched = ahead_engine(drafters=[chain, tree, taps], policy=policy, num_blocks=128)
+    sequences = run(engine, [(i, name, prompt_of(i, 6), params(max_tokens=30)) for i, name in enumerate("abc")])
+    for i, name in enumerate("abc"):
+        assert sequences[name][0].output_tokens == greedy_alone(prompt_of(i, 6), 30)
+        assert sequences[name][0].stats.num_drafts > 0
+    assert launched, "some steps were plain"
+    assert engine.stats.num_steps > policy.planned
+    assert engine.drafters.failures == 0
 
 
 @pytest.mark.parametrize("why", ["a drafter", "logprobs", "penalties", "min_tokens"])

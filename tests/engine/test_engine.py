@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy import Choice, LearnsNothing
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, context_logits, toy_config
@@ -26,7 +26,7 @@ from tests.engine.fakes import (
 VOCAB = 11
 
 
-class ByRequest:
+class ByRequest(LearnsNothing):
     """Method and budget by request id, so that one batch mixes them."""
 
     def __init__(self, choices: dict[str, Choice]):
@@ -34,15 +34,6 @@ class ByRequest:
 
     def plan(self, sequences, other_rows, others_wait):
         return [self.choices.get(sequence.request_id, Choice()) for sequence in sequences]
-
-    def observe(self, report):
-        pass
-
-    def plain_seconds(self, num_sequences, sampled):
-        return None
-
-    def forget(self, sequence):
-        pass
 
 
 def greedy_alone(prompt, max_tokens, eos=()):

@@ -31,7 +31,7 @@ from paceline.sequence import Sequence
 LEARNED = 6  # evidence of a trained drafter: it always has an opinion, and mostly a good one
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftRow:
     """A sequence that asks for a draft of at most `budget` nodes. Room for them is reserved behind its tokens."""
 
@@ -39,7 +39,7 @@ class DraftRow:
     budget: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Commit:
     """Tokens the target computed in this pass and that now stand: a prefill chunk, or a decode's accepted path.
 

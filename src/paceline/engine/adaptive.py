@@ -104,6 +104,10 @@ class AdaptivePolicy:
             self._drafting_now = {sequences[index].key for index in open_ended if choices[index].budget}
         return choices
 
+    def rests(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Where nobody may draft at all."""
+        return not self._drafters or all(wish(one, self._method, self._k)[0] == NONE for one in sequences)
+
     def _in_turn(
         self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]]
     ) -> dict[int, tuple[str, int]]:

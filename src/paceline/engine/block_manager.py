@@ -120,12 +120,14 @@ class BlockManager:
                 self._published[chain[-1]] = block
                 self._hash[block] = chain[-1]
 
-    def settle(self, sequence: Sequence) -> None:
-        """After a step: take back what its tokens do not need, offer what is full."""
-        if len(sequence.blocks) * self.block_size >= len(sequence.tokens) + self.block_size:
-            self.trim(sequence, len(sequence.tokens))
-        if self.prefix_caching:
-            self.publish(sequence)
+    def settle(self, sequences: Iterable[Sequence]) -> None:
+        """After a step: take back what their tokens do not need, offer what is full."""
+        size = self.block_size
+        for sequence in sequences:
+            if len(sequence.blocks) * size >= len(sequence.tokens) + size:
+                self.trim(sequence, len(sequence.tokens))
+            if self.prefix_caching:
+                self.publish(sequence)
 
     def mark(self, sequence: Sequence, drafter: str, start: int, end: int) -> None:
         """The drafter's K/V of positions [start, end) are complete: mark the blocks that lie inside."""

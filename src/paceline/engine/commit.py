@@ -15,7 +15,7 @@ from paceline.engine.drafting import DrafterSet
 from paceline.engine.model_runner import Flight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText
-from paceline.sequence import Sequence
+from paceline.sequence import Sequence, Status
 
 
 @dataclass(slots=True)
@@ -42,12 +42,12 @@ class Committer:
 
     def collect(self, flight: Flight) -> list[StepOutput]:
         """The one device-to-host copy of the step, then bookkeeping."""
-        verdicts = flight.read_verdicts()
+        verdicts, has_taps = flight.read_verdicts(), flight.hidden is not None
         outputs = []
         computed: list[tuple[Sequence, int, int, Tensor | None]] = []
         for index, row in enumerate(flight.layout.rows):
             sequence, accepted = row.sequence, 0
-            if sequence.finished:  # after the flight was launched
+            if sequence.status is Status.FINISHED:  # after the flight was launched
                 continue
             if row.samples:
                 tokens, accepted, kinds = verdicts[index]
@@ -55,11 +55,10 @@ class Committer:
                 accepted = min(accepted, len(output.tokens))
                 outputs.append(output)
             sequence.num_computed = row.first + row.count + accepted
-            computed.append((sequence, row.first, row.count + accepted, flight.taps(index, accepted)))
-        blocks = self._scheduler.blocks
-        self._drafters.commit(computed, blocks)
-        for sequence, *_ in computed:
-            blocks.settle(sequence)
+            taps = flight.taps(index, accepted) if has_taps else None
+            computed.append((sequence, row.first, row.count + accepted, taps))
+        self._drafters.commit(computed, self._scheduler.blocks)
+        self._scheduler.blocks.settle([sequence for sequence, _, _, _ in computed])
         for output in outputs:
             if output.finished:
                 sequence = output.sequence
@@ -67,7 +66,7 @@ class Committer:
         return outputs
 
     def _extend(self, flight: Flight, index: int, tokens: list[int], accepted: int, kinds: list[int]) -> StepOutput:
-        row = flight.layout.rows[index]
+        row, drafted = flight.layout.rows[index], flight.layout.num_nodes[index]
         sequence = row.sequence
         watch = self._watches.get(sequence.key) or self._watch(sequence)
         kept = self._append(sequence, tokens, watch)
@@ -75,7 +74,8 @@ class Committer:
             tokens, kinds = tokens[:kept], kinds[:kept]
         if sequence.logprobs is not None:
             sequence.logprobs += flight.logprobs(index)[:kept]
-        sequence.stats.add(flight.layout.nodes_by_depth(index), min(accepted, kept), kept, row.method)
+        by_depth = flight.layout.nodes_by_depth(index) if drafted else []
+        sequence.stats.add(by_depth, min(accepted, kept), kept, row.method)
         finished, text, piece = sequence.finish_reason is not None, watch.text, ""
         if text is not None:
             if finished:
@@ -84,19 +84,19 @@ class Committer:
             sequence.text += piece
         if finished:
             self.forget(sequence)
-        drafted = flight.layout.num_nodes[index]
         return StepOutput(sequence, tokens, piece, kinds, finished, row.method, drafted, accepted)
 
     def _append(self, sequence: Sequence, tokens: list[int], watch: _Watch) -> int:
         """Up to the first stop; how many."""
-        if watch.text is None and sequence.room > len(tokens) and watch.ends.isdisjoint(tokens):
+        count = len(tokens)
+        if watch.text is None and sequence.room > count and watch.ends.isdisjoint(tokens):
             sequence.tokens += tokens
-            return len(tokens)
+            return count
         for kept, token in enumerate(tokens, start=1):
             sequence.tokens.append(token)
             if self._stops(sequence, token, watch.text):
                 return kept
-        return len(tokens)
+        return count
 
     def _watch(self, sequence: Sequence) -> _Watch:
         eos = frozenset[int]() if sequence.params.ignore_eos else self._eos

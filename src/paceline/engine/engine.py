@@ -103,10 +103,8 @@ class Engine:
         return batch, self.runner.launch(batch) if batch.rows else None  # draft, one target pass, verify, compact
 
     def _launch_ahead(self, batch: Batch, flight: Flight) -> tuple[Batch, Flight] | None:
-        """The step after this one, where no draft asks for tokens the host has not seen: the device need not wait."""
-        if not self.runs_ahead or self.drafters.drafters:
-            return None
-        following = self.scheduler.ahead(batch)
+        """The step after this one, where nothing in it depends on tokens the host has not seen: the device goes on."""
+        following = self.scheduler.ahead(batch) if self.runs_ahead else None
         return None if following is None else (following[0], self.runner.launch_after(flight, *following))
 
     def _under_way(self) -> tuple[Batch, Flight] | None:
@@ -125,8 +123,9 @@ class Engine:
             sampled = any(not output.sequence.params.greedy for output in outputs)
             plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
             for output in outputs if plain_s else ():
-                output.sequence.stats.spent_s += step_s
-                output.sequence.stats.plain_s += (plain_s or 0.0) * len(output.tokens)
+                stats = output.sequence.stats
+                stats.spent_s += step_s
+                stats.plain_s += (plain_s or 0.0) * len(output.tokens)
 
     def add_request(
         self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, job: str | None = None

@@ -77,23 +77,25 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     sampled = [index for index, row in enumerate(rows) if row.samples]
     num_nodes = _num_nodes(draft, sampled, len(rows))
     first = np.array([row.first for row in rows])
-    # (M,) whose each row is, which node, and the position whose slot it is written to
-    owner, node, stored = np.arange(len(rows)), np.full_like(first, -1), first
+    # (M,) whose each row is, which node (-1 the last token), and the position whose slot it is written to
     if draft.width or not batch.only_decodes:
         count = np.array([row.count for row in rows])
         owner, node = _spread(count, num_nodes)
         stored = (first + count)[owner] + node
+    else:
+        owner, node, stored = np.arange(len(rows)), np.full(len(rows), -1), first
     block, offset = np.divmod(stored, block_size)
     each = np.zeros((5, len(owner)), np.int32)  # one array for all that is one number a row
     each[0], each[1], each[2], each[3] = stored, batch.tables[owner, block] * block_size + offset, owner, stored + 1
     if any(row.first < row.sequence.num_cached for row in rows):  # computed once more, but not written
         each[1, stored < np.array([row.sequence.num_cached for row in rows])[owner]] = -1
     path = np.empty((len(owner), 0), np.int32)
-    trees = _trees(draft)
+    used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
+    trees = _trees(draft, used)
     if trees:
-        path = _place_trees(draft, trees, each, np.flatnonzero(node >= 0))
+        path = _place_trees(draft, trees, used, each, np.flatnonzero(node >= 0))
     if tokens is None:
-        tokens = torch.from_numpy(_tokens(rows, draft, node))
+        tokens = torch.from_numpy(_tokens(rows, draft, used, node))
     wanted = node >= -1 if len(sampled) == len(rows) else (node >= -1) & np.isin(owner, sampled)
     positions, slots, sequence, prefix, path_len = map(torch.from_numpy, each)
     return Layout(
@@ -110,7 +112,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
             max_len=int(each[0].max(initial=-1)) + 1,
         ),
         logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
-        logit_row_of=torch.from_numpy(_logit_row_of(draft)),
+        logit_row_of=torch.from_numpy(_logit_row_of(used)),
         rows=rows,
         num_nodes=num_nodes.tolist(),
         sampled=sampled,
@@ -133,44 +135,40 @@ def _spread(count: Ints, num_nodes: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - (size.cumsum() - num_nodes)[owner]
 
 
-def _tokens(rows: list[Row], draft: Draft, node: Ints) -> Ints:
+def _tokens(rows: list[Row], draft: Draft, used: Bools, node: Ints) -> Ints:
     """(M,) the sequences' own and the drafts': nodes are in the order of their rows."""
     own = chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows])
     if not draft.width:
         return np.fromiter(own, np.int64, len(node))
     tokens, is_node = np.empty_like(node), node >= 0
     tokens[~is_node] = list(own)
-    tokens[is_node] = draft.tokens.numpy()[_used(draft)]
+    tokens[is_node] = draft.tokens.numpy()[used]
     return tokens
 
 
-def _logit_row_of(draft: Draft) -> Ints:
+def _logit_row_of(used: Bools) -> Ints:
     """(B, N + 1): rows of logits lie in order of sequence and slot."""
-    if not draft.width:
-        return np.arange(draft.batch)[:, None]
-    used = np.ones((draft.batch, draft.width + 1), np.bool_)
-    used[:, 1:] = _used(draft)
-    return np.where(used, used.cumsum().reshape(used.shape) - 1, -1)
+    batch, width = used.shape
+    if not width:
+        return np.arange(batch)[:, None]
+    slots = np.ones((batch, width + 1), np.bool_)
+    slots[:, 1:] = used
+    return np.where(slots, slots.cumsum().reshape(slots.shape) - 1, -1)
 
 
-def _used(draft: Draft) -> Bools:
-    """(B, N) which nodes are not padding."""
-    return np.arange(draft.width) < draft.num_nodes.numpy()[:, None]
-
-
-def _trees(draft: Draft) -> list[int]:
+def _trees(draft: Draft, used: Bools) -> list[int]:
     """The rows of the draft in which some node hangs from another than the one before."""
-    astray = _used(draft) & (draft.parents.numpy() != np.arange(-1, draft.width - 1)) if draft.width else None
-    return [] if astray is None or not astray.any() else np.flatnonzero(astray.any(1)).tolist()
+    astray = used & (draft.parents.numpy() != np.arange(-1, draft.width - 1))
+    return np.flatnonzero(astray.any(1)).tolist() if astray.any() else []
 
 
-def _place_trees(draft: Draft, trees: list[int], each: Int32s, of_nodes: Ints) -> Int32s:
+def _place_trees(draft: Draft, trees: list[int], used: Bools, each: Int32s, of_nodes: Ints) -> Int32s:
     """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, P).
 
     `of_nodes`: the rows of the pass that are nodes. In a chain every ancestor lies where the block table says, so the
     rows of chains stand already.
     """
-    parents, depth, used = draft.parents.numpy()[trees], draft.depth.numpy()[trees], _used(draft)  # (T, N)
+    parents, depth = draft.parents.numpy()[trees], draft.depth.numpy()[trees]  # (T, N)
     at = np.zeros(used.shape, np.int64)
     at[used] = of_nodes
     rows, used, tree = at[trees], used[trees], np.arange(len(trees))

@@ -77,6 +77,8 @@ class Flight:
         read = self.reading.verdict
         parts = (part.tolist() for part in (read.tokens, read.num_accepted, read.kinds))
         columns = zip(self.layout.sampled, *parts, strict=True)
+        if not read.path.size:  # nothing beyond: nothing to cut off
+            return {at: (tokens, count, kinds) for at, tokens, count, kinds in columns}
         return {at: (tokens[: count + 1], count, kinds[: count + 1]) for at, tokens, count, kinds in columns}
 
     def logprobs(self, span: int) -> list[dict[int, tuple[float, int]]]:

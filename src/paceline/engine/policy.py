@@ -43,6 +43,9 @@ class Policy(Protocol):
         `others_wait`: the place of a sequence that ends is taken by another at once.
         """
 
+    def rests(self, sequences: SequenceOf[Sequence]) -> bool:
+        """The step after the one under way will not draft, whatever that says: it need not be asked for a plan."""
+
     def observe(self, report: StepReport) -> None:
         """Learn from a step."""
 
@@ -55,6 +58,9 @@ class Policy(Protocol):
 
 class LearnsNothing:
     """What a policy that only follows a plan leaves out."""
+
+    def rests(self, sequences: SequenceOf[Sequence]) -> bool:
+        return False
 
     def observe(self, report: StepReport) -> None:
         pass

@@ -72,27 +72,30 @@ class Scheduler:
     def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
         """The batch after one that is still computed, and which of its rows go on, as if none of them ended there.
 
-        Only where plain decoding goes on anyway: nobody is to be admitted, nobody gives way, no token that is not
+        Only where plain decoding goes on anyway: nobody drafts, is admitted or gives way, and no token that is not
         known yet has a say in what is asked. A sequence that turns out to have ended is left out of the result.
         """
         if batch.num_drafted or (self.waiting and self.has_place):
             return None
-        going = [index for index, row in enumerate(batch.rows) if row.samples and not row.sequence.finished]
-        if len(going) < len(self.running):  # somebody has a prompt to read
+        live = [
+            (index, row.sequence)
+            for index, row in enumerate(batch.rows)
+            if row.samples and row.sequence.status is Status.RUNNING
+        ]
+        if len(live) < len(self.running):  # somebody has a prompt to read
             return None
-        going = [index for index in going if batch.rows[index].sequence.room > 1]
+        going = [index for index, sequence in live if sequence.room > 1]
         sequences = [batch.rows[index].sequence for index in going]
-        if not going or any(sequence.looks_back for sequence in sequences):
+        if not going or any(sequence.looks_back for sequence in sequences) or not self.policy.rests(sequences):
             return None
-        short = [s for s in sequences if not self.blocks.holds(s, len(s.tokens) + 1)]
+        short = [sequence for sequence in sequences if not self.blocks.holds(sequence, len(sequence.tokens) + 1)]
         if len(short) > self.blocks.num_free:
             return None
         for sequence in short:
             self.blocks.allocate(sequence, len(sequence.tokens) + 1)
-        following = Batch(tables=self.blocks.tables(sequences))
-        for sequence in sequences:
-            following.add(Row(sequence, len(sequence.tokens), 1, True, NO_DRAFT.method, 0))
-        return following, going
+        method = NO_DRAFT.method
+        rows = [Row(sequence, len(sequence.tokens), 1, True, method, 0) for sequence in sequences]
+        return Batch(rows, num_tokens=len(rows), tables=self.blocks.tables(sequences)), going
 
     @property
     def has_place(self) -> bool:

@@ -1,0 +1,152 @@
+"""The rows of a pass, laid out at once, against what the layout's own words say of each of them."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.draft import Draft, Verdict
+from paceline.engine.batch import Batch, Row
+from paceline.engine.block_manager import BlockManager
+from paceline.engine.engine import no_collection
+from paceline.engine.layout import lay_out, slot
+from paceline.engine.model_runner import Reading, unpack
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+
+BLOCK = 4
+
+
+def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, budget: int) -> Batch:
+    blocks, rows = BlockManager(400, BLOCK), []
+    for index in range(num_rows):
+        prompt = [noise.randrange(50) for _ in range(noise.randint(1, 20))]
+        sequence = Sequence(str(index), prompt, SamplingParams().resolve({}), max_len=100)
+        first = len(prompt) - 1 if decodes else noise.randrange(len(prompt))
+        count = 1 if decodes else noise.randint(1, len(prompt) - first)
+        if not decodes and noise.random() < 0.3:
+            sequence.num_cached = first + 1  # the last shared token is computed once more
+        blocks.allocate(sequence, first + count + 1 + budget)
+        rows.append(Row(sequence, first, count, first + count == len(prompt), "some", budget))
+    batch = Batch(tables=blocks.tables([row.sequence for row in rows]))
+    for row in rows:
+        batch.add(row)
+    return batch
+
+
+def make_draft(noise: random.Random, batch: int, width: int, *, trees: bool) -> Draft:
+    draft = Draft.empty(batch, width=width)
+    for row in range(batch):
+        draft.num_nodes[row] = count = noise.randint(0, width)
+        for node in range(count):
+            parent = noise.randrange(-1, node) if trees and node else node - 1
+            draft.tokens[row, node], draft.parents[row, node] = noise.randrange(50), parent
+            draft.depth[row, node] = 1 if parent < 0 else draft.depth[row, parent] + 1
+    return draft
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(0, 6), st.booleans(), st.booleans())
+def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, trees):
+    noise = random.Random(seed)
+    batch = make_batch(noise, num_rows, decodes=decodes, budget=width)
+    sampled = [index for index, row in enumerate(batch.rows) if row.samples]
+    draft = make_draft(noise, len(sampled), width, trees=trees)
+    layout = lay_out(batch, draft, BLOCK)
+    plan, at, logits = layout.plan, 0, 0
+    for index, row in enumerate(batch.rows):
+        tokens, table = row.sequence.tokens, row.sequence.blocks
+        assert plan.block_tables[index].tolist() == table + [-1] * (plan.block_tables.shape[1] - len(table))
+        for position in range(row.first, row.first + row.count):
+            written = -1 if position < row.sequence.num_cached else slot(row.sequence, position, BLOCK)
+            assert row_at(layout, at) == (tokens[position], position, written, index, position + 1, [])
+            at += 1
+        if not row.samples:
+            assert layout.num_nodes[index] == 0
+            continue
+        which, length = sampled.index(index), len(tokens)
+        parents, depth = draft.parents[which].tolist(), draft.depth[which].tolist()
+        count = layout.num_nodes[index]
+        is_chain = parents[:count] == list(range(-1, count - 1))
+        paths = {-1: []}
+        assert layout.logit_rows[logits] == at - 1
+        assert layout.logit_row_of[which].tolist() == [logits + i if i <= count else -1 for i in range(width + 1)]
+        for node in range(count):
+            own, position = slot(row.sequence, length + node, BLOCK), length - 1 + depth[node]
+            paths[node] = [*paths[parents[node]], own]
+            seen = (position + 1, []) if is_chain else (length, paths[node])
+            assert row_at(layout, at) == (int(draft.tokens[which, node]), position, own, index, *seen)
+            assert layout.logit_rows[logits + node + 1] == at
+            at += 1
+        by_depth = [depth[:count].count(level) for level in range(1, max(depth[:count], default=0) + 1)]
+        assert layout.nodes_by_depth(index) == by_depth
+        assert (index in layout.trees) == (not is_chain)
+        assert (layout.spans[index].nodes, layout.spans[index].num_nodes) == (at - count, count)
+        logits += count + 1
+    assert (len(layout.tokens), len(layout.logit_rows)) == (at, logits)
+    assert plan.max_len == int(plan.positions.max()) + 1
+
+
+def row_at(layout, at):
+    plan = layout.plan
+    numbers = (layout.tokens, plan.positions, plan.slots, plan.sequence, plan.prefix)
+    path = plan.path[at].tolist()
+    length = int(plan.path_len[at])
+    assert path[length:] == [-1] * (len(path) - length)
+    return (*(int(part[at]) for part in numbers), path[:length])
+
+
+def test_tables_grow_and_seats_are_used_again():
+    blocks, params = BlockManager(3000, BLOCK), SamplingParams().resolve({})
+    sequences = [Sequence(str(i), [1], params, max_len=9999) for i in range(9)]
+    for turn in range(3):
+        for index, sequence in enumerate(sequences):
+            blocks.allocate(sequence, (index + 1) * 40 * (turn + 1))
+        blocks.check(sequences)
+        tables = blocks.tables(sequences[::-1])
+        assert [[block for block in row if block >= 0] for row in tables.tolist()] == [
+            s.blocks for s in sequences[::-1]
+        ]
+        blocks.trim(sequences[3], 5)
+        blocks.check(sequences)
+        for sequence in sequences[::2]:
+            blocks.free(sequence)
+        blocks.check(sequences)
+    assert len({sequence.seat for sequence in sequences if sequence.blocks}) == 4
+
+
+@pytest.mark.parametrize(("batch", "depth"), [(1, 0), (3, 0), (1, 4), (5, 3), (64, 2)])
+def test_a_verdict_is_read_as_it_was_packed(batch, depth):
+    noise = np.random.default_rng(batch)
+    given = {
+        "tokens": noise.integers(-1, 99, (batch, depth + 1)),
+        "num_accepted": noise.integers(0, depth + 1, batch),
+        "path": noise.integers(-1, 9, (batch, depth)),
+        "kinds": noise.integers(0, 4, (batch, depth + 1)).astype(np.uint8),
+    }
+    verdict = Verdict(**{name: torch.from_numpy(part) for name, part in given.items()})
+    packed = verdict.pack()
+    for read in (unpack(packed.numpy(), batch, depth), Reading(verdict).verdict):
+        for name, part in given.items():
+            assert np.array_equal(getattr(read, name), part), name
+    blank = Verdict.blank(batch, depth, torch.device("cpu"))
+    assert blank.pack() is blank.packed
+    for name in ("tokens", "num_accepted", "kinds"):
+        assert (getattr(blank, name).data_ptr() - blank.packed.data_ptr()) % 16 == 0, name
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_leaves_garbage_collection_as_it_found_it(enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with no_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
