@@ -227,6 +227,25 @@ def batches(subject: Subject) -> dict[str, Any]:
     return found
 
 
+def startup(subject: Subject) -> dict[str, Any]:
+    """From weights in memory to the first answer; run it in a process of its own, twice for a warm compile cache."""
+    started, found = time.perf_counter(), {}
+
+    def note(name: str) -> None:
+        found[name] = time.perf_counter() - started
+        print(f"   {name} after {found[name]:.1f} s", flush=True)
+
+    decoder = subject.yardstick
+    note("weights in place")
+    runs = Runs(subject, decoder, "ngram")
+    note("engine ready")
+    runs.answer(prompts_of(subject, 1), greedy(1))
+    note("first token")
+    got = runs.answer(prompts_of(subject, 1), greedy(24))
+    print(f"   then {got['tokens_per_second']:.0f} tok/s", flush=True)
+    return found
+
+
 def small(subject: Subject) -> dict[str, Any]:
     batch, length = (8, 12) if subject.tiny else (512, 64)
     runs = Runs(subject, subject.small, batch=batch)
@@ -241,6 +260,7 @@ def small(subject: Subject) -> dict[str, Any]:
 
 
 ENGINE_PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "startup": startup,
     "identity": identity,
     "host": host,
     "draft": draft,
