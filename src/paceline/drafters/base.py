@@ -116,6 +116,9 @@ class HostDrafter:
     def commit(self, commits: SequenceOf[Commit]) -> None:
         pass
 
+    def overlap(self) -> None:
+        """Called while a pass is under way: what was left over from commits."""
+
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         pass
 

@@ -88,6 +88,7 @@ class NgramDrafter(HostDrafter):
         self._min, self._max = context.speculation.ngram_min, context.speculation.ngram_max
         self._vocab_size = context.config.vocab_size
         self._states: dict[str, _State] = {}
+        self._behind: dict[str, Sequence] = {}  # decoded on, and not indexed yet
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
         chains = [self._chain(row.sequence, row.budget) for row in rows]
@@ -111,17 +112,24 @@ class NgramDrafter(HostDrafter):
     def commit(self, commits: SequenceOf[Commit]) -> None:
         for commit in commits:
             sequence, end = commit.sequence, commit.first + commit.count
-            # A decode also committed the token after those computed; of a prompt only what was computed is taken in,
-            # so that indexing is spread over the chunks.
+            # Of a prompt what was computed is taken in, so that indexing is spread over the chunks; what a decode
+            # committed when it is asked for, or while the next pass is under way.
             if end >= len(sequence.tokens) - 1:
-                end = len(sequence.tokens)
-            self._state(sequence).index.extend(sequence.tokens, end)
+                self._behind[sequence.key] = sequence
+            else:
+                self._state(sequence).index.extend(sequence.tokens, end)
+
+    def overlap(self) -> None:
+        behind, self._behind = self._behind, {}
+        for sequence in behind.values():
+            self._state(sequence).index.extend(sequence.tokens, len(sequence.tokens))
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         self._states.pop(sequence.key, None)
 
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence.key, None)
+        self._behind.pop(sequence.key, None)
 
     def _state(self, sequence: Sequence) -> _State:
         state = self._states.get(sequence.key)

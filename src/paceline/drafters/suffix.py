@@ -43,6 +43,7 @@ class SuffixDrafter(HostDrafter):
         self._max_local_bytes = settings.suffix_bytes - for_store
         self._local_bytes = 0
         self._states: dict[str, _State] = {}
+        self._behind: dict[str, Sequence] = {}  # decoded on, and not indexed yet
         self.store = SuffixStore(for_store, context.config.vocab_size, context.encode, settings.suffix_store)
         self.store.seed(settings.suffix_corpus)
         self.store.load()
@@ -87,9 +88,17 @@ class SuffixDrafter(HostDrafter):
     def commit(self, commits: SequenceOf[Commit]) -> None:
         for commit in commits:
             sequence, end = commit.sequence, commit.first + commit.count
-            # A decode also committed the token after those computed; of a prompt only what was computed is taken in,
-            # so that indexing is spread over the chunks.
-            self._caught_up(sequence, end if end < len(sequence.tokens) - 1 else len(sequence.tokens))
+            # Of a prompt what was computed is taken in, so that indexing is spread over the chunks; what a decode
+            # committed when it is asked for, or while the next pass is under way.
+            if end >= len(sequence.tokens) - 1:
+                self._behind[sequence.key] = sequence
+            else:
+                self._caught_up(sequence, end)
+
+    def overlap(self) -> None:
+        behind, self._behind = self._behind, {}
+        for sequence in behind.values():
+            self._caught_up(sequence, len(sequence.tokens))
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         self._forget(sequence)
@@ -146,6 +155,7 @@ class SuffixDrafter(HostDrafter):
 
     def _forget(self, sequence: Sequence) -> bool:
         state = self._states.pop(sequence.key, None)
+        behind = self._behind.pop(sequence.key, None)
         if state is not None and state.index is not None:
             self._local_bytes -= state.index.nbytes
-        return state is not None and state.sequence is sequence
+        return behind is sequence or (state is not None and state.sequence is sequence)

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from paceline.draft import Draft
 from paceline.drafters import Commit, Drafter, DraftRow
+from paceline.drafters.base import HostDrafter
 from paceline.engine.batch import Row
 from paceline.engine.block_manager import BlockManager
 from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
-READ_AHEAD = 8  # tokens a drafter may be behind in the ordinary course
+READ_AHEAD = 8  # tokens a drafter may be behind in the ordinary course, on average
 
 
 class DrafterSet:
@@ -75,7 +76,7 @@ class DrafterSet:
     @staticmethod
     def _behind(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:
         try:
-            return max(drafter.lag(row.sequence) for row in rows)
+            return sum(drafter.lag(row.sequence) for row in rows) // len(rows)
         except Exception:  # it will say so when it is asked to draft
             return READ_AHEAD + 1
 
@@ -101,7 +102,11 @@ class DrafterSet:
         return draft
 
     def overlap(self) -> None:
-        """What may run while the device computes. Nothing yet: host-side methods bring their own."""
+        """What may run while the device computes: host-side methods take in what was committed."""
+        for drafter in self._working():
+            if isinstance(drafter, HostDrafter):
+                with self._guarded(drafter):
+                    drafter.overlap()
 
     def commit(self, commits: SequenceOf[tuple[Sequence, int, int, Tensor | None]], blocks: BlockManager) -> None:
         """Tell every drafter what was computed, with its own taps, and mark the blocks it has completed."""
