@@ -19,6 +19,7 @@ from paceline.engine.policy import AUTO
 from paceline.engine.policy_memory import PolicyMemory
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve
+from paceline.models.pass_prior import prior_of
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from paceline.sampling_params import SamplingParams
@@ -79,7 +80,7 @@ class LLM:
         self.loaded: LoadedModel = load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics)
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
         drafters = self._drafters()
-        self._policy = AdaptivePolicy(drafters, speculation.method, speculation.k)
+        self._policy = AdaptivePolicy(drafters, speculation.method, speculation.k, prior_of(self.loaded.decoder))
         self._memory = PolicyMemory(path, self.loaded, drafters)
         self._memory.load(self._policy)
         self.engine = Engine(

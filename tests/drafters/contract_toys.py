@@ -16,7 +16,7 @@ from paceline.controls import ControlsBuilder
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
 from paceline.sampling_params import SamplingParams
@@ -138,20 +138,11 @@ def make_drafter(method, config=None):
     return MAKERS[method](config or toy_config(VOCAB))
 
 
-class Choosing:
+class Choosing(LearnsNothing):
     """A policy that learns nothing: `choose(sequence)` says it all."""
 
     def plan(self, sequences, other_rows, others_wait):
         return [self.choose(sequence) for sequence in sequences]
-
-    def observe(self, report):
-        pass
-
-    def plain_seconds(self, num_sequences, sampled):
-        return None
-
-    def forget(self, sequence):
-        pass
 
 
 class ByRequest(Choosing):

@@ -8,7 +8,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.policy import Choice
+from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.decoder import ModelOutput
 from paceline.sampling_params import SamplingParams
 from paceline.testing import HashModel, read_context, toy_config
@@ -41,21 +41,12 @@ class PeriodicModel(HashModel):
         return ModelOutput(logits, None)
 
 
-class ByRequest:
+class ByRequest(LearnsNothing):
     def __init__(self, choices):
         self.choices = choices
 
     def plan(self, sequences, other_rows, others_wait):
         return [self.choices.get(sequence.request_id, Choice()) for sequence in sequences]
-
-    def observe(self, report):
-        pass
-
-    def plain_seconds(self, num_sequences, sampled):
-        return None
-
-    def forget(self, sequence):
-        pass
 
 
 def run_engine(drafters, choices, prompts, num_blocks=128, max_tokens=24, **sampling):

@@ -169,10 +169,12 @@ class ReplayEngine(Engine):
         self.now = 0.0
         self.runner: RecordedRunner = runner(self.drafters)
         self._host = Stopwatch(clock)
-        self._host.watch(self.policy, "plan", "observe")
-        self._host.watch(self.drafters, "commit")
+        self._host.watch(self.policy, "plan", "observe", "meanwhile")
+        self._host.watch(self.drafters, "commit", "overlap")
 
-    def _learn(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> None:
+    def _learn(
+        self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float, *, ahead: bool = False
+    ) -> None:
         took = self.runner.step_s + self._host.take()
         self.now += took
         super()._learn(batch, flight, outputs, took)

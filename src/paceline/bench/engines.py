@@ -28,6 +28,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve
 from paceline.models.kv_cache import KVCache, KVSpec
+from paceline.models.pass_prior import prior_of
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.sampling_params import SamplingParams
 
@@ -156,7 +157,7 @@ class Engines:
 
     def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
         drafters = self.drafters(contender)
-        policy = AdaptivePolicy(drafters, contender.method, contender.k)
+        policy = AdaptivePolicy(drafters, contender.method, contender.k, prior_of(self.loaded.decoder))
         return Engine(self.loaded.decoder, config, tokenizer=self.loaded.tokenizer, drafters=drafters, policy=policy)
 
     def drafters(self, contender: Contender) -> list[Drafter]:

@@ -7,48 +7,62 @@ them for that sequence. Everything here looks back at committed tokens only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 POSITIONS = 16  # deeper ones count as the last
+NOTHING = (0.0,) * POSITIONS
 MEMORY = 400.0  # trials after which old ones fade
 PRIOR_TRIALS = 4.0
 HOPELESS = 0.01
+BENDS = 32
 OWN_FADES, OWN_WEIGHT = 0.95, 8.0  # how far a sequence's own record may lower the common one
 TRUST_FADES, TRUST_WEIGHT = 0.99, 3.0  # likewise for what was promised against what came of it
+DOUBT_TOKENS = 20.0
 EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and the next begins
 FIRST_GUESS = (0.0, 0.12, 0.25, 0.4, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
 
 Key = tuple[str, bool, int]
+Floats = npt.NDArray[np.float64]
 
 
+@functools.cache
 def bucket(evidence: int) -> int:
     return sum(evidence >= step for step in EVIDENCE_STEPS)
 
 
-def prior(evidence_bucket: int, position: int) -> float:
-    """A guess before anything was seen: more evidence is better, and a draft that held so far tends to hold."""
+@functools.cache
+def prior(evidence_bucket: int) -> Floats:
+    """By position, before anything was seen: more evidence is better, and a draft that held so far tends to hold."""
     first = FIRST_GUESS[evidence_bucket]
-    return min(first if position == 0 else first + 0.15, 0.9)
+    return np.minimum([first] + [first + 0.15] * (POSITIONS - 1), 0.9)
 
 
-@dataclass
 class Record:
-    tried: list[float] = field(default_factory=lambda: [0.0] * POSITIONS)
-    hit: list[float] = field(default_factory=lambda: [0.0] * POSITIONS)
+    """How often drafts got as far as each position, and past it."""
+
+    def __init__(
+        self, tried: SequenceOf[float] = (0.0,) * POSITIONS, hit: SequenceOf[float] = (0.0,) * POSITIONS
+    ) -> None:
+        self.tried, self.hit = np.array(tried, np.float64), np.array(hit, np.float64)
 
     def note(self, drafted: int, accepted: int) -> None:
-        for position in range(min(drafted, accepted + 1)):
-            at = min(position, POSITIONS - 1)
-            self.tried[at] += 1
-            self.hit[at] += position < accepted
-            if self.tried[at] > MEMORY:
-                self.tried[at] /= 2
-                self.hit[at] /= 2
+        self.tried[: min(drafted, accepted + 1)] += 1
+        self.hit[: min(drafted, accepted)] += 1
+        over = self.tried > MEMORY
+        if over.any():
+            self.tried[over] /= 2
+            self.hit[over] /= 2
 
-    def rate(self, position: int, guess: float) -> float:
-        at = min(position, POSITIONS - 1)
-        return (self.hit[at] + PRIOR_TRIALS * guess) / (self.tried[at] + PRIOR_TRIALS)
+    def rates(self, guess: Floats) -> Floats:
+        return (self.hit + PRIOR_TRIALS * guess) / (self.tried + PRIOR_TRIALS)
 
 
 @dataclass
@@ -57,31 +71,33 @@ class _Own:
 
     hits: float = 0.0
     expected: float = 0.0
+    variance: float = 0.0  # of the hits, if they are as expected
 
 
 class Acceptance:
     def __init__(self) -> None:
         self._records: dict[Key, Record] = {}
         self._own: dict[tuple[str, str], _Own] = {}
-        self._promises = _Own()  # over all drafts that were chosen
+        self._promises: dict[str, _Own] = {}  # by method, over all drafts that were chosen
+
+    def bend(self, sequence_key: str, method: str) -> float:
+        """How much less than common a method is worth for a sequence, by its own record; in steps: many agree."""
+        own = self._own.get((sequence_key, method))
+        if own is None:
+            return 1.0
+        slack = math.sqrt(own.variance)  # bad luck is no record
+        bend = min((own.hits + slack + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
+        return round(bend * BENDS) / BENDS
 
     def survival(
-        self, sequence_key: str, method: str, sampled: bool, evidence: int, depth: int, least: float = HOPELESS
+        self, method: str, sampled: bool, evidence: int, depth: int, least: float = HOPELESS, bend: float = 1.0
     ) -> list[float]:
         """Probability that the first 1, 2, ..., depth drafted tokens are all accepted, down to `least`."""
         at = bucket(evidence)
         record = self._records.get((method, sampled, at))
-        own = self._own.get((sequence_key, method))
-        bend = 1.0 if own is None else min((own.hits + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
-        alive, result = 1.0, []
-        for position in range(depth):
-            guess = prior(at, position)
-            rate = guess if record is None else record.rate(position, guess)
-            alive *= min(rate * bend, 0.99)
-            if alive < least:
-                break
-            result.append(alive)
-        return result
+        rates = prior(at) if record is None else record.rates(prior(at))
+        alive = np.cumprod(np.minimum(rates[:depth] * bend, 0.99))
+        return [float(one) for one in alive[alive >= least]]
 
     def note(self, sequence_key: str, method: str, sampled: bool, evidence: int, drafted: int, accepted: int) -> None:
         """A draft of `drafted` tokens met its fate; a shadow draft that was never verified counts as well."""
@@ -89,23 +105,32 @@ class Acceptance:
             return
         key = (method, sampled, bucket(evidence))
         record = self._records.setdefault(key, Record())
-        expected = record.rate(0, prior(key[2], 0))
+        guess = FIRST_GUESS[key[2]]
+        expected = float((record.hit[0] + PRIOR_TRIALS * guess) / (record.tried[0] + PRIOR_TRIALS))
         record.note(drafted, accepted)
         own = self._own.setdefault((sequence_key, method), _Own())
         own.hits = OWN_FADES * own.hits + (accepted > 0)
         own.expected = OWN_FADES * own.expected + expected
+        own.variance = OWN_FADES**2 * own.variance + expected * (1 - expected)
 
-    @property
-    def trust(self) -> float:
+    def trust(self, method: str) -> float:
         """What chosen drafts brought over what they promised: of many estimates the highest are chosen, so they tend to
         promise too much."""
-        kept = self._promises
+        kept = self._promises.get(method, _Own())
         return min((kept.hits + TRUST_WEIGHT) / (kept.expected + TRUST_WEIGHT), 1.0)
 
-    def note_promises(self, promised: float, accepted: int) -> None:
-        """Of one step; old ones fade with every step, so that a method given up for bad luck gets another chance."""
-        self._promises.hits = TRUST_FADES * self._promises.hits + accepted
-        self._promises.expected = TRUST_FADES * self._promises.expected + promised
+    @property
+    def doubt(self) -> float:
+        """How little is known of that: 1 before any promise was put to the test."""
+        return DOUBT_TOKENS / (DOUBT_TOKENS + sum(kept.expected for kept in self._promises.values()))
+
+    def note_promises(self, promised: Mapping[str, tuple[float, int]]) -> None:
+        """Of one step, by method: promised and accepted. Old ones fade with every step, so that a method given up for
+        bad luck gets another chance."""
+        for method in {*self._promises, *promised}:
+            kept, (expected, hits) = self._promises.setdefault(method, _Own()), promised.get(method, (0.0, 0))
+            kept.hits = TRUST_FADES * kept.hits + hits
+            kept.expected = TRUST_FADES * kept.expected + expected
 
     def forget(self, sequence_key: str) -> None:
         for key in [key for key in self._own if key[0] == sequence_key]:
@@ -113,8 +138,8 @@ class Acceptance:
 
     def as_list(self) -> list[dict[str, Any]]:
         return [
-            {"method": method, "sampled": sampled, "bucket": at, "tried": record.tried, "hit": record.hit}
-            for (method, sampled, at), record in self._records.items()
+            {"method": method, "sampled": sampled, "bucket": at, "tried": kept.tried.tolist(), "hit": kept.hit.tolist()}
+            for (method, sampled, at), kept in self._records.items()
         ]
 
     def load(self, stored: list[dict[str, Any]]) -> None:

@@ -1,8 +1,8 @@
 """Which method drafts for a sequence, and how far ahead, decided anew each step by expected tokens per second.
 
-A drafted node is worth the probability that it is accepted and costs what one more row costs. Nodes of all sequences
-are taken in order of worth while that raises the step's rate; no draft at all is always a candidate and wins ties.
-Everything used here is committed history and timings, never the draft at hand: that would bias the output.
+Who is asked what it knows is decided by `asking`, how many nodes each gets by `budget`, from what steps and drafts cost
+(`cost`) and how often drafts held (`acceptance`). Everything used here is committed history and timings, never the
+draft at hand: that would bias the output.
 
 Methods that live on the host are tried in the shadow (`shadows`), so their acceptance is known without paying for it;
 where several answers are waited for together, a token of one that runs ahead is worth less (`value`).
@@ -11,83 +11,127 @@ where several answers are waited for together, a token of one that runs ahead is
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+import numpy as np
 
 from paceline.config import MAX_K
 from paceline.drafters import NONE, Drafter
-from paceline.engine.acceptance import HOPELESS, Acceptance
+from paceline.engine.acceptance import HOPELESS, Acceptance, bucket
+from paceline.engine.asking import Asking, Purse
 from paceline.engine.batch import StepOutput
-from paceline.engine.cost import CostModel
+from paceline.engine.budget import DEEPEST, MAX_NODES, Budget, Offer, Terms
+from paceline.engine.cost import CostModel, DraftTimes, Floats, size_of
 from paceline.engine.policy import AUTO, Choice, StepReport, wish
 from paceline.engine.shadows import Shadows
 from paceline.engine.value import token_values
+from paceline.models.pass_prior import CPU, PassPrior
 from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
-MARGIN, MARGIN_EACH, MARGIN_MOST = 0.04, 0.003, 0.1  # what a plan must promise over plain decoding, more in a batch
-PROBE_EVERY = 64  # plain steps of a sequence after which a method that casts no shadow is tried once more
+PROBE_EVERY = 64  # looks after which a method that casts no shadow is tried once more
 PROBE_BUDGET = 2
-EXPLORE_SHARE, EXPLORE_WITHIN = 0.005, 0.85  # of the time: what putting guessed costs to the test may cost
-FIRST_PLAIN = 3
-PLAIN_EVERY = 128
-ASKED = 8  # sequences without a draft that are considered in one step
-SHADOWS = 4  # sequences whose shadows are compared in one step
+PLAIN_FIRST, PLAIN_EVERY = 4, 128  # steps until the next plain one: three times as many after each
+SHADOWS, SHADOWS_SHARE = 4, 0.0025  # sequences whose shadows are compared in one step, and the time it may take
+OVERHEAD_RATE = 0.1
+BELIEF = 0.65  # in what a token is worth to a job, against a token being a token: who will be the last is a guess
 FAR = 256  # an answer's end is not foreseen further than that
 PACE_FADES = 0.9
-DEEPEST, MAX_OFFERS = 16, 256  # how far ahead a plan looks, and how many nodes one step may take
+CHEAP, DEAR = 0.01, 0.1  # of a plain step: what a token drafted ahead is taken to cost before that was timed
 READ_AT_ONCE = 16  # tokens a drafter with a lag reads in about the time it drafts one
-PATIENT_TOKENS, SMALL_LAG = 2, 8  # a drafter that must read the prompt first does not delay the first tokens
+READ_FOR = 16  # steps that what was read is taken to serve
+PATIENT_TOKENS, SMALL_LAG, LAGS = 2, 8, 64  # a drafter that must read the prompt first does not delay the first tokens
+
+Candidate = tuple[str, int]  # method, evidence
+
+
+@cache
+def _choice(method: str, budget: int) -> Choice:
+    return Choice(method, budget)
 
 
 @dataclass
 class _Costs:
     """Step times, apart for greedy and sampled batches and for few and many sequences: their overheads differ."""
 
+    prior: PassPrior
     models: dict[tuple[bool, int], CostModel]
 
-    @staticmethod
-    def _size(num_sequences: int) -> int:
-        return max(num_sequences - 1, 0).bit_length()
-
     def of(self, num_sequences: int, sampled: bool) -> CostModel:
-        return self.models.setdefault((sampled, self._size(num_sequences)), CostModel())
+        key = sampled, size_of(num_sequences)
+        if key not in self.models:
+            alike = [size for known, size in self.models if known == sampled]
+            nearest = min(alike, key=lambda size: abs(size - key[1]), default=None)
+            self.models[key] = CostModel(self.prior)
+            if nearest is not None:
+                self.models[key] = self.models[sampled, nearest].as_a_guess()
+        return self.models[key]
+
+
+@dataclass
+class _Plan:
+    """What the last plan was made of, for whoever learns from what came of it."""
+
+    evidence: dict[tuple[str, str], int] = field(default_factory=dict)  # by sequence and method
+    promises: dict[str, list[float]] = field(default_factory=dict)  # by sequence: how likely it is to get how far
+    drafts: bool = False  # of the policy's own choosing
+    seconds: float = 0.0  # that it took
+    asked: bool = False  # somebody was asked
 
 
 class AdaptivePolicy:
-    """`method` auto, or one method with k left open, or both fixed; what a request asks for outranks it."""
+    """`method` auto, or one method with k left open, or both fixed; what a request asks for outranks it.
 
-    def __init__(self, drafters: SequenceOf[Drafter], method: str = NONE, k: int | None = None) -> None:
+    `prior` says how a pass's time grows with its rows where it runs, `clock` what deciding takes.
+    """
+
+    def __init__(
+        self,
+        drafters: SequenceOf[Drafter],
+        method: str = NONE,
+        k: int | None = None,
+        prior: PassPrior = CPU,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._drafters = {drafter.name: drafter for drafter in drafters}
-        self._method, self._k = method, k
-        self._costs = _Costs({})
-        self._draft_seconds: dict[str, float] = {}  # per depth of a draft
-        self._acceptance = Acceptance()
-        self._shadows = Shadows()
-        self._evidence: dict[tuple[str, str], int] = {}  # of the drafts under way
-        self._promises: dict[str, list[float]] = {}  # by sequence: how likely each of those drafts is to get how far
-        self._since_probe: dict[str, int] = {}
+        self._method, self._k, self._clock = method, k, clock
+        self._costs, self._draft_times, self._acceptance = _Costs(prior, {}), DraftTimes(), Acceptance()
+        self._shadows, self._shadow_purse = Shadows(), Purse(SHADOWS_SHARE)
+        self._asking, self._budget = Asking(clock), Budget()
+        self._made = _Plan()
+        self._lesson: tuple[_Plan, StepReport, list[int]] | None = None  # not learnt yet; where its tokens begin
         self._complained: set[tuple[str, type]] = set()
         self._retired: frozenset[str] = frozenset()
-        self._drafting_now: set[str] = set()  # sequences the last plan drafted for
+        self._heard: set[str] = set()  # sequences that were asked
+        self._drafting_now: dict[str, str] = {}  # sequences the last plan drafted for -> method
+        self._since_tried: dict[str, int] = {}  # looks since a method that casts no shadow was asked for a draft
         self._pace: dict[str, float] = {}  # tokens per step, by sequence
         self._turn = self._since_plain = 0
-        self._allowance = 0.0  # steps that may be lost to learning what they cost
-        self.expected_gain: float | None = None  # what drafting promised over plain decoding in the last step
+        self._checking = False  # what plain steps take
+        self._runs_ahead = False  # steps are launched before the one before is read, where nobody drafts
+        self._overhead_s = 0.0  # what deciding takes where somebody drafts, questions aside
+
+    @property
+    def expected_gain(self) -> float | None:
+        """What drafting promised over plain decoding when it was last considered."""
+        return self._budget.expected_gain
 
     # -- deciding
 
     def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
-        self._evidence.clear()
-        self._promises.clear()
-        choices = [Choice()] * len(sequences)
+        began = self._clock()
+        self._made = plan = _Plan()
+        choices = [_choice(NONE, 0)] * len(sequences)
         if not self._drafters:
             return choices
         open_ended: dict[int, tuple[str, int]] = {}  # sequence -> (method or auto, most nodes)
         for index, sequence in enumerate(sequences):
-            method, k = wish(sequence, self._method, self._k)
+            method, k = self._wish(sequence)
             most = min(k or MAX_K, sequence.room - 1)
             if method == NONE or most < 1:
                 continue
@@ -95,160 +139,223 @@ class AdaptivePolicy:
                 open_ended[index] = method, most
             else:
                 choices[index] = self._surest(sequence, method, most)
-        base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
-        cost = self._costs.of(len(sequences), _any_sampled(sequences))
-        if open_ended and self._knows_plain(cost, base):
-            open_ended = self._in_turn(sequences, open_ended)
-            values = [1.0] * len(sequences) if others_wait else self._values(sequences, cost)
-            self._decide(sequences, open_ended, values, choices, cost, base)
-            self._drafting_now = {sequences[index].key for index in open_ended if choices[index].budget}
+        if open_ended:
+            base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
+            cost = self._costs.of(len(sequences), _any_sampled(sequences))
+            if self._knows_plain(cost, base):
+                self._choose(sequences, open_ended, others_wait, choices, cost, base)
+        plan.seconds = self._clock() - began
         return choices
 
     def rests(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Where nobody may draft at all."""
-        return not self._drafters or all(wish(one, self._method, self._k)[0] == NONE for one in sequences)
+        """While nobody drafts, all were asked once and no time is saved up to ask again; and for one step at each check
+        of what plain ones take."""
+        if not self._drafters:
+            return True
+        if self._made.drafts or any(k is not None for _, k in map(self._wish, sequences)):
+            return False
+        if self._checking:
+            self._checking = False
+            return True
+        waits = not self._drafting_now and self._asking.purse.seconds <= 0
+        return waits and self._heard.issuperset([sequence.key for sequence in sequences])
 
-    def _in_turn(
-        self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]]
-    ) -> dict[int, tuple[str, int]]:
-        """Those that draft already, and some of the others in turn: asking all of many costs more than it finds."""
-        idle = [index for index in open_ended if sequences[index].key not in self._drafting_now]
-        if len(idle) <= ASKED:
-            return open_ended
-        first = self._turn * ASKED % len(idle)
-        passed_over = {*idle} - {*(idle + idle)[first : first + ASKED]}
-        return {index: wanted for index, wanted in open_ended.items() if index not in passed_over}
+    def _wish(self, sequence: Sequence) -> tuple[str, int | None]:
+        return wish(sequence, self._method, self._k)
 
     def _surest(self, sequence: Sequence, method: str, budget: int) -> Choice:
         """With k fixed only the method is left to choose: the one with the most to go by."""
         evidence = {name: self._note_evidence(sequence, name) for name in self._allowed(method)}
         best = max(evidence, key=evidence.__getitem__, default=NONE)
-        return Choice(best, budget) if evidence.get(best) else Choice()
+        return _choice(best, budget) if evidence.get(best) else _choice(NONE, 0)
 
-    def _decide(
+    def _choose(
         self,
         sequences: SequenceOf[Sequence],
         open_ended: dict[int, tuple[str, int]],
-        values: SequenceOf[float],
+        others_wait: bool,
         choices: list[Choice],
         cost: CostModel,
         base: int,
     ) -> None:
-        offers: list[tuple[float, int, int]] = []  # (-worth of the node, sequence, its depth from 1)
-        methods: dict[int, str] = {}
-        alone = [cost.seconds(base + depth) for depth in range(DEEPEST + 1)]
-        trust = self._acceptance.trust
+        """For those whose method or k is open."""
+        began, asked = self._clock(), self._asking.spent_s
+        found = self._candidates(sequences, open_ended)
+        if found:
+            values = [1.0] * len(sequences) if others_wait else self._values(sequences, cost)
+            terms = self._terms(cost, base, values, found)
+            offers = self._offers(sequences, open_ended, found, values, terms)
+            for offer, depth in zip(offers, self._budget.spread(offers, terms) if offers else (), strict=True):
+                if depth:
+                    choices[offer.sequence] = _choice(offer.method, depth)
+            self._probe(sequences, offers, choices, terms)
+        drafting = ((sequences[index].key, choices[index]) for index in open_ended)
+        self._drafting_now = {key: choice.method for key, choice in drafting if choice.budget}
+        self._made.drafts, self._made.asked = bool(self._drafting_now), bool(found)
+        taken = self._clock() - began - (self._asking.spent_s - asked)
+        if self._made.drafts:
+            self._overhead_s += OVERHEAD_RATE * (taken - self._overhead_s)
+        elif found:
+            self._asking.purse.empty()
+            self._asking.purse.pay(taken)
+
+    def _candidates(
+        self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]]
+    ) -> dict[int, list[Candidate]]:
+        """Methods that have something to say. Asked are newcomers, those that draft, and some of the others in turn."""
+        found: dict[int, list[Candidate]] = {}
+        methods = self._allowed(AUTO)
+        may_take = self._asking.purse.seconds / max(len(methods), 1)
+        new = [at for at in open_ended if sequences[at].key not in self._heard]
+        if may_take <= 0 and not self._drafting_now and not new:
+            return found
+        current = {index: self._drafting_now.get(sequences[index].key) for index in open_ended}
+        for method in methods:
+            may = [at for at in current if open_ended[at][0] in (AUTO, method)]
+            due = [at for at in may if current[at] == method]
+            if due and not self._shadows.casts(method):
+                due = may  # a pass of a model serves many at little more than one
+            due += [at for at in new if at not in due and at in may]
+            rest = [at for at in may if at not in due] if may_take > 0 and len(due) < len(may) else []
+            asked = self._asking.in_turn(method, rest, may_take, together=not self._shadows.casts(method))
+            if due or asked:
+                with self._asking.timed(method, len(due), len(asked)):
+                    for index in (*due, *asked):
+                        if evidence := self._note_evidence(sequences[index], method):
+                            found.setdefault(index, []).append((method, evidence))
+        self._heard.update(sequences[at].key for at in new if sequences[at].num_output >= PATIENT_TOKENS)
+        return found
+
+    def _terms(
+        self, cost: CostModel, base: int, values: SequenceOf[float], found: Mapping[int, list[Candidate]]
+    ) -> Terms:
+        plain, drafting = cost.seconds(base), {}
+        for name in {method for candidates in found.values() for method, _ in candidates}:
+            # Before it was timed, what casts no shadow is taken to run a model.
+            guess = (CHEAP if self._shadows.casts(name) else DEAR) * plain
+            drafting[name] = self._draft_times.lines(name, len(values), guess, self._asking.each_s(name))
+        with_nodes = cost.seconds_with(base, min(len(values) * DEEPEST, MAX_NODES)) + self._overhead_s
+        return Terms(cost, base, len(values), sum(values), self._acceptance.doubt, with_nodes, drafting)
+
+    def _offers(
+        self,
+        sequences: SequenceOf[Sequence],
+        open_ended: dict[int, tuple[str, int]],
+        found: Mapping[int, list[Candidate]],
+        values: SequenceOf[float],
+        terms: Terms,
+    ) -> list[Offer]:
+        """The best each sequence could have."""
         # What a node must be worth to pay for its row; half of it, since costs are estimates and tokens may weigh more.
-        least = max(0.5 * (alone[1] / alone[0] - 1) * len(sequences), HOPELESS)
-        for index, (method, most) in open_ended.items():
-            best = self._best_method(sequences[index], self._allowed(method), most, alone, least)
-            if best is not None:
-                methods[index], survival = best
-                self._promises[sequences[index].key] = survival
-                value = trust * values[index]
-                offers += [(-worth * value, index, depth) for depth, worth in enumerate(survival, start=1)]
-        self._fill(choices, offers, methods, cost, base, len(sequences))
-        for index, method in methods.items():
-            if choices[index].budget == 0 and self._probe_is_due(sequences[index], method):
-                choices[index] = Choice(method, min(PROBE_BUDGET, sequences[index].room - 1))
+        row = (terms.with_nodes / terms.plain_s - 1) / np.arange(1, len(terms.with_nodes) + 1)
+        least = max(0.5 * float(row.min()) * terms.sequences, HOPELESS)
+        together = min(len(self._drafting_now), terms.sequences) or len(found)
+        trust = {method: self._acceptance.trust(method) for method in terms.drafting}
+        main, spent = self._main(together, terms)
+        known: dict[Any, tuple[float, list[float], Floats]] = {}
+        offers = []
+        for index, candidates in found.items():
+            sequence, sampled, several = sequences[index], not sequences[index].params.greedy, len(candidates) > 1
+            best = 0.0
+            for method, evidence in candidates:
+                bend = self._acceptance.bend(sequence.key, method)
+                lag = self._drafters[method].lag(sequence) if several else 0
+                lag = -(-lag // LAGS) * LAGS if lag > SMALL_LAG else 0
+                alike = method, bucket(evidence), sampled, bend, lag, several
+                if alike not in known:
+                    survival = self._acceptance.survival(method, sampled, evidence, DEEPEST, least, bend)
+                    worth = np.zeros(DEEPEST)
+                    worth[: len(survival)] = survival
+                    rate = (
+                        self._rate(method, worth * trust[method], lag, together, main, spent, terms)
+                        if several
+                        else float(bool(survival))
+                    )
+                    known[alike] = rate, survival, worth
+                if known[alike][0] > best:
+                    best, survival, worth = known[alike]
+                    chosen = method
+            if best:
+                most = open_ended[index][1]
+                if most < DEEPEST:
+                    worth = np.where(np.arange(DEEPEST) < most, worth, 0.0)
+                self._made.promises[sequence.key] = survival
+                offers.append(Offer(index, chosen, worth * (trust[chosen] * values[index])))
+        return offers
+
+    def _rate(
+        self, method: str, worth: Floats, lag: int, together: int, main: str, spent: float, terms: Terms
+    ) -> float:
+        """Tokens per second if all that are likely to draft did so by this method, as well as this sequence."""
+        if not worth[0]:
+            return 0.0
+        line, most = terms.drafting[method], max(len(terms.with_nodes) // together, 1)
+        reading = line.at(together, 1) * lag / READ_AT_ONCE / READ_FOR
+        depth = np.arange(1, min(len(worth), most) + 1)
+        tokens = terms.sequences + together * np.cumsum(worth[:most])
+        seconds = terms.with_nodes[np.minimum(together * depth, len(terms.with_nodes)) - 1]
+        drafting = np.maximum(line.at(together, depth), spent) if main == method else line.at(together, depth) + spent
+        return float((tokens / (seconds + drafting + reading)).max())
+
+    def _main(self, together: int, terms: Terms) -> tuple[str, float]:
+        """The method that most draft by, and what that takes whether or not one more does."""
+        by = list(self._drafting_now.values())
+        main = max({*by}, key=by.count, default=NONE)
+        if main not in terms.drafting or 2 * by.count(main) <= together:
+            return NONE, 0.0
+        return main, float(terms.drafting[main].at(together, self._budget.limit))
+
+    def _probe(
+        self, sequences: SequenceOf[Sequence], offers: SequenceOf[Offer], choices: list[Choice], terms: Terms
+    ) -> None:
+        """A method that casts no shadow and has not drafted for long is tried once more, when there is time for it."""
+        for method, index in {offer.method: offer.sequence for offer in offers}.items():
+            if self._shadows.casts(method) or any(choice.method == method for choice in choices):
+                self._since_tried[method] = 0
+                continue
+            self._since_tried[method] = self._since_tried.get(method, 0) + 1
+            if self._since_tried[method] < PROBE_EVERY or choices[index].budget:
+                continue
+            seconds = float(terms.with_nodes[PROBE_BUDGET - 1]) + terms.drafting[method].at(1, PROBE_BUDGET)
+            if self._budget.afford(seconds / terms.plain_s - 1):
+                self._since_tried[method] = 0
+                choices[index] = _choice(method, min(PROBE_BUDGET, sequences[index].room - 1))
 
     def _values(self, sequences: SequenceOf[Sequence], cost: CostModel) -> list[float]:
         """By sequence: what a token of it is worth to whoever waits for all answers of its job."""
         values, jobs = [1.0] * len(sequences), dict[str, list[int]]()
         for index, sequence in enumerate(sequences):
             jobs.setdefault(sequence.job, []).append(index)
-        for members in jobs.values():
+        for members in jobs.values() if len(jobs) < len(sequences) else ():
             if len(members) > 1:
                 row_s = max(cost.seconds(len(members)) - cost.seconds(1), 0.0) / (len(members) - 1)
                 paces = [self._pace.get(sequences[index].key, 1.0) for index in members]
                 rooms = [min(sequences[index].room, FAR) for index in members]
                 worth = token_values(paces, rooms, pass_s=max(cost.seconds(1) - row_s, 0.0), row_s=row_s)
                 for index, value in zip(members, worth, strict=True):
-                    values[index] = value
+                    values[index] = 1 - BELIEF + BELIEF * value
         return values
-
-    def _probe_is_due(self, sequence: Sequence, method: str) -> bool:
-        """Only drafters that cannot be watched in the shadow need it."""
-        if self._shadows.casts(method):
-            return False
-        waited = self._since_probe.get(sequence.key, 0) + 1
-        self._since_probe[sequence.key] = 0 if waited >= PROBE_EVERY else waited
-        return waited >= PROBE_EVERY
 
     def _knows_plain(self, cost: CostModel, base: int) -> bool:
         """Whether to draft pays is judged against plain steps, so some are taken at first, and one now and then."""
         self._since_plain += 1
-        if cost.times_seen(base) >= FIRST_PLAIN and self._since_plain < PLAIN_EVERY:
-            return True
-        self._since_plain = 0
-        return False
-
-    def _fill(
-        self,
-        choices: list[Choice],
-        offers: list[tuple[float, int, int]],
-        methods: dict[int, str],
-        cost: CostModel,
-        base: int,
-        value: float,
-    ) -> None:
-        """Take nodes in order of worth up to the number that gives the most tokens per second."""
-        offers.sort()
-        plain = rate = value / cost.seconds(base)
-        best, tokens, depths = 0, float(value), dict.fromkeys(methods.values(), 0)
-        drafted = 0.0  # the rate of the best plan that drafts at all
-        margin = min(MARGIN + MARGIN_EACH * (value - 1), MARGIN_MOST)
-        unseen, regret = 0, 0.0  # a somewhat larger number of nodes whose cost is only guessed, and what it may lose
-        for taken, (worth, index, depth) in enumerate(offers[:MAX_OFFERS], start=1):
-            tokens -= worth
-            depths[methods[index]] = max(depths[methods[index]], depth)
-            seconds = cost.seconds(base + taken) + sum(self._drafting(m, d) for m, d in depths.items() if d)
-            drafted = max(drafted, tokens / seconds)
-            if tokens / seconds > rate * (1 if best else 1 + margin):
-                best, rate, unseen = taken, tokens / seconds, 0
-            elif best and not unseen and cost.times_seen(base + taken) < FIRST_PLAIN:
-                unseen, regret = taken, 1 - tokens / seconds / rate
-        self.expected_gain = drafted / plain if offers else None
-        self._allowance = min(self._allowance + EXPLORE_SHARE, 1.0)
-        if unseen and regret <= min(self._allowance, 1 - EXPLORE_WITHIN):
-            self._allowance -= regret
-            best = unseen
-        for _, index, depth in offers[:best]:
-            choices[index] = Choice(methods[index], max(depth, choices[index].budget))
-
-    def _best_method(
-        self, sequence: Sequence, methods: SequenceOf[str], most: int, seconds: SequenceOf[float], least: float
-    ) -> tuple[str, list[float]] | None:
-        """The method whose best draft for this sequence alone promises the highest rate; `seconds` by its depth."""
-        best: tuple[float, str, list[float]] | None = None
-        for method in methods:
-            evidence = self._note_evidence(sequence, method)
-            if not evidence:
-                continue
-            sampled = not sequence.params.greedy
-            deepest = min(most, DEEPEST)
-            survival = self._acceptance.survival(sequence.key, method, sampled, evidence, deepest, least)
-            tokens, rate, drafting = 1.0, 0.0, self._drafting(method, 1)
-            lag = self._drafters[method].lag(sequence)
-            reading = drafting * lag / READ_AT_ONCE if lag > SMALL_LAG else 0.0
-            for depth, worth in enumerate(survival, start=1):
-                tokens += worth
-                rate = max(rate, tokens / (seconds[depth] + drafting * depth + reading))
-            if best is None or rate > best[0]:
-                best = rate, method, survival
-        return None if best is None else best[1:]
+        seen = cost.plain_seen(base)
+        self._checking = not seen or self._since_plain >= min(PLAIN_FIRST * 3 ** (seen - 1), PLAIN_EVERY)
+        if self._checking:
+            self._since_plain = 0
+        return not self._checking
 
     def _allowed(self, method: str) -> SequenceOf[str]:
         names = self._drafters if method == AUTO else [method]
         return [name for name in names if name not in self._retired]
 
     def _note_evidence(self, sequence: Sequence, method: str) -> int:
-        evidence = self._evidence[sequence.key, method] = self._ask(method, self._evidence_of, sequence)
+        evidence = self._made.evidence[sequence.key, method] = self._ask(method, self._evidence_of, sequence)
         return evidence
 
     @staticmethod
     def _evidence_of(drafter: Drafter, sequence: Sequence) -> int:
-        if drafter.lag(sequence) > SMALL_LAG and sequence.num_output < PATIENT_TOKENS:
+        if sequence.num_output < PATIENT_TOKENS and drafter.lag(sequence) > SMALL_LAG:
             return 0
         return drafter.evidence(sequence)
 
@@ -262,56 +369,84 @@ class AdaptivePolicy:
                 self._complained.add((method, type(problem)))
             return 0
 
-    def _drafting(self, method: str, depth: int) -> float:
-        return self._draft_seconds.get(method, 0.0) * depth
-
     # -- learning
 
     def observe(self, report: StepReport) -> None:
+        self.meanwhile()
         self._retired = report.retired
-        sequences = [output.sequence for output in report.outputs]
-        drafting = sum(seconds for _, seconds in report.draft_s.values())
-        if report.warm and len(sequences) == report.num_sequences and sequences:
-            cost = self._costs.of(len(sequences), _any_sampled(sequences))
-            cost.observe(report.rows, report.step_s - drafting)
-        for method, (depth, seconds) in report.draft_s.items():
-            before = self._draft_seconds.get(method, seconds / depth)
-            self._draft_seconds[method] = 0.9 * before + 0.1 * seconds / depth
+        starts = [len(output.sequence.tokens) - len(output.tokens) for output in report.outputs]
+        self._lesson, self._made = (self._made, report, starts), _Plan()  # a step launched ahead has no plan
+
+    def meanwhile(self) -> None:
+        """Learn from the last step: there is time for it while a pass is under way."""
+        lesson, self._lesson = self._lesson, None
+        if lesson is None:
+            return
+        plan, report, starts = lesson
+        self._learn_costs(plan, report)
         if not self._drafters:
             return
-        self._settle_promises(report.outputs)
+        self._settle_promises(plan, report.outputs)
+        for output, start in zip(report.outputs, starts, strict=True):
+            self._judge(plan, output, start)
+        self._watch(report.outputs)
+
+    def _learn_costs(self, plan: _Plan, report: StepReport) -> None:
+        self._asking.purse.earn(report.step_s)
+        self._shadow_purse.earn(report.step_s)
+        self._runs_ahead |= report.ahead
+        drafted: dict[str, int] = {}  # method -> sequences
         for output in report.outputs:
-            self._judge(output)
-        self._turn += 1
-        for offset in range(min(SHADOWS, len(report.outputs))):
-            self._cast_shadows(report.outputs[(self._turn + offset) % len(report.outputs)])
+            if output.drafted:
+                drafted[output.method] = drafted.get(output.method, 0) + 1
+        for method, (depth, seconds) in report.draft_s.items():
+            self._draft_times.observe(method, drafted.get(method, 1), depth, seconds)
+        # A drafter that had to catch up is not timed, and its step says nothing of such steps.
+        whole = len(report.outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
+        taken = report.step_s - plan.seconds - sum(seconds for _, seconds in report.draft_s.values())
+        if not (report.warm and whole and report.outputs and taken > 0):
+            return
+        cost = self._costs.of(len(report.outputs), _any_sampled([output.sequence for output in report.outputs]))
+        if plan.drafts or report.ahead or not self._runs_ahead or not cost.plain_seen(report.rows):
+            cost.observe(report.rows, taken, drafted=plan.drafts)
+        elif plan.asked and cost.scale is not None:  # it could have been launched ahead, had nobody been asked
+            self._asking.purse.pay(max(taken - cost.seconds(report.rows), 0.0))
 
-    def _settle_promises(self, outputs: SequenceOf[StepOutput]) -> None:
-        promised, accepted = 0.0, 0
+    def _watch(self, outputs: SequenceOf[StepOutput]) -> None:
+        """Cast shadows for some sequences, as far as there is time for it."""
+        for _ in range(min(SHADOWS, len(outputs))):
+            if self._shadow_purse.seconds > 0:
+                began = self._clock()
+                self._turn += 1
+                self._cast_shadows(outputs[self._turn % len(outputs)])
+                self._shadow_purse.pay(self._clock() - began)
+
+    def _settle_promises(self, plan: _Plan, outputs: SequenceOf[StepOutput]) -> None:
+        promised: dict[str, tuple[float, int]] = {}
         for output in outputs:
-            if output.drafted and (survival := self._promises.get(output.sequence.key)):
-                promised += sum(survival[: output.drafted])
-                accepted += output.accepted
-        self._acceptance.note_promises(promised, accepted)
+            if output.drafted and (survival := plan.promises.get(output.sequence.key)):
+                before, accepted = promised.get(output.method, (0.0, 0))
+                promised[output.method] = before + sum(survival[: output.drafted]), accepted + output.accepted
+        self._acceptance.note_promises(promised)
 
-    def _judge(self, output: StepOutput) -> None:
+    def _judge(self, plan: _Plan, output: StepOutput, start: int) -> None:
         """A real draft met its fate, and so did the shadows it makes superfluous."""
         sequence, sampled = output.sequence, not output.sequence.params.greedy
         key = sequence.key
         if output.drafted:
-            evidence = self._evidence.get((key, output.method), 1)
+            evidence = plan.evidence.get((key, output.method), 1)
             self._acceptance.note(key, output.method, sampled, evidence, output.drafted, output.accepted)
             self._shadows.drop(sequence, output.method)
-        for fate in self._shadows.meet(sequence, output.tokens):
+        for fate in self._shadows.meet(sequence, output.tokens, start):
             self._acceptance.note(key, fate.method, sampled, fate.evidence, fate.drafted, fate.matched)
         self._pace[key] = PACE_FADES * self._pace.get(key, 1.0) + (1 - PACE_FADES) * len(output.tokens)
-        if output.finished:
+        if output.finished or sequence.finished:
             self.forget(sequence)
 
     def _cast_shadows(self, output: StepOutput) -> None:
         sequence = output.sequence
-        method, k = wish(sequence, self._method, self._k)
-        if output.finished or method == NONE or (method != AUTO and k is not None):
+        method, k = self._wish(sequence)
+        if output.finished or sequence.finished or method == NONE or (method != AUTO and k is not None):
             return
         for name in self._allowed(method):
             if not self._shadows.follows(sequence, name) and not (output.drafted and output.method == name):
@@ -327,26 +462,30 @@ class AdaptivePolicy:
 
     def forget(self, sequence: Sequence) -> None:
         self._acceptance.forget(sequence.key)
-        self._since_probe.pop(sequence.key, None)
+        self._heard.discard(sequence.key)
+        self._drafting_now.pop(sequence.key, None)
         self._pace.pop(sequence.key, None)
         self._shadows.forget(sequence)
 
     # -- between runs
 
     def state(self) -> dict[str, Any]:
+        self.meanwhile()
         costs = [
             {"sampled": sampled, "size": size, **model.as_dict()}
             for (sampled, size), model in self._costs.models.items()
         ]
-        return {"costs": costs, "acceptance": self._acceptance.as_list(), "draft_seconds": self._draft_seconds}
+        return {"costs": costs, "acceptance": self._acceptance.as_list(), "draft_times": self._draft_times.as_dict()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Raises KeyError, TypeError or ValueError on a state of another form, and is then as before."""
-        models = {(bool(m["sampled"]), int(m["size"])): CostModel.from_dict(m) for m in state["costs"]}
-        seconds = {str(method): float(value) for method, value in state["draft_seconds"].items()}
+        prior = self._costs.prior
+        models = {(bool(m["sampled"]), int(m["size"])): CostModel.from_dict(m, prior) for m in state["costs"]}
+        times = DraftTimes.from_dict(state["draft_times"])
         acceptance = Acceptance()
         acceptance.load(state["acceptance"])
-        self._costs, self._draft_seconds, self._acceptance = _Costs(models), seconds, acceptance
+        self._costs, self._draft_times, self._acceptance = _Costs(prior, models), times, acceptance
+        self._lesson = None
 
 
 def _any_sampled(sequences: SequenceOf[Sequence]) -> bool:

@@ -1,94 +1,275 @@
-"""What a step costs by the number of its rows, learnt while serving.
+"""What a step costs by the number of its rows, and a draft by its rows and depth, learnt while serving.
 
 A model is a shape (cost by rows, relative) times a scale (how fast the machine is right now). Every step moves the
 scale quickly and the shape slowly, so a machine that slows down for a minute does not make one number of rows look
-dear and another cheap. Times are of whole steps: draft, pass, verification and bookkeeping.
+dear and another cheap. Steps with drafts have a shape of their own: they do more than pass more rows. One slow step
+(a capture, a collection of garbage) teaches nothing: the middle one of the last three counts.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any
 
-# Of a memory-bound CPU pass, as measured on two cores; only where nothing was measured yet.
-PRIOR = {1: 1.0, 2: 1.04, 4: 1.09, 8: 1.25, 12: 1.35, 16: 1.65, 24: 1.95, 32: 2.3, 64: 4.0, 128: 7.5, 512: 28.0}
-GRID = sorted({*PRIOR, 3, 5, 6, 10, 14, 20, 28, 40, 48, 80, 96, 192, 256, 384})
+import numpy as np
+import numpy.typing as npt
+
+from paceline.models.pass_prior import CPU, PassPrior
+
+FINE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
 SCALE_RATE, SHAPE_RATE = 0.1, 0.02
 OUTLIER = 3.0  # a step this many times off says more about the machine than about the rows
+RECENT = 3
+NEAR = 1.6  # times as many rows, or as few: the prior's form is trusted between them
+MOST_ROWS = 4096  # beyond, a step costs what it costs there
+REMEMBERED = 5  # times that a cost of an earlier run counts as seen: this run's machine may be another
+FIRST_DRAFTS = 2  # of a method with so many rows: they compile, capture and allocate
+DRAFTS_FADE = 0.9
+NOTHING_S = 1e-7
+A_PRIORI = 0.1  # how much spread of depths (squared) weighs as much as the guess
+
+Floats = npt.NDArray[np.float64]
 
 
-class CostModel:
+class _Curve:
+    """How far the prior is off, at the numbers of rows seen."""
+
     def __init__(self) -> None:
-        self.scale: float | None = None  # seconds of a step of one row
-        self._factor: dict[int, float] = {}  # grid point seen -> how far the prior is off there
-        self._seen: dict[int, int] = {}
-        self._points: list[int] = []  # those grid points, in order
+        self.points: list[int] = []  # in order
+        self.factors: list[float] = []
+        self.seen: dict[int, int] = {}
+        self._recent: dict[int, list[float]] = {}
 
-    def seconds(self, rows: int) -> float:
-        """1.0 for one row while nothing is known: then only ratios mean anything."""
-        return (self.scale or 1.0) * prior(rows) * self._factor_at(rows)
-
-    def times_seen(self, rows: int) -> int:
-        return self._seen.get(_nearest(rows), 0)
-
-    def observe(self, rows: int, seconds: float) -> None:
-        at = _nearest(rows)
-        if self.scale is None:
-            self.scale = seconds / prior(rows)
-        if at not in self._factor:
-            self._add(at, seconds / (self.scale * prior(rows)), times=1)
-            return
-        ratio = min(max(seconds / self.seconds(rows), 1 / OUTLIER), OUTLIER)
-        fresh = 1 / (1 + self._seen[at])
-        self._factor[at] *= ratio ** max(SHAPE_RATE, fresh)
-        self._seen[at] += 1
-        self.scale *= ratio ** (SCALE_RATE * (1 - fresh))
-
-    def _factor_at(self, rows: int) -> float:
+    def at(self, rows: float) -> float:
         """Between the points seen; beyond them the prior keeps its form."""
-        points = self._points
-        if not points:
-            return 1.0
-        above = bisect.bisect_left(points, rows)
+        points, above = self.points, bisect.bisect_left(self.points, rows)
         if above == 0 or above == len(points):
-            return self._factor[points[min(above, len(points) - 1)]]
-        return _between(rows, points[above - 1], points[above], self._factor)
+            return self.factors[min(above, len(points) - 1)] if points else 1.0
+        share = (rows - points[above - 1]) / (points[above] - points[above - 1])
+        return self.factors[above - 1] * (1 - share) + self.factors[above] * share
 
-    def _add(self, at: int, factor: float, times: int) -> None:
-        self._factor[at], self._seen[at] = factor, times
-        bisect.insort(self._points, at)
+    def add(self, point: int, factor: float, times: int) -> None:
+        place = bisect.bisect_left(self.points, point)
+        self.points.insert(place, point)
+        self.factors.insert(place, factor)
+        self.seen[point] = times
+
+    def observe(self, point: int, factor: float) -> float:
+        """Take in one measurement; returns how far off, by the middle of the last few, the estimate was."""
+        recent = self._recent.setdefault(point, [])
+        recent.append(factor)
+        del recent[:-RECENT]
+        factor = sorted(recent)[(len(recent) - 1) // 2]
+        if point not in self.seen:
+            self.add(point, factor, times=1)
+            return 1.0
+        place = bisect.bisect_left(self.points, point)
+        ratio = min(max(factor / self.factors[place], 1 / OUTLIER), OUTLIER)
+        fresh = 1 / (1 + self.seen[point])
+        self.factors[place] *= ratio ** (1.0 if self.seen[point] < RECENT else max(SHAPE_RATE, fresh))
+        self.seen[point] += 1
+        return float(ratio ** (1 - fresh))
 
     def as_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "rows": self._points, "factor": [self._factor[at] for at in self._points]}
+        return {"rows": self.points, "factor": self.factors}
 
     @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> CostModel:
-        """What an earlier run measured counts as seen a few times: this run's machine may be another."""
-        model = cls()
-        model.scale = None if stored["scale"] is None else float(stored["scale"])
-        for at, factor in zip(stored["rows"], stored["factor"], strict=True):
-            if at not in GRID or not 0 < float(factor) < 1e6:
+    def from_dict(cls, stored: Mapping[str, Any], grid: SequenceOf[int], seen: int) -> _Curve:
+        curve = cls()
+        for point, factor in zip(stored["rows"], stored["factor"], strict=True):
+            if point not in grid or not 0 < float(factor) < 1e6:
                 raise ValueError("a cost model of another form")
-            model._add(int(at), float(factor), times=5)
-        return model
+            curve.add(int(point), float(factor), seen)
+        return curve
 
 
 @functools.cache
-def prior(rows: int) -> float:
-    points = sorted(PRIOR)
-    if rows >= points[-1]:
-        return PRIOR[points[-1]] * rows / points[-1]
-    above = bisect.bisect_left(points, rows)
-    return PRIOR[points[0]] if above == 0 else _between(rows, points[above - 1], points[above], PRIOR)
+def _tables(prior: PassPrior) -> tuple[Floats, Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """By rows: those it is padded to, the time by the prior, the point of the grid; and the grid."""
+    grid = np.array(prior.padded_to or FINE)
+    rows = np.arange(MOST_ROWS + 1)
+    above = np.minimum(np.searchsorted(grid, rows), len(grid) - 1)
+    below = np.maximum(above - 1, 0)
+    point = above if prior.padded_to else np.where(rows - grid[below] < grid[above] - rows, below, above)
+    padded = np.maximum(grid[above], rows) if prior.padded_to else rows
+    known, times = np.array(prior.times).T
+    share = np.interp(padded, known, times) * np.maximum(padded / known[-1], 1.0)
+    return padded.astype(np.float64), share, point, grid
 
 
-def _nearest(rows: int) -> int:
-    above = min(bisect.bisect_left(GRID, rows), len(GRID) - 1)
-    below = max(above - 1, 0)
-    return GRID[below] if rows - GRID[below] < GRID[above] - rows else GRID[above]
+class CostModel:
+    def __init__(self, prior: PassPrior = CPU) -> None:
+        self.prior = prior
+        self.scale: float | None = None  # seconds of a step of one row
+        self._plain, self._drafted = _Curve(), _Curve()
+        self._padded, self._share, self._point, self._grid = _tables(prior)
+        self._unsure = np.ones(len(self._grid), np.bool_)  # by point of the grid: with drafts seen a few times only
+
+    def seconds(self, rows: int) -> float:
+        """Of a plain step. 1.0 for one row while nothing is known: then only ratios mean anything."""
+        rows = min(rows, MOST_ROWS)
+        return (self.scale or 1.0) * float(self._share[rows]) * self._plain.at(float(self._padded[rows]))
+
+    def seconds_with(self, base: int, nodes: int) -> Floats:
+        """Of a step with 1, 2, ..., nodes drafted nodes on top of `base` rows."""
+        rows = self._with(base, nodes)
+        points, factors = self._with_drafts()
+        factor = np.interp(self._padded[rows], points, factors) if points else 1.0
+        seconds: Floats = (self.scale or 1.0) * self._share[rows] * factor
+        return seconds
+
+    def unsure_with(self, base: int, nodes: int) -> npt.NDArray[np.bool_]:
+        """Whether the cost of such a step is little more than a guess."""
+        unsure: npt.NDArray[np.bool_] = self._unsure[self._point[self._with(base, nodes)]]
+        return unsure
+
+    def plain_seen(self, rows: int) -> int:
+        """How often plain steps of about so many rows were."""
+        mine = float(self._padded[min(rows, MOST_ROWS)])
+        return max((n for at, n in self._plain.seen.items() if mine <= NEAR * at and at <= NEAR * mine), default=0)
+
+    def observe(self, rows: int, seconds: float, *, drafted: bool = False) -> None:
+        share = float(self._share[min(rows, MOST_ROWS)])
+        if self.scale is None:
+            self.scale = seconds / share
+        curve = self._drafted if drafted else self._plain
+        self.scale *= curve.observe(self._at(rows), seconds / (self.scale * share)) ** SCALE_RATE
+        if drafted:
+            self._unsure[self._point[min(rows, MOST_ROWS)]] = self._drafted.seen[self._at(rows)] < RECENT
+
+    def _with_drafts(self) -> tuple[list[int], list[float]]:
+        """Points and factors for steps with drafts: with fewer rows than any seen they are like plain ones."""
+        plain, drafted = self._plain, self._drafted
+        fewer = bisect.bisect_left(plain.points, drafted.points[0]) if drafted.points else len(plain.points)
+        return plain.points[:fewer] + drafted.points, plain.factors[:fewer] + drafted.factors
+
+    def _at(self, rows: int) -> int:
+        return int(self._grid[self._point[min(rows, MOST_ROWS)]])
+
+    @staticmethod
+    def _with(base: int, nodes: int) -> npt.NDArray[np.int64]:
+        return np.minimum(np.arange(base + 1, base + nodes + 1), MOST_ROWS)
+
+    def as_a_guess(self) -> CostModel:
+        """For steps that are alike: each cost counts as seen once."""
+        return CostModel.from_dict(self.as_dict(), self.prior, seen=1)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "plain": self._plain.as_dict(), "drafted": self._drafted.as_dict()}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any], prior: PassPrior = CPU, seen: int = REMEMBERED) -> CostModel:
+        model = cls(prior)
+        model.scale = None if stored["scale"] is None else float(stored["scale"])
+        model._plain = _Curve.from_dict(stored["plain"], model._grid.tolist(), seen)
+        model._drafted = _Curve.from_dict(stored["drafted"], model._grid.tolist(), seen)
+        if seen >= RECENT:
+            model._unsure = ~np.isin(model._grid, model._drafted.points)
+        return model
 
 
-def _between(rows: int, low: int, high: int, values: dict[int, float]) -> float:
-    share = (rows - low) / (high - low)
-    return values[low] * (1 - share) + values[high] * share
+class _Line:
+    """Seconds of a draft as a + b depth, neither below 0, by least squares over fading trials."""
+
+    def __init__(self, sums: SequenceOf[float] = (0.0,) * 5, trials: int = 0) -> None:
+        self.sums, self._trials = list(sums), trials  # of 1, d, d d, s, s d
+        self._recent: list[float] = []  # measured over expected
+        self.a, self.b = self._fit()
+
+    @property
+    def known(self) -> bool:
+        return self.sums[0] > 0
+
+    def _fit(self) -> tuple[float, float]:
+        """While only one depth was seen, half of the time is taken to grow with it."""
+        one, d, dd, s, sd = self.sums
+        if not one:
+            return 0.0, 0.0
+        mean, spread = d / one, dd / one - (d / one) ** 2
+        guess = 0.5 * s / d
+        b = max((sd / one - s / one * mean + A_PRIORI * guess) / (spread + A_PRIORI), 0.0)
+        a = s / one - b * mean
+        return (a, b) if a > 0 else (0.0, s / d)
+
+    def observe(self, depth: int, seconds: float) -> None:
+        self._trials += 1
+        if self._trials <= FIRST_DRAFTS:
+            return
+        if self.known:
+            expected = max(self.a + self.b * depth, NOTHING_S)
+            self._recent = [*self._recent, min(max(seconds / expected, 1 / OUTLIER), OUTLIER)][-RECENT:]
+            seconds = expected * sorted(self._recent)[(len(self._recent) - 1) // 2]
+        new = (1, depth, depth**2, seconds, seconds * depth)
+        self.sums = [DRAFTS_FADE * old + one for old, one in zip(self.sums, new, strict=True)]
+        self.a, self.b = self._fit()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Seconds of a method's draft as a + b depth, by the size of the number of sequences it is for."""
+
+    a: Floats
+    b: Floats
+    each_s: float = 0.0  # what it takes for each sequence on top, to be asked
+
+    @property
+    def slope(self) -> float:
+        return float(self.b[-1])
+
+    def seconds(self, its: npt.NDArray[np.bool_], depth: npt.NDArray[np.int64]) -> Floats:
+        """When the first 1, 2, ... of some nodes are drafted, of which `its` are the method's."""
+        rows = np.cumsum(its & (depth == 1))
+        size = np.frexp(np.maximum(rows - 1, 0))[1]
+        deepest = np.maximum.accumulate(np.where(its, depth, 0))
+        return np.where(rows > 0, self.a[size] + self.b[size] * deepest + rows * self.each_s, 0.0)
+
+    def at(self, rows: int, depth: Any) -> Any:
+        """Seconds of one draft for so many sequences; `depth` may be an array."""
+        size = size_of(rows)
+        return float(self.a[size]) + rows * self.each_s + float(self.b[size]) * depth
+
+
+class DraftTimes:
+    """By method and by how many sequences it drafts for at once, in powers of two."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, dict[int, _Line]] = {}
+
+    def lines(self, method: str, sequences: int, guess_s: float, each_s: float) -> Lines:
+        """For up to so many sequences. What was never seen takes what the nearest takes; `guess_s` a token ahead while
+        nothing is known."""
+        known = {size: line for size, line in self._lines.get(method, {}).items() if line.known}
+        sizes = range(size_of(sequences) + 1)
+        if not known:
+            return Lines(np.zeros(len(sizes)), np.full(len(sizes), guess_s), each_s)
+        nearest = [known[min(known, key=lambda one: (abs(one - size), one))] for size in sizes]
+        return Lines(np.array([line.a for line in nearest]), np.array([line.b for line in nearest]), each_s)
+
+    def observe(self, method: str, rows: int, depth: int, seconds: float) -> None:
+        self._lines.setdefault(method, {}).setdefault(size_of(rows), _Line()).observe(depth, seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            method: {str(size): line.sums for size, line in lines.items() if line.known}
+            for method, lines in self._lines.items()
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> DraftTimes:
+        times = cls()
+        for method, lines in stored.items():
+            for size, sums in lines.items():
+                if len(sums) != 5 or not all(0 < float(one) < 1e9 for one in sums):
+                    raise ValueError("draft times of another form")
+                line = _Line([float(one) for one in sums], FIRST_DRAFTS)
+                times._lines.setdefault(str(method), {})[int(size)] = line
+        return times
+
+
+def size_of(count: int) -> int:
+    """1, 2, 3-4, 5-8, ...: costs are kept apart for these."""
+    return max(count - 1, 0).bit_length()

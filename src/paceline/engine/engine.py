@@ -89,13 +89,15 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         started = time.perf_counter()
-        batch, flight = self._under_way() or self._launch()
+        under_way = self._under_way()
+        batch, flight = under_way or self._launch()
         if flight is None:
             return []
         self._ahead = self._launch_ahead(batch, flight)
         self.drafters.overlap()  # what may run while the device computes
+        self.policy.meanwhile()
         outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish
-        self._learn(batch, flight, outputs, time.perf_counter() - started)
+        self._learn(batch, flight, outputs, time.perf_counter() - started, ahead=under_way is not None)
         return outputs
 
     def _launch(self) -> tuple[Batch, Flight | None]:
@@ -113,12 +115,14 @@ class Engine:
         live = ahead is not None and any(not row.sequence.finished for row in ahead[0].rows)
         return ahead if live else None
 
-    def _learn(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> None:
+    def _learn(
+        self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float, *, ahead: bool = False
+    ) -> None:
         """Timings for the policy and for the user: what the step took, and what it would have taken plainly."""
         self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
         rows = len(flight.layout.tokens)
-        took, retired = self.drafters.seconds, self.drafters.retired
-        self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm))
+        took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
+        self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, ahead))
         if batch.only_decodes:
             sampled = any(not output.sequence.params.greedy for output in outputs)
             plain_s = self.policy.plain_seconds(len(batch.rows), sampled)

@@ -34,6 +34,7 @@ class StepReport:
     outputs: SequenceOf[StepOutput]
     retired: frozenset[str] = frozenset()  # methods that were switched off
     warm: bool = True  # its time says what such steps take
+    ahead: bool = False  # it was launched before the step before it was read
 
 
 class Policy(Protocol):
@@ -47,7 +48,10 @@ class Policy(Protocol):
         """The step after the one under way will not draft, whatever that says: it need not be asked for a plan."""
 
     def observe(self, report: StepReport) -> None:
-        """Learn from a step."""
+        """A step has ended; what there is to learn from it may wait."""
+
+    def meanwhile(self) -> None:
+        """A pass is under way: learn from the steps before it."""
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
         """What a step without drafts would take now; None while unknown."""
@@ -63,6 +67,9 @@ class LearnsNothing:
         return False
 
     def observe(self, report: StepReport) -> None:
+        pass
+
+    def meanwhile(self) -> None:
         pass
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:

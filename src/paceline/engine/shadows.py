@@ -19,9 +19,13 @@ DEPTH = 8
 class _Shadow:
     evidence: int
     guess: list[int]
+    at: int  # position of what it guesses next
     matched: int = 0
 
-    def goes_on(self, committed: SequenceOf[int]) -> bool:
+    def goes_on(self, committed: SequenceOf[int], start: int) -> bool:
+        if start != self.at:
+            return start < self.at  # committed before it was cast, and learnt of only now
+        self.at += len(committed)
         for token in committed:
             if self.matched == len(self.guess) or self.guess[self.matched] != token:
                 return False
@@ -55,13 +59,13 @@ class Shadows:
         guess, evidence = drafter.guess(sequence, DEPTH), drafter.evidence(sequence)
         if guess:
             self._casts.add(drafter.name)
-            self._under_way.setdefault(sequence.key, {})[drafter.name] = _Shadow(evidence, guess)
+            self._under_way.setdefault(sequence.key, {})[drafter.name] = _Shadow(evidence, guess, len(sequence.tokens))
 
-    def meet(self, sequence: Sequence, committed: SequenceOf[int]) -> Iterator[Fate]:
-        """Those of the sequence's shadows that end here; the others go on."""
+    def meet(self, sequence: Sequence, committed: SequenceOf[int], start: int) -> Iterator[Fate]:
+        """Those of the sequence's shadows that end with what was committed from position `start` on."""
         mine = self._under_way.get(sequence.key, {})
         for method, shadow in list(mine.items()):
-            if not shadow.goes_on(committed):
+            if not shadow.goes_on(committed, start):
                 del mine[method]
                 yield Fate(method, shadow.evidence, len(shadow.guess), shadow.matched)
 

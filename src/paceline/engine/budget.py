@@ -1,0 +1,132 @@
+"""How many nodes each sequence may draft: the number that gives the most tokens per second.
+
+A drafted node is worth the probability that it is accepted and costs what one more row costs, and what drafting it
+takes. Nodes of all sequences are taken in order of worth while that raises the step's rate; none at all is always a
+candidate and wins ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.engine.cost import CostModel, Floats, Lines
+
+# What a plan must promise over plain decoding. More in a batch where drafts are found here and there: of many estimates
+# those that promise too much are chosen. A model's drafts are all alike.
+MARGIN, MARGIN_EACH, MARGIN_MOST = 0.04, 0.003, 0.1
+COLD_EACH, COLD_MOST = 0.01, 0.1  # on top of that while nothing is known of what promises are worth
+EXPLORE_SHARE = 0.005  # of the time: what putting guessed costs to the test may cost
+EXPLORE_WITHIN, EXPLORE_MOST = 0.15, 4.0  # no more than that of one step; steps that may be saved up for it
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # where drafts may end
+DEEPEST, MAX_NODES = DEPTHS[-1], 1024  # how far ahead a plan looks, and how many nodes one step may take
+EVERYWHERE = 8  # plans after which all of these are tried
+DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A draft that a sequence could have."""
+
+    sequence: int
+    method: str
+    worth: Floats  # (DEEPEST,) of its nodes, 0 where there are none
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan is made under."""
+
+    cost: CostModel
+    base: int  # rows of the pass without the drafts in question
+    sequences: int
+    value: float  # of a token for each of them
+    doubt: float  # in what is promised: from 1 at first to 0
+    with_nodes: Floats  # seconds of the step by nodes, from 1
+    drafting: Mapping[str, Lines]  # by method: seconds of drafting, by size of the number of sequences
+
+    @property
+    def plain_s(self) -> float:
+        return self.cost.seconds(self.base)
+
+
+class Budget:
+    def __init__(self) -> None:
+        self._allowance = 0.0  # steps that may be lost to learning what they cost
+        self._limit, self._plans = 0, -1  # where drafts that cost passes end
+        self.expected_gain: float | None = None  # what drafting promised over plain decoding
+
+    @property
+    def limit(self) -> int:
+        """The depth where drafts that cost passes ended last."""
+        return DEPTHS[self._limit]
+
+    def spread(self, offers: SequenceOf[Offer], terms: Terms) -> list[int]:
+        """Nodes for each offer."""
+        worth = np.stack([offer.worth for offer in offers]).ravel()
+        order = np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]
+        if not len(order):
+            return [0] * len(offers)
+        methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
+        by = np.array([methods[offer.method] for offer in offers])
+        lines = [terms.drafting[name] for name in methods]
+        dear = max(line.slope for line in lines) > DEAR * terms.plain_s
+        order, rates = self._best_order(order, worth, by, lines, terms, dear)
+        taken = order[: self._best_number(rates, terms, dear)]
+        depths: list[int] = np.bincount(taken // DEEPEST, minlength=len(offers)).tolist()
+        return depths
+
+    def afford(self, steps: float) -> bool:
+        """Whether something that costs so many plain steps may be tried."""
+        if steps > self._allowance:
+            return False
+        self._allowance -= max(steps, 0.0)
+        return True
+
+    def _best_order(
+        self, order: Any, worth: Floats, by: Any, lines: SequenceOf[Lines], terms: Terms, dear: bool
+    ) -> tuple[Any, Floats]:
+        """Nodes in order of worth, and the rate with the first 1, 2, ... of them.
+
+        A token further ahead may cost its drafter a pass, however few want it: then it must end at some depth, which
+        is sought everywhere now and then, and else a step to either side of the last one.
+        """
+        self._plans += 1
+        near = 1 if self._plans % EVERYWHERE else len(DEPTHS)
+        limits = range(max(self._limit - near, 0), min(self._limit + near + 1, len(DEPTHS))) if dear else (-1,)
+        best: tuple[float, int, Any, Floats] | None = None
+        for limit in limits:
+            some = (order[order % DEEPEST < DEPTHS[limit]] if dear else order)[:MAX_NODES]
+            who, depth = by[some // DEEPEST], some % DEEPEST + 1
+            drafting = sum(line.seconds(who == method, depth) for method, line in enumerate(lines))
+            rates = (terms.value + np.cumsum(worth[some])) / (terms.with_nodes[: len(some)] + drafting)
+            if best is None or rates.max() > best[0]:
+                best = float(rates.max()), limit, some, rates
+        assert best is not None
+        if dear:
+            self._limit = best[1]
+        return best[2:]
+
+    def _best_number(self, rates: Floats, terms: Terms, dear: bool) -> int:
+        """How many nodes, in their order, give the most tokens per second; now and then a number of unknown cost."""
+        plain = terms.value / terms.plain_s
+        best = int(rates.argmax())
+        self.expected_gain = float(rates[best]) / plain
+        self._allowance = min(self._allowance + EXPLORE_SHARE, EXPLORE_MOST)
+        others = terms.sequences - 1
+        margin = MARGIN if dear else min(MARGIN + MARGIN_EACH * others, MARGIN_MOST)
+        margin += min(COLD_EACH * others, COLD_MOST) * terms.doubt
+        if self.expected_gain <= 1 + margin:
+            return 0
+        unsure = terms.cost.unsure_with(terms.base, len(rates))
+        unsure[: best + 1] = False
+        if unsure.any():
+            unseen = int(np.where(unsure, rates, 0.0).argmax())
+            regret = 1 - float(rates[unseen] / rates[best])
+            if regret <= EXPLORE_WITHIN and self.afford(regret):
+                return unseen + 1
+        return best + 1

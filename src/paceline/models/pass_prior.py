@@ -1,0 +1,35 @@
+"""How the time of a pass grows with its rows, before any was timed: what kind of machine it runs on.
+
+Whoever plans passes starts from it and learns the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.models.decoder import Decoder
+from paceline.models.graphs import STEPS
+
+
+@dataclass(frozen=True)
+class PassPrior:
+    times: tuple[tuple[int, float], ...]  # (rows, time against one row), linear between, proportional to rows beyond
+    padded_to: tuple[int, ...] = ()  # a pass of fewer rows takes what the next of these takes; (): no padding
+
+
+# A memory-bound CPU, as measured on two cores.
+CPU = PassPrior(
+    (
+        *((1, 1.0), (2, 1.04), (4, 1.09), (8, 1.25), (12, 1.35), (16, 1.65), (24, 1.95), (32, 2.3)),
+        *((64, 4.0), (128, 7.5), (512, 28.0)),
+    )
+)
+# A large GPU: flat while the weights take longer from memory than the products do, as measured on an H200.
+GPU = PassPrior(((1, 1.0), (16, 1.06), (64, 1.3), (128, 1.85), (192, 2.2), (384, 3.1), (512, 3.8), (1024, 5.8)))
+
+
+def prior_of(decoder: Decoder) -> PassPrior:
+    """Passes that are replayed from graphs are padded to the rows of one."""
+    if decoder.device.type == "cpu":
+        return CPU
+    return GPU if decoder.graphs is None else replace(GPU, padded_to=STEPS)
