@@ -19,6 +19,7 @@ from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
+from paceline.models.pass_prior import prior_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 QUESTIONS = (
@@ -31,6 +32,43 @@ QUESTIONS = (
 )
 
 
+FIXED_K, ROUNDS = (2, 4, 8), 3
+FORMS = (
+    "Explain {} to a child.",
+    "Write a short story about {}.",
+    "What should everyone know about {}?",
+    "Give me five facts about {}.",
+    "Write a letter to a friend about {}.",
+    "What are common mistakes people make about {}?",
+    "Compare {} today and a hundred years ago.",
+    "Write a poem about {}.",
+    "How would you teach {}?",
+    "List the pros and cons of {}.",
+    "Describe the history of {}.",
+    "Write a dialogue between two people who disagree about {}.",
+    "Plan a lesson about {}.",
+    "Why does {} matter?",
+    "Invent three riddles about {}.",
+    "Summarise what is known about {}.",
+)
+TOPICS = (
+    *(
+        "bicycles",
+        "lighthouses",
+        "inflation",
+        "baking bread",
+        "the piano",
+        "sunsets",
+        "volcanoes",
+        "chess",
+        "gardening",
+    ),
+    *("elections", "the moon", "coffee", "railways", "bees", "insurance", "sleep", "glaciers", "typewriters", "jazz"),
+    *("vaccines", "cooking rice", "maps", "whales", "taxes", "origami", "earthquakes", "libraries", "running", "soap"),
+    *("batteries", "falcons", "opera"),
+)
+
+
 class Runs:
     """An engine, and answers with the time they took."""
 
@@ -39,7 +77,7 @@ class Runs:
     ) -> None:
         gc.collect()  # an engine before this one may still hold its cache
         drafters = self._drafters(subject, decoder, method)
-        self.policy = AdaptivePolicy(drafters, method, k)
+        self.policy = AdaptivePolicy(drafters, method, k, prior_of(decoder))
         config = EngineConfig(
             prefix_caching=False,
             kv_cache_bytes=(64 << 20) if subject.tiny else 8 << 30,
@@ -58,6 +96,19 @@ class Runs:
         if method in ("auto", "draft-model"):
             made.append(DraftModelDrafter(subject.small, eos_token_ids=decoder.config.eos_token_ids))
         return made + [DRAFTERS[name](context) for name in ("ngram", "suffix") if method in ("auto", name)]
+
+    def share_cache(self, other: Runs) -> None:
+        """Graphs belong to a cache. One engine runs at a time, so several may use the same."""
+        mine, theirs = self.engine.runner, other.engine.runner
+        mine.cache, mine._caches = theirs.cache, theirs._caches
+        lent = {drafter.name: drafter for drafter in other.engine.drafters.drafters}
+        for drafter in self.engine.drafters.drafters:
+            if isinstance(drafter, DraftModelDrafter):
+                drafter.bind(lent[drafter.name]._caches, theirs.cache.block_size)  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """A policy that knows nothing, on graphs that are captured."""
+        self.policy.load(AdaptivePolicy([]).state())
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
         """Decoding time starts when every prompt has its first token."""
@@ -92,6 +143,15 @@ def prompts_of(subject: Subject, count: int) -> list[list[int]]:
         return torch.randint(3, vocab, (count, 40), generator=generator).tolist()
     each = [subject.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]
     return [each[index % len(each)] for index in range(count)]
+
+
+def many_prompts(subject: Subject, first: int, count: int) -> list[list[int]]:
+    """All different, up to some hundreds."""
+    if subject.random:
+        return prompts_of(subject, first + count)[first:]
+    asked = [form.format(topic) for form in FORMS for topic in TOPICS]
+    questions = [asked[7 * index % len(asked)] for index in range(first, first + count)]
+    return [subject.tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -212,19 +272,43 @@ def speed(runs: Runs, prompts: list[list[int]], length: int, ignore_eos: bool = 
 
 
 def batches(subject: Subject) -> dict[str, Any]:
+    """Plain, fixed k and auto in turn, every round with prompts of its own: the suffix store must not know the answers.
+
+    All run on one cache, so that they share its graphs. `cold` is the first answer under a policy that knows nothing,
+    `auto` are the rounds after it, `drift` is plain decoding in the last round over the first.
+    """
     decoder, found = subject.yardstick, {}
-    length = 16 if subject.tiny else 128
+    length, rounds = (16, 2) if subject.tiny else (128, ROUNDS)
+    cells = {"plain": ("none", None)} | {f"k={k}": ("draft-model", k) for k in FIXED_K} | {"auto": ("auto", None)}
     for batch in (1, 4) if subject.tiny else BATCHES:
-        prompts, row = prompts_of(subject, batch), {}
-        for name, method, k in (("plain", "none", None), ("auto", "auto", None), ("k=4", "draft-model", 4)):
-            runs = Runs(subject, decoder, method, k, batch=batch)
-            runs.answer(prompts, greedy(24))
-            row[name] = runs.answer(prompts, greedy(length))["tokens_per_second"]
-            del runs
-        found[str(batch)] = row
-        gains = ", ".join(f"{name} {value / row['plain']:.2f}x" for name, value in row.items() if name != "plain")
-        print(f"   batch {batch:>3}: plain {row['plain']:.0f} tok/s, {gains}", flush=True)
+        runs = {name: Runs(subject, decoder, method, k, batch=batch) for name, (method, k) in cells.items()}
+        for one in runs.values():
+            one.share_cache(runs["auto"])
+        rates: dict[str, list[float]] = {name: [] for name in cells}
+        for turn in range(rounds + 1):
+            prompts = many_prompts(subject, turn * batch, batch)
+            for name, one in runs.items():
+                if turn == 1 and name == "auto":
+                    one.forget()
+                rate = one.answer(prompts, greedy(length))["tokens_per_second"]
+                if turn:  # the first round compiles kernels and captures graphs
+                    rates[name].append(rate)
+        found[str(batch)] = {name: statistics.median(each) for name, each in rates.items()} | {
+            "auto": statistics.median(rates["auto"][1:]),
+            "cold": rates["auto"][0],
+            "drift": rates["plain"][-1] / rates["plain"][0],
+            "rounds": rates,
+        }
+        print(f"   batch {batch:>3}: {said(found[str(batch)])}", flush=True)
+        del runs, one
     return found
+
+
+def said(row: dict[str, Any]) -> str:
+    gains = ", ".join(
+        f"{name} {row[name] / row['plain']:.2f}x" for name in row if name not in ("plain", "drift", "rounds")
+    )
+    return f"plain {row['plain']:.0f} tok/s ({row['drift']:.2f} by the end), {gains}"
 
 
 def startup(subject: Subject) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """The policy on a clock that is known: recorded plain answers, the real drafters, the real policy, costs from a table.
 
 Greedy and seeded answers are the same tokens under any draft, so what a draft would have brought can be looked up. A
-step costs what a pass of so many rows cost on two cores (pass_cost.py) and what drafting takes on the host. The policy
-learns from times with noise and slow phases (`--noise`) or without, and is judged by the table alone. A batch is
-answered as one job: its time ends with its last answer.
+step costs what a pass of so many rows cost on two cores (pass_cost.py) or on an H200 (gpu.py, where a draft model right
+19 times of 20 is at hand too), and what drafting takes. The policy learns from times with noise and slow phases
+(`--noise`) or without, and is judged by the table alone, or by the table and the time it takes itself to decide
+(`--deciding`). A batch is answered as one job: its time ends with its last answer. Groups come one after the other, so
+the first shows a cold policy.
 
     python benchmarks/policy_replay.py --record answers.json --temperature 0 --prompts mt_bench.jsonl gsm8k.jsonl
     python benchmarks/policy_replay.py answers.json --batches 1 4 16 32
+    python benchmarks/policy_replay.py answers.json --clock gpu --batches 1 2 4 8 16 32 64 128
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,25 +32,149 @@ from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.draft import Draft
 from paceline.drafters import DRAFTERS, Commit, Drafter, DrafterContext, DraftRow
+from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput
-from paceline.engine.policy import StepReport
+from paceline.engine.drafting import READ_AHEAD
+from paceline.engine.policy import Choice, StepReport
+from paceline.models import pass_prior
 from paceline.models.hub import resolve
+from paceline.models.pass_prior import PassPrior
 from paceline.models.runtime import load_model
 from paceline.sequence import Sequence as Answer
 
-FIXED = [(method, k) for method in ("ngram", "suffix") for k in (2, 4, 8)]
-PASS = {1: 1.0, 2: 1.04, 4: 1.09, 8: 1.25, 12: 1.38, 16: 1.6, 24: 1.95, 32: 2.35, 64: 4.2, 128: 8.0}  # against one row
-PASS_S, STEP_S, ROW_S, DRAFT_S, NODE_S = 25e-3, 0.8e-3, 0.06e-3, 0.4e-3, 0.08e-3
+LOOKUP = [(method, k) for method in ("ngram", "suffix") for k in (2, 4, 8)]
 MAX_TOKENS, TOGETHER = 128, 20
+READ_S = 2e-6  # a token that a draft model has to catch up with
 VOCABULARY = 49_152
 
 Record = dict[str, Any]  # file, category, prompt and answer as token ids
 
 
-def step_seconds(sequences: int, nodes: int) -> float:
-    share = float(np.interp(sequences + nodes, list(PASS), list(PASS.values())))
-    return PASS_S * share + STEP_S + ROW_S * sequences + (DRAFT_S + NODE_S * nodes if nodes else 0.0)
+@dataclass(frozen=True)
+class Drafting:
+    """Seconds of one draft: for any, for each of its sequences, and for each token ahead by the sequences drafting."""
+
+    any_s: float
+    row_s: float
+    asked_s: float  # what one question takes, and what the policy makes of the answer
+    depth_s: tuple[tuple[int, float], ...] = ()  # (up to so many rows, each)
+
+    def seconds(self, rows: int, depth: int) -> float:
+        each = next((each for most, each in self.depth_s if rows <= most), 0.0)
+        return self.any_s + self.row_s * rows + each * depth
+
+
+@dataclass(frozen=True)
+class Clock:
+    pass_s: dict[int, float]  # by rows
+    padded: bool  # to the next number of rows in the table; otherwise what lies between is interpolated
+    step_s: float
+    row_s: float  # each sequence
+    drafted_s: float  # a step with drafts in it
+    node_s: float
+    drafting: dict[str, Drafting]
+    prior: PassPrior
+    waits: bool  # the host does nothing else during a pass, and no step is launched ahead
+    fixed: list[tuple[str, int]]  # settings to compare with
+
+    def step(self, sequences: int, nodes: int, *, ahead: bool = False) -> float:
+        """`ahead`: launched before the one before was read, so that the host's work hides behind the device's."""
+        rows, at = sequences + nodes, list(self.pass_s)
+        if rows > at[-1]:
+            taken = self.pass_s[at[-1]] * rows / at[-1]
+        elif self.padded:
+            taken = next(seconds for most, seconds in self.pass_s.items() if rows <= most)
+        else:
+            taken = float(np.interp(rows, at, list(self.pass_s.values())))
+        if ahead:
+            return taken
+        return taken + self.step_s + self.row_s * sequences + (self.drafted_s + self.node_s * nodes if nodes else 0.0)
+
+
+RELATIVE = {1: 1.0, 2: 1.04, 4: 1.09, 8: 1.25, 12: 1.38, 16: 1.6, 24: 1.95, 32: 2.35, 64: 4.2, 128: 8.0}
+H200 = {  # ms by rows of a bucket
+    1: 4.1,
+    8: 4.15,
+    16: 4.25,
+    32: 4.5,
+    64: 4.87,
+    128: 7.6,
+    192: 8.6,
+    256: 9.8,
+    384: 11.4,
+    512: 14.5,
+    1024: 22.6,
+    1536: 34.5,
+}
+CLOCKS = {
+    "cpu": Clock(
+        pass_s={rows: 25e-3 * share for rows, share in RELATIVE.items()},
+        padded=False,
+        step_s=0.8e-3,
+        row_s=0.06e-3,
+        drafted_s=0.4e-3,
+        node_s=0.08e-3,
+        drafting={"ngram": Drafting(0.1e-3, 15e-6, 15e-6), "suffix": Drafting(0.1e-3, 15e-6, 50e-6)},
+        prior=pass_prior.CPU,
+        waits=True,
+        fixed=LOOKUP,
+    ),
+    "gpu": Clock(
+        pass_s={rows: 1e-3 * ms for rows, ms in H200.items()},
+        padded=True,
+        step_s=0.55e-3,
+        row_s=7e-6,
+        drafted_s=0.3e-3,
+        node_s=5e-6,
+        drafting={
+            "ngram": Drafting(0.1e-3, 15e-6, 10e-6),
+            "suffix": Drafting(0.1e-3, 30e-6, 30e-6),
+            "draft-model": Drafting(0.8e-3, 10e-6, 5e-6, ((16, 0.68e-3), (64, 0.86e-3), (128, 1.9e-3))),
+        },
+        prior=replace(pass_prior.GPU, padded_to=tuple(H200)),
+        waits=False,
+        fixed=[*(("draft-model", k) for k in (1, 2, 4, 8, 16)), *LOOKUP],
+    ),
+}
+
+
+class Oracle(HostDrafter):
+    """A draft model that is right so often, token by token, and must have read what it drafts from."""
+
+    name, right = "draft-model", 0.95
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[int]] = {}
+        self._read: dict[str, int] = {}
+
+    def evidence(self, sequence: Answer) -> int:
+        return LEARNED
+
+    def lag(self, sequence: Answer) -> int:
+        return len(sequence.tokens) - min(self._read.get(sequence.key, 0), len(sequence.tokens) - 1)
+
+    def propose(self, rows: Sequence[DraftRow]) -> Draft:
+        chains = []
+        for row in rows:
+            self._read[row.sequence.key] = len(row.sequence.tokens) + row.budget - 1
+            done, coming = row.sequence.num_output, self.answers[row.sequence.key]
+            chains.append([self._guess(row.sequence, coming, done + ahead) for ahead in range(row.budget)])
+        width = max(map(len, chains))
+        tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains])
+        return Draft.chains(tokens, torch.tensor(list(map(len, chains))), 2)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        for commit in commits:
+            key = commit.sequence.key
+            self._read[key] = min(self._read.get(key, 0), len(commit.sequence.tokens) - 1)
+
+    def admit(self, sequence: Answer, start: int, end: int) -> None:
+        self._read[sequence.key] = 0
+
+    def _guess(self, sequence: Answer, coming: list[int], at: int) -> int:
+        luck = random.Random(hash((sequence.num_prompt, at))).random()
+        return coming[at] if at < len(coming) and luck < self.right else 0
 
 
 class Times:
@@ -90,18 +218,38 @@ def record(paths: Sequence[str], temperature: float) -> list[Record]:
 class Replay:
     """One configuration, from cold, through groups of records."""
 
-    def __init__(self, method: str, k: int | None, times: Times) -> None:
+    def __init__(self, method: str, k: int | None, clock: Clock, times: Times, *, deciding: bool = False) -> None:
         config = SimpleNamespace(vocab_size=VOCABULARY)  # all that lookup drafters ask of a model
         context = DrafterContext(config, torch.device("cpu"), SpeculationConfig(method=method, k=k))  # type: ignore[arg-type]
-        names = {"none": [], "auto": ["ngram", "suffix"]}.get(method, [method])
-        self.drafters: list[Drafter] = [DRAFTERS[name](context) for name in names]
-        self.policy, self.times = AdaptivePolicy(self.drafters, method, k), times
+        names = {"none": [], "auto": list(clock.drafting)}.get(method, [method])
+        self.oracle = Oracle()
+        self.drafters: list[Drafter] = [
+            self.oracle if name == self.oracle.name else DRAFTERS[name](context) for name in names
+        ]
+        self.clock, self.times, self.deciding = clock, times, deciding
+        self.policy = AdaptivePolicy(self.drafters, method, k, clock.prior, lambda: self.asked_s)
+        self.asked_s, self.resting = 0.0, False
+        for drafter in self.drafters:
+            self._count_questions(drafter)
+
+    def _count_questions(self, drafter: Drafter) -> None:
+        """Deciding takes what its questions take; answers are looked up once for evidence and guess alike."""
+
+        def counted(answer: Callable[..., Any]) -> Callable[..., Any]:
+            def ask(*args: Any) -> Any:
+                self.asked_s += self.clock.drafting[drafter.name].asked_s
+                return answer(*args)
+
+            return ask
+
+        for name in ("evidence", "guess"):
+            setattr(drafter, name, counted(getattr(drafter, name)))
 
     def seconds(self, group: Sequence[Record]) -> float:
         """From the first tokens of all to the last of the last."""
         live = [(self._begin(index, one), one["answer"]) for index, one in enumerate(group)]
         live = [(sequence, answer) for sequence, answer in live if len(answer) > 1]
-        clock = 0.0
+        clock, self.resting = 0.0, False
         while live:
             clock += self._step(live)
             live = [(sequence, answer) for sequence, answer in live if sequence.num_output < len(answer)]
@@ -113,6 +261,7 @@ class Replay:
         limit = len(one["prompt"]) + MAX_TOKENS
         sequence = Answer(str(index), one["prompt"], params, max_len=limit, job="group")
         sequence.tokens.append(one["answer"][0])
+        self.oracle.answers[sequence.key] = one["answer"]
         sequence.num_computed = len(one["prompt"])
         for drafter in self.drafters:
             drafter.admit(sequence, 0, 0)
@@ -120,15 +269,27 @@ class Replay:
         return sequence
 
     def _step(self, live: Sequence[tuple[Answer, list[int]]]) -> float:
-        choices = self.policy.plan([sequence for sequence, _ in live], 0, False)
+        sequences, before = [sequence for sequence, _ in live], self.asked_s
+        ahead = self.resting
+        choices = [Choice()] * len(live) if ahead else self.policy.plan(sequences, 0, False)
+        deciding = self.asked_s - before
         drafted: dict[int, tuple[int, int]] = {}  # (nodes, accepted)
-        drafting: dict[str, tuple[int, float]] = {}
+        drafting, known = 0.0, dict[str, tuple[int, float]]()
         for drafter in self.drafters:
             at = [i for i, choice in enumerate(choices) if choice.budget and choice.method == drafter.name]
             if at:
+                behind = max(drafter.lag(live[i][0]) for i in at)
                 draft = drafter.propose([DraftRow(live[i][0], choices[i].budget) for i in at])
-                drafting[drafter.name] = max(choices[i].budget for i in at), 0.1e-3 + 15e-6 * len(at)
+                depth = max(choices[i].budget for i in at)
+                taken = self.clock.drafting[drafter.name].seconds(len(at), depth)
+                if behind <= READ_AHEAD:
+                    known[drafter.name] = depth, taken
+                drafting += taken + READ_S * sum(drafter.lag(live[i][0]) for i in at)
                 drafted |= {i: follow(draft, row, *live[i]) for row, i in enumerate(at)}
+        self.resting = not self.clock.waits and self.policy.rests(sequences)
+        before = self.asked_s
+        self.policy.meanwhile()
+        learning = self.asked_s - before if self.clock.waits else 0.0
         outputs, commits = [], []
         for i, (sequence, answer) in enumerate(live):
             nodes, accepted = drafted.get(i, (0, 0))
@@ -140,15 +301,19 @@ class Replay:
             ended = sequence.num_output >= len(answer)
             outputs.append(StepOutput(sequence, said, "", [], ended, choices[i].method, nodes, accepted))
         nodes = sum(count for count, _ in drafted.values())
-        seconds = step_seconds(len(live), nodes) + sum(taken for _, taken in drafting.values())
+        seconds = self.clock.step(len(live), nodes, ahead=ahead) + drafting
         for drafter in self.drafters:
             drafter.commit(commits)
+            if isinstance(drafter, HostDrafter):
+                drafter.overlap()
             for output in outputs:
                 if output.finished:
                     output.sequence.finish_reason = "stop"
                     drafter.release(output.sequence)
-        self.policy.observe(StepReport(len(live), len(live) + nodes, self.times.told(seconds), drafting, outputs))
-        return seconds
+        self.policy.observe(
+            StepReport(len(live), len(live) + nodes, self.times.told(seconds) + deciding, known, outputs, ahead=ahead)
+        )
+        return seconds + (deciding + learning if self.deciding else 0.0)
 
 
 def follow(draft: Draft, row: int, sequence: Answer, answer: list[int]) -> tuple[int, int]:
@@ -170,6 +335,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="cpu")
+    parser.add_argument("--deciding", action="store_true")
+    parser.add_argument("--files", nargs="*")
     args = parser.parse_args()
     if args.record:
         Path(args.record).write_text(json.dumps(record(args.prompts, args.temperature)))
@@ -177,26 +345,29 @@ def main() -> None:
     if args.records is None:
         parser.error("give a file of records, or --record FILE to make one")
     records: list[Record] = json.loads(Path(args.records).read_text())
-    rows = []
-    for file in dict.fromkeys(one["file"] for one in records):
+    rows, clock = [], CLOCKS[args.clock]
+    for file in args.files or dict.fromkeys(one["file"] for one in records):
         mine = sorted((one for one in records if one["file"] == file), key=lambda one: one["category"])
         for batch in args.batches:
             groups = [mine[start : start + batch] for start in range(0, len(mine), batch)]
             taken = {}
-            for method, k in [("none", None), ("auto", None), *FIXED]:
-                replay = Replay(method, k, Times(args.noise))
+            for method, k in [("none", None), ("auto", None), *clock.fixed]:
+                replay = Replay(method, k, clock, Times(args.noise), deciding=args.deciding and method == "auto")
                 taken[method if k is None else f"{method} k={k}"] = [replay.seconds(group) for group in groups]
-            plain = taken.pop("none")
-            gains = {name: sum(plain) / sum(seconds) for name, seconds in taken.items()}
-            lowest = min(a / b for a, b in zip(plain, taken["auto"], strict=True))
-            best = max((name for name in gains if name != "auto"), key=gains.__getitem__)
-            rows.append({"file": file, "batch": batch, "groups": len(groups), "gains": gains, "auto_lowest": lowest})
-            print(
-                f"{file:10} batch {batch:3}, {len(groups):3} groups: auto {gains['auto']:.3f}x "
-                f"(lowest group {lowest:.3f}x), best fixed {best} {gains[best]:.3f}x",
-                flush=True,
-            )
-    finish("policy_replay", {"noise": args.noise, "rows": rows})
+            rows.append({"file": file, "batch": batch, "groups": len(groups), **judged(taken)})
+            print(f"{file:10} batch {batch:3}, {len(groups):3} groups: {rows[-1].pop('said')}", flush=True)
+    finish("policy_replay", {"clock": args.clock, "noise": args.noise, "deciding": args.deciding, "rows": rows})
+
+
+def judged(taken: dict[str, list[float]]) -> dict[str, Any]:
+    plain = taken.pop("none")
+    gains = {name: sum(plain) / sum(seconds) for name, seconds in taken.items()}
+    each = [a / b for a, b in zip(plain, taken["auto"], strict=True)]
+    best = max((name for name in gains if name != "auto"), key=gains.__getitem__)
+    share = gains["auto"] / max(gains[best], 1.0)
+    said = f"auto {gains['auto']:.3f}x (first group {each[0]:.3f}x, lowest {min(each):.3f}x), {share:.3f} of the best: "
+    said += f"{best} {gains[best]:.3f}x"
+    return {"gains": gains, "auto_first": each[0], "auto_lowest": min(each), "said": said}
 
 
 if __name__ == "__main__":
