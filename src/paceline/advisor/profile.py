@@ -208,6 +208,7 @@ def host_drafter(subject: Advised, method: str, record: Record) -> DrafterCost:
     for token in record.answer:
         sequence.tokens.append(token)
         drafter.commit([Commit(sequence, len(sequence.tokens) - 2, 1, None)])
+        drafter.evidence(sequence)  # it takes in what was committed when it is asked
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     for _ in range(2 * ROUNDS):

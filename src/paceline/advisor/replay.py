@@ -215,7 +215,7 @@ class Replay:
             lambda known: RecordedRunner(known, self.records, self.cost, self._seconds(contender)),
             self.subject.clock,
             drafters=drafters,
-            policy=AdaptivePolicy(drafters, contender.method, contender.k),
+            policy=AdaptivePolicy(drafters, contender.method, contender.k, clock=self.subject.clock),
         )
         return TimedEngine(engine, clock=lambda: engine.now)
 

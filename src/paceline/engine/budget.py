@@ -19,7 +19,7 @@ from paceline.engine.cost import CostModel, Floats, Lines
 # What a plan must promise over plain decoding. More in a batch where drafts are found here and there: of many estimates
 # those that promise too much are chosen. A model's drafts are all alike.
 MARGIN, MARGIN_EACH, MARGIN_MOST = 0.04, 0.003, 0.1
-COLD_EACH, COLD_MOST = 0.01, 0.1  # on top of that while nothing is known of what promises are worth
+COLD_EACH, COLD_MOST = 0.005, 0.1  # on top of that while nothing is known of what promises are worth
 EXPLORE_SHARE = 0.005  # of the time: what putting guessed costs to the test may cost
 EXPLORE_WITHIN, EXPLORE_MOST = 0.15, 4.0  # no more than that of one step; steps that may be saved up for it
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # where drafts may end
@@ -121,7 +121,7 @@ class Budget:
         margin = MARGIN if dear else min(MARGIN + MARGIN_EACH * others, MARGIN_MOST)
         margin += min(COLD_EACH * others, COLD_MOST) * terms.doubt
         if self.expected_gain <= 1 + margin:
-            return 0
+            return self._fewer(rates, terms)
         unsure = terms.cost.unsure_with(terms.base, len(rates))
         unsure[: best + 1] = False
         if unsure.any():
@@ -130,3 +130,12 @@ class Budget:
             if regret <= EXPLORE_WITHIN and self.afford(regret):
                 return unseen + 1
         return best + 1
+
+    def _fewer(self, rates: Floats, terms: Terms) -> int:
+        """Where drafts do not seem to pay: fewer nodes than were ever tried, if that loses next to nothing."""
+        rates = rates[: terms.cost.fewer_than_tried(terms.base)]
+        if not len(rates):
+            return 0
+        best = int(rates.argmax())
+        regret = 1 - float(rates[best]) * terms.plain_s / terms.value
+        return best + 1 if regret <= MARGIN and self.afford(max(regret, EXPLORE_SHARE)) else 0

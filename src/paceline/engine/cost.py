@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ FINE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96,
 SCALE_RATE, SHAPE_RATE = 0.1, 0.02
 OUTLIER = 3.0  # a step this many times off says more about the machine than about the rows
 RECENT = 3
+TRIED = 0.8  # of so many rows as were tried: that is another number of rows
 NEAR = 1.6  # times as many rows, or as few: the prior's form is trusted between them
 MOST_ROWS = 4096  # beyond, a step costs what it costs there
 REMEMBERED = 5  # times that a cost of an earlier run counts as seen: this run's machine may be another
@@ -126,6 +128,11 @@ class CostModel:
         """Whether the cost of such a step is little more than a guess."""
         unsure: npt.NDArray[np.bool_] = self._unsure[self._point[self._with(base, nodes)]]
         return unsure
+
+    def fewer_than_tried(self, base: int) -> int:
+        """Nodes on top of `base` rows that are fewer than any step with drafts had; 0 before there was one."""
+        tried = self._drafted.points
+        return max(math.ceil(tried[0] * TRIED) - base - 1, 0) if tried else 0
 
     def plain_seen(self, rows: int) -> int:
         """How often plain steps of about so many rows were."""
