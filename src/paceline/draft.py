@@ -225,7 +225,8 @@ def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """The same on a device, without waiting for what that is busy with: a copy from ordinary memory would."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    pins = device.type == "cuda" and tensor.numel() > 0
+    return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
 
 def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:

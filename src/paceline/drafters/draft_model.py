@@ -5,7 +5,8 @@ length: what was drafted and committed alike stays, the next pass writes over th
 tokens is ever trusted, for the engine may have lent those blocks to others between two steps.
 
 Greedy and seeded rows draft what the drafter itself would say (law 3: with the request's own Gumbel noise); other rows
-sample from q, and q goes to verification (Leviathan et al. 2023, Chen et al. 2023).
+sample from q, and q goes to verification (Leviathan et al. 2023, Chen et al. 2023). Where the model offers a chain, a
+few greedy rows are drafted in one go; all others pass by pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal
 from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow
 from paceline.errors import InvalidParameter
+from paceline.models.chain import ChainRow, GreedyChain, OffersGreedyChain
 from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
@@ -90,6 +93,7 @@ class DraftModelDrafter:
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
+        self._chain: GreedyChain | None = None
 
     @classmethod
     def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
@@ -108,6 +112,8 @@ class DraftModelDrafter:
         if kept != wanted:
             raise InvalidParameter("draft_model", f"computes in {wanted} and the target in {kept}; load both alike")
         self._caches, self._block_size = caches, block_size
+        if isinstance(self._model, OffersGreedyChain):
+            self._chain = self._model.greedy_chain(caches, block_size)
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         # Where only later blocks are known, the ones before are filled although others may share them: whoever did so
@@ -145,6 +151,50 @@ class DraftModelDrafter:
         return len(self._missing(sequence))
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
+        """Rows that want what the model finds most probable go in one launch, where there are not too many of them."""
+        if self._chain is None:
+            return self._by_passes(rows)
+        greedy = [index for index, row in enumerate(rows) if _is_plainly_greedy(row.sequence)]
+        if not 0 < len(greedy) <= self._chain.most_rows:
+            return self._by_passes(rows)
+        at_once = self._at_once(self._chain, [rows[index] for index in greedy])
+        if len(greedy) == len(rows):
+            return at_once
+        others = [index for index in range(len(rows)) if index not in greedy]
+        passed = self._by_passes([rows[index] for index in others])
+        return Draft.merge([(greedy, at_once), (others, passed)], len(rows), self._model.config.vocab_size)
+
+    def _at_once(self, chain: GreedyChain, rows: SequenceOf[DraftRow]) -> Draft:
+        if any(not self._is_close(row.sequence, chain) for row in rows):
+            self._read(rows)
+        counts = [self._num_nodes(row) if self._is_close(row.sequence, chain) else 0 for row in rows]
+        ready = [index for index, count in enumerate(counts) if count]
+        if not ready:
+            return Draft.empty(len(rows))
+        asked = []
+        for index in ready:
+            sequence = rows[index].sequence
+            start = self._missing(sequence)[0]
+            asked.append(ChainRow(sequence.tokens[start:], start, counts[index], sequence.blocks))
+        try:
+            said = chain.draft(asked)
+        except Exception:
+            self._chain = None  # whatever was written lies behind what is trusted
+            raise
+        kept = []
+        for index, tokens in zip(ready, said, strict=True):
+            sequence = rows[index].sequence
+            self._states[sequence.key].valid = len(sequence.tokens)
+            kept.append(self._keep(sequence, tokens))
+        return Draft.chains(*_padded(ready, kept, len(rows)), source=2)
+
+    def _is_close(self, sequence: Sequence, chain: GreedyChain) -> bool:
+        """Whether so little is missing, and in one piece, that the chain reads it itself."""
+        missing = self._missing(sequence)
+        return len(missing) <= chain.most_lag and missing[-1] - missing[0] < len(missing)
+
+    def _by_passes(self, rows: SequenceOf[DraftRow]) -> Draft:
+        """Token by token, each drawn under the request's own parameters."""
         chains, logits = self._read(rows)
         if not chains.rows:
             return Draft.empty(len(rows))
@@ -217,26 +267,23 @@ class DraftModelDrafter:
         )
 
     def _finish(self, chains: _Chains, batch: int) -> Draft:
-        """Rows in the order asked. A token that ends the answer ends its chain: what follows it cannot matter."""
-        drafted = chains.tokens.tolist()
-        kept = []
-        for sequence, tokens, count in zip(chains.sequences, drafted, chains.counts, strict=True):
-            self._states[sequence.key].drafted = tokens[: count - 1]  # the last one's K/V were never computed
-            ends = {*sequence.params.stop_token_ids, *(() if sequence.params.ignore_eos else self._eos)}
-            kept.append(next((at + 1 for at, token in enumerate(tokens[:count]) if token in ends), count))
-        width, rows = max(kept), self._ints(chains.rows)
-        tokens_of = rows.new_zeros(batch, width)
-        tokens_of[rows] = self._ints(drafted)[:, :width]
-        num_nodes = rows.new_zeros(batch)
-        num_nodes[rows] = self._ints(kept)
+        drafted = [tokens[:count] for tokens, count in zip(chains.tokens.tolist(), chains.counts, strict=True)]
+        kept = [self._keep(sequence, tokens) for sequence, tokens in zip(chains.sequences, drafted, strict=True)]
+        tokens_of, num_nodes = _padded(chains.rows, kept, batch)
         if not chains.probs:
             return Draft.chains(tokens_of, num_nodes, source=2)
-        row_of = [[-1] * (width + 1) for _ in range(batch)]
+        row_of = [[-1] * (tokens_of.shape[1] + 1) for _ in range(batch)]
         for index, (row, depth) in enumerate(chains.drawn):
-            if depth < kept[row]:
+            if depth < len(kept[row]):
                 row_of[chains.rows[row]][depth] = index
         probs = chains.probs[0] if len(chains.probs) == 1 else torch.cat(chains.probs)
         return Draft.chains(tokens_of, num_nodes, source=2, q=Proposal(probs=probs, row_of=self._ints(row_of)))
+
+    def _keep(self, sequence: Sequence, tokens: list[int]) -> list[int]:
+        """A token that ends the answer ends its chain: what follows it cannot matter."""
+        self._states[sequence.key].drafted = tokens[:-1]  # the last one's K/V were never computed
+        ends = {*sequence.params.stop_token_ids, *(() if sequence.params.ignore_eos else self._eos)}
+        return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))]
 
     def _missing(self, sequence: Sequence) -> list[int]:
         """Positions to read before drafting. The last token is always among them: its logits start the draft."""
@@ -280,6 +327,23 @@ class DraftModelDrafter:
 
     def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
+
+
+def _padded(rows: list[int], chains: list[list[int]], batch: int) -> tuple[Tensor, Tensor]:
+    """(B, N) tokens and (B,) how many: chains of some rows of a batch."""
+    tokens = np.zeros((batch, max(map(len, chains))), np.int64)
+    counts = np.zeros(batch, np.int64)
+    for row, chain in zip(rows, chains, strict=True):
+        tokens[row, : len(chain)] = chain
+        counts[row] = len(chain)
+    return torch.from_numpy(tokens), torch.from_numpy(counts)
+
+
+def _is_plainly_greedy(sequence: Sequence) -> bool:
+    """What it says next is the most probable token, and nothing it asked for bends the probabilities."""
+    params = sequence.params
+    bent = params.penalised or params.logit_bias or sequence.bad_words or sequence.num_output < params.min_tokens
+    return params.greedy and not bent
 
 
 def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:

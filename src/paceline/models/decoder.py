@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig, RopeConfig
+from paceline.models.chain import GreedyChain
 from paceline.models.graphs import PassGraphs
-from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack
+from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
@@ -113,6 +114,10 @@ class Decoder:
             return False
         self.graphs.prepare(caches, block_size, tuple(taps), sequences)
         return True
+
+    def greedy_chain(self, caches: Sequence[LayerCache], block_size: int) -> GreedyChain | None:
+        weights = Weights(self.embedding, self.layers, self.final_norm, self.head)
+        return self.kernels.greedy_chain(weights, self.shape, caches, block_size, self.config)
 
     def compute(
         self,

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
+from paceline.models.chain import GreedyChain
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
@@ -36,6 +38,16 @@ class Layer:
     gate_up: Packed
     down: Packed
     window: int | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All of a model's weights."""
+
+    embedding: Tensor
+    layers: Sequence[Layer]
+    final_norm: Tensor
+    head: Packed
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,11 @@ class Kernels(Protocol):
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
         """Bind a model's layers to their caches. `LayerByLayer` serves wherever nothing better exists."""
+
+    def greedy_chain(
+        self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
+    ) -> GreedyChain | None:
+        """A way to draft several tokens in one go; None where these kernels have none for such a model."""
 
 
 class LayerByLayer:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, get_num_threads
 
+from paceline.config import ModelConfig
 from paceline.errors import DeviceError
-from paceline.models.kernels import Layer, Shape, Stack
+from paceline.models.chain import GreedyChain
+from paceline.models.kernels import Layer, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
@@ -313,6 +315,11 @@ class NativeKernels:
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
         return NativeStack(self, layers, caches, shape)
+
+    def greedy_chain(
+        self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
+    ) -> GreedyChain | None:
+        return None
 
     def view(self, plan: PassPlan, rows: int) -> PlanView:
         last, view = self._last_plan

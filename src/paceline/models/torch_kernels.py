@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.models.kernels import Layer, LayerByLayer, Shape, Stack
+from paceline.config import ModelConfig
+from paceline.models.chain import GreedyChain
+from paceline.models.kernels import Layer, LayerByLayer, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
@@ -108,6 +110,11 @@ class TorchKernels:
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
         return LayerByLayer(self, layers, caches, shape)
+
+    def greedy_chain(
+        self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
+    ) -> GreedyChain | None:
+        return None
 
 
 def _slots_of(plan: PassPlan, positions: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -4,18 +4,24 @@ weights costs. The kernels themselves are in `models.triton`, one file per idea.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.models.kernels import Layer, Shape, Stack
+from paceline.config import ModelConfig
+from paceline.models.chain import GreedyChain
+from paceline.models.kernels import Layer, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import elementwise
 from paceline.models.triton.attention import Work, Workspace, attention, work_of
-from paceline.models.triton.launch import INTERPRETED
+from paceline.models.triton.greedy_chain import TritonChain, served
+from paceline.models.triton.launch import INTERPRETED, multiprocessors
 from paceline.models.triton.linear import TritonWeight, linear
+
+log = logging.getLogger("paceline")
 
 
 class TritonKernels:
@@ -68,6 +74,21 @@ class TritonKernels:
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
         return TritonStack(self, layers, caches, shape)
+
+    def greedy_chain(
+        self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
+    ) -> GreedyChain | None:
+        programs = multiprocessors(weights.embedding.device)
+        if not served(weights, config, programs):
+            return None
+        try:
+            made = TritonChain(weights, shape, caches, block_size, config, programs)
+            if not INTERPRETED:
+                made.launch()  # compiles it
+        except Exception as problem:  # a chip it does not fit: passes serve
+            log.warning("drafting by passes: %r", problem)
+            return None
+        return made
 
     def work(self, plan: PassPlan, q_heads: int, cache: LayerCache) -> Work:
         """Once per pass: a plan serves every layer."""

@@ -8,6 +8,7 @@ tried, before the wait and from the small kernels between products: slower by 1 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -31,3 +32,8 @@ def release(OVERLAP: tl.constexpr):
 def overlapped(enabled: bool) -> dict[str, bool]:
     """Launch options: the interpreter knows none."""
     return {"OVERLAP": True, "launch_pdl": True} if enabled and not INTERPRETED else {"OVERLAP": False}
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs can run at the same time for certain; the interpreter runs one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -66,8 +66,8 @@ def programs(rows: int) -> int:
 
 
 def kernel(function):
-    """A kernel that is launched; how many rows there are is no reason to compile it again."""
-    return triton.jit(function, do_not_specialize=["rows", "count", "batch", "turn"])
+    """A kernel that is launched; how many rows or nodes there are is no reason to compile it again."""
+    return triton.jit(function, do_not_specialize=["rows", "count", "batch", "turn", "width", "depth"])
 
 
 @triton.jit

@@ -1,0 +1,175 @@
+"""Greedy chains of smollm2 in one launch: tokens against those of ordinary passes, and time per token.
+
+python benchmarks/gpu_chain.py                    # with the cuts in use
+python benchmarks/gpu_chain.py --weights random --cuts "Cut(keys=128)" "Cut(head_tile=8)"
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+from common import finish
+from gpu_engine import prompts_of
+from gpu_subject import SMALL, Subject, random_weights
+
+from paceline.models.chain import ChainRow
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import Weights, kernels_for
+from paceline.models.kv_cache import KVCache
+from paceline.models.plan import PassPlan
+from paceline.models.triton.greedy_chain import Cut, TritonChain
+
+BLOCK = 16
+
+
+def chain_of(decoder: Decoder, cache: KVCache, cut: Cut, programs: int) -> TritonChain:
+    weights = Weights(decoder.embedding, decoder.layers, decoder.final_norm, decoder.head)
+    return TritonChain(weights, decoder.shape, cache.layers, BLOCK, decoder.config, programs, cut)
+
+
+def forward(decoder: Decoder, cache: KVCache, tokens: list[int], first: int, blocks: list[int]) -> torch.Tensor:
+    positions = torch.arange(first, first + len(tokens), dtype=torch.int32)
+    tables = torch.tensor([blocks], dtype=torch.int32)
+    plan = PassPlan(
+        positions=positions,
+        slots=tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
+        sequence=torch.zeros_like(positions),
+        prefix=positions + 1,
+        path=positions.new_empty(len(tokens), 0),
+        path_len=torch.zeros_like(positions),
+        block_tables=tables,
+        block_size=BLOCK,
+        max_len=first + len(tokens),
+    )
+    return decoder.forward(torch.tensor(tokens), plan, cache.layers, torch.tensor([len(tokens) - 1])).logits[0]
+
+
+def greedy(decoder: Decoder, cache: KVCache, row: ChainRow) -> list[int]:
+    """The same by ordinary passes."""
+    logits = forward(decoder, cache, list(row.tokens), row.start, list(row.blocks))
+    said = [int(logits.argmax())]
+    while len(said) < row.count:
+        at = row.start + len(row.tokens) + len(said) - 1
+        said.append(int(forward(decoder, cache, said[-1:], at, list(row.blocks)).argmax()))
+    return said
+
+
+def rows_at(subject: Subject, decoder: Decoder, cache: KVCache, number: int, context: int, count: int, lag: int = 1):
+    """Sequences whose context is in the cache; their blocks are scattered."""
+    prompts = prompts_of(subject, number)
+    need = -(-(context + count) // BLOCK)
+    order = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
+    rows = []
+    for index, prompt in enumerate(prompts):
+        tokens = (prompt * (context // len(prompt) + 1))[:context]
+        blocks = order[index * need : (index + 1) * need]
+        forward(decoder, cache, tokens[: context - lag], 0, blocks)
+        rows.append(ChainRow(tokens[context - lag :], context - lag, count, blocks))
+    return rows
+
+
+def check(subject: Subject, decoder: Decoder, cache: KVCache, chain: TritonChain, number: int) -> str:
+    same = total = 0
+    for context, lag in ((41, 1), (64, 2), (129, 1), (600, 2)):
+        rows = rows_at(subject, decoder, cache, number, context, 16, lag)
+        said = chain.draft(rows)
+        for row, tokens in zip(rows, said, strict=True):
+            for a, b in zip(tokens, greedy(decoder, cache, row), strict=True):
+                total += 1
+                if a != b:
+                    break  # what follows continues another text
+                same += 1
+    return f"{same} of {total} tokens as by passes"
+
+
+def timed(subject: Subject, decoder: Decoder, cache: KVCache, chain: TritonChain, number: int, context: int) -> Any:
+    count = 16
+    rows = rows_at(subject, decoder, cache, number, context, count)
+    for _ in range(3):
+        chain.draft(rows)
+    walls, spans = [], []
+    for _ in range(20):
+        started = time.perf_counter()
+        chain.draft(rows)
+        walls.append(time.perf_counter() - started)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        chain._buffers.fill(rows, count, chain._tag)
+        chain._tag += 10_000
+        begin.record()
+        chain.launch()
+        end.record()
+        torch.cuda.synchronize()
+        spans.append(begin.elapsed_time(end))
+    device = statistics.median(spans)
+    call = 1e3 * statistics.median(walls)
+    return {"token_ms": call / count, "device_token_ms": device / count, "host_ms": call - device}
+
+
+def warm(cut: str) -> None:
+    """Compile a cut into the cache of compiled kernels: a launch of no steps."""
+    device = torch.device("cuda")
+    config = SMALL
+    weights = {name: torch.zeros(1).expand(value.shape) for name, value in random_weights(config).items()}
+    decoder = Decoder(config, weights, kernels_for(device), device=device, dtype=torch.bfloat16)
+    cache = KVCache(decoder.kv_specs, num_blocks=4, block_size=BLOCK, dtype=torch.bfloat16, device=device)
+    chain = chain_of(decoder, cache, eval(cut), programs_of(device))
+    chain.launch()
+    torch.cuda.synchronize()
+
+
+def programs_of(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", default="smollm2")
+    parser.add_argument("--cuts", nargs="*", default=["Cut()"])
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--warm", default=None)
+    args = parser.parse_args()
+    if args.warm:
+        warm(args.warm)
+        return
+    started = time.perf_counter()
+    children = [
+        subprocess.Popen([sys.executable, __file__, "--warm", cut], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for cut in args.cuts
+    ]
+    subject = Subject(args.weights, torch.device("cuda"))
+    decoder = subject.small
+    cache = KVCache(
+        decoder.kv_specs, num_blocks=2048, block_size=BLOCK, dtype=decoder.cache_dtype, device=subject.device
+    )
+    rows_at(subject, decoder, cache, 1, 100, 16)
+    print(f"loaded after {time.perf_counter() - started:.0f} s", flush=True)
+    result: dict[str, Any] = {}
+    for cut, child in zip(args.cuts, children, strict=True):
+        try:
+            said, _ = child.communicate(timeout=100)
+            print(f"{cut}: compiled after {time.perf_counter() - started:.0f} s", flush=True)
+            if child.returncode:
+                print(said.decode()[-1500:], flush=True)
+                continue
+            chain = chain_of(decoder, cache, eval(cut), programs_of(subject.device))
+            print("  ", check(subject, decoder, cache, chain, 5), flush=True)
+            for number in args.rows:
+                for context in (100, 1000):
+                    got = timed(subject, decoder, cache, chain, number, context)
+                    result[f"{cut} x{number} at {context}"] = got
+                    print(f"   {number} rows, context {context}: {got}", flush=True)
+        except Exception:
+            traceback.print_exc()
+    finish("gpu_chain", result)
+
+
+if __name__ == "__main__":
+    main()

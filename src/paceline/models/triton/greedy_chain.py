@@ -1,0 +1,229 @@
+"""The host's side of `chain`: which models it serves, how their work is cut, and one packed copy each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.config import MAX_K, ModelConfig
+from paceline.models.chain import ChainRow
+from paceline.models.kernels import Shape, Weights
+from paceline.models.kv_cache import LayerCache
+from paceline.models.triton.chain import STATE, UNIT, chain
+from paceline.models.triton.launch import INTERPRETED
+
+MOST_LAG = 2  # tokens a row may read before it drafts
+HEADER = 8  # ints
+MOST_TAG = 1 << 30
+MOST_HELD = 128 << 10  # bytes of a layer's weights that a program can have in registers, beside all else
+ALIGNED = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a launch is cut. As measured on an H200."""
+
+    rows: int = 4  # at most: beyond, ordinary passes are as fast
+    warps: int = 8
+    keys: int = 64  # of a block of attention
+    splits: int = 8  # of a row's context, at most
+    head_tile: int = 16
+
+
+CUT = Cut()
+
+
+class ChainFailed(RuntimeError):
+    pass
+
+
+def served(weights: Weights, config: ModelConfig, programs: int) -> bool:
+    """Small Llamas without ornaments, in one dtype throughout."""
+    plain = not (config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm or any(config.windows))
+    return (
+        plain
+        and weights.head.weight.dtype == weights.final_norm.dtype
+        and config.head_dim in (32, 64, 128)
+        and config.num_heads // config.num_kv_heads + 2 <= 16
+        and config.hidden_size % 16 == config.intermediate_size % 16 == 0
+        and config.vocab_size < 1 << 24  # tokens travel as fp32
+        and (INTERPRETED or Share.of(config, programs, CUT).held <= MOST_HELD)
+    )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one program has of a layer: rows of each weight, filled up to powers of two, in chunks of their columns."""
+
+    qkv_rows: int
+    hidden_rows: int
+    inter_rows: int
+    hidden_chunks: int
+    attended_chunks: int
+    inter_chunks: int
+
+    @staticmethod
+    def of(config: ModelConfig, programs: int, cut: Cut) -> Share:
+        def rows(count: int) -> int:
+            return max(int(triton.next_power_of_2(-(-count // programs))), cut.warps)
+
+        def chunks(columns: int) -> int:
+            return int(triton.next_power_of_2(-(-columns // 2 // UNIT.value)))
+
+        return Share(
+            rows(config.q_size + 2 * config.kv_size),
+            rows(config.hidden_size),
+            rows(config.intermediate_size),
+            chunks(config.hidden_size),
+            chunks(config.q_size),
+            chunks(config.intermediate_size),
+        )
+
+    @property
+    def held(self) -> int:
+        chunks = (self.qkv_rows + 2 * self.inter_rows) * self.hidden_chunks
+        chunks += self.hidden_rows * (self.attended_chunks + self.inter_chunks)
+        return int(chunks * UNIT.value * 4)
+
+
+class TritonChain:
+    """A model's weights and caches, ready to be continued."""
+
+    most_lag = MOST_LAG
+
+    def __init__(
+        self,
+        weights: Weights,
+        shape: Shape,
+        caches: Sequence[LayerCache],
+        block_size: int,
+        config: ModelConfig,
+        programs: int,
+        cut: Cut = CUT,
+    ) -> None:
+        self._weights, self._caches = weights, caches  # the table points into them
+        self._config, self._shape, self._block_size = config, shape, block_size
+        self._programs, self._cut, self.most_rows = programs, cut, cut.rows
+        self._head: Tensor = weights.head.weight
+        tensors = [
+            [
+                *(layer.input_norm, layer.qkv.weight, layer.output.weight, layer.mlp_norm),
+                *(layer.gate_up.weight, layer.down.weight, cache.k, cache.v),
+            ]
+            for layer, cache in zip(weights.layers, caches, strict=True)
+        ]
+        tensors.append([weights.embedding, weights.final_norm, *[self._head] * 6])
+        offsets = [[_offset(tensor, self._head) for tensor in each] for each in tensors]
+        self._table = torch.tensor(offsets, dtype=torch.int64, device=self._head.device)
+        self._buffers = _Buffers(cut, config, self._head, block_size, programs)
+        self._tag = 1
+
+    def draft(self, rows: Sequence[ChainRow]) -> list[list[int]]:
+        steps = max(len(row.tokens) + row.count - 1 for row in rows)
+        tags = steps * (self._config.num_layers + 1)
+        if self._tag + tags > MOST_TAG:
+            self._tag = 1
+            self._buffers.words.zero_()
+        self._buffers.fill(rows, steps, self._tag)
+        self._tag += tags
+        self.launch()
+        return self._buffers.read(rows)
+
+    def launch(self) -> None:
+        """With what the buffers say; before they were filled that is no step at all, and only compiles it."""
+        config, cut, programs = self._config, self._cut, self._programs
+        share = Share.of(config, programs, cut)
+
+        chain[(programs,)](
+            self._buffers.state,
+            self._table,
+            self._head,
+            self._head.view(torch.int32 if self._head.element_size() == 2 else torch.int64),
+            self._shape.cos,
+            self._shape.sin,
+            self._buffers.words,
+            self._shape.eps,
+            self._shape.scale * 1.4426950408889634,
+            LAYERS=config.num_layers,
+            HIDDEN=config.hidden_size,
+            INTER=config.intermediate_size,
+            VOCAB=config.vocab_size,
+            KV=config.num_kv_heads,
+            GROUP=config.num_heads // config.num_kv_heads,
+            DIM=config.head_dim,
+            BLOCK_SIZE=self._block_size,
+            KEYS=cut.keys,
+            SPLITS=cut.splits,
+            ROWS=cut.rows,
+            MOST=MAX_K,
+            LAG=MOST_LAG,
+            CHUNKS_H=share.hidden_chunks,
+            CHUNKS_A=share.attended_chunks,
+            CHUNKS_I=share.inter_chunks,
+            TILE_Q=share.qkv_rows,
+            TILE_H=share.hidden_rows,
+            TILE_I=share.inter_rows,
+            TILE_V=cut.head_tile,
+            LANES=triton.next_power_of_2(programs),
+            PROGRAMS=programs,
+            WARPS=cut.warps,
+            num_warps=cut.warps,
+            **({} if INTERPRETED else {"launch_cooperative_grid": True}),
+        )
+
+
+class _Buffers:
+    """What a launch reads and writes beside weights and caches."""
+
+    def __init__(self, cut: Cut, config: ModelConfig, like: Tensor, block_size: int, programs: int) -> None:
+        self._cut, self._programs, self._kv, self._block_size = cut, programs, config.num_kv_heads, block_size
+        self._out = STATE + cut.rows * MAX_K
+        self._tables = self._out + HEADER + cut.rows * (3 + MOST_LAG)
+        size = self._tables + cut.rows * -(-config.max_positions // block_size)
+        self.state = torch.zeros(size, dtype=torch.int32, device=like.device)
+        pinned = like.device.type == "cuda"
+        self._given = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._taken = torch.zeros(self._out, dtype=torch.int32, pin_memory=pinned)
+        words = 2 * config.q_size + 2 * config.kv_size + 2 * config.hidden_size + config.intermediate_size
+        words += cut.splits * (config.q_size + config.num_heads) + 2 * programs + config.hidden_size
+        self.words = torch.zeros(cut.rows * words, dtype=torch.int64, device=like.device)
+
+    def fill(self, rows: Sequence[ChainRow], steps: int, tag: int) -> None:
+        most, host = self._cut.rows, self._given.numpy()
+        lasts = [row.start + len(row.tokens) + row.count - 2 for row in rows]
+        width = max(lasts) // self._block_size + 1
+        splits = self._cut.splits  # the interpreter's one program takes them one after the other
+        if self._programs > 1:
+            splits = max(min(splits, self._programs // (len(rows) * self._kv)), 1)
+        at = self._out
+        host[at : at + 6] = len(rows), steps, min(len(row.tokens) for row in rows) - 1, splits, width, tag
+        at += HEADER
+        for index, row in enumerate(rows):
+            host[at + index] = row.start
+            host[at + most + index] = lasts[index]
+            host[at + 2 * most + index] = len(row.tokens)
+            place = at + 3 * most + index * MOST_LAG
+            host[place : place + len(row.tokens)] = row.tokens
+            place = self._tables + index * width
+            host[place : place + len(row.blocks[:width])] = row.blocks[:width]
+        end = self._tables + len(rows) * width
+        self.state[:end].copy_(self._given[:end], non_blocking=True)
+
+    def read(self, rows: Sequence[ChainRow]) -> list[list[int]]:
+        self._taken.copy_(self.state[: self._out])
+        if self._taken[0]:
+            raise ChainFailed("programs waited for each other in vain")
+        tokens = self._taken[STATE:].view(self._cut.rows, MAX_K)
+        return [tokens[index, : row.count].tolist() for index, row in enumerate(rows)]
+
+
+def _offset(tensor: Tensor, base: Tensor) -> int:
+    """In elements from the base's first: how the kernel finds all weights and caches from one pointer."""
+    apart = tensor.data_ptr() - base.data_ptr()
+    if not tensor.is_contiguous() or tensor.dtype != base.dtype or apart % ALIGNED:
+        raise ValueError("weights and caches must be contiguous, aligned and of one dtype")
+    return apart // base.element_size()

@@ -1,0 +1,120 @@
+"""A draft model that continues greedy rows in one go: who goes that way, what it is told, what is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.models.plan import PassPlan
+from tests.drafters.contract_toys import FunctionModel, imitating, make_engine, params, plain, prompt_of, repeating, run
+
+
+class ChainModel(FunctionModel):
+    """Offers a chain that makes passes of its own, and remembers what it was asked."""
+
+    most_rows, most_lag = 2, 2
+
+    def __init__(self, logits_of, **options):
+        super().__init__(logits_of, **options)
+        self.asked = []
+        self.broken = False
+
+    def greedy_chain(self, caches, block_size):
+        self.caches, self.block_size = caches, block_size
+        return self
+
+    def draft(self, rows):
+        assert len(rows) <= self.most_rows
+        if self.broken:
+            raise RuntimeError("waited in vain")
+        self.asked.append([(len(row.tokens), row.count) for row in rows])
+        return [self._continue(row) for row in rows]
+
+    def _continue(self, row):
+        assert 0 < len(row.tokens) <= self.most_lag
+        said, tokens, start = [], list(row.tokens), row.start
+        while len(said) < row.count:
+            said.append(int(self._pass(tokens, start, row.blocks).argmax()))
+            tokens, start = said[-1:], start + len(tokens)
+        return said
+
+    def _pass(self, tokens, start, blocks):
+        positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
+        tables = torch.tensor([blocks], dtype=torch.int32)
+        plan = PassPlan(
+            positions=positions,
+            slots=tables[0][positions // self.block_size] * self.block_size + positions % self.block_size,
+            sequence=torch.zeros_like(positions),
+            prefix=positions + 1,
+            path=positions.new_empty(len(tokens), 0),
+            path_len=torch.zeros_like(positions),
+            block_tables=tables,
+            block_size=self.block_size,
+            max_len=start + len(tokens),
+        )
+        return self.forward(torch.tensor(tokens), plan, self.caches, torch.tensor([len(tokens) - 1])).logits[0]
+
+
+def test_greedy_rows_draft_at_once_and_read_one_or_two_tokens():
+    model = ChainModel(repeating)
+    engine = make_engine([DraftModelDrafter(model)], k=4)
+    requests = [(0, str(i), prompt_of(i, 5 + i), params(max_tokens=1 + 3 * 5)) for i in range(2)]
+    sequences, _ = run(engine, requests)
+    assert model.asked == [[(1, 4)] * 2, [(2, 4)] * 2, [(2, 4)] * 2], "the prompt is read by a pass"
+    for sequence in sequences.values():
+        assert sequence.stats.num_accepted_tokens == sequence.stats.num_draft_tokens == 3 * 4
+
+
+@pytest.mark.parametrize("logits_of", [repeating, imitating])
+def test_the_chain_drafts_what_passes_would(logits_of):
+    requests = [(i, str(i), prompt_of(i, 4 + 7 * i), params(max_tokens=20 + i)) for i in range(2)]
+    outcomes = []
+    for model in (ChainModel(logits_of), FunctionModel(logits_of)):
+        sequences, outputs = run(make_engine([DraftModelDrafter(model)], k=3), requests)
+        outcomes.append({name: [output.tokens for output in outputs[name]] for name in sequences})
+    assert outcomes[0] == outcomes[1]
+
+
+def test_rows_that_sample_or_bend_their_probabilities_go_by_passes():
+    model = ChainModel(imitating)
+    engine = make_engine([DraftModelDrafter(model)], k=3)
+    wishes = [
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 15},
+    ]
+    requests = [(0, str(i), prompt_of(i, 6), params(max_tokens=16, **wish)) for i, wish in enumerate(wishes)]
+    sequences, _ = run(engine, requests)
+    told = plain(requests)
+    assert model.asked
+    assert all(len(asked) == 1 for asked in model.asked), "the first; the last when it may end"
+    assert engine.drafters.failures == 0
+    for name, sequence in sequences.items():
+        assert sequence.output_tokens == told[name].output_tokens
+        assert sequence.stats.num_draft_tokens > 0
+
+
+def test_too_many_greedy_rows_go_by_passes():
+    model = ChainModel(repeating)
+    requests = [(0, str(i), prompt_of(i, 5), params(max_tokens=9)) for i in range(3)]
+    run(make_engine([DraftModelDrafter(model)], k=3), requests)
+    assert model.asked == []
+
+
+def test_a_chain_that_fails_is_not_asked_again_and_nothing_of_it_is_trusted():
+    model = ChainModel(imitating)
+    drafter = DraftModelDrafter(model)
+    engine = make_engine([drafter], k=4)
+    request = (0, "a", prompt_of(0, 9), params(max_tokens=30))
+
+    def fail(engine):
+        model.broken = True
+
+    sequence = run(engine, [request], after_step=fail)[0]["a"]
+    assert engine.drafters.failures == 1
+    assert drafter._chain is None
+    assert sequence.output_tokens == plain([request])["a"].output_tokens
+    assert sequence.stats.num_accepted_tokens > 0

@@ -1,0 +1,220 @@
+# ruff: noqa: E402
+"""Greedy chains in one launch, through Triton's interpreter: one program then, so nobody waits for anybody. Tokens and
+K/V against passes by the reference. That programs find each other is checked on a GPU, by benchmarks/gpu_chain.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
+
+from paceline.config import ModelConfig
+from paceline.models.chain import ChainRow
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import Weights
+from paceline.models.kv_cache import KVCache
+from paceline.models.plan import PassPlan
+from paceline.models.torch_kernels import TorchKernels
+from paceline.models.triton.greedy_chain import CUT as DEFAULT_CUT
+from paceline.models.triton.greedy_chain import MOST_HELD, MOST_TAG, ChainFailed, Cut, Share, TritonChain
+from paceline.models.triton_kernels import TritonKernels
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="triton does not run on Windows"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+CPU = torch.device("cpu")
+BLOCK = 16
+CONFIG = ModelConfig(
+    architecture="llama",
+    vocab_size=90,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=32,
+    max_positions=96,
+    tie_embeddings=True,
+)
+CUT = Cut(rows=3, keys=16, splits=4)
+
+
+def weights_of(config: ModelConfig) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    hidden, inter = config.hidden_size, config.intermediate_size
+    shapes = {"model.embed_tokens": (config.vocab_size, hidden), "model.norm": (hidden,), "lm_head": (90, hidden)}
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}.self_attn.{name}_proj": (config.kv_size, hidden) for name in "kv"}
+        shapes |= {f"{at}.self_attn.q_proj": (config.q_size, hidden), f"{at}.self_attn.o_proj": (hidden, config.q_size)}
+        shapes |= {f"{at}.mlp.{name}_proj": (inter, hidden) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj"] = (hidden, inter)
+    scale = {1: 0.0, 2: 1.5}
+    made = {name: torch.randn(shape) / shape[-1] ** 0.5 * scale[len(shape)] for name, shape in shapes.items()}
+    made |= {name: torch.rand(shape) + 0.5 for name, shape in shapes.items() if len(shape) == 1}
+    return {f"{name}.weight": tensor for name, tensor in made.items()}
+
+
+class Scene:
+    """A reference decoder with a cache, and the chain with another that starts as a copy of it."""
+
+    def __init__(self, config: ModelConfig = CONFIG, cut: Cut = CUT) -> None:
+        weights = weights_of(config)
+        self.reference = Decoder(config, weights, TorchKernels(), device=CPU, dtype=torch.float32)
+        self.decoder = Decoder(config, weights, TritonKernels(CPU), device=CPU, dtype=torch.float32)
+        self.caches = [
+            KVCache(self.decoder.kv_specs, num_blocks=24, block_size=BLOCK, dtype=torch.float32, device=CPU)
+            for _ in "ab"
+        ]
+        for cache in self.caches:
+            for layer in cache.layers:
+                layer.k.fill_(7.0)  # a slot nobody wrote must be nobody's
+                layer.v.fill_(7.0)
+        self.free = torch.randperm(24).tolist()
+        made = self.decoder.greedy_chain(self.caches[1].layers, BLOCK)
+        assert isinstance(made, TritonChain)
+        parts = Weights(self.decoder.embedding, self.decoder.layers, self.decoder.final_norm, self.decoder.head)
+        self.chain = TritonChain(parts, self.decoder.shape, self.caches[1].layers, BLOCK, config, 1, cut)
+
+    def row(self, length: int, lag: int, count: int) -> ChainRow:
+        blocks = [self.free.pop() for _ in range(-(-(length + count) // BLOCK))]
+        tokens = torch.randint(0, self.reference.config.vocab_size, (length,)).tolist()
+        if length > lag:
+            self._pass(tokens[:-lag], 0, blocks)
+        for mine, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
+            mine.k.copy_(theirs.k)
+            mine.v.copy_(theirs.v)
+        return ChainRow(tokens[-lag:], length - lag, count, blocks)
+
+    def judge(self, row: ChainRow, said: list[int]) -> None:
+        """Each token is the most probable one, or as good as that: columns of the residual stream travel as bf16."""
+        assert len(said) == row.count
+        tokens, start = list(row.tokens), row.start
+        for token in said:
+            logits = self._pass(tokens, start, list(row.blocks))
+            assert float(logits[token]) > float(logits.max()) - 0.05, "where logits have a deviation of 1.4"
+            tokens, start = [token], start + len(tokens)
+
+    def _pass(self, tokens: list[int], start: int, blocks: list[int]) -> torch.Tensor:
+        positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
+        tables = torch.tensor([blocks], dtype=torch.int32)
+        plan = PassPlan(
+            positions=positions,
+            slots=tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
+            sequence=torch.zeros_like(positions),
+            prefix=positions + 1,
+            path=positions.new_empty(len(tokens), 0),
+            path_len=torch.zeros_like(positions),
+            block_tables=tables,
+            block_size=BLOCK,
+            max_len=start + len(tokens),
+        )
+        rows = torch.tensor([len(tokens) - 1])
+        return self.reference.forward(torch.tensor(tokens), plan, self.caches[0].layers, rows).logits[0]
+
+    def check(self, rows: list[ChainRow]) -> None:
+        for row, said in zip(rows, self.chain.draft(rows), strict=True):
+            self.judge(row, said)
+        for mine, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
+            torch.testing.assert_close(mine.k, theirs.k, rtol=0.0, atol=0.05)
+            torch.testing.assert_close(mine.v, theirs.v, rtol=0.0, atol=0.05)
+
+
+@pytest.mark.parametrize(("length", "lag"), [(1, 1), (2, 2), (15, 1), (16, 2), (17, 1), (40, 2), (65, 1)])
+def test_it_says_what_passes_say_and_writes_what_they_write(length: int, lag: int) -> None:
+    scene = Scene()
+    scene.check([scene.row(length, lag, 3)])
+
+
+def test_rows_of_different_lengths_lags_and_counts_share_a_launch() -> None:
+    scene = Scene()
+    rows = [scene.row(33, 2, 3), scene.row(1, 1, 4), scene.row(20, 1, 1)]
+    scene.check(rows)
+    scene.check(rows)  # again, over what it wrote
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_embeddings": False},
+        {"num_heads": 4, "num_kv_heads": 4},
+        {"hidden_size": 528, "num_layers": 1},
+        {"intermediate_size": 544, "num_layers": 1},
+    ],
+)
+def test_other_shapes(changes: dict[str, int]) -> None:
+    scene = Scene(replace(CONFIG, **changes))
+    scene.check([scene.row(18, 1, 2)])
+
+
+def test_ties_go_to_the_lowest_token() -> None:
+    scene = Scene(replace(CONFIG, tie_embeddings=False))
+    row = scene.row(5, 1, 1)
+    ((best,),) = scene.chain.draft([row])
+    head = scene.decoder.head.weight
+    for twin in (best + 1, best + 40, 89):
+        head[twin % 90] = head[best]
+    assert scene.chain.draft([row]) == [[min(best, (best + 1) % 90, (best + 40) % 90, 89)]]
+
+
+def test_tags_start_over_before_they_run_out() -> None:
+    scene = Scene()
+    row = scene.row(9, 1, 2)
+    scene.chain._tag = MOST_TAG - 4
+    scene.check([row])
+    assert scene.chain._tag < 100
+
+
+def test_a_launch_that_gave_up_raises() -> None:
+    scene = Scene()
+    row = scene.row(9, 1, 2)
+    scene.chain._buffers._given[0] = 1
+    with pytest.raises(ChainFailed):
+        scene.chain.draft([row])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_norm": True}, {"windows": (16, 16)}, {"head_dim": 48}, {"num_heads": 16}, {"hidden_size": 40}],
+)
+def test_what_it_does_not_serve_goes_the_other_way(changes: dict[str, object]) -> None:
+    config = replace(CONFIG, **changes)
+    weights = weights_of(config)
+    weights |= {
+        f"model.layers.{layer}.self_attn.{name}_norm.weight": torch.ones(config.head_dim)
+        for layer in range(2)
+        for name in "qk"
+    }
+    decoder = Decoder(config, weights, TritonKernels(CPU), device=CPU, dtype=torch.float32)
+    cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    assert decoder.greedy_chain(cache.layers, BLOCK) is None
+
+
+def test_a_layer_must_fit_into_the_registers_of_the_chip() -> None:
+    small = replace(CONFIG, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64)
+    assert Share.of(small, 132, DEFAULT_CUT).held <= MOST_HELD
+    assert Share.of(small, 60, DEFAULT_CUT).held > MOST_HELD
+    larger = replace(small, hidden_size=960, intermediate_size=2560, num_heads=15, num_kv_heads=5)
+    assert Share.of(larger, 132, DEFAULT_CUT).held > MOST_HELD
+
+
+def test_caches_of_another_dtype_are_refused() -> None:
+    scene = Scene()
+    half = KVCache(scene.decoder.kv_specs, num_blocks=2, block_size=BLOCK, dtype=torch.float16, device=CPU)
+    assert scene.decoder.greedy_chain(half.layers, BLOCK) is None
+
+
+def test_kernels_without_a_chain_say_so() -> None:
+    decoder = Decoder(CONFIG, weights_of(CONFIG), TorchKernels(), device=CPU, dtype=torch.float32)
+    assert decoder.greedy_chain([], BLOCK) is None
