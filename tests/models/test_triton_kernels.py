@@ -25,11 +25,12 @@ from paceline.models import rehearse
 from paceline.models.decoder import Decoder
 from paceline.models.fast_kernels import FastKernels
 from paceline.models.kernels import LayerByLayer, kernels_for
-from paceline.models.kv_cache import KVCache
+from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import attention as attention_module
+from paceline.models.triton import linear as linear_module
 from paceline.models.triton.attention import tiles_of
-from paceline.models.triton.linear import Tile, linear
+from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import TritonKernels
 from tests.models.test_kernels import (
     REFERENCE,
@@ -79,6 +80,58 @@ def test_the_gated_product_is_silu_of_the_gate_times_up(kernels: TritonKernels, 
     weight, bias, x = torch.randn(72, 64) / 8, torch.randn(72), torch.randn(5, 64)
     got = linear(x, kernels.pack(weight, bias), gated=True, tile=tile)
     assert_close(got, REFERENCE.silu_mul(x.double() @ weight.double().T + bias.double()))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_in_segments_is_one_sum_in_order_for_few_rows_and_many(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, biased: bool
+) -> None:
+    monkeypatch.setattr(linear_module, "segments_of", lambda n, k: 4)
+    weight = kernels.pack(torch.randn(40, 256) / 16, torch.randn(40) if biased else None)
+    x, tile = torch.randn(70, 256), Tile(16, 64, 32, 4, 2, swapped=True)
+    many = linear(x, weight, tile=tile)
+    few = linear(x[:3], weight, tile=tile)
+    parts = [x[:3, at : at + 64] @ weight.weight[:, at : at + 64].T for at in range(0, 256, 64)]
+    assert_close(few, sum(parts) + (0 if weight.bias is None else weight.bias))
+    assert torch.equal(few, many[:3])
+
+
+def test_a_norm_adds_the_segments_of_the_product_before_it(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_module, "segments_of", lambda n, k: 2)
+    weight, x = kernels.pack(torch.randn(40, 128)), torch.randn(3, 128)
+    residual, scale = torch.randn(3, 40), torch.rand(40)
+    parts = linear(x, weight, in_segments=True)
+    assert parts.shape == (2, 3, 40)
+    streams = residual.clone(), residual.clone()
+    normed = [
+        kernels.add_rms_norm(added, stream, scale, 1e-5)
+        for added, stream in zip((parts, linear(x, weight)), streams, strict=True)
+    ]
+    assert torch.equal(*normed)
+    assert torch.equal(*streams)
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(3, None), (3, Tile(16, 32, 32, 4, 2, swapped=True)), (70, None)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_product_of_q_k_and_v_rotates_and_stores_as_the_kernels_apart_do(
+    kernels: TritonKernels, rows: int, tile: Tile | None, biased: bool
+) -> None:
+    q_heads, kv_heads, dim = 3, 2, 24
+    state = scene([rows + 40], kv_heads, dim)
+    plan = state.plan([(0, at) for at in range(rows)])
+    plan = replace(plan, slots=torch.where(torch.arange(rows) == 1, -1, plan.slots))
+    width = (q_heads + 2 * kv_heads) * dim
+    weight = kernels.pack(torch.randn(width, 64) / 8, torch.randn(width) if biased else None)
+    x, (cos, sin) = torch.randn(rows, 64), rotary_tables(dim, rows)
+    apart = LayerCache(state.cache.k.clone(), state.cache.v.clone())
+    qkv = linear(x, weight, tile=tile)
+    expected = kernels.rope_and_store(qkv, plan, cos, sin, apart, None, None, 1e-6)
+    rotary = Rotary(plan.positions, plan.slots, cos, sin, state.cache.k, state.cache.v)
+    assert torch.equal(linear(x, weight, rotary=rotary, tile=tile).view_as(expected), expected)
+    for got, wanted in ((state.cache.k, apart.k), (state.cache.v, apart.v)):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_half_products_are_summed_in_fp32(kernels: TritonKernels) -> None:
@@ -144,22 +197,24 @@ def test_a_tree_node_has_the_bits_of_the_token_decoded_plainly(
     assert torch.equal(torch.cat(alone), plain[[1, 5]])
 
 
-@pytest.mark.parametrize("programs", [2, 16])
+@pytest.mark.parametrize(("programs", "window"), [(2, None), (16, None), (16, 130)])
 def test_where_the_work_is_cut_does_not_matter(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, programs: int
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, programs: int, window: int | None
 ) -> None:
-    """All in one program, chunk by chunk, block by block."""
-    state = scene([1100, 40], 1, 16)
-    rows = [(0, 1099), (0, 1098), (1, 39)]
-    q, plan, results = torch.randn(3, 2, 16), state.plan(rows), []
+    """All in one program, chunk by chunk, block by block; chunks early and late in the context."""
+    state = scene([1200, 40], 1, 16, spare=20)
+    rows = [(0, 1199), (1, 39)]
+    q, plan, results = torch.randn(2, 2, 16), state.plan(rows), []
     for blocks in (1, 1000):
         monkeypatch.setattr(attention_module, "PROGRAMS", programs)
         monkeypatch.setattr(attention_module, "SPLIT_BLOCKS", blocks)
-        results.append(kernels.attention(q, replace(plan), state.cache, 0.2, None))
+        results.append(kernels.attention(q, replace(plan), state.cache, 0.2, window))
     monkeypatch.setattr(attention_module, "PROGRAMS", 4)
-    results.append(kernels.attention(q, replace(plan), state.cache, 0.2, None))
+    results.append(kernels.attention(q, replace(plan), state.cache, 0.2, window))
+    monkeypatch.setattr(attention_module, "PROGRAMS", 16)
+    results.append(kernels.attention(q, state.branch(rows, [70, 5]), state.cache, 0.2, window))
     assert all(torch.equal(result, results[0]) for result in results)
-    assert_close(results[0], reference_attention(q, plan, state.cache, 0.2, None))
+    assert_close(results[0], reference_attention(q, plan, state.cache, 0.2, window))
 
 
 def test_tiles_are_runs_of_one_sequence_cut_to_fit() -> None:

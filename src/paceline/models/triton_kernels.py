@@ -19,7 +19,7 @@ from paceline.models.triton import elementwise
 from paceline.models.triton.attention import Work, Workspace, attention, work_of
 from paceline.models.triton.greedy_chain import TritonChain, served
 from paceline.models.triton.launch import INTERPRETED, multiprocessors
-from paceline.models.triton.linear import TritonWeight, linear
+from paceline.models.triton.linear import Rotary, TritonWeight, linear
 
 log = logging.getLogger("paceline")
 
@@ -102,7 +102,7 @@ class TritonKernels:
 
 
 class TritonStack:
-    """The layers as a stream of kernels, nine to a layer; SiLU * up is the end of the product before it."""
+    """The layers as a stream of kernels, eight to a layer: RoPE, the cache write and SiLU * up are ends of products."""
 
     def __init__(
         self, kernels: TritonKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape
@@ -114,13 +114,22 @@ class TritonStack:
         work = kernels.work(plan, shape.q_heads, self.caches[0])
         for layer, cache in zip(self._layers[first:last], self.caches[first:last], strict=True):
             hidden = elementwise.rms_norm(residual, added, layer.input_norm, shape.eps, overlap=overlap)
-            qkv = linear(hidden, layer.qkv, overlap=overlap)
-            q = elementwise.rope_and_store(
-                qkv, plan, shape.cos, shape.sin, cache, layer.q_norm, layer.k_norm, shape.eps, overlap=overlap
-            )
+            q = self._queries(hidden, layer, cache, plan)
             attended = attention(q, plan, work, cache, shape.scale, layer.window, kernels.workspace, overlap=overlap)
-            added = linear(attended, layer.output, overlap=overlap)
+            added = linear(attended, layer.output, in_segments=True, overlap=overlap)
             hidden = elementwise.rms_norm(residual, added, layer.mlp_norm, shape.eps, overlap=overlap)
-            added = linear(linear(hidden, layer.gate_up, gated=True, overlap=overlap), layer.down, overlap=overlap)
+            gated = linear(hidden, layer.gate_up, gated=True, overlap=overlap)
+            added = linear(gated, layer.down, in_segments=layer is not self._layers[last - 1], overlap=overlap)
         assert added is not None, "a stack runs at least one layer"
         return added
+
+    def _queries(self, hidden: Tensor, layer: Layer, cache: LayerCache, plan: PassPlan) -> Tensor:
+        """(M, Hq, D), k and v written to the cache; in one kernel unless q and k are normed between."""
+        shape, overlap = self._shape, self._kernels.overlap
+        if layer.q_norm is None:
+            rotary = Rotary(plan.positions, plan.slots, shape.cos, shape.sin, cache.k, cache.v)
+            return linear(hidden, layer.qkv, rotary=rotary, overlap=overlap).view(len(hidden), shape.q_heads, -1)
+        qkv = linear(hidden, layer.qkv, overlap=overlap)
+        return elementwise.rope_and_store(
+            qkv, plan, shape.cos, shape.sin, cache, layer.q_norm, layer.k_norm, shape.eps, overlap=overlap
+        )

@@ -15,7 +15,10 @@ from paceline.models.triton.launch import overlapped, release, wait
 
 
 def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
-    """x += added in place where there is something to add; returns the normed rows."""
+    """x += added in place where there is something to add; returns the normed rows.
+
+    `added` may be the segments of a product, (S, M, H) in fp32: their sum in order, rounded as x is, is what is added.
+    """
     rows, hidden = x.shape
     assert x.is_contiguous()
     out = x.new_empty((rows, hidden))
@@ -26,10 +29,12 @@ def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, ove
             x if added is None else added.contiguous(),
             weight,
             out,
+            rows,
             hidden,
             eps,
             BLOCK=block,
             ADD=added is not None,
+            SEGMENTS=0 if added is None or added.ndim == 2 else len(added),
             num_warps=max(1, min(16, block // 256)),
             **overlapped(overlap),
         )
@@ -86,7 +91,35 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rms_norm(x, added, weight, out, hidden, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr):
+def sum_segments(at, stride, inside, SEGMENTS: tl.constexpr):
+    """The sums of a product's segments, added in order."""
+    total = tl.load(at, mask=inside, other=0.0)
+    for segment in tl.static_range(1, SEGMENTS):
+        total += tl.load(at + segment * stride, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def rotate(first, second, c, s):
+    """The rotary embedding of pairs of lanes, one rounding each."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    return tl.fma(a, c, -(b * s)).to(first.dtype), tl.fma(b, c, a * s).to(first.dtype)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    x,
+    added,
+    weight,
+    out,
+    rows,
+    hidden,
+    eps,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -94,8 +127,12 @@ def _rms_norm(x, added, weight, out, hidden, eps, BLOCK: tl.constexpr, ADD: tl.c
     release(OVERLAP)
     wait(OVERLAP)
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
+    if SEGMENTS > 0:
+        more = sum_segments(added + row + column, tl.cast(rows, tl.int64) * hidden, inside, SEGMENTS)
+        value += more.to(x.dtype.element_ty).to(tl.float32)
+    elif ADD:
         value += tl.load(added + row + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
         value = value.to(x.dtype.element_ty).to(tl.float32)  # what the residual stream keeps is what is normed
         tl.store(x + row + column, value.to(x.dtype.element_ty), mask=inside)
     value = value * tl.rsqrt(tl.sum(value * value) / hidden + eps)
@@ -141,17 +178,19 @@ def _rope_and_store(
             tl.store(place, first, mask=inside)
             tl.store(place + DIM // 2, second, mask=inside)
     else:
-        a = first.to(tl.float32)
-        b = second.to(tl.float32)
         if NORMED:
             norm = q_norm if head < Q_HEADS else k_norm
+            a = first.to(tl.float32)
+            b = second.to(tl.float32)
             scale = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / DIM + eps)
             a = (a * scale).to(first.dtype).to(tl.float32) * tl.load(norm + lane, mask=inside, other=0.0).to(tl.float32)
             b = (b * scale).to(first.dtype).to(tl.float32) * tl.load(norm + DIM // 2 + lane, mask=inside, other=0.0).to(
                 tl.float32
             )
-        turned_a = (a * c - b * s).to(first.dtype)
-        turned_b = (b * c + a * s).to(first.dtype)
+            turned_a, turned_b = rotate(a, b, c, s)
+            turned_a, turned_b = turned_a.to(first.dtype), turned_b.to(first.dtype)
+        else:
+            turned_a, turned_b = rotate(first, second, c, s)
         if head < Q_HEADS:
             place = q + (row * Q_HEADS + head) * DIM + lane
             tl.store(place, turned_a, mask=inside)

@@ -29,6 +29,11 @@ def release(OVERLAP: tl.constexpr):
         gdc_launch_dependents()
 
 
+def unfused() -> dict[str, bool]:
+    """Launch options for kernels whose bits must not depend on which products and sums the compiler fuses."""
+    return {} if INTERPRETED else {"enable_fp_fusion": False}
+
+
 def overlapped(enabled: bool) -> dict[str, bool]:
     """Launch options: the interpreter knows none."""
     return {"OVERLAP": True, "launch_pdl": True} if enabled and not INTERPRETED else {"OVERLAP": False}

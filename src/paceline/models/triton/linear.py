@@ -1,9 +1,10 @@
 """x @ W^T (+ bias) for a few rows or many, with one order of summation.
 
 Every output adds k = 0..15, 16..31, ... in that order in fp32, whatever the tile: the tensor cores take 16 of k at a
-time into the same accumulator. So a row's bits depend neither on the rows beside it nor on how many there are. Up to
-64 rows share one tile and a pass costs about the time to read the weights; more rows take larger tiles. Which operand
-is the left one makes no difference either.
+time into the same accumulator. A deep and narrow weight is summed in two segments of k, added at the end: that is a
+property of the weight, not of the pass, so programs of their own may take them when rows are few. So a row's bits
+depend neither on the rows beside it nor on how many there are. Up to 64 rows share one tile and a pass costs about the
+time to read the weights; more rows take larger tiles. Which operand is the left one makes no difference either.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.models.triton.elementwise import rotate, sum_segments
 from paceline.models.triton.launch import overlapped, release, wait
 
 FEW_ROWS = 64
@@ -40,75 +42,136 @@ class TritonWeight:
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def segments(self) -> int:
+        return segments_of(*self.weight.shape)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What a product of q, k and v needs to rotate q and k, and to write k and v where they belong."""
+
+    positions: Tensor  # (M,)
+    slots: Tensor  # (M,)
+    cos: Tensor  # (max_positions, D / 2)
+    sin: Tensor
+    k_cache: Tensor  # (slots, Hkv, D)
+    v_cache: Tensor
+
 
 def linear(
     x: Tensor,
     weight: TritonWeight,
     *,
     gated: bool = False,
+    rotary: Rotary | None = None,
+    in_segments: bool = False,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     overlap: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """(M, K) -> (M, N); `gated`: the weight is [gate; up], and the result silu(gate) * up, (M, N / 2)."""
+    """(M, K) -> (M, N).
+
+    `gated`: the weight is [gate; up], and the result silu(gate) * up, (M, N / 2). `rotary`: the weight is [q; k; v],
+    and the result q, (M, Hq * D). `in_segments`: the result may come as the sums of each segment, (S, M, N) in fp32.
+    """
     rows, k = x.shape
     n = weight.weight.shape[0]
     if k != weight.weight.shape[1]:
         raise ValueError(f"a linear layer of {weight.weight.shape[1]} inputs was given {k}")
     x = x if x.is_contiguous() else x.contiguous()
-    width = n // 2 if gated else n
-    if out is None:
-        out = x.new_empty((rows, width), dtype=out_dtype or x.dtype)
+    dim, kv_heads = (1, 0) if rotary is None else (rotary.k_cache.shape[2], rotary.k_cache.shape[1])
+    width = n // 2 if gated else n - 2 * kv_heads * dim
+    apart = weight.segments > 1 and rows <= FEW_ROWS  # segments are summed by programs of their own
+    into = x.new_empty((weight.segments, rows, n), dtype=torch.float32) if apart else out
+    if into is None:
+        into = x.new_empty((rows, width), dtype=out_dtype or x.dtype)
     if rows == 0:
-        return out
+        return into
     tile = tile or tile_for(rows, n, k, x.element_size())
-    grid = (triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n),)
-    _linear[grid](
+    length = k // weight.segments
+    _linear[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n), weight.segments if apart else 1)](
         x,
         weight.weight,
         weight.bias if weight.bias is not None else weight.weight,
-        out,
+        into,
         rows,
         n,
         k,
+        *((x,) * 6 if rotary is None else (rotary.positions, rotary.slots, rotary.cos, rotary.sin)),
+        *(() if rotary is None else (rotary.k_cache, rotary.v_cache)),
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
         GATED=gated,
-        BIASED=weight.bias is not None,
-        EVEN_K=k % tile.k == 0,
+        DIM=dim,
+        KV_HEADS=kv_heads,
+        BIASED=weight.bias is not None and not apart,
+        EVEN_K=length % tile.k == 0,
         SWAPPED=tile.swapped,
+        SEGMENTS=weight.segments,
+        APART=apart,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlapped(overlap),
+    )
+    if not apart or in_segments:
+        return into
+    return add_segments(into, weight.bias, out_dtype or x.dtype, out, overlap=overlap)
+
+
+def add_segments(
+    parts: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None, *, overlap: bool = False
+) -> Tensor:
+    """(S, M, N) -> (M, N), in order."""
+    segments, rows, n = parts.shape
+    if out is None:
+        out = parts.new_empty((rows, n), dtype=dtype)
+    block = 1024
+    _add_segments[(rows, triton.cdiv(n, block))](
+        parts,
+        parts if bias is None else bias,
+        out,
+        rows,
+        n,
+        SEGMENTS=segments,
+        BIASED=bias is not None,
+        BLOCK=block,
         **overlapped(overlap),
     )
     return out
 
 
 @functools.cache
+def segments_of(n: int, k: int) -> int:
+    """Parts of k that are summed apart and then added in order: few and long rows alone would not fill the chip."""
+    return 2 if n <= 4096 <= k and k % 128 == 0 else 1
+
+
+@functools.cache
 def tile_for(rows: int, n: int, k: int, itemsize: int) -> Tile:
     """As measured on an H200 with bf16 weights."""
+    k //= segments_of(n, k)
     if itemsize > 2:
         return Tile(FEW_ROWS, 32, _divisor(k, 32), 4, 2)
     if rows > FEW_ROWS:
-        return _many_rows(n, k)
-    if rows <= 16 and n >= 4096:
-        if n >= 16384:
-            return Tile(16, 128, _divisor(k, 128), 4, 4, swapped=True)
-        return Tile(16, 64, _divisor(k, 128), 4, 6, swapped=True)
-    if n >= 32768:
-        return Tile(FEW_ROWS, 128, _divisor(k, 128), 8, 4)
+        return _many_rows(rows, n, k)
+    if n < 4096:
+        return Tile(16, 64, 256, 4, 3, swapped=True) if rows <= 16 else Tile(FEW_ROWS, 32, 128, 4, 5)
+    if rows <= 32:
+        m = 16 if rows <= 16 else 32
+        return Tile(m, 64, _divisor(k, 128), 4, 4 if n >= 16384 else 6, swapped=True)
     if n >= 16384:
-        return Tile(FEW_ROWS, 128, _divisor(k, 64), 4, 5, swapped=True)
+        return Tile(FEW_ROWS, 128, _divisor(k, 128), 8, 4)
     if n > 4096:
         return Tile(FEW_ROWS, 64, _divisor(k, 128), 4, 5)
-    if n >= 4096:
-        return Tile(FEW_ROWS, 32, _divisor(k, 256), 4, 4)
-    return Tile(16, 64, 256, 4, 3, swapped=True) if rows <= 16 else Tile(FEW_ROWS, 32, 128, 4, 5)
+    return Tile(FEW_ROWS, 64, _divisor(k, 128), 4, 4, swapped=True)
 
 
-def _many_rows(n: int, k: int) -> Tile:
+def _many_rows(rows: int, n: int, k: int) -> Tile:
+    if triton.cdiv(rows, 128) * triton.cdiv(n, 128) < 64:  # not half of the chip
+        return Tile(FEW_ROWS, 32, _divisor(k, 128), 4, 4)
     return Tile(128, 256, _divisor(k, 64), 8, 3) if n >= 16384 else Tile(128, 128, _divisor(k, 64), 8, 4)
 
 
@@ -117,6 +180,26 @@ def _divisor(k: int, most: int) -> int:
     while most > 32 and k % most:
         most //= 2
     return most
+
+
+@triton.jit
+def sum_of_products(x_at, w_at, used, at_k, begin, end, EVEN_K: tl.constexpr, SWAPPED: tl.constexpr, BK: tl.constexpr):
+    """Over k in [begin, end); `x_at` and `w_at` point at k = 0."""
+    BM: tl.constexpr = x_at.shape[0]
+    BN: tl.constexpr = w_at.shape[1]
+    total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), dtype=tl.float32)
+    for first in range(begin, end, BK):
+        if EVEN_K:
+            a = tl.load(x_at + first, mask=used[:, None], other=0.0)
+            b = tl.load(w_at + first)
+        else:
+            a = tl.load(x_at + first, mask=used[:, None] & (at_k[None, :] < end - first), other=0.0)
+            b = tl.load(w_at + first, mask=at_k[:, None] < end - first, other=0.0)
+        if SWAPPED:
+            total = tl.dot(tl.trans(b), tl.trans(a), total, input_precision="ieee")
+        else:
+            total = tl.dot(a, b, total, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -128,48 +211,65 @@ def _linear(
     rows,
     n,
     k,
+    positions,
+    slots,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GATED: tl.constexpr,
+    DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     BIASED: tl.constexpr,
     EVEN_K: tl.constexpr,
     SWAPPED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    APART: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     tiles_m = tl.cdiv(rows, BM)
     at_m = (tl.program_id(0) % tiles_m) * BM + tl.arange(0, BM)
     block_n = tl.program_id(0) // tiles_m
     column = tl.arange(0, BN)
+    ROTATED: tl.constexpr = KV_HEADS > 0
     if GATED:  # gate and up of one output stand side by side, so that one thread holds both
-        half = n // 2
         lane = block_n * (BN // 2) + column // 2
-        at_n = tl.where(lane < half, lane + (column % 2) * half, 0).to(tl.int64)
-        inside = lane < half
+        inside = lane < n // 2
+        at_n = tl.where(inside, lane + (column % 2) * (n // 2), 0).to(tl.int64)
+    elif ROTATED:  # so do the two lanes of a head that are rotated together
+        lane = block_n * (BN // 2) + column // 2
+        inside = lane < n // 2
+        at_n = lane // (DIM // 2) * DIM + lane % (DIM // 2) + (column % 2) * (DIM // 2)
+        at_n = tl.where(inside, at_n, 0).to(tl.int64)
     else:
         lane = block_n * BN + column
         inside = lane < n
         at_n = tl.where(inside, lane, 0).to(tl.int64)
+    length = k // SEGMENTS
+    begin = tl.program_id(1) * length if APART else 0
     at_k = tl.arange(0, BK)
     x_at = x + at_m.to(tl.int64)[:, None] * k + at_k[None, :]
     w_at = weight + at_n[None, :] * k + at_k[:, None]
     used = at_m < rows
     release(OVERLAP)
+    if ROTATED:
+        pair = block_n * (BN // 2) + tl.arange(0, BN // 2)
+        slot = tl.load(slots + at_m, mask=used, other=-1).to(tl.int64)
+        position = tl.load(positions + at_m, mask=used, other=0).to(tl.int64)
+        angle = position[:, None] * (DIM // 2) + (pair % (DIM // 2))[None, :]
+        if BM <= 64:
+            c, s = tl.load(cos + angle), tl.load(sin + angle)
     wait(OVERLAP)
-    total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), dtype=tl.float32)
-    for first in range(0, k, BK):
-        if EVEN_K:
-            a = tl.load(x_at, mask=used[:, None], other=0.0)
-            b = tl.load(w_at)
-        else:
-            a = tl.load(x_at, mask=used[:, None] & (at_k[None, :] < k - first), other=0.0)
-            b = tl.load(w_at, mask=at_k[:, None] < k - first, other=0.0)
-        if SWAPPED:
-            total = tl.dot(tl.trans(b), tl.trans(a), total, input_precision="ieee")
-        else:
-            total = tl.dot(a, b, total, input_precision="ieee")
-        x_at += BK
-        w_at += BK
+    if SEGMENTS == 1 or APART:
+        total = sum_of_products(x_at, w_at, used, at_k, begin, begin + length, EVEN_K, SWAPPED, BK)
+    else:
+        total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), dtype=tl.float32)
+        for segment in range(SEGMENTS):
+            at = segment * length
+            total += sum_of_products(x_at, w_at, used, at_k, at, at + length, EVEN_K, SWAPPED, BK)
     if SWAPPED:
         total = tl.trans(total)
     if BIASED:
@@ -178,8 +278,55 @@ def _linear(
         gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
         result = gate / (1.0 + tl.exp(-gate)) * up
         lanes = block_n * (BN // 2) + tl.arange(0, BN // 2)
-        place = out + at_m.to(tl.int64)[:, None] * half + lanes[None, :]
-        tl.store(place, result.to(out.dtype.element_ty), mask=used[:, None] & (lanes < half)[None, :])
+        place = out + at_m.to(tl.int64)[:, None] * (n // 2) + lanes[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=used[:, None] & (lanes < n // 2)[None, :])
+    elif ROTATED:
+        if BM > 64:  # they would have taken too many registers meanwhile
+            c, s = tl.load(cos + angle), tl.load(sin + angle)
+        first, second = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
+        first, second = first.to(out.dtype.element_ty), second.to(out.dtype.element_ty)
+        turned_first, turned_second = rotate(first, second, c, s)
+        head = pair // (DIM // 2)
+        q_heads = n // DIM - 2 * KV_HEADS
+        place = at_m.to(tl.int64)[:, None] * (q_heads * DIM) + (head * DIM + pair % (DIM // 2))[None, :]
+        mine = used[:, None] & (head < q_heads)[None, :]
+        tl.store(out + place, turned_first, mask=mine)
+        tl.store(out + place + DIM // 2, turned_second, mask=mine)
+        kept = (slot >= 0)[:, None]
+        place = slot[:, None] * (KV_HEADS * DIM) + ((head - q_heads) * DIM + pair % (DIM // 2))[None, :]
+        mine = kept & ((head >= q_heads) & (head < q_heads + KV_HEADS))[None, :]
+        tl.store(k_cache + place, turned_first, mask=mine)
+        tl.store(k_cache + place + DIM // 2, turned_second, mask=mine)
+        place -= KV_HEADS * DIM
+        mine = kept & ((head >= q_heads + KV_HEADS) & (pair < n // 2))[None, :]
+        tl.store(v_cache + place, first, mask=mine)
+        tl.store(v_cache + place + DIM // 2, second, mask=mine)
     else:
-        place = out + at_m.to(tl.int64)[:, None] * n + lane[None, :]
+        row = at_m.to(tl.int64)
+        if APART:
+            row += tl.program_id(1).to(tl.int64) * rows
+        place = out + row[:, None] * n + lane[None, :]
         tl.store(place, total.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_segments(
+    parts,
+    bias,
+    out,
+    rows,
+    n,
+    SEGMENTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n
+    at = tl.program_id(0).to(tl.int64) * n + column
+    release(OVERLAP)
+    wait(OVERLAP)
+    total = sum_segments(parts + at, tl.cast(rows, tl.int64) * n, inside, SEGMENTS)
+    if BIASED:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
