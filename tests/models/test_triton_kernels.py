@@ -299,8 +299,7 @@ def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows
     assert_close(*results, 1e-4)
 
 
-@pytest.mark.parametrize("chosen", [[1, 3, 5], [0, 1, 2, 3, 4], [5], [0, 1, 2, 3, 4, 5]])
-@pytest.mark.parametrize("taps", [(), (1,)])
+@pytest.mark.parametrize(("chosen", "taps"), [([1, 3, 5], ()), ([5], (1,))])
 def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
     kernels: TritonKernels, chosen: list[int], taps: tuple[int, ...]
 ) -> None:
@@ -323,16 +322,16 @@ def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(
     for layer in cache.layers:
         layer.k.fill_(7.0)
         layer.v.fill_(7.0)
+    assert decoder.graphs is not None
+    decoder.graphs.capture = False
     assert decoder.prepare(cache.layers, 16, (), 2)
     assert all(bool((layer.k == 7.0).all() and (layer.v == 7.0).all()) for layer in cache.layers)
-    graphs = decoder.graphs
-    assert graphs is not None
-    met = set(graphs._passes)
+    met = set(decoder.graphs._passes)
     with torch.inference_mode():
         for rows in (1, 5):
             plan = plan_of(list(range(rows)), torch.zeros((1, 1), dtype=torch.int32))
             decoder.forward(torch.arange(rows), plan, cache.layers, torch.arange(rows))
-    assert set(graphs._passes) == met
+    assert set(decoder.graphs._passes) == met
 
 
 def test_a_pass_of_the_stack_is_the_sequence_of_its_kernels(kernels: TritonKernels) -> None:

@@ -34,6 +34,7 @@ from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, draw, pick_weighted, probabilities, process
 
+PREPARED = 64  # sequences drafted for at once, whose passes are compiled and recorded beforehand
 CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps
 
 
@@ -112,6 +113,7 @@ class DraftModelDrafter:
         if kept != wanted:
             raise InvalidParameter("draft_model", f"computes in {wanted} and the target in {kept}; load both alike")
         self._caches, self._block_size = caches, block_size
+        self._model.prepare(caches, block_size, (), PREPARED)
         if isinstance(self._model, OffersGreedyChain):
             self._chain = self._model.greedy_chain(caches, block_size)
 
