@@ -182,6 +182,20 @@ def identity(subject: Subject) -> dict[str, Any]:
             what = f"{same} of {len(prompts)} as plain and alone, τ {together['tau']:.2f}"
             print(f"   {name}, {method}, together: {what}", flush=True)
             del runs
+    return found | crowds(subject, prompts)
+
+
+def crowds(subject: Subject, prompts: list[list[int]]) -> dict[str, Any]:
+    """The small model itself in batches of many, where prompts and steps of all lengths share passes."""
+    found, params = {}, greedy(12)
+    plain = Runs(subject, subject.small)
+    alone = [plain.answer([prompt], params)["answers"][0] for prompt in prompts]
+    for count in (8,) if subject.tiny else (8, 33, 64, 128, 200):
+        runs = Runs(subject, subject.small, batch=count)
+        together = runs.answer([prompts[at % len(prompts)] for at in range(count)], params)["answers"]
+        same = sum(answer == alone[at % len(prompts)] for at, answer in enumerate(together))
+        found[f"crowd of {count}"] = [same, count]
+        print(f"   smollm2, {count} together: {same} as alone", flush=True)
     return found
 
 
