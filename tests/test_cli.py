@@ -131,13 +131,15 @@ def test_unset_flags_leave_the_models_own_defaults(paceline: Callable[..., Resul
 
 
 def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
-    flags = "-m folder --dtype float32 --device cpu --threads 2 --max-model-len 50 --gpu-memory-fraction 0.5"
+    flags = "-m folder --dtype float32 --device cpu --numerics fast --threads 2 "
+    flags += "--max-model-len 50 --gpu-memory-fraction 0.5"
     paceline("generate", "hello", *flags.split())
     assert FakeLLM.created == [
         {
             "model": "folder",
             "dtype": "float32",
             "device": "cpu",
+            "numerics": "fast",
             "threads": 2,
             "method": "auto",
             "k": None,

@@ -183,3 +183,24 @@ def test_it_takes_no_block_from_anybody():
     assert sequences["b"][0].num_preemptions > 0
     assert sequences["a"][0].num_preemptions == 0
     assert launched
+
+
+def test_a_step_interrupted_while_it_is_read_loses_no_token():
+    engine, launched = ahead_engine()
+    engine.add_request("r", prompt_of(0, 5), params(max_tokens=12))
+    collect, calls, said = engine.committer.collect, [], []
+
+    def interrupted(flight):
+        calls.append(flight)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return collect(flight)
+
+    engine.committer.collect = interrupted
+    while engine.has_work:
+        try:
+            said += [token for output in engine.step() for token in output.tokens]
+        except KeyboardInterrupt:
+            continue
+    assert launched
+    assert said == greedy_alone(prompt_of(0, 5), 12)

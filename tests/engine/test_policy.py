@@ -321,6 +321,31 @@ def test_the_better_of_two_methods_is_chosen_per_sequence():
     assert fixed == Choice("bad", 3)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_lone_sequence_gets_the_better_method_in_full_whichever_is_asked_first(order):
+    both = [Guesser("good", 0.95), Guesser("bad", 0.2)]
+    policy, alone, many = timeless(both[::order], "auto"), timeless(both[:1], "auto"), [sequence("a")]
+    for each in (policy, alone):
+        simulate(each, both, FLAT, many, 300)
+    rate = simulate(policy, both, FLAT, many, 300)
+    assert rate > 0.95 * simulate(alone, both, FLAT, many, 300)
+
+
+def test_a_slow_first_timing_of_a_draft_does_not_end_drafting():
+    good, many = Guesser("good", 0.95, seconds=0.001, shadow=False), [sequence("a")]
+    policy = timeless([good], "auto")
+    for _ in range(3):
+        policy._draft_times.observe("good", 1, 1, 0.9)
+    simulate(policy, [good], FLAT, many, 300)
+    assert simulate(policy, [good], FLAT, many, 300) > 1.3 / seconds_of(FLAT, 1)
+
+
+def test_requests_without_speculation_let_the_policy_rest():
+    policy = timeless([Guesser("g", 0.9)], "auto")
+    assert policy.rests([sequence("a", speculation="none"), sequence("b", speculation="none")])
+    assert not policy.rests([sequence("a", speculation="none"), sequence("c")])
+
+
 def test_budgets_never_pass_what_may_be_committed():
     policy = AdaptivePolicy([Guesser("g", 0.95)], "g", 8)
     short = sequence("s")

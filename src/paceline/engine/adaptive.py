@@ -152,13 +152,16 @@ class AdaptivePolicy:
         of what plain ones take."""
         if not self._drafters:
             return True
-        if self._made.drafts or any(k is not None for _, k in map(self._wish, sequences)):
+        drafting = [sequence for sequence in sequences if self._wish(sequence)[0] != NONE]
+        if not drafting:
+            return True
+        if self._made.drafts or any(self._wish(sequence)[1] is not None for sequence in drafting):
             return False
         if self._checking:
             self._checking = False
             return True
         waits = not self._drafting_now and self._asking.purse.seconds <= 0
-        return waits and self._heard.issuperset([sequence.key for sequence in sequences])
+        return waits and self._heard.issuperset([sequence.key for sequence in drafting])
 
     def _wish(self, sequence: Sequence) -> tuple[str, int | None]:
         return wish(sequence, self._method, self._k)
@@ -263,15 +266,15 @@ class AdaptivePolicy:
                 lag = -(-lag // LAGS) * LAGS if lag > SMALL_LAG else 0
                 alike = method, bucket(evidence), sampled, bend, lag, several
                 if alike not in known:
-                    survival = self._acceptance.survival(method, sampled, evidence, DEEPEST, least, bend)
-                    worth = np.zeros(DEEPEST)
-                    worth[: len(survival)] = survival
+                    alive = self._acceptance.survival(method, sampled, evidence, DEEPEST, least, bend)
+                    its = np.zeros(DEEPEST)
+                    its[: len(alive)] = alive
                     rate = (
-                        self._rate(method, worth * trust[method], lag, together, main, spent, terms)
+                        self._rate(method, its * trust[method], lag, together, main, spent, terms)
                         if several
-                        else float(bool(survival))
+                        else float(bool(alive))
                     )
-                    known[alike] = rate, survival, worth
+                    known[alike] = rate, alive, its
                 if known[alike][0] > best:
                     best, survival, worth = known[alike]
                     chosen = method

@@ -67,7 +67,7 @@ class _Curve:
         del recent[:-RECENT]
         factor = sorted(recent)[(len(recent) - 1) // 2]
         if point not in self.seen:
-            self.add(point, factor, times=1)
+            self.add(point, min(factor, OUTLIER * self.at(point)) if self.points else factor, times=1)
             return 1.0
         place = bisect.bisect_left(self.points, point)
         ratio = min(max(factor / self.factors[place], 1 / OUTLIER), OUTLIER)
@@ -185,6 +185,7 @@ class _Line:
     def __init__(self, sums: SequenceOf[float] = (0.0,) * 5, trials: int = 0) -> None:
         self.sums, self._trials = list(sums), trials  # of 1, d, d d, s, s d
         self._recent: list[float] = []  # measured over expected
+        self._first: tuple[int, float] | None = None  # not believed alone: it may be a slow one
         self.a, self.b = self._fit()
 
     @property
@@ -202,6 +203,10 @@ class _Line:
         a = s / one - b * mean
         return (a, b) if a > 0 else (0.0, s / d)
 
+    def _add(self, depth: int, seconds: float) -> None:
+        new = (1, depth, depth**2, seconds, seconds * depth)
+        self.sums = [DRAFTS_FADE * old + one for old, one in zip(self.sums, new, strict=True)]
+
     def observe(self, depth: int, seconds: float) -> None:
         self._trials += 1
         if self._trials <= FIRST_DRAFTS:
@@ -210,8 +215,16 @@ class _Line:
             expected = max(self.a + self.b * depth, NOTHING_S)
             self._recent = [*self._recent, min(max(seconds / expected, 1 / OUTLIER), OUTLIER)][-RECENT:]
             seconds = expected * sorted(self._recent)[(len(self._recent) - 1) // 2]
-        new = (1, depth, depth**2, seconds, seconds * depth)
-        self.sums = [DRAFTS_FADE * old + one for old, one in zip(self.sums, new, strict=True)]
+        elif self._first is None:
+            self._first = depth, seconds
+            return
+        else:
+            self._recent = [1.0]
+            each, before = seconds / depth, self._first[1] / self._first[0]
+            if before <= OUTLIER * each:
+                self._add(*self._first)
+            seconds = min(each, OUTLIER * before) * depth
+        self._add(depth, seconds)
         self.a, self.b = self._fit()
 
 

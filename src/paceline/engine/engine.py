@@ -80,8 +80,10 @@ class Engine:
             self.runner.prepare(config.max_num_seqs)
         self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
         self.stats = EngineStats()
-        self.runs_ahead = model.device.type != "cpu"  # a step may be launched before the one before it is read
+        # A step may be launched before the one before it is read, whose taps it would overwrite.
+        self.runs_ahead = model.device.type != "cpu" and not self.drafters.taps
         self._ahead: tuple[Batch, Flight] | None = None
+        self._read_at = 0.0  # when the last step had been read
 
     def step(self) -> list[StepOutput]:
         with torch_threads(self.model.torch_threads), says_what_to_lower(), no_collection():
@@ -93,10 +95,16 @@ class Engine:
         batch, flight = under_way or self._launch()
         if flight is None:
             return []
-        self._ahead = self._launch_ahead(batch, flight)
+        if under_way is not None and flight.over:
+            flight.warm = False  # when it ended nobody knows: the caller was away
+        elif under_way is not None:
+            started = self._read_at  # the device went on from there
+        ahead = self._launch_ahead(batch, flight)
         self.drafters.overlap()  # what may run while the device computes
         self.policy.meanwhile()
         outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish
+        self._ahead = ahead  # not before: where this step is interrupted, what followed it is computed again
+        self._read_at = time.perf_counter()
         self._learn(batch, flight, outputs, time.perf_counter() - started, ahead=under_way is not None)
         return outputs
 

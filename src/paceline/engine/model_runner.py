@@ -42,6 +42,11 @@ class Reading:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
+    @property
+    def there(self) -> bool:
+        """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
+        return self._arrived is not None and bool(self._arrived.query())
+
     @functools.cached_property
     def verdict(self) -> HostVerdict:
         of = self._verdict
@@ -69,6 +74,10 @@ class Flight:
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
     warm: bool = field(default=True, kw_only=True)  # the pass took what its like will take again
+
+    @property
+    def over(self) -> bool:
+        return self.reading is not None and self.reading.there
 
     def read_verdicts(self) -> dict[int, tuple[list[int], int, list[int]]]:
         """By row of the batch: committed tokens, how many of them were drafted, and the kind of each."""
