@@ -45,7 +45,7 @@ class Reading:
     @property
     def there(self) -> bool:
         """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
-        return self._arrived is not None and bool(self._arrived.query())
+        return self._arrived is not None and bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     @functools.cached_property
     def verdict(self) -> HostVerdict:
