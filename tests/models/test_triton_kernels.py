@@ -315,8 +315,8 @@ def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(
     kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rehearse, "CHAINS", (1, 8))
-    monkeypatch.setattr(rehearse, "TREES", ((8, 8),))
-    monkeypatch.setattr(rehearse, "PROMPT", 12)
+    monkeypatch.setattr(rehearse, "TREES", ())
+    monkeypatch.setattr(rehearse, "PROMPT", 2)
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
     for layer in cache.layers:
