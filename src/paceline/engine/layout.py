@@ -174,9 +174,8 @@ def _place_trees(draft: Draft, trees: list[int], used: Bools, each: Int32s, of_n
     rows, used, tree = at[trees], used[trees], np.arange(len(trees))
     paths = np.full((*parents.shape, int(depth.max())), -1, np.int32)
     for node in range(draft.width):  # parents come before their children
-        paths[:, node] = paths[
-            tree, parents[:, node]
-        ]  # of the root's children nothing: the last node's is not yet there
+        # The root's children take the last node's, which is not yet there: nothing.
+        paths[:, node] = paths[tree, parents[:, node]]
         paths[tree, node, depth[:, node] - 1] = each[1, rows[:, node]]
     length = (each[0, rows] - np.arange(draft.width))[used]
     rows, depth = rows[used], depth[used]
