@@ -1,4 +1,4 @@
-"""Greedy chains of smollm2 in one launch: tokens against those of ordinary passes, and time per token.
+"""Greedy chains of smollm2, in one launch and by passes: tokens against those of ordinary passes, and time per token.
 
 python benchmarks/gpu_chain.py                    # with the cuts in use
 python benchmarks/gpu_chain.py --weights random --cuts "Cut(keys=128)" "Cut(head_tile=8)"
@@ -19,10 +19,11 @@ from common import finish
 from gpu_engine import prompts_of
 from gpu_subject import SMALL, Subject, random_weights
 
-from paceline.models.chain import ChainRow
+from paceline.models.chain import READ, ChainRow, GreedyChain
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights, kernels_for
 from paceline.models.kv_cache import KVCache
+from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
 from paceline.models.triton.greedy_chain import Cut, TritonChain
 
@@ -53,7 +54,8 @@ def forward(decoder: Decoder, cache: KVCache, tokens: list[int], first: int, blo
 
 def greedy(decoder: Decoder, cache: KVCache, row: ChainRow) -> list[int]:
     """The same by ordinary passes."""
-    logits = forward(decoder, cache, list(row.tokens), row.start, list(row.blocks))
+    lagging = list(row.tokens)[READ - row.lag :]
+    logits = forward(decoder, cache, lagging, row.start + READ - row.lag, list(row.blocks))
     said = [int(logits.argmax())]
     while len(said) < row.count:
         at = row.start + len(row.tokens) + len(said) - 1
@@ -71,15 +73,16 @@ def rows_at(subject: Subject, decoder: Decoder, cache: KVCache, number: int, con
         tokens = (prompt * (context // len(prompt) + 1))[:context]
         blocks = order[index * need : (index + 1) * need]
         forward(decoder, cache, tokens[: context - lag], 0, blocks)
-        rows.append(ChainRow(tokens[context - lag :], context - lag, count, blocks))
+        rows.append(ChainRow(tokens[-READ:], context - READ, lag, count, blocks))
     return rows
 
 
-def check(subject: Subject, decoder: Decoder, cache: KVCache, chain: TritonChain, number: int) -> str:
+def check(subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain, number: int) -> str:
     same = total = 0
     for context, lag in ((41, 1), (64, 2), (129, 1), (600, 2)):
         rows = rows_at(subject, decoder, cache, number, context, 16, lag)
-        said = chain.draft(rows)
+        said = chain.draft(rows).tolist()
+        chain.check()
         for row, tokens in zip(rows, said, strict=True):
             for a, b in zip(tokens, greedy(decoder, cache, row), strict=True):
                 total += 1
@@ -89,28 +92,35 @@ def check(subject: Subject, decoder: Decoder, cache: KVCache, chain: TritonChain
     return f"{same} of {total} tokens as by passes"
 
 
-def timed(subject: Subject, decoder: Decoder, cache: KVCache, chain: TritonChain, number: int, context: int) -> Any:
+def timed(subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain, number: int, context: int) -> Any:
     count = 16
     rows = rows_at(subject, decoder, cache, number, context, count)
     for _ in range(3):
         chain.draft(rows)
-    walls, spans = [], []
+    launches, spans = [], []
     for _ in range(20):
-        started = time.perf_counter()
-        chain.draft(rows)
-        walls.append(time.perf_counter() - started)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        chain._buffers.fill(rows, count, chain._tag)
-        chain._tag += 10_000
         begin.record()
-        chain.launch()
+        started = time.perf_counter()
+        chain.draft(rows)
+        launches.append(time.perf_counter() - started)
         end.record()
         torch.cuda.synchronize()
         spans.append(begin.elapsed_time(end))
-    device = statistics.median(spans)
-    call = 1e3 * statistics.median(walls)
-    return {"token_ms": call / count, "device_token_ms": device / count, "host_ms": call - device}
+    return {"token_ms": statistics.median(spans) / count, "host_ms": 1e3 * statistics.median(launches)}
+
+
+def measure(
+    subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain, name: str, numbers: list[int]
+) -> dict[str, Any]:
+    print(f"{name}: {check(subject, decoder, cache, chain, min(5, chain.most_rows))}", flush=True)
+    found = {}
+    for number in numbers:
+        for context in (100, 1000):
+            got = found[f"{name} x{number} at {context}"] = timed(subject, decoder, cache, chain, number, context)
+            print(f"   {number} rows, context {context}: {got}", flush=True)
+    return found
 
 
 def warm(cut: str) -> None:
@@ -133,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", default="smollm2")
     parser.add_argument("--cuts", nargs="*", default=["Cut()"])
-    parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 8, 16, 64])
     parser.add_argument("--warm", default=None)
     args = parser.parse_args()
     if args.warm:
@@ -147,7 +157,7 @@ def main() -> None:
     subject = Subject(args.weights, torch.device("cuda"))
     decoder = subject.small
     cache = KVCache(
-        decoder.kv_specs, num_blocks=2048, block_size=BLOCK, dtype=decoder.cache_dtype, device=subject.device
+        decoder.kv_specs, num_blocks=8192, block_size=BLOCK, dtype=decoder.cache_dtype, device=subject.device
     )
     rows_at(subject, decoder, cache, 1, 100, 16)
     print(f"loaded after {time.perf_counter() - started:.0f} s", flush=True)
@@ -160,14 +170,12 @@ def main() -> None:
                 print(said.decode()[-1500:], flush=True)
                 continue
             chain = chain_of(decoder, cache, eval(cut), programs_of(subject.device))
-            print("  ", check(subject, decoder, cache, chain, 5), flush=True)
-            for number in args.rows:
-                for context in (100, 1000):
-                    got = timed(subject, decoder, cache, chain, number, context)
-                    result[f"{cut} x{number} at {context}"] = got
-                    print(f"   {number} rows, context {context}: {got}", flush=True)
+            result |= measure(subject, decoder, cache, chain, cut, [n for n in args.rows if n <= chain.most_rows])
         except Exception:
             traceback.print_exc()
+    assert decoder.graphs is not None
+    passes = PassChain(decoder.graphs, decoder.config, cache.layers, BLOCK)
+    result |= measure(subject, decoder, cache, passes, "passes", args.rows)
     finish("gpu_chain", result)
 
 

@@ -4,6 +4,9 @@ A draft is one token tree per row. Nodes stand in topological order (a parent be
 order they were drawn; parent -1 is the last committed token, the root, which is no node. Slot 0 stands for the root and
 slot i + 1 for node i wherever a tensor is (B, N + 1). Depth is 1-based: the root's children have depth 1.
 Padding (node index >= num_nodes) holds token 0, parent -1, depth 0. Plain decoding is the draft without nodes.
+
+Drafts are made on the host, so that a pass can be laid out; only tokens may lie on the device, unseen, and then padding
+may hold any.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    tokens: Tensor  # (B, N) int64
+    tokens: Tensor  # (B, N) int64, perhaps on the device alone
     parents: Tensor  # (B, N) int64
     depth: Tensor  # (B, N) int64
     num_nodes: Tensor  # (B,) int64
@@ -71,7 +74,7 @@ class Draft:
     def chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None = None) -> Draft:
         """(B, K) tokens, the first num_nodes of each row in use, every node hanging from the one before."""
         batch, width = tokens.shape
-        if tokens.is_cpu:
+        if num_nodes.is_cpu:
             return _host_chains(tokens, num_nodes, source, q)
         index = torch.arange(width, device=tokens.device).expand(batch, width)
         used = index < num_nodes[:, None]
@@ -91,45 +94,47 @@ class Draft:
 
         Where the parts' draft vocabularies differ, q is spread over the target's: the numbers stay the ones sampled.
         """
-        if len(parts) == 1 and list(parts[0][0]) == list(range(batch)) and parts[0][1].is_cpu:
+        if len(parts) == 1 and list(parts[0][0]) == list(range(batch)) and parts[0][1].is_planned:
             return parts[0][1]
         merged = Draft.empty(batch, width=max((draft.width for _, draft in parts), default=0))
         proposals: list[tuple[Tensor, Proposal]] = []
         for rows, draft in parts:
             at = np.array(rows, np.int64)
-            for name in ("tokens", "parents", "depth"):
+            for name in ("parents", "depth"):
                 getattr(merged, name).numpy()[at, : draft.width] = getattr(draft, name).cpu().numpy()
             for name in ("num_nodes", "source"):
                 getattr(merged, name).numpy()[at] = getattr(draft, name).cpu().numpy()
             if draft.q is not None:
                 proposals.append((torch.from_numpy(at), draft.q))
-        if not proposals:
-            return merged
-        return Draft(**{**vars(merged), "q": _merge_proposals(proposals, batch, merged.width, vocab_size)})
+        tokens = _merge_tokens(parts, merged.tokens)
+        q = _merge_proposals(proposals, batch, merged.width, vocab_size) if proposals else None
+        return Draft(**{**vars(merged), "tokens": tokens, "q": q})
 
     @property
-    def is_cpu(self) -> bool:
-        """All but q's numbers lie in the host's memory."""
-        return self.tokens.is_cpu and (self.q is None or self.q.row_of.is_cpu)
+    def is_planned(self) -> bool:
+        """All but tokens and q's numbers lie in the host's memory."""
+        return self.parents.is_cpu and (self.q is None or self.q.row_of.is_cpu)
 
     def to(self, device: torch.device) -> Draft:
         """All of it there, its numbers in one copy."""
-        if self.tokens.device == device:
+        if self.parents.device.type == device.type:
             return self
-        parts = [self.tokens, self.parents, self.depth, self.num_nodes, self.source]
+        unseen = None if self.tokens.is_cpu else self.tokens  # it is there already
+        parts = [self.num_nodes if unseen is not None else self.tokens, self.parents, self.depth]
+        parts += [self.num_nodes, self.source]
         q = self.q
-        (*moved, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
+        (tokens, *moved, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
         if q is not None:
             ids = None if q.ids is None else q.ids.to(device)
             q = Proposal(probs=q.probs.to(device), row_of=row_of, ids=ids)
-        names = ("tokens", "parents", "depth", "num_nodes", "source")
-        return Draft(**dict(zip(names, moved, strict=True)), q=q)
+        names = ("parents", "depth", "num_nodes", "source")
+        return Draft(tokens=tokens if unseen is None else unseen, **dict(zip(names, moved, strict=True)), q=q)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise ValueError unless every row is a tree as this module says. It reads device values."""
-        counts, tokens, parents, depth = (
-            part.cpu().numpy() for part in (self.num_nodes, self.tokens, self.parents, self.depth)
-        )
+        """Raise ValueError unless every row is a tree as this module says. Tokens the host has not seen are taken on
+        trust, so as not to wait for them; all else is read."""
+        counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
+        tokens = self.tokens.numpy() if self.tokens.is_cpu else np.zeros_like(parents)
         _refuse((counts < 0) | (counts > self.width), "row {}: num_nodes is not between 0 and the width")
         node = np.arange(self.width)
         used = node < counts[:, None]
@@ -252,7 +257,7 @@ def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | N
     index = np.arange(tokens.shape[1])
     used = index < num_nodes.numpy()[:, None]
     return Draft(
-        tokens=torch.from_numpy(tokens.numpy() * used),
+        tokens=torch.from_numpy(tokens.numpy() * used) if tokens.is_cpu else tokens,
         parents=torch.from_numpy(np.where(used, index - 1, -1)),
         depth=torch.from_numpy((index + 1) * used),
         num_nodes=num_nodes,
@@ -264,6 +269,20 @@ def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | N
 def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:
     if wrong.any():
         raise ValueError(complaint.format(*np.argwhere(wrong)[0].tolist()))
+
+
+def _merge_tokens(parts: Sequence[tuple[Sequence[int], Draft]], into: Tensor) -> Tensor:
+    """Where some lie on a device, all do."""
+    device = next((draft.tokens.device for _, draft in parts if not draft.tokens.is_cpu), None)
+    if device is None:
+        for rows, draft in parts:
+            into.numpy()[np.array(rows, np.int64), : draft.width] = draft.tokens.numpy()
+        return into
+    into = torch.zeros(into.shape, dtype=into.dtype, device=device)
+    for rows, draft in parts:
+        (at,) = packed_to(device, torch.tensor(rows))
+        into[at, : draft.width] = draft.tokens if draft.tokens.is_cuda else sent(draft.tokens, device)
+    return into
 
 
 def _merge_proposals(parts: Sequence[tuple[Tensor, Proposal]], batch: int, width: int, vocab_size: int) -> Proposal:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.models.chain import READ
 from paceline.models.plan import PassPlan
 from tests.drafters.contract_toys import FunctionModel, imitating, make_engine, params, plain, prompt_of, repeating, run
 
@@ -13,27 +14,39 @@ from tests.drafters.contract_toys import FunctionModel, imitating, make_engine, 
 class ChainModel(FunctionModel):
     """Offers a chain that makes passes of its own, and remembers what it was asked."""
 
-    most_rows, most_lag = 2, 2
+    most_rows, warm = 2, True
 
     def __init__(self, logits_of, **options):
         super().__init__(logits_of, **options)
-        self.asked = []
+        self.asked, self.ahead = [], []
         self.broken = False
 
-    def greedy_chain(self, caches, block_size):
+    def greedy_chains(self, caches, block_size):
         self.caches, self.block_size = caches, block_size
-        return self
+        return [self]
 
-    def draft(self, rows):
-        assert len(rows) <= self.most_rows
+    def check(self):
         if self.broken:
             raise RuntimeError("waited in vain")
-        self.asked.append([(len(row.tokens), row.count) for row in rows])
-        return [self._continue(row) for row in rows]
 
-    def _continue(self, row):
-        assert 0 < len(row.tokens) <= self.most_lag
-        said, tokens, start = [], list(row.tokens), row.start
+    def draft(self, rows, said=None):
+        assert len(rows) <= self.most_rows
+        if said is None:
+            self.asked.append([(row.lag, row.count) for row in rows])
+            drafts = [self._continue(list(row.tokens[-row.lag :]), row.start + READ - row.lag, row) for row in rows]
+        else:
+            self.ahead.append([row.count for row in rows])
+            drafts = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
+        count = max(row.count for row in rows)
+        return torch.tensor([draft + [0] * (count - len(draft)) for draft in drafts])
+
+    def _behind(self, row, said, which):
+        more = said.tokens[which, : int(said.num_accepted[which]) + 1].tolist()
+        tokens = [*row.tokens, *more]
+        return self._continue(tokens[-READ:], row.start + len(tokens) - READ, row)
+
+    def _continue(self, tokens, start, row):
+        said = []
         while len(said) < row.count:
             said.append(int(self._pass(tokens, start, row.blocks).argmax()))
             tokens, start = said[-1:], start + len(tokens)
@@ -115,6 +128,70 @@ def test_a_chain_that_fails_is_not_asked_again_and_nothing_of_it_is_trusted():
 
     sequence = run(engine, [request], after_step=fail)[0]["a"]
     assert engine.drafters.failures == 1
-    assert drafter._chain is None
+    assert drafter._chains == []
     assert sequence.output_tokens == plain([request])["a"].output_tokens
     assert sequence.stats.num_accepted_tokens > 0
+
+
+def ahead_engine(drafter, **options):
+    engine = make_engine([drafter], **options)
+    engine.runs_ahead = True
+    return engine
+
+
+@pytest.mark.parametrize("logits_of", [repeating, imitating])
+def test_drafts_begun_behind_a_step_under_way_are_what_would_be_drafted_after_it(logits_of):
+    requests = [(0, str(i), prompt_of(i, 4 + 7 * i), params(max_tokens=30)) for i in range(2)]
+    outcomes, models = [], []
+    for engine_of in (make_engine, lambda drafters, k: ahead_engine(*drafters, k=k)):
+        models.append(ChainModel(logits_of))
+        sequences, outputs = run(engine_of([DraftModelDrafter(models[-1])], k=3), requests)
+        outcomes.append({name: [output.tokens for output in outputs[name]] for name in sequences})
+    assert outcomes[0] == outcomes[1]
+    before, after = models
+    assert not before.ahead
+    assert len(after.ahead) > 5
+    assert len(after.asked) <= 3, "only the first and the last drafts are asked for when their step begins"
+
+
+def test_who_ends_or_comes_or_gives_way_while_drafts_are_under_way_changes_no_answer():
+    for eos, blocks in (((), 64), ((3,), 64), ((), 22)):
+        model = ChainModel(imitating)
+        model.most_rows = 8
+        engine = ahead_engine(
+            DraftModelDrafter(model, eos_token_ids=eos), k=3, eos=eos, num_blocks=blocks, max_num_seqs=5
+        )
+        requests = [(3 * i, str(i), prompt_of(i % 3, 5 + i), params(max_tokens=9 + 4 * i)) for i in range(7)]
+        sequences, _ = run(engine, requests, cancel=[(9, "2"), (10, "3")])
+        told = plain(requests, eos=eos)
+        assert model.ahead
+        assert engine.drafters.failures == 0
+        for name, sequence in sequences.items():
+            told_tokens = told[name].output_tokens
+            if sequence.finish_reason == "abort":
+                told_tokens = told_tokens[: sequence.num_output]
+            assert sequence.output_tokens == told_tokens
+        assert engine.blocks.num_free == blocks
+
+
+def test_a_draft_begun_for_a_step_that_was_interrupted_is_dropped(monkeypatch):
+    model = ChainModel(imitating)
+    engine = ahead_engine(DraftModelDrafter(model), k=3)
+    (sequence,) = engine.add_request("a", prompt_of(0, 9), params(max_tokens=24))
+    for _ in range(4):
+        engine.step()
+    collect = engine.committer.collect
+
+    def interrupted(flight):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.committer, "collect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.setattr(engine.committer, "collect", collect)
+    asked = len(model.asked)
+    while engine.has_work:
+        engine.step()
+    assert len(model.asked) > asked, "it was drafted anew"
+    request = (0, "a", prompt_of(0, 9), params(max_tokens=24))
+    assert sequence.output_tokens == plain([request])["a"].output_tokens

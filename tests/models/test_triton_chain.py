@@ -1,6 +1,7 @@
 # ruff: noqa: E402
-"""Greedy chains in one launch, through Triton's interpreter: one program then, so nobody waits for anybody. Tokens and
-K/V against passes by the reference. That programs find each other is checked on a GPU, by benchmarks/gpu_chain.py."""
+"""Greedy chains, in one launch and by passes, through Triton's interpreter: one program then, so nobody waits for
+anybody. Tokens and K/V against passes by the reference. That programs find each other is checked on a GPU, by
+benchmarks/gpu_chain.py."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
     pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
 
 from paceline.config import ModelConfig
-from paceline.models.chain import ChainRow
+from paceline.models.chain import READ, ChainRow, Said
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights
 from paceline.models.kv_cache import KVCache
+from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
 from paceline.models.torch_kernels import TorchKernels
 from paceline.models.triton.greedy_chain import CUT as DEFAULT_CUT
@@ -69,7 +71,7 @@ def weights_of(config: ModelConfig) -> dict[str, torch.Tensor]:
 class Scene:
     """A reference decoder with a cache, and the chain with another that starts as a copy of it."""
 
-    def __init__(self, config: ModelConfig = CONFIG, cut: Cut = CUT) -> None:
+    def __init__(self, config: ModelConfig = CONFIG, *, by_passes: bool = False) -> None:
         weights = weights_of(config)
         self.reference = Decoder(config, weights, TorchKernels(), device=CPU, dtype=torch.float32)
         self.decoder = Decoder(config, weights, TritonKernels(CPU), device=CPU, dtype=torch.float32)
@@ -82,10 +84,12 @@ class Scene:
                 layer.k.fill_(7.0)  # a slot nobody wrote must be nobody's
                 layer.v.fill_(7.0)
         self.free = torch.randperm(24).tolist()
-        made = self.decoder.greedy_chain(self.caches[1].layers, BLOCK)
-        assert isinstance(made, TritonChain)
+        at_once, passes = self.decoder.greedy_chains(self.caches[1].layers, BLOCK)
+        assert isinstance(at_once, TritonChain)
+        assert isinstance(passes, PassChain)
         parts = Weights(self.decoder.embedding, self.decoder.layers, self.decoder.final_norm, self.decoder.head)
-        self.chain = TritonChain(parts, self.decoder.shape, self.caches[1].layers, BLOCK, config, 1, cut)
+        at_once = TritonChain(parts, self.decoder.shape, self.caches[1].layers, BLOCK, config, 1, CUT)
+        self.chain = passes if by_passes else at_once
 
     def row(self, length: int, lag: int, count: int) -> ChainRow:
         blocks = [self.free.pop() for _ in range(-(-(length + count) // BLOCK))]
@@ -95,13 +99,12 @@ class Scene:
         for mine, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
             mine.k.copy_(theirs.k)
             mine.v.copy_(theirs.v)
-        return ChainRow(tokens[-lag:], length - lag, count, blocks)
+        return ChainRow(tokens[-READ:], length - READ, lag, count, blocks)
 
     def judge(self, row: ChainRow, said: list[int]) -> None:
         """Each token is the most probable one, or as good as that: columns of the residual stream travel as bf16."""
-        assert len(said) == row.count
-        tokens, start = list(row.tokens), row.start
-        for token in said:
+        tokens, start = list(row.tokens)[READ - row.lag :], row.start + READ - row.lag
+        for token in said[: row.count]:
             logits = self._pass(tokens, start, list(row.blocks))
             assert float(logits[token]) > float(logits.max()) - 0.05, "where logits have a deviation of 1.4"
             tokens, start = [token], start + len(tokens)
@@ -123,25 +126,56 @@ class Scene:
         rows = torch.tensor([len(tokens) - 1])
         return self.reference.forward(torch.tensor(tokens), plan, self.caches[0].layers, rows).logits[0]
 
-    def check(self, rows: list[ChainRow]) -> None:
-        for row, said in zip(rows, self.chain.draft(rows), strict=True):
-            self.judge(row, said)
+    def check(self, rows: list[ChainRow], known: list[ChainRow] | None = None, said: Said | None = None) -> None:
+        drafted = self.chain.draft(known or rows, said)
+        self.chain.check()
+        assert drafted.shape == (len(rows), max(row.count for row in rows))
+        for row, tokens in zip(rows, drafted.tolist(), strict=True):
+            self.judge(row, tokens)
         for mine, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
             torch.testing.assert_close(mine.k, theirs.k, rtol=0.0, atol=0.05)
             torch.testing.assert_close(mine.v, theirs.v, rtol=0.0, atol=0.05)
 
 
-@pytest.mark.parametrize(("length", "lag"), [(1, 1), (2, 2), (15, 1), (16, 2), (17, 1), (40, 2), (65, 1)])
+@pytest.mark.parametrize(("length", "lag"), [(2, 1), (2, 2), (15, 1), (16, 2), (17, 1), (40, 2), (65, 1)])
 def test_it_says_what_passes_say_and_writes_what_they_write(length: int, lag: int) -> None:
     scene = Scene()
     scene.check([scene.row(length, lag, 3)])
 
 
-def test_rows_of_different_lengths_lags_and_counts_share_a_launch() -> None:
-    scene = Scene()
-    rows = [scene.row(33, 2, 3), scene.row(1, 1, 4), scene.row(20, 1, 1)]
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_rows_of_different_lengths_lags_and_counts_share_a_launch(by_passes: bool) -> None:
+    scene = Scene(by_passes=by_passes)
+    rows = [scene.row(33, 2, 3), scene.row(2, 1, 3), scene.row(20, 1, 3 if by_passes else 1)]  # passes go on to the end
     scene.check(rows)
     scene.check(rows)  # again, over what it wrote
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_it_goes_on_behind_what_only_the_device_knows(by_passes: bool) -> None:
+    scene = Scene(by_passes=by_passes)
+    rows = [scene.row(length, 2, 3) for length in (20, 18, 33)]
+    said, accepted, known = torch.full((4, 4), 77), torch.full((4,), 9), []
+    for row, (which, more) in zip(rows, ((2, 1), (0, 4), (3, 2)), strict=True):
+        tokens = [5, 6, 7, *row.tokens] if more > READ else [11, *row.tokens]
+        said[which, :more], accepted[which] = torch.tensor(tokens[-more:]), more - 1
+        before = tokens[: len(tokens) - more][-READ:]
+        start = row.start + READ - more - len(before)
+        known.append(replace(row, tokens=[0] * (READ - len(before)) + before, start=start - READ + len(before)))
+    scene.check(rows, known, Said(said, accepted, [2, 0, 3]))
+
+
+def test_a_row_without_blocks_for_all_that_is_drafted_writes_nowhere_else() -> None:
+    scene = Scene(by_passes=True)
+    short, long = scene.row(15, 1, 1), scene.row(17, 1, 6)
+    short = replace(short, blocks=short.blocks[:1])
+    before = [layer.k.clone() for layer in scene.caches[1].layers]
+    scene.chain.draft([short, long])
+    mine = torch.tensor([*short.blocks, *long.blocks])
+    others = torch.tensor([block for block in range(24) if block not in mine.tolist()])
+    for layer, was in zip(scene.caches[1].layers, before, strict=True):
+        slots = (others[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+        assert torch.equal(layer.k[slots], was[slots])
 
 
 @pytest.mark.parametrize(
@@ -161,11 +195,11 @@ def test_other_shapes(changes: dict[str, int]) -> None:
 def test_ties_go_to_the_lowest_token() -> None:
     scene = Scene(replace(CONFIG, tie_embeddings=False))
     row = scene.row(5, 1, 1)
-    ((best,),) = scene.chain.draft([row])
+    ((best,),) = scene.chain.draft([row]).tolist()
     head = scene.decoder.head.weight
     for twin in (best + 1, best + 40, 89):
         head[twin % 90] = head[best]
-    assert scene.chain.draft([row]) == [[min(best, (best + 1) % 90, (best + 40) % 90, 89)]]
+    assert scene.chain.draft([row]).tolist() == [[min(best, (best + 1) % 90, (best + 40) % 90, 89)]]
 
 
 def test_tags_start_over_before_they_run_out() -> None:
@@ -179,9 +213,11 @@ def test_tags_start_over_before_they_run_out() -> None:
 def test_a_launch_that_gave_up_raises() -> None:
     scene = Scene()
     row = scene.row(9, 1, 2)
-    scene.chain._buffers._given[0] = 1
+    for given, _ in scene.chain._buffers._given:
+        given[0] = 1
+    scene.chain.draft([row])
     with pytest.raises(ChainFailed):
-        scene.chain.draft([row])
+        scene.chain.check()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +234,7 @@ def test_what_it_does_not_serve_goes_the_other_way(changes: dict[str, object]) -
     }
     decoder = Decoder(config, weights, TritonKernels(CPU), device=CPU, dtype=torch.float32)
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=BLOCK, dtype=torch.float32, device=CPU)
-    assert decoder.greedy_chain(cache.layers, BLOCK) is None
+    assert [type(chain) for chain in decoder.greedy_chains(cache.layers, BLOCK)] == [PassChain]
 
 
 def test_a_layer_must_fit_into_the_registers_of_the_chip() -> None:
@@ -212,9 +248,9 @@ def test_a_layer_must_fit_into_the_registers_of_the_chip() -> None:
 def test_caches_of_another_dtype_are_refused() -> None:
     scene = Scene()
     half = KVCache(scene.decoder.kv_specs, num_blocks=2, block_size=BLOCK, dtype=torch.float16, device=CPU)
-    assert scene.decoder.greedy_chain(half.layers, BLOCK) is None
+    assert [type(chain) for chain in scene.decoder.greedy_chains(half.layers, BLOCK)] == [PassChain]
 
 
 def test_kernels_without_a_chain_say_so() -> None:
     decoder = Decoder(CONFIG, weights_of(CONFIG), TorchKernels(), device=CPU, dtype=torch.float32)
-    assert decoder.greedy_chain([], BLOCK) is None
+    assert decoder.greedy_chains([], BLOCK) == []

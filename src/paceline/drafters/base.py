@@ -18,13 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig, SpeculationConfig
 from paceline.draft import Draft
+from paceline.drafters.stopwatch import Stopwatch
+from paceline.models.chain import Said
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
 
@@ -100,6 +102,27 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """The engine is done: keep what is worth keeping."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """When a device drafted."""
+
+    watch: Stopwatch | None  # None: it took longer than its like will take again
+    depth: int  # tokens of each row
+    ahead: bool = False  # before the step that asked for it began
+
+
+@runtime_checkable
+class DraftsAhead(Protocol):
+    """A drafter that needs no host: it may begin behind a step that is still under way."""
+
+    def draft_ahead(self, rows: SequenceOf[DraftRow], said: Said) -> None:
+        """Begin drafts for the next step, behind what the step under way says for these rows, whose drafts of that step
+        were its own. Room for `budget` nodes behind all that it may say is reserved. They need not be used."""
+
+    def times(self) -> Times | None:
+        """Of the last draft that was asked for; None: the host waited for it."""
 
 
 class HostDrafter:

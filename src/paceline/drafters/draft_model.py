@@ -5,8 +5,9 @@ length: what was drafted and committed alike stays, the next pass writes over th
 tokens is ever trusted, for the engine may have lent those blocks to others between two steps.
 
 Greedy and seeded rows draft what the drafter itself would say (law 3: with the request's own Gumbel noise); other rows
-sample from q, and q goes to verification (Leviathan et al. 2023, Chen et al. 2023). Where the model offers a chain, a
-few greedy rows are drafted in one go; all others pass by pass.
+sample from q, and q goes to verification (Leviathan et al. 2023, Chen et al. 2023). Where the model offers chains,
+greedy rows are drafted without the host: their tokens stay on the device, and the next draft may begin behind a step
+that is still under way (`draft_ahead`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 
 from paceline.controls import ControlsBuilder
-from paceline.draft import Draft, Proposal
-from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow
+from paceline.draft import Draft, Proposal, packed_to
+from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow, Times
+from paceline.drafters.stopwatch import Stopwatch
 from paceline.errors import InvalidParameter
-from paceline.models.chain import ChainRow, GreedyChain, OffersGreedyChain
+from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, Said
 from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
@@ -45,6 +47,7 @@ class _State:
     valid: int = 0  # slots [0, valid) hold the K/V of the sequence's tokens
     shared: tuple[int, int] = (0, 0)  # slots further on that are whole too: a prefix hit on blocks the drafter has seen
     drafted: list[int] = field(default_factory=list)  # tokens whose K/V follow in slots valid, valid + 1, ...
+    unseen: int | None = None  # the same where the host has not seen them: how many; None: it has
 
 
 class _Chains:
@@ -71,6 +74,16 @@ class _Chains:
         return Nodes(seq=seq, node=depths - 1, depth=depths, path=self.tokens[:active, :depth])
 
 
+@dataclass
+class _Ahead:
+    """Drafts begun behind a step under way, for the step after it."""
+
+    rows: dict[str, int]  # by sequence: row of the tokens
+    tokens: Tensor  # (R, K)
+    watch: Stopwatch | None  # None: its time says nothing
+    ripe: bool = False  # the step they follow has been committed
+
+
 class DraftModelDrafter:
     name = "draft-model"
     taps: tuple[int, ...] = ()
@@ -94,7 +107,9 @@ class DraftModelDrafter:
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
-        self._chain: GreedyChain | None = None
+        self._chains: list[GreedyChain] = []
+        self._ahead: _Ahead | None = None
+        self._times: Times | None = None  # of the last draft, where the device made it
 
     @classmethod
     def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
@@ -114,8 +129,8 @@ class DraftModelDrafter:
             raise InvalidParameter("draft_model", f"computes in {wanted} and the target in {kept}; load both alike")
         self._caches, self._block_size = caches, block_size
         self._model.prepare(caches, block_size, (), PREPARED)
-        if isinstance(self._model, OffersGreedyChain):
-            self._chain = self._model.greedy_chain(caches, block_size)
+        if isinstance(self._model, OffersGreedyChains):
+            self._chains = self._model.greedy_chains(caches, block_size)
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         # Where only later blocks are known, the ones before are filled although others may share them: whoever did so
@@ -124,9 +139,14 @@ class DraftModelDrafter:
 
     def commit(self, commits: SequenceOf[Commit]) -> None:
         """Keep the K/V of what was drafted and committed alike. Everything else is read when a draft is next asked."""
+        if self._ahead is not None:
+            self._ahead = None if self._ahead.ripe else replace(self._ahead, ripe=True)
         for commit in commits:
             state = self._states[commit.sequence.key]
-            if state.drafted:
+            if state.unseen is not None:  # its own draft was judged, and is in the cache as far as it was accepted
+                state.valid = max(min(commit.first + commit.count, state.valid + state.unseen), state.valid)
+                state.unseen = None
+            elif state.drafted:
                 for drafted, committed in zip(state.drafted, commit.sequence.tokens[state.valid :], strict=False):
                     if drafted != committed:
                         break
@@ -138,6 +158,8 @@ class DraftModelDrafter:
 
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence.key, None)
+        if self._ahead is not None:
+            self._ahead.rows.pop(sequence.key, None)
 
     def evidence(self, sequence: Sequence) -> int:
         return LEARNED if len(sequence.tokens) < self._model.config.max_positions else 0
@@ -153,47 +175,120 @@ class DraftModelDrafter:
         return len(self._missing(sequence))
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
-        """Rows that want what the model finds most probable go in one launch, where there are not too many of them."""
-        if self._chain is None:
+        """Rows that want what the model finds most probable need no host between their tokens; the others do."""
+        ahead, self._ahead, self._times = self._ahead, None, None
+        greedy = [index for index, row in enumerate(rows) if _is_plainly_greedy(row.sequence)] if self._chains else []
+        if not greedy:
             return self._by_passes(rows)
-        greedy = [index for index, row in enumerate(rows) if _is_plainly_greedy(row.sequence)]
-        if not 0 < len(greedy) <= self._chain.most_rows:
-            return self._by_passes(rows)
-        at_once = self._at_once(self._chain, [rows[index] for index in greedy])
-        if len(greedy) == len(rows):
-            return at_once
-        others = [index for index in range(len(rows)) if index not in greedy]
-        passed = self._by_passes([rows[index] for index in others])
-        return Draft.merge([(greedy, at_once), (others, passed)], len(rows), self._model.config.vocab_size)
+        parts: list[tuple[list[int], Draft]] = []
+        ready: list[int] = []
+        if ahead is not None and ahead.ripe:
+            ready = [i for i in greedy if self._follows(rows[i].sequence, ahead)]
+            if ready:
+                parts.append((ready, self._begun(ahead, [rows[i] for i in ready])))
+        fresh = [i for i in greedy if i not in ready]
+        if fresh:
+            parts.append((fresh, self._by_chain([rows[i] for i in fresh])))
+        others = [i for i in range(len(rows)) if i not in greedy]
+        if others:
+            parts.append((others, self._by_passes([rows[i] for i in others])))
+        return Draft.merge(parts, len(rows), self._model.config.vocab_size)
 
-    def _at_once(self, chain: GreedyChain, rows: SequenceOf[DraftRow]) -> Draft:
-        if any(not self._is_close(row.sequence, chain) for row in rows):
+    def draft_ahead(self, rows: SequenceOf[DraftRow], said: Said) -> None:
+        """Begin drafts behind what a step under way says, for rows whose draft is judged in it."""
+        rows_of = [at for at, row in enumerate(rows) if self._may_go_on(row)]
+        chain = self._chain_for(len(rows_of))
+        if chain is None or not rows_of:
+            return
+        going = [rows[at] for at in rows_of]
+        asked = [self._chain_row(row.sequence, lag=READ, count=row.budget) for row in going]
+        with Stopwatch(self._model.device) as watch:
+            tokens = self._ask(chain, asked, replace(said, rows=[said.rows[at] for at in rows_of]))
+        where = {row.sequence.key: at for at, row in enumerate(going)}
+        self._ahead = _Ahead(where, tokens, watch if chain.warm else None)
+
+    def _may_go_on(self, row: DraftRow) -> bool:
+        """Its K/V are whole up to the step under way, and its draft is this drafter's, so at most one token is missing
+        behind what that step says."""
+        state = self._states.get(row.sequence.key)
+        return (
+            state is not None
+            and state.unseen is not None
+            and state.valid == len(row.sequence.tokens) >= READ
+            and row.budget > 0
+            and _is_plainly_greedy(row.sequence)
+        )
+
+    def _follows(self, sequence: Sequence, ahead: _Ahead) -> bool:
+        return sequence.key in ahead.rows and self._states[sequence.key].valid >= len(sequence.tokens) - READ
+
+    def _begun(self, ahead: _Ahead, rows: SequenceOf[DraftRow]) -> Draft:
+        """What was drafted ahead, as far as it is wanted."""
+        self._times = Times(ahead.watch, ahead.tokens.shape[1], ahead=True)
+        at = [ahead.rows[row.sequence.key] for row in rows]
+        tokens, most = ahead.tokens, ahead.tokens.shape[1]
+        if at != list(range(len(tokens))):
+            (index,) = packed_to(tokens.device, torch.tensor(at))
+            tokens = tokens[index]
+        counts = [min(self._num_nodes(row), most, self._room(row.sequence) + 1) for row in rows]
+        return self._unseen(rows, tokens, counts)
+
+    def _by_chain(self, rows: SequenceOf[DraftRow]) -> Draft:
+        """Drafted from the beginning, by whichever chain is the fastest for so many."""
+        if any(not self._is_close(row.sequence) for row in rows):
             self._read(rows)
-        counts = [self._num_nodes(row) if self._is_close(row.sequence, chain) else 0 for row in rows]
+        counts = [self._num_nodes(row) if self._is_close(row.sequence) else 0 for row in rows]
         ready = [index for index, count in enumerate(counts) if count]
-        if not ready:
-            return Draft.empty(len(rows))
-        asked = []
-        for index in ready:
-            sequence = rows[index].sequence
-            start = self._missing(sequence)[0]
-            asked.append(ChainRow(sequence.tokens[start:], start, counts[index], sequence.blocks))
-        try:
-            said = chain.draft(asked)
-        except Exception:
-            self._chain = None  # whatever was written lies behind what is trusted
-            raise
-        kept = []
-        for index, tokens in zip(ready, said, strict=True):
-            sequence = rows[index].sequence
-            self._states[sequence.key].valid = len(sequence.tokens)
-            kept.append(self._keep(sequence, tokens))
-        return Draft.chains(*_padded(ready, kept, len(rows)), source=2)
+        chain = self._chain_for(len(ready))
+        if not ready or chain is None:
+            return Draft.empty(len(rows)) if not ready else self._by_passes(rows)
+        going, counts = [rows[index] for index in ready], [counts[index] for index in ready]
+        asked = [
+            self._chain_row(row.sequence, self.lag(row.sequence), count)
+            for row, count in zip(going, counts, strict=True)
+        ]
+        with Stopwatch(self._model.device) as watch:
+            tokens = self._ask(chain, asked, None)
+        self._times = Times(watch if chain.warm else None, tokens.shape[1])
+        drafted = self._unseen(going, tokens, counts)
+        return Draft.merge([(ready, drafted)], len(rows), self._model.config.vocab_size)
 
-    def _is_close(self, sequence: Sequence, chain: GreedyChain) -> bool:
-        """Whether so little is missing, and in one piece, that the chain reads it itself."""
+    def _unseen(self, rows: SequenceOf[DraftRow], tokens: Tensor, counts: list[int]) -> Draft:
+        """Chains whose tokens stay where they are; the K/V of all but the last are computed."""
+        for row, count in zip(rows, counts, strict=True):
+            state = self._states[row.sequence.key]
+            state.valid, state.drafted = len(row.sequence.tokens), []
+            state.unseen = max(min(count - 1, self._room(row.sequence)), 0)
+        width = max(counts)
+        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), source=2)
+
+    def _ask(self, chain: GreedyChain, rows: list[ChainRow], said: Said | None) -> Tensor:
+        try:
+            chain.check()
+            return chain.draft(rows, said)
+        except Exception:  # whatever it wrote is not to be trusted
+            self._chains.remove(chain)
+            for state in self._states.values():
+                state.valid, state.shared, state.unseen = 0, (0, 0), None
+            raise
+
+    def _chain_for(self, rows: int) -> GreedyChain | None:
+        return next((chain for chain in self._chains if rows <= chain.most_rows), None)
+
+    def _chain_row(self, sequence: Sequence, lag: int, count: int) -> ChainRow:
+        return ChainRow(sequence.tokens[-READ:], len(sequence.tokens) - READ, lag, count, sequence.blocks)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Slots behind its tokens."""
+        return len(sequence.blocks) * self._block_size - len(sequence.tokens)
+
+    def _is_close(self, sequence: Sequence) -> bool:
+        """Whether so little is missing, and in one piece, that a chain reads it itself."""
         missing = self._missing(sequence)
-        return len(missing) <= chain.most_lag and missing[-1] - missing[0] < len(missing)
+        return len(missing) <= READ <= len(sequence.tokens) and missing[-1] - missing[0] < len(missing)
+
+    def times(self) -> Times | None:
+        return self._times
 
     def _by_passes(self, rows: SequenceOf[DraftRow]) -> Draft:
         """Token by token, each drawn under the request's own parameters."""
@@ -254,7 +349,7 @@ class DraftModelDrafter:
         )
         for row, sequence in zip(reading, sequences, strict=True):
             state, rest = self._states[sequence.key], missing[row][len(now[row]) :]
-            state.valid, state.drafted = rest[0] if rest else len(sequence.tokens), []
+            state.valid, state.drafted, state.unseen = rest[0] if rest else len(sequence.tokens), [], None
         return chains, logits
 
     def _extend(self, chains: _Chains, active: int, depth: int, tables: Tensor) -> Tensor:

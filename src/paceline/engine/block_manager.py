@@ -125,7 +125,8 @@ class BlockManager:
         size = self.block_size
         for sequence in sequences:
             if len(sequence.blocks) * size >= len(sequence.tokens) + size:
-                self.trim(sequence, len(sequence.tokens))
+                self.trim(sequence, max(len(sequence.tokens), sequence.reserved))
+                sequence.reserved = 0
             if self.prefix_caching:
                 self.publish(sequence)
 

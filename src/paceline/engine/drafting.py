@@ -13,15 +13,17 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paceline.draft import Draft
 from paceline.drafters import Commit, Drafter, DraftRow
-from paceline.drafters.base import HostDrafter
+from paceline.drafters.base import DraftsAhead, HostDrafter
 from paceline.engine.batch import Row
 from paceline.engine.block_manager import BlockManager
+from paceline.models.chain import Said
 from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.sequence import Sequence
 
@@ -73,6 +75,29 @@ class DrafterSet:
             return self._empty(len(rows))
         return Draft.merge(parts, len(rows), self._vocab_size)
 
+    def draft_ahead(self, rows: SequenceOf[tuple[Row, int]], said: Said) -> None:
+        """Rows whose drafts are judged in a step under way, with the nodes they may have in the next."""
+        for drafter in self._working():
+            mine = [at for at, (row, _) in enumerate(rows) if row.method == drafter.name]
+            if mine and isinstance(drafter, DraftsAhead):
+                wanting = [DraftRow(rows[at][0].sequence, rows[at][1]) for at in mine]
+                try:
+                    drafter.draft_ahead(wanting, replace(said, rows=[said.rows[at] for at in mine]))
+                except Exception as problem:
+                    self._complain(drafter, problem)
+
+    def time_devices(self) -> float:
+        """Once a step is over: put what devices took to draft into `seconds`; how much of it was before the step."""
+        before = 0.0
+        for drafter in self.drafters:
+            times = drafter.times() if drafter.name in self.seconds and isinstance(drafter, DraftsAhead) else None
+            if times is not None:
+                del self.seconds[drafter.name]
+                if times.watch is not None:
+                    self.seconds[drafter.name] = times.depth, times.watch.seconds
+                    before += times.watch.seconds if times.ahead else 0.0
+        return before
+
     @staticmethod
     def _behind(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:
         try:
@@ -93,13 +118,16 @@ class DrafterSet:
             if any(part.dtype != torch.int64 for part in (draft.tokens, draft.parents, draft.depth, draft.num_nodes)):
                 raise ValueError("tokens, parents, depth and num_nodes must be int64")
         except Exception as problem:  # whatever it is, the answer does not depend on it
-            self.failures += 1
-            again = (drafter.name, type(problem)) in self._complained  # said once: it may fail at every step
-            self._complained.add((drafter.name, type(problem)))
-            level = logging.DEBUG if again else logging.WARNING
-            log.log(level, "drafter %s failed, decoding plainly where it does: %r", drafter.name, problem)
+            self._complain(drafter, problem)
             return None
         return draft
+
+    def _complain(self, drafter: Drafter, problem: Exception) -> None:
+        self.failures += 1
+        again = (drafter.name, type(problem)) in self._complained  # said once: it may fail at every step
+        self._complained.add((drafter.name, type(problem)))
+        level = logging.DEBUG if again else logging.WARNING
+        log.log(level, "drafter %s failed, decoding plainly where it does: %r", drafter.name, problem)
 
     def overlap(self) -> None:
         """What may run while the device computes: host-side methods take in what was committed."""

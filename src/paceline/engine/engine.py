@@ -100,12 +100,16 @@ class Engine:
         elif under_way is not None:
             started = self._read_at  # the device went on from there
         ahead = self._launch_ahead(batch, flight)
+        if ahead is None and self.runs_ahead and batch.num_drafted:
+            self.runner.draft_ahead(flight, self.scheduler.drafting_on(batch))
         self.drafters.overlap()  # what may run while the device computes
         self.policy.meanwhile()
         outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish
         self._ahead = ahead  # not before: where this step is interrupted, what followed it is computed again
-        self._read_at = time.perf_counter()
-        self._learn(batch, flight, outputs, time.perf_counter() - started, ahead=under_way is not None)
+        read_before, self._read_at = self._read_at, time.perf_counter()
+        if batch.num_drafted:  # the device may have been drafting since the step before was read
+            started = max(started - self.drafters.time_devices(), min(read_before, started))
+        self._learn(batch, flight, outputs, self._read_at - started, ahead=under_way is not None)
         return outputs
 
     def _launch(self) -> tuple[Batch, Flight | None]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
+from paceline.draft import Draft, packed_to
 from paceline.engine.batch import Batch, Row
 from paceline.models.plan import PassPlan
 from paceline.sequence import Sequence
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass
 class Layout:
-    tokens: Tensor  # (M,)
+    tokens: Tensor  # (M,); -1 - i: token i of the draft, which the host has not seen
     plan: PassPlan
     logit_rows: Tensor  # rows whose logits are needed: each sampling sequence's last token and all its nodes
     logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1 = padding
@@ -142,8 +142,14 @@ def _tokens(rows: list[Row], draft: Draft, used: Bools, node: Ints) -> Ints:
         return np.fromiter(own, np.int64, len(node))
     tokens, is_node = np.empty_like(node), node >= 0
     tokens[~is_node] = list(own)
-    tokens[is_node] = draft.tokens.numpy()[used]
+    tokens[is_node] = draft.tokens.numpy()[used] if draft.tokens.is_cpu else -1 - np.flatnonzero(used)
     return tokens
+
+
+def filled_in(tokens: Tensor, draft: Draft) -> Tensor:
+    """The tokens of a layout on the device of a draft the host has not seen."""
+    (codes,) = packed_to(draft.tokens.device, tokens)
+    return torch.where(codes < 0, draft.tokens.flatten()[(-1 - codes).clamp_min(0)], codes)
 
 
 def _logit_row_of(used: Bools) -> Ints:

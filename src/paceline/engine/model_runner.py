@@ -15,8 +15,9 @@ from torch import Tensor
 from paceline.draft import Draft, Verdict, packed_to
 from paceline.engine.batch import Batch
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.layout import Layout, lay_out, slot
+from paceline.engine.layout import Layout, filled_in, lay_out, slot
 from paceline.engine.sampler import Sampler
+from paceline.models.chain import Said
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 
@@ -131,7 +132,18 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
         draft = self.drafters.propose([row for row in batch.rows if row.samples])
-        return self._fly(lay_out(batch, draft, self.cache.block_size), draft)
+        layout = lay_out(batch, draft, self.cache.block_size)
+        if draft.width and not draft.tokens.is_cpu:
+            layout.tokens = filled_in(layout.tokens, draft)
+        return self._fly(layout, draft)
+
+    @torch.inference_mode()
+    def draft_ahead(self, flight: Flight, rows: list[tuple[int, int]]) -> None:
+        """Let drafters that can go on behind a flight: rows of its batch, each with the nodes it may have next."""
+        if flight.verdict is not None and rows:
+            places = {index: at for at, index in enumerate(flight.layout.sampled)}
+            said = Said(flight.verdict.tokens, flight.verdict.num_accepted, [places[index] for index, _ in rows])
+            self.drafters.draft_ahead([(flight.layout.rows[index], budget) for index, budget in rows], said)
 
     @torch.inference_mode()
     def launch_after(self, flight: Flight, batch: Batch, going: list[int]) -> Flight:

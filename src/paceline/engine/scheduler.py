@@ -97,6 +97,24 @@ class Scheduler:
         rows = [Row(sequence, len(sequence.tokens), 1, True, method, 0) for sequence in sequences]
         return Batch(rows, num_tokens=len(rows), tables=self.blocks.tables(sequences)), going
 
+    def drafting_on(self, batch: Batch) -> list[tuple[int, int]]:
+        """Rows of a batch still computed that may draft as far again behind it, and how far.
+
+        Room for that is made where enough is left for everybody, and kept until the next step.
+        """
+        going = []
+        for index, row in enumerate(batch.rows):
+            sequence = row.sequence
+            # It will say one token at least, and the last one is the target's own.
+            budget = min(row.budget, sequence.room - 2) if sequence.status is Status.RUNNING else 0
+            end = min(len(sequence.tokens) + row.budget + 1 + budget, sequence.max_len)
+            more = self.blocks.blocks_for(end) - len(sequence.blocks)
+            if budget > 0 and self.blocks.num_free - more >= len(self.running):
+                self.blocks.allocate(sequence, end)
+                sequence.reserved = end
+                going.append((index, budget))
+        return going
+
     @property
     def has_place(self) -> bool:
         return len(self.running) < self.config.max_num_seqs

@@ -1,4 +1,7 @@
-"""Greedy continuation by a model that needs no logits back: what a drafter may ask of a decoder, where it offers it."""
+"""Greedy continuation by a model that needs no logits back: what a drafter may ask of a decoder, where it offers it.
+
+Nobody waits: the tokens stay where the model is, and a continuation may begin with tokens that only the device knows.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
 from paceline.models.kv_cache import LayerCache
+
+READ = 2  # tokens of a row that may have to be read before it is continued: what was drafted last is in no cache
 
 
 @dataclass(frozen=True)
 class ChainRow:
     """A sequence whose last tokens are read and then continued by `count` more, its K/V written on the way."""
 
-    tokens: Sequence[int]  # those to read, at least the last one
+    tokens: Sequence[int]  # the last that the host knows: READ of them
     start: int  # position of the first of them
+    lag: int  # how many of them, from the last one back, are to be read; the others are in the cache
     count: int
     blocks: Sequence[int]  # block ids for all but the last of the new tokens
+
+
+@dataclass(frozen=True)
+class Said:
+    """What is committed behind a row's tokens by a step still under way: the first accepted + 1 of its tokens."""
+
+    tokens: Tensor  # (B, D + 1)
+    num_accepted: Tensor  # (B,)
+    rows: Sequence[int]  # of these tensors, by row of the chain
+
+    @property
+    def most(self) -> int:
+        return self.tokens.shape[1]
 
 
 class GreedyChain(Protocol):
     """Bound to a model's caches."""
 
     most_rows: int
-    most_lag: int  # tokens a row may have to read
+    warm: bool  # the last draft took what its like will take again
 
-    def draft(self, rows: Sequence[ChainRow]) -> list[list[int]]:
-        """`count` tokens for every row: each the most probable one after those before, as this model sees it.
+    def draft(self, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+        """(R, K) int64 on the device, K the largest count: for each row the most probable token after those before.
 
-        Bits may differ from those of a pass, and so may a token where two are almost equally probable.
+        `said`: rows go on behind it. Bits may differ from those of a pass, and so may a token where two are almost
+        equally probable. What a row has no blocks for is not written, and what follows it is a guess at random.
         """
+
+    def check(self) -> None:
+        """Raise if the last draft failed, which may be found out only once it is over."""
 
 
 @runtime_checkable
-class OffersGreedyChain(Protocol):
-    """A model that may have such a way, by its shape and where it runs."""
+class OffersGreedyChains(Protocol):
+    """A model that may have such ways, by its shape and where it runs; the fastest for its number of rows first."""
 
-    def greedy_chain(self, caches: Sequence[LayerCache], block_size: int) -> GreedyChain | None: ...
+    def greedy_chains(self, caches: Sequence[LayerCache], block_size: int) -> list[GreedyChain]: ...

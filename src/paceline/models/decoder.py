@@ -18,6 +18,7 @@ from paceline.models.chain import GreedyChain
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
 
@@ -115,9 +116,13 @@ class Decoder:
         self.graphs.prepare(caches, block_size, tuple(taps), sequences)
         return True
 
-    def greedy_chain(self, caches: Sequence[LayerCache], block_size: int) -> GreedyChain | None:
+    def greedy_chains(self, caches: Sequence[LayerCache], block_size: int) -> list[GreedyChain]:
         weights = Weights(self.embedding, self.layers, self.final_norm, self.head)
-        return self.kernels.greedy_chain(weights, self.shape, caches, block_size, self.config)
+        at_once = self.kernels.greedy_chain(weights, self.shape, caches, block_size, self.config)
+        chains: list[GreedyChain] = [] if at_once is None else [at_once]
+        if self.graphs is not None:
+            chains.append(PassChain(self.graphs, self.config, caches, block_size))
+        return chains
 
     def compute(
         self,

@@ -49,7 +49,7 @@ class Bucket:
     taps: tuple[int, ...]
 
 
-class _Pass:
+class Placed:
     """A bucket's buffers, and its graph once there is one."""
 
     def __init__(self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int) -> None:
@@ -69,13 +69,14 @@ class _Pass:
             end = -(-(end + size) // ALIGNED) * ALIGNED
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
         pinned = decoder.device.type == "cuda"
-        self._ring = [(torch.zeros(end, dtype=torch.int32, pin_memory=pinned), _Event(decoder.device)) for _ in "ab"]
+        self._ring = [(torch.zeros(end, dtype=torch.int32, pin_memory=pinned), Event(decoder.device)) for _ in "ab"]
         self.blank = np.zeros(self.at["tables"].start, np.int32)
         self.blank[self.at["slots"]] = -1
         view = {name: self.device_ints[place] for name, place in self.at.items()}
         kv_heads = decoder.config.num_kv_heads
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
         self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
+        self.header = view["tiles"]  # begins with the width of the block tables
         self.plan = PassPlan(
             positions=view["positions"],
             slots=view["slots"],
@@ -125,7 +126,7 @@ class PassGraphs:
     def __init__(self, decoder: Decoder, *, capture: bool = True) -> None:
         self._decoder, self.capture = decoder, capture
         self._caches: Sequence[LayerCache] | None = None
-        self._passes: OrderedDict[Bucket, _Pass] = OrderedDict()
+        self._passes: OrderedDict[Bucket, Placed] = OrderedDict()
         self._logits: Tensor | None = None
         self._pool: Any = None
         self._last_tiles: tuple[Any, tuple[int, Any, Any]] = (np.array([-1]), (0, None, None))
@@ -139,6 +140,21 @@ class PassGraphs:
         logit_rows: Tensor,
         taps: tuple[int, ...],
     ) -> ModelOutput:
+        of = self.place(tokens, plan, caches, logit_rows, taps)
+        warm = self.is_warm(of)
+        output = self.run(of)
+        taken = None if output.taps is None else output.taps[: len(tokens)]
+        return ModelOutput(output.logits[: len(logit_rows)], taken, warm)
+
+    def place(
+        self,
+        tokens: Tensor,
+        plan: PassPlan,
+        caches: Sequence[LayerCache],
+        logit_rows: Tensor,
+        taps: tuple[int, ...] = (),
+    ) -> Placed:
+        """A pass where its bucket's kernels will read it, to be run once or more; kernels may write into it."""
         if caches is not self._caches:
             self._caches = caches
             self._passes.clear()
@@ -149,10 +165,7 @@ class PassGraphs:
         bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), logits, taps)
         of = self._pass(bucket, caches, plan)
         of.fill(tokens, plan, logit_rows, begin, count)
-        warm = of.graph is not None or not self.capture
-        output = self._run(of)
-        taken = None if output.taps is None else output.taps[:rows]
-        return ModelOutput(output.logits[:wanted], taken, warm)
+        return of
 
     def _tiles(self, sequence: Any) -> tuple[int, Any, Any]:
         """From one step to the next rows mostly belong to sequences as before."""
@@ -173,16 +186,25 @@ class PassGraphs:
                 self.forward(tokens, plan, caches, logit_rows, taps)
         log.info("prepared %d shapes of passes in %.1f s", len(self._passes), time.perf_counter() - started)
 
-    def _pass(self, bucket: Bucket, caches: Sequence[LayerCache], plan: PassPlan) -> _Pass:
+    def _pass(self, bucket: Bucket, caches: Sequence[LayerCache], plan: PassPlan) -> Placed:
         of = self._passes.get(bucket)
         if of is None or plan.block_tables.numel() > of.table_ints:
-            of = self._passes[bucket] = _Pass(bucket, self._decoder, caches, plan.block_size)
+            of = self._passes[bucket] = Placed(bucket, self._decoder, caches, plan.block_size)
             while len(self._passes) > MAX_GRAPHS:
                 self._passes.popitem(last=False)
         self._passes.move_to_end(bucket)
         return of
 
-    def _run(self, of: _Pass) -> ModelOutput:
+    @property
+    def device(self) -> torch.device:
+        return self._decoder.device
+
+    def is_warm(self, of: Placed) -> bool:
+        """It will not be recorded first."""
+        return of.graph is not None or not self.capture
+
+    def run(self, of: Placed) -> ModelOutput:
+        """What the bucket gives, padding included."""
         of.runs += 1
         if of.graph is None and of.runs > 1 and self.capture and self._decoder.device.type == "cuda":
             self._record(of)
@@ -192,13 +214,13 @@ class PassGraphs:
             return result
         return self._compute(of)
 
-    def _compute(self, of: _Pass) -> ModelOutput:
+    def _compute(self, of: Placed) -> ModelOutput:
         assert self._caches is not None
         bucket = of.bucket
         out = self._logits_buffer(bucket.logits or bucket.rows)
         return self._decoder.compute(of.tokens, of.plan, self._caches, of.logit_rows, bucket.taps, out)
 
-    def _record(self, of: _Pass) -> None:
+    def _record(self, of: Placed) -> None:
         started, before = time.perf_counter(), torch.cuda.memory_reserved()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -223,7 +245,7 @@ class PassGraphs:
         return self._logits[:rows]
 
 
-class _Event:
+class Event:
     """When the device has read a staging buffer; nothing to wait for on a CPU."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,22 +1,25 @@
-"""The host's side of `chain`: which models it serves, how their work is cut, and one packed copy each way."""
+"""The host's side of `chain`: which models it serves, how their work is cut, and one packed copy to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.models.chain import ChainRow
+from paceline.draft import sent
+from paceline.models.chain import READ, ChainRow, Said
+from paceline.models.graphs import Event
 from paceline.models.kernels import Shape, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.triton.chain import STATE, UNIT, chain
+from paceline.models.triton.follow import known_of
 from paceline.models.triton.launch import INTERPRETED
 
-MOST_LAG = 2  # tokens a row may read before it drafts
 HEADER = 8  # ints
 MOST_TAG = 1 << 30
 MOST_HELD = 128 << 10  # bytes of a layer's weights that a program can have in registers, beside all else
@@ -27,7 +30,7 @@ ALIGNED = 16  # bytes
 class Cut:
     """How a launch is cut. As measured on an H200."""
 
-    rows: int = 4  # at most: beyond, ordinary passes are as fast
+    rows: int = 2  # at most: beyond, ordinary passes are as fast
     warps: int = 8
     keys: int = 64  # of a block of attention
     splits: int = 8  # of a row's context, at most
@@ -93,7 +96,7 @@ class Share:
 class TritonChain:
     """A model's weights and caches, ready to be continued."""
 
-    most_lag = MOST_LAG
+    warm = True
 
     def __init__(
         self,
@@ -122,16 +125,22 @@ class TritonChain:
         self._buffers = _Buffers(cut, config, self._head, block_size, programs)
         self._tag = 1
 
-    def draft(self, rows: Sequence[ChainRow]) -> list[list[int]]:
-        steps = max(len(row.tokens) + row.count - 1 for row in rows)
+    def draft(self, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+        if said is not None:
+            rows = [replace(row, lag=READ) for row in rows]
+        steps = max(row.lag + row.count - 1 for row in rows)
         tags = steps * (self._config.num_layers + 1)
         if self._tag + tags > MOST_TAG:
             self._tag = 1
             self._buffers.words.zero_()
-        self._buffers.fill(rows, steps, self._tag)
+        self._buffers.fill(rows, steps, self._tag, said)
         self._tag += tags
         self.launch()
-        return self._buffers.read(rows)
+        return self._buffers.drafted(rows)
+
+    def check(self) -> None:
+        if self._buffers.failed:
+            raise ChainFailed("programs waited for each other in vain")
 
     def launch(self) -> None:
         """With what the buffers say; before they were filled that is no step at all, and only compiles it."""
@@ -160,7 +169,7 @@ class TritonChain:
             SPLITS=cut.splits,
             ROWS=cut.rows,
             MOST=MAX_K,
-            LAG=MOST_LAG,
+            LAG=READ,
             CHUNKS_H=share.hidden_chunks,
             CHUNKS_A=share.attended_chunks,
             CHUNKS_I=share.inter_chunks,
@@ -182,43 +191,83 @@ class _Buffers:
     def __init__(self, cut: Cut, config: ModelConfig, like: Tensor, block_size: int, programs: int) -> None:
         self._cut, self._programs, self._kv, self._block_size = cut, programs, config.num_kv_heads, block_size
         self._out = STATE + cut.rows * MAX_K
-        self._tables = self._out + HEADER + cut.rows * (3 + MOST_LAG)
+        self._tables = self._out + HEADER + cut.rows * (3 + READ)
         size = self._tables + cut.rows * -(-config.max_positions // block_size)
         self.state = torch.zeros(size, dtype=torch.int32, device=like.device)
-        pinned = like.device.type == "cuda"
-        self._given = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self._taken = torch.zeros(self._out, dtype=torch.int32, pin_memory=pinned)
+        on_device = like.device.type == "cuda"
+        self._given = [(torch.zeros(size, dtype=torch.int32, pin_memory=on_device), Event(like.device)) for _ in "ab"]
+        self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=on_device)
+        self._most_positions = config.max_positions
         words = 2 * config.q_size + 2 * config.kv_size + 2 * config.hidden_size + config.intermediate_size
         words += cut.splits * (config.q_size + config.num_heads) + 2 * programs + config.hidden_size
         self.words = torch.zeros(cut.rows * words, dtype=torch.int64, device=like.device)
 
-    def fill(self, rows: Sequence[ChainRow], steps: int, tag: int) -> None:
-        most, host = self._cut.rows, self._given.numpy()
-        lasts = [row.start + len(row.tokens) + row.count - 2 for row in rows]
-        width = max(lasts) // self._block_size + 1
+    def fill(self, rows: Sequence[ChainRow], steps: int, tag: int, said: Said | None) -> None:
+        given, read = self._given[0]
+        self._given.reverse()
+        read.wait()  # until the device has what this buffer held before
+        most, host, more = self._cut.rows, given.numpy(), 0 if said is None else said.most
+        ends = [min(len(row.blocks) * self._block_size, self._most_positions) for row in rows]
+        lasts = [min(row.start + READ + row.count - 2, end - 1) for row, end in zip(rows, ends, strict=True)]
+        width = min(max(lasts) + more, max(ends) - 1) // self._block_size + 1
         splits = self._cut.splits  # the interpreter's one program takes them one after the other
         if self._programs > 1:
             splits = max(min(splits, self._programs // (len(rows) * self._kv)), 1)
         at = self._out
-        host[at : at + 6] = len(rows), steps, min(len(row.tokens) for row in rows) - 1, splits, width, tag
+        host[at : at + 6] = len(rows), steps, min(row.lag for row in rows) - 1, splits, width, tag
         at += HEADER
         for index, row in enumerate(rows):
-            host[at + index] = row.start
+            host[at + index] = row.start + READ - row.lag
             host[at + most + index] = lasts[index]
-            host[at + 2 * most + index] = len(row.tokens)
-            place = at + 3 * most + index * MOST_LAG
-            host[place : place + len(row.tokens)] = row.tokens
+            host[at + 2 * most + index] = row.lag
+            place = at + 3 * most + index * READ
+            host[place : place + row.lag] = row.tokens[-row.lag :]
             place = self._tables + index * width
-            host[place : place + len(row.blocks[:width])] = row.blocks[:width]
+            blocks = row.blocks[:width]
+            host[place : place + len(blocks)] = blocks
         end = self._tables + len(rows) * width
-        self.state[:end].copy_(self._given[:end], non_blocking=True)
+        self.state[:end].copy_(given[:end], non_blocking=True)
+        read.record()
+        if said is not None:
+            known = known_of(
+                [
+                    (which, row.start + READ - 1, row.tokens[-1], stop)
+                    for which, row, stop in zip(said.rows, rows, ends, strict=True)
+                ]
+            )
+            counts = torch.tensor([[row.count for row in rows]])
+            known = sent(torch.cat([known, counts]), self.state.device)
+            _begin[(len(rows),)](
+                said.tokens, said.most, said.num_accepted, known, len(rows), self.state[at:], ROWS=most, READ=READ
+            )
 
-    def read(self, rows: Sequence[ChainRow]) -> list[list[int]]:
-        self._taken.copy_(self.state[: self._out])
-        if self._taken[0]:
-            raise ChainFailed("programs waited for each other in vain")
-        tokens = self._taken[STATE:].view(self._cut.rows, MAX_K)
-        return [tokens[index, : row.count].tolist() for index, row in enumerate(rows)]
+    def drafted(self, rows: Sequence[ChainRow]) -> Tensor:
+        self._failed.copy_(self.state[:1], non_blocking=True)
+        tokens = self.state[STATE : self._out].view(self._cut.rows, MAX_K)
+        return tokens[: len(rows), : max(row.count for row in rows)].to(torch.int64)
+
+    @property
+    def failed(self) -> bool:
+        """As far as is known: the device says so when it gets there."""
+        return bool(self._failed[0])
+
+
+@triton.jit(do_not_specialize=["width", "rows"])
+def _begin(said, width, accepted, known, rows, state, ROWS: tl.constexpr, READ: tl.constexpr):
+    """Rows go on behind what is said: their first position, their last, and the tokens to read."""
+    row = tl.program_id(0)
+    which = tl.load(known + row)
+    end = tl.load(known + 3 * rows + row)
+    more = tl.load(accepted + which) + 1
+    first = tl.load(known + rows + row) + more + 1 - READ
+    tl.store(state + row, tl.minimum(first, end - 1).to(tl.int32))
+    last = tl.minimum(first + READ - 2 + tl.load(known + 4 * rows + row), end - 1)
+    tl.store(state + ROWS + row, last.to(tl.int32))
+    for at in tl.static_range(READ):
+        behind = more + 1 - READ + at
+        token = tl.load(said + which * width + behind - 1, mask=behind > 0, other=0)
+        token = tl.where(behind > 0, token, tl.load(known + 2 * rows + row))
+        tl.store(state + 3 * ROWS + row * READ + at, token.to(tl.int32))
 
 
 def _offset(tensor: Tensor, base: Tensor) -> int:

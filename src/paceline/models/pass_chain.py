@@ -1,0 +1,95 @@
+"""Greedy chains by ordinary passes, one after the other, without the host between them.
+
+The first pass reads the last tokens of every row, the others one token each; between them a kernel picks the most
+probable token and moves the row on. Passes are replayed from the decoder's own graphs, so drafting k tokens for any
+number of rows is k launches of each, and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.draft import sent
+from paceline.models.chain import READ, ChainRow, Said
+from paceline.models.graphs import PassGraphs
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import PassPlan
+
+MOST_ROWS = 512
+
+
+class PassChain:
+    most_rows = MOST_ROWS
+
+    def __init__(self, graphs: PassGraphs, config: ModelConfig, caches: Sequence[LayerCache], block_size: int) -> None:
+        self._graphs, self._caches, self._block_size = graphs, caches, block_size
+        self._most_positions = config.max_positions
+        self.warm = True  # the last draft met no shape of a pass for the first time
+
+    def draft(self, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+        from paceline.models.triton.follow import begin_after, follow, known_of
+
+        count, most = max(row.count for row in rows), 0 if said is None else said.most
+        ends = [min(len(row.blocks) * self._block_size, self._most_positions) for row in rows]
+        which = range(len(rows)) if said is None else said.rows
+        lasts = [row.start + len(row.tokens) - 1 for row in rows]
+        known = known_of(
+            [(at, last, row.tokens[-1], end) for at, last, row, end in zip(which, lasts, rows, ends, strict=True)]
+        )
+        longest = min(max(lasts) + most + count + 1, max(ends))
+        tables, graphs = self._tables(rows), self._graphs
+        known = sent(known, graphs.device)
+        reading = self._reading(rows, tables, longest)
+        first = graphs.place(*reading, self._caches, torch.arange(READ - 1, READ * len(rows), READ))
+        if said is not None:
+            begin_after(said, known, first)
+        self.warm = graphs.is_warm(first)
+        logits = graphs.run(first).logits
+        second = graphs.place(*self._one_each(rows, tables, longest), self._caches, torch.arange(len(rows)))
+        drafted = torch.empty(len(rows), count, dtype=torch.int64, device=graphs.device)
+        follow(logits, known, drafted, 0, first, READ, second)
+        for depth in range(1, count):
+            self.warm &= graphs.is_warm(second)
+            follow(graphs.run(second).logits, known, drafted, depth, second, 1, second)
+        return drafted
+
+    def check(self) -> None:
+        pass
+
+    def _reading(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
+        """READ rows for each sequence; those it has in the cache are computed again and not written."""
+        owners = torch.arange(len(rows)).repeat_interleave(READ)
+        tokens = torch.tensor([token for row in rows for token in row.tokens])
+        positions = torch.tensor([row.start + at for row in rows for at in range(READ)])
+        missing = torch.tensor([at >= READ - row.lag for row in rows for at in range(READ)])
+        blocks = tables[owners, positions // self._block_size]
+        slots = torch.where(missing, blocks * self._block_size + positions % self._block_size, -1)
+        return tokens, self._plan(positions, slots, owners, tables, longest)
+
+    def _one_each(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
+        """One row for each sequence, to be filled in on the device."""
+        nothing = torch.zeros(len(rows), dtype=torch.int64)
+        return nothing, self._plan(nothing, nothing - 1, torch.arange(len(rows)), tables, longest)
+
+    def _plan(self, positions: Tensor, slots: Tensor, owners: Tensor, tables: Tensor, longest: int) -> PassPlan:
+        positions = positions.int()
+        return PassPlan(
+            positions=positions,
+            slots=slots.int(),
+            sequence=owners.int(),
+            prefix=positions + 1,
+            path=positions.new_empty(len(positions), 0),
+            path_len=torch.zeros_like(positions),
+            block_tables=tables,
+            block_size=self._block_size,
+            max_len=longest,
+        )
+
+    @staticmethod
+    def _tables(rows: Sequence[ChainRow]) -> Tensor:
+        width = max(len(row.blocks) for row in rows)
+        return torch.tensor([[*row.blocks, *[-1] * (width - len(row.blocks))] for row in rows], dtype=torch.int32)

@@ -1,0 +1,143 @@
+"""From one pass of a chain to the next without the host: the most probable token of each row becomes its next row.
+
+Positions, slots and what a row may see move on with it. A row that comes to the end of its blocks stays there and is
+written nowhere: what it says from then on is of no use, and does no harm.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.models.chain import READ, Said
+from paceline.models.graphs import Placed
+
+BLOCK = 8192  # tokens of the vocabulary that are looked at together
+WHICH, LAST, TOKEN, END = range(4)  # what is known of a row: (4, R) int64
+
+
+def begin_after(said: Said, known: Tensor, into: Placed) -> None:
+    """The READ last tokens of each row as the rows of a pass; `known` says what came before."""
+    plan = into.plan
+    _begin[(known.shape[1],)](
+        said.tokens,
+        said.most,
+        said.num_accepted,
+        known,
+        known.shape[1],
+        *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.block_tables, into.header),
+        BLOCK_SIZE=plan.block_size,
+        READ=READ,
+    )
+
+
+def follow(logits: Tensor, known: Tensor, drafted: Tensor, depth: int, seen: Placed, each: int, into: Placed) -> None:
+    """Draw column `depth` of what is drafted, (R, K), from the rows of a pass that has been run with `each` rows for a
+    sequence, and place it as the next pass, one row for a sequence."""
+    plan = into.plan
+    _follow[(len(drafted),)](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        drafted,
+        drafted.shape[1],
+        depth,
+        known,
+        len(drafted),
+        seen.plan.positions,
+        *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.block_tables, into.header),
+        BLOCK_SIZE=plan.block_size,
+        EACH=each,
+        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
+        num_warps=8,
+    )
+
+
+def known_of(rows: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    """(4, R), on the host: the row of what is said, the position and the value of the last token before, the end of the
+    blocks."""
+    return torch.tensor(rows, dtype=torch.int64).T.contiguous()
+
+
+@triton.jit(do_not_specialize=["width", "rows"])
+def _begin(
+    said,
+    width,
+    accepted,
+    known,
+    rows,
+    tokens,
+    positions,
+    slots,
+    prefix,
+    tables,
+    header,
+    BLOCK_SIZE: tl.constexpr,
+    READ: tl.constexpr,
+):
+    row = tl.program_id(0)
+    which = tl.load(known + row)
+    last = tl.load(known + rows + row)
+    end = tl.load(known + 3 * rows + row)
+    more = tl.load(accepted + which) + 1
+    for at in tl.static_range(READ):
+        behind = more + 1 - READ + at  # tokens behind the last known one
+        token = tl.load(said + which * width + behind - 1, mask=behind > 0, other=0)
+        token = tl.where(behind > 0, token, tl.load(known + 2 * rows + row))
+        tl.store(tokens + row * READ + at, token.to(tl.int32))
+        _put(row * READ + at, row, last + behind, end, positions, slots, prefix, tables, header, BLOCK_SIZE)
+
+
+@triton.jit(do_not_specialize=["stride", "vocab", "width", "depth", "rows"])
+def _follow(
+    logits,
+    stride,
+    vocab,
+    drafted,
+    width,
+    depth,
+    known,
+    rows,
+    seen,
+    tokens,
+    positions,
+    slots,
+    prefix,
+    tables,
+    header,
+    BLOCK_SIZE: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    best = float("-inf")
+    token = tl.program_id(0) * 0
+    for first in range(0, vocab, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        logit = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf"))
+        highest = tl.max(logit, 0)
+        place = first + tl.argmax(logit, 0)
+        token = tl.where(highest > best, place, token)
+        best = tl.maximum(highest, best)
+    tl.store(drafted + row * width + depth, token.to(tl.int64))
+    tl.store(tokens + row, token.to(tl.int32))
+    position = tl.load(seen + row * EACH + EACH - 1).to(tl.int64) + 1
+    end = tl.load(known + 3 * rows + row)
+    _put(row, row, position, end, positions, slots, prefix, tables, header, BLOCK_SIZE)
+
+
+@triton.jit
+def _put(place, owner, position, end, positions, slots, prefix, tables, header, BLOCK_SIZE: tl.constexpr):
+    """A row of a pass at a position, which it keeps to itself where no block is left for it."""
+    inside = position < end
+    position = tl.minimum(position, end - 1)
+    block = tl.load(tables + owner * tl.load(header) + position // BLOCK_SIZE)
+    slot = tl.where(inside, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(slots + place, slot.to(tl.int32))
+    tl.store(positions + place, position.to(tl.int32))
+    tl.store(prefix + place, (position + 1).to(tl.int32))
