@@ -30,7 +30,7 @@ ALIGNED = 16  # bytes
 class Cut:
     """How a launch is cut. As measured on an H200."""
 
-    rows: int = 2  # at most: beyond, ordinary passes are as fast
+    rows: int = 3  # at most: beyond, ordinary passes are as fast
     warps: int = 8
     keys: int = 64  # of a block of attention
     splits: int = 8  # of a row's context, at most
