@@ -15,7 +15,7 @@ from paceline.draft import Draft, Verdict
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.engine import no_collection
-from paceline.engine.layout import lay_out, slot
+from paceline.engine.layout import filled_in, lay_out, slot
 from paceline.engine.model_runner import Reading, unpack
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
@@ -150,3 +150,8 @@ def test_a_step_leaves_garbage_collection_as_it_found_it(enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
+
+
+def test_tokens_the_host_has_not_seen_are_filled_in_from_the_draft():
+    draft = Draft.chains(torch.tensor([[10, 11], [12, 13]]), torch.tensor([2, 1]), source=0)
+    assert filled_in(torch.tensor([5, -1, -2, 7, -3]), draft).tolist() == [5, 10, 11, 7, 12]
