@@ -72,7 +72,7 @@ def match_length(tokens: SequenceOf[int], start: int, known: int) -> int:
     return length
 
 
-@dataclass
+@dataclass(slots=True)
 class _State:
     sequence: Sequence
     index: NgramIndex
@@ -92,10 +92,11 @@ class NgramDrafter(HostDrafter):
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
         chains = [self._chain(row.sequence, row.budget) for row in rows]
-        width = max(map(len, chains), default=0)
-        tokens = np.array([chain + [0] * (width - len(chain)) for chain in chains], np.int64).reshape(len(rows), width)
-        counts = np.array([len(chain) for chain in chains], np.int64)
-        return Draft.chains(torch.from_numpy(tokens), torch.from_numpy(counts), self.source)
+        counts = [len(chain) for chain in chains]
+        width = max(counts, default=0)
+        padded = [chain if len(chain) == width else chain + [0] * (width - len(chain)) for chain in chains]
+        tokens = np.array(padded, np.int64).reshape(len(rows), width)
+        return Draft.chains(torch.from_numpy(tokens), torch.from_numpy(np.array(counts, np.int64)), self.source)
 
     def match_length(self, sequence: Sequence) -> int:
         """Tokens of context that the last proposal's source shares, up to `MATCH_LIMIT`; 0: nothing was found."""
