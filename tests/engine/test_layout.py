@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.draft import Draft, Verdict
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.engine import no_collection
+from paceline.engine.engine import expect_objects, no_collection
 from paceline.engine.layout import lay_out, slot
 from paceline.engine.model_runner import Reading, unpack
 from paceline.sampling_params import SamplingParams
@@ -150,3 +150,14 @@ def test_a_step_leaves_garbage_collection_as_it_found_it(enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("before", "after"), [(700, 4096), (10_000, 10_000), (0, 0)])
+def test_a_large_batch_is_not_taken_for_garbage_and_what_the_user_set_stays(before, after):
+    kept = gc.get_threshold()
+    try:
+        gc.set_threshold(before, 7, 9)
+        expect_objects(4096)
+        assert gc.get_threshold() == (after, 7, 9)
+    finally:
+        gc.set_threshold(*kept)
