@@ -115,14 +115,14 @@ class ControlsBuilder:
             top_p=spread(_floats([p.top_p for p in sets], 1.0, torch.float64)),
             min_p=spread(_floats([p.min_p for p in sets], 0.0)),
             bias=self._bias(all_params) if any(p.logit_bias for p in sets) else None,
-            fallback=sent(torch.from_numpy(np.full(len(sequences), fallback)), self._device),
+            fallback=torch.full((len(sequences),), fallback, device=self._device),
         )
-        drawing = [_GREEDY if s.params.greedy else _COINS if s.seed is None else _SEEDED for s in sequences]
+        drawing = [_GREEDY if p.greedy else _COINS if p.seed is None else _SEEDED for p in sets]
         return _Composition(
             sequences,
             controls,
             keys=self._ints([sequence.noise_key for sequence in sequences]),
-            drawing=np.array(drawing, np.int8),
+            drawing=np.array(drawing, np.int8)[each],
             penalised=any(p.penalised for p in sets),
             has_bad_words=any(sequence.bad_words for sequence in sequences),
             has_min_tokens=any(p.min_tokens for p in sets),
