@@ -77,7 +77,7 @@ class ControlsBuilder:
         of = self._of(sequences)
         if not of.drawing.any():
             return Draws(key=of.keys, committed=of.keys)  # nobody draws, so nobody looks at lengths
-        (committed,) = packed_to(self._device, _host_ints([len(sequence.tokens) + ahead for sequence in sequences]))
+        committed = self._ints([len(sequence.tokens) + ahead for sequence in sequences])
         coins, seeded = self._rows(of, owners)
         return Draws(key=of.keys, committed=committed, coins=coins, seeded=seeded)
 

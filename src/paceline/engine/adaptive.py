@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
@@ -410,7 +410,7 @@ class AdaptivePolicy:
         taken = report.step_s - plan.seconds - sum(seconds for _, seconds in report.draft_s.values())
         if not (report.warm and whole and report.outputs and taken > 0):
             return
-        cost = self._costs.of(len(report.outputs), _any_sampled([output.sequence for output in report.outputs]))
+        cost = self._costs.of(len(report.outputs), _any_sampled(output.sequence for output in report.outputs))
         if plan.drafts or report.ahead or not self._runs_ahead or not cost.plain_seen(report.rows):
             cost.observe(report.rows, taken, drafted=plan.drafts)
         elif plan.asked and cost.scale is not None:  # it could have been launched ahead, had nobody been asked
@@ -491,5 +491,5 @@ class AdaptivePolicy:
         self._lesson = None
 
 
-def _any_sampled(sequences: SequenceOf[Sequence]) -> bool:
+def _any_sampled(sequences: Iterable[Sequence]) -> bool:
     return any(not sequence.params.greedy for sequence in sequences)

@@ -80,13 +80,13 @@ class Scheduler:
         """
         if batch.num_drafted or (self.waiting and self.has_place):
             return None
-        live, size = 0, self.blocks.block_size
+        live, size, running = 0, self.blocks.block_size, Status.RUNNING
         going: list[int] = []
         rows: list[Row] = []
         short: list[Sequence] = []
         for index, row in enumerate(batch.rows):
             sequence = row.sequence
-            if row.samples and sequence.status is Status.RUNNING:
+            if row.samples and sequence.status is running:
                 live += 1
                 length = len(sequence.tokens)
                 if length + 1 < sequence.max_len:
