@@ -1,7 +1,8 @@
 """Where the host's time of a step goes, by function.
 
-Without a GPU the model is one that answers at once, so that a step is all host; with one it is the yardstick with
-random weights, or with --small smollm2's shape, and the wait for the device shows as one line among the others.
+Without a GPU the model is one that answers at once, so that a step is all host, and plain steps are launched ahead as
+they are on one; with one it is the yardstick with random weights, or with --small smollm2's shape, and the wait for the
+device shows as one line among the others.
 
     python benchmarks/step_profile.py                       # 1, 64 and 512 rows, plain, sampled and with lookup drafts
     python benchmarks/step_profile.py --device cuda --cells "ngram 2 64 0" --lines 30
@@ -70,7 +71,9 @@ def engine_of(model: Model, method: str, k: int | None, rows: int) -> Engine:
         max_num_batched_tokens=2048,
         max_model_len=2048,
     )
-    return Engine(model, config, drafters=drafters, policy=AdaptivePolicy(drafters, method, k))
+    engine = Engine(model, config, drafters=drafters, policy=AdaptivePolicy(drafters, method, k))
+    engine.runs_ahead = True  # as on a GPU
+    return engine
 
 
 def measure(model: Model, cell: str, steps: int, lines: int) -> dict[str, float]:

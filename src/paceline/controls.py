@@ -77,7 +77,7 @@ class ControlsBuilder:
         of = self._of(sequences)
         if not of.drawing.any():
             return Draws(key=of.keys, committed=of.keys)  # nobody draws, so nobody looks at lengths
-        (committed,) = packed_to(self._device, _host_ints([len(sequence.tokens) + ahead for sequence in sequences]))
+        committed = self._ints([len(sequence.tokens) + ahead for sequence in sequences])
         coins, seeded = self._rows(of, owners)
         return Draws(key=of.keys, committed=committed, coins=coins, seeded=seeded)
 
@@ -99,25 +99,34 @@ class ControlsBuilder:
         return self._composition
 
     def _compose(self, sequences: tuple[Sequence, ...]) -> _Composition:
-        params = [sequence.params for sequence in sequences]
+        """Many sequences mostly share few sets of parameters: each is looked at once."""
+        all_params = [sequence.params for sequence in sequences]
+        sets = list({id(params): params for params in all_params}.values())
+        place = {id(params): index for index, params in enumerate(sets)}
+        each = np.array([place[id(params)] for params in all_params], np.int64)  # (S,) whose parameters
+
+        def spread(values: Tensor | None) -> Tensor | None:
+            return None if values is None else sent(values[torch.from_numpy(each)], self._device)
+
+        fallback = self._eos[0] if self._eos else 0
         controls = Controls(
-            temperature=self._floats([p.temperature for p in params], 0.0),
-            top_k=self._top_k(params),
-            top_p=self._floats([p.top_p for p in params], 1.0, torch.float64),
-            min_p=self._floats([p.min_p for p in params], 0.0),
-            bias=self._bias(params),
-            fallback=self._ints([self._eos[0] if self._eos else 0] * len(params)),
+            temperature=spread(_floats([p.temperature for p in sets], 0.0)),
+            top_k=spread(_top_k(sets)),
+            top_p=spread(_floats([p.top_p for p in sets], 1.0, torch.float64)),
+            min_p=spread(_floats([p.min_p for p in sets], 0.0)),
+            bias=self._bias(all_params) if any(p.logit_bias for p in sets) else None,
+            fallback=torch.full((len(sequences),), fallback, device=self._device),
         )
-        drawing = [_GREEDY if s.params.greedy else _COINS if s.seed is None else _SEEDED for s in sequences]
+        drawing = [_GREEDY if p.greedy else _COINS if p.seed is None else _SEEDED for p in sets]
         return _Composition(
             sequences,
             controls,
             keys=self._ints([sequence.noise_key for sequence in sequences]),
-            drawing=np.array(drawing, np.int8),
-            penalised=any(p.penalised for p in params),
+            drawing=np.array(drawing, np.int8)[each],
+            penalised=any(p.penalised for p in sets),
             has_bad_words=any(sequence.bad_words for sequence in sequences),
-            has_min_tokens=any(p.min_tokens for p in params),
-            num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
+            has_min_tokens=any(p.min_tokens for p in sets),
+            num_logprobs=max((p.logprobs for p in sets if p.logprobs is not None), default=None),
             rows={},
         )
 
@@ -176,26 +185,11 @@ class ControlsBuilder:
             ends=self._ragged(ends),
         )
 
-    def _bias(self, params: SequenceOf[SamplingParams]) -> Bias | None:
-        if not any(p.logit_bias for p in params):
-            return None
+    def _bias(self, params: SequenceOf[SamplingParams]) -> Bias:
         tokens = [list((p.logit_bias or {}).keys()) for p in params]
         width = max(map(len, tokens))
         values = [list((p.logit_bias or {}).values()) + [0.0] * (width - len(p.logit_bias or {})) for p in params]
         return Bias(tokens=self._ragged(tokens), values=sent(torch.tensor(values), self._device))
-
-    def _top_k(self, params: SequenceOf[SamplingParams]) -> Tensor | None:
-        wanted = [max(p.top_k or 0, 0) for p in params]
-        return self._ints(wanted) if any(wanted) else None
-
-    def _floats(
-        self, values: SequenceOf[float | None], neutral: float, dtype: torch.dtype = torch.float32
-    ) -> Tensor | None:
-        """None where nobody departs from the neutral value."""
-        given = [neutral if value is None else value for value in values]
-        if all(value == neutral for value in given):
-            return None
-        return sent(torch.tensor(given, dtype=dtype), self._device)
 
     def _ragged(self, rows: SequenceOf[SequenceOf[int]]) -> Tensor:
         width = max(map(len, rows))
@@ -208,3 +202,16 @@ class ControlsBuilder:
 def _host_ints(values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object]) -> Tensor:
     """Through numpy: after a pass has swept the caches, torch.tensor takes several times as long."""
     return torch.from_numpy(np.array(values, np.int64))
+
+
+def _top_k(params: SequenceOf[SamplingParams]) -> Tensor | None:
+    wanted = [max(p.top_k or 0, 0) for p in params]
+    return _host_ints(wanted) if any(wanted) else None
+
+
+def _floats(values: SequenceOf[float | None], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """None where nobody departs from the neutral value."""
+    given = [neutral if value is None else value for value in values]
+    if all(value == neutral for value in given):
+        return None
+    return torch.tensor(given, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ class SpeculationStats:
     def mean_draft_length(self) -> float | None:
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
 
-    def add(self, drafted_by_depth: list[int], accepted: int, committed: int, method: str = "none") -> None:
+    def add(self, drafted_by_depth: Sequence[int], accepted: int, committed: int, method: str = "none") -> None:
         """Note one verified step; `drafted_by_depth[i]` nodes stood at depth i + 1."""
         self.num_target_passes += 1
         self.num_committed_tokens += committed
@@ -51,11 +52,18 @@ class SpeculationStats:
         self.drafts_by_method[method] = self.drafts_by_method.get(method, 0) + 1
         self.num_draft_tokens += sum(drafted_by_depth)
         self.num_accepted_tokens += accepted
-        for per_position in (self.drafted_per_position, self.accepted_per_position):
-            per_position.extend([0] * (len(drafted_by_depth) - len(per_position)))
+        drafted_at, accepted_at = self.drafted_per_position, self.accepted_per_position
+        if len(drafted_at) < len(drafted_by_depth):
+            for per_position in (drafted_at, accepted_at):
+                per_position.extend([0] * (len(drafted_by_depth) - len(per_position)))
         for depth, drafted in enumerate(drafted_by_depth):
-            self.drafted_per_position[depth] += drafted
-            self.accepted_per_position[depth] += depth < accepted
+            drafted_at[depth] += drafted
+            accepted_at[depth] += depth < accepted
+
+    def add_plain(self) -> None:
+        """Note a step that committed one token and carried no draft."""
+        self.num_target_passes += 1
+        self.num_committed_tokens += 1
 
     def merge(self, other: SpeculationStats) -> None:
         for name in (

@@ -174,6 +174,18 @@ def test_a_shared_beginning_is_computed_once():
     assert again.output_tokens == greedy_alone([*prompt, 3], 4)
 
 
+def test_after_every_step_nobody_holds_more_than_its_tokens_need_and_full_blocks_are_shared():
+    engine = make_engine(drafters=[ChainDrafter("chain")], policy=ByRequest({"a": Choice("chain", 6)}))
+    sequences = [engine.add_request(name, prompt_of(i, 5), params(max_tokens=21))[0] for i, name in enumerate("ab")]
+    while engine.has_work:
+        engine.step()
+        for sequence in sequences:
+            assert len(sequence.blocks) == (0 if sequence.finished else engine.blocks.blocks_for(len(sequence.tokens)))
+    for name, before in zip("cd", sequences, strict=True):  # an answer is a beginning, too
+        (after,) = run(engine, [(0, name, [*before.tokens, 1], params(max_tokens=2))])[name]
+        assert after.num_cached_prompt == (len(before.tokens) - 1) // 4 * 4
+
+
 def test_cancellation_frees_blocks_at_once():
     engine = make_engine()
     engine.add_request("a", prompt_of(0, 9), params(max_tokens=50))

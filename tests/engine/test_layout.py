@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.draft import Draft, Verdict
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.engine import no_collection
+from paceline.engine.engine import expect_objects, no_collection
 from paceline.engine.layout import filled_in, lay_out, slot
 from paceline.engine.model_runner import Reading, unpack
 from paceline.sampling_params import SamplingParams
@@ -155,3 +155,14 @@ def test_a_step_leaves_garbage_collection_as_it_found_it(enabled):
 def test_tokens_the_host_has_not_seen_are_filled_in_from_the_draft():
     draft = Draft.chains(torch.tensor([[10, 11], [12, 13]]), torch.tensor([2, 1]), source=0)
     assert filled_in(torch.tensor([5, -1, -2, 7, -3]), draft).tolist() == [5, 10, 11, 7, 12]
+
+
+@pytest.mark.parametrize(("before", "after"), [(700, 4096), (10_000, 10_000), (0, 0)])
+def test_a_large_batch_is_not_taken_for_garbage_and_what_the_user_set_stays(before, after):
+    kept = gc.get_threshold()
+    try:
+        gc.set_threshold(before, 7, 9)
+        expect_objects(4096)
+        assert gc.get_threshold() == (after, 7, 9)
+    finally:
+        gc.set_threshold(*kept)

@@ -3,7 +3,7 @@
 For n from `ngram_max` down to `ngram_min` the most recent earlier occurrence of the last n tokens wins. The index maps
 every n-gram, packed exactly into one integer, to where its most recent continuation begins: a step costs the same
 however long the context is. Invariant: it holds the n-grams that end before the last indexed token, so the end of the
-text never finds itself.
+text never finds itself. What a step committed is indexed while the next pass is under way.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from paceline.drafters.base import Commit, DrafterContext, DraftRow, HostDrafter
 from paceline.sequence import Sequence
 
 MATCH_LIMIT = 16  # matches longer than this are not told apart
+FEW = 16  # tokens that are looked through rather than indexed on the spot
 
 
 class NgramIndex:
@@ -45,12 +46,28 @@ class NgramIndex:
             key = (key << bits | token) & longest
         self._key, self.length = key, end
 
-    def find(self) -> tuple[int, int]:
-        """(n, where the continuation begins) of the longest n-gram seen before; (0, 0) if there is none."""
+    def find(self, tokens: list[int]) -> tuple[int, int]:
+        """(n, where the continuation begins) of the longest n-gram that the text ends in and has seen before; (0, 0) if
+        there is none. A step's tokens may wait to be indexed until there is time: they are looked through as they are.
+        """
+        end, indexed = len(tokens), self.length
+        if end - indexed > FEW:
+            self.extend(tokens, end)
+            indexed = end
+        key, bits, longest = self._key, self._bits, self._tables[0][1]
+        for token in tokens[indexed:]:
+            key = (key << bits | token) & longest
+        # Continuations that begin among the last tokens follow one that equals the last: mostly there are none.
+        late: list[int] = []
+        if tokens[-1] in tokens[max(indexed - 1, 0) : end - 1]:
+            late = [at for at in range(end - 1, max(indexed, 1) - 1, -1) if tokens[at - 1] == tokens[-1]]
         for n, mask, table in self._tables:
-            at = table.get(self._key & mask) if self.length > n else None
-            if at is not None:
-                return n, at
+            for at in late:
+                if at >= n and tokens[at - n : at] == tokens[end - n :]:
+                    return n, at
+            found = table.get(key & mask) if end > n else None
+            if found is not None:
+                return n, found
         return 0, 0
 
 
@@ -72,7 +89,7 @@ def match_length(tokens: SequenceOf[int], start: int, known: int) -> int:
     return length
 
 
-@dataclass
+@dataclass(slots=True)
 class _State:
     sequence: Sequence
     index: NgramIndex
@@ -92,10 +109,11 @@ class NgramDrafter(HostDrafter):
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
         chains = [self._chain(row.sequence, row.budget) for row in rows]
-        width = max(map(len, chains), default=0)
-        tokens = np.array([chain + [0] * (width - len(chain)) for chain in chains], np.int64).reshape(len(rows), width)
-        counts = np.array([len(chain) for chain in chains], np.int64)
-        return Draft.chains(torch.from_numpy(tokens), torch.from_numpy(counts), self.source)
+        counts = [len(chain) for chain in chains]
+        width = max(counts, default=0)
+        padded = [chain if len(chain) == width else chain + [0] * (width - len(chain)) for chain in chains]
+        tokens = np.array(padded, np.int64).reshape(len(rows), width)
+        return Draft.chains(torch.from_numpy(tokens), torch.from_numpy(np.array(counts, np.int64)), self.source)
 
     def match_length(self, sequence: Sequence) -> int:
         """Tokens of context that the last proposal's source shares, up to `MATCH_LIMIT`; 0: nothing was found."""
@@ -143,8 +161,7 @@ class NgramDrafter(HostDrafter):
         tokens = state.sequence.tokens
         length, match, start = state.found
         if length != len(tokens):
-            state.index.extend(tokens, len(tokens))
-            n, start = state.index.find()
+            n, start = state.index.find(tokens)
             match = match_length(tokens, start, n) if n else 0
             state.found = len(tokens), match, start
         return match, start

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
@@ -130,8 +130,9 @@ class AdaptivePolicy:
         if not self._drafters:
             return choices
         open_ended: dict[int, tuple[str, int]] = {}  # sequence -> (method or auto, most nodes)
+        common = self._method, self._k
         for index, sequence in enumerate(sequences):
-            method, k = self._wish(sequence)
+            method, k = common if sequence.params.speculation is None else self._wish(sequence)
             most = min(k or MAX_K, sequence.room - 1)
             if method == NONE or most < 1:
                 continue
@@ -168,6 +169,8 @@ class AdaptivePolicy:
 
     def _surest(self, sequence: Sequence, method: str, budget: int) -> Choice:
         """With k fixed only the method is left to choose: the one with the most to go by."""
+        if method in self._drafters and method not in self._retired:
+            return _choice(method, budget) if self._note_evidence(sequence, method) else _choice(NONE, 0)
         evidence = {name: self._note_evidence(sequence, name) for name in self._allowed(method)}
         best = max(evidence, key=evidence.__getitem__, default=NONE)
         return _choice(best, budget) if evidence.get(best) else _choice(NONE, 0)
@@ -353,31 +356,29 @@ class AdaptivePolicy:
         return [name for name in names if name not in self._retired]
 
     def _note_evidence(self, sequence: Sequence, method: str) -> int:
-        evidence = self._made.evidence[sequence.key, method] = self._ask(method, self._evidence_of, sequence)
+        """A drafter that fails to answer has nothing to say; the answer under way does not suffer."""
+        evidence = 0
+        try:
+            drafter = self._drafters[method]
+            if sequence.num_output >= PATIENT_TOKENS or drafter.lag(sequence) <= SMALL_LAG:
+                evidence = drafter.evidence(sequence)
+        except Exception as problem:
+            self._complain(method, problem)
+        self._made.evidence[sequence.key, method] = evidence
         return evidence
 
-    @staticmethod
-    def _evidence_of(drafter: Drafter, sequence: Sequence) -> int:
-        if sequence.num_output < PATIENT_TOKENS and drafter.lag(sequence) > SMALL_LAG:
-            return 0
-        return drafter.evidence(sequence)
-
-    def _ask(self, method: str, question: Callable[[Drafter, Sequence], int], sequence: Sequence) -> int:
-        """A drafter that fails to answer has nothing to say; the answer under way does not suffer."""
-        try:
-            return question(self._drafters[method], sequence)
-        except Exception as problem:
-            if (method, type(problem)) not in self._complained:  # said once: it may fail at every step
-                log.warning("drafter %s failed to say what it knows: %r", method, problem)
-                self._complained.add((method, type(problem)))
-            return 0
+    def _complain(self, method: str, problem: Exception) -> None:
+        if (method, type(problem)) not in self._complained:  # said once: it may fail at every step
+            log.warning("drafter %s failed to say what it knows: %r", method, problem)
+            self._complained.add((method, type(problem)))
 
     # -- learning
 
     def observe(self, report: StepReport) -> None:
         self.meanwhile()
         self._retired = report.retired
-        starts = [len(output.sequence.tokens) - len(output.tokens) for output in report.outputs]
+        judged = report.outputs if self._drafters else ()
+        starts = [len(output.sequence.tokens) - len(output.tokens) for output in judged]
         self._lesson, self._made = (self._made, report, starts), _Plan()  # a step launched ahead has no plan
 
     def meanwhile(self) -> None:
@@ -399,7 +400,7 @@ class AdaptivePolicy:
         self._shadow_purse.earn(report.step_s)
         self._runs_ahead |= report.ahead
         drafted: dict[str, int] = {}  # method -> sequences
-        for output in report.outputs:
+        for output in report.outputs if report.rows > report.num_sequences else ():
             if output.drafted:
                 drafted[output.method] = drafted.get(output.method, 0) + 1
         for method, (depth, seconds) in report.draft_s.items():
@@ -409,7 +410,7 @@ class AdaptivePolicy:
         taken = report.step_s - plan.seconds - sum(seconds for _, seconds in report.draft_s.values())
         if not (report.warm and whole and report.outputs and taken > 0):
             return
-        cost = self._costs.of(len(report.outputs), _any_sampled([output.sequence for output in report.outputs]))
+        cost = self._costs.of(len(report.outputs), _any_sampled(output.sequence for output in report.outputs))
         if plan.drafts or report.ahead or not self._runs_ahead or not cost.plain_seen(report.rows):
             cost.observe(report.rows, taken, drafted=plan.drafts)
         elif plan.asked and cost.scale is not None:  # it could have been launched ahead, had nobody been asked
@@ -453,11 +454,10 @@ class AdaptivePolicy:
             return
         for name in self._allowed(method):
             if not self._shadows.follows(sequence, name) and not (output.drafted and output.method == name):
-                self._ask(name, self._cast_shadow, sequence)
-
-    def _cast_shadow(self, drafter: Drafter, sequence: Sequence) -> int:
-        self._shadows.cast(drafter, sequence)
-        return 0
+                try:
+                    self._shadows.cast(self._drafters[name], sequence)
+                except Exception as problem:
+                    self._complain(name, problem)
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
         cost = self._costs.of(num_sequences, sampled)
@@ -491,5 +491,5 @@ class AdaptivePolicy:
         self._lesson = None
 
 
-def _any_sampled(sequences: SequenceOf[Sequence]) -> bool:
+def _any_sampled(sequences: Iterable[Sequence]) -> bool:
     return any(not sequence.params.greedy for sequence in sequences)

@@ -24,6 +24,7 @@ class _Watch:
 
     text: OutputText | None
     ends: frozenset[int]  # tokens
+    quiet: bool  # nothing but its tokens is asked of it: neither text nor logprobs
 
 
 class Committer:
@@ -42,39 +43,58 @@ class Committer:
 
     def collect(self, flight: Flight) -> list[StepOutput]:
         """The one device-to-host copy of the step, then bookkeeping."""
-        verdicts, has_taps = flight.read_verdicts(), flight.hidden is not None
-        outputs = []
+        verdicts, taps = flight.read_verdicts(), flight.taps if flight.hidden is not None else None
+        layout, watches, told = flight.layout, self._watches, bool(self._drafters.drafters)
+        size, finished = self._scheduler.blocks.block_size, Status.FINISHED
+        outputs: list[StepOutput] = []
         computed: list[tuple[Sequence, int, int, Tensor | None]] = []
-        for index, row in enumerate(flight.layout.rows):
-            sequence, accepted = row.sequence, 0
-            if sequence.status is Status.FINISHED:  # after the flight was launched
+        unsettled: list[Sequence] = []
+        for index, row in enumerate(layout.rows):
+            sequence, first, count, accepted = row.sequence, row.first, row.count, 0
+            if sequence.status is finished:  # after the flight was launched
                 continue
             if row.samples:
                 tokens, accepted, kinds = verdicts[index]
-                output = self._extend(flight, index, tokens, accepted, kinds)
-                accepted = min(accepted, len(output.tokens))
+                watch = watches.get(sequence.key) or self._watch(sequence)
+                known, drafted = sequence.tokens, layout.num_nodes[index]
+                # By far the most common, and there may be hundreds of it: only tokens are asked for, and it goes on.
+                if watch.quiet and len(known) + len(tokens) < sequence.max_len and watch.ends.isdisjoint(tokens):
+                    known += tokens
+                    if drafted:
+                        sequence.stats.add(layout.nodes_by_depth(index), accepted, len(tokens), row.method)
+                    else:
+                        sequence.stats.add_plain()
+                    output = StepOutput(sequence, tokens, "", kinds, False, row.method, drafted, accepted)
+                else:
+                    output = self._extend(flight, index, tokens, accepted, kinds, watch)
+                    accepted = min(accepted, len(output.tokens))
                 outputs.append(output)
-            sequence.num_computed = row.first + row.count + accepted
-            taps = flight.taps(index, accepted) if has_taps else None
-            computed.append((sequence, row.first, row.count + accepted, taps))
+                count += accepted
+            sequence.num_computed = end = first + count
+            if row.budget or end % size < count:  # room was reserved for a draft, or a block is full
+                unsettled.append(sequence)
+            if told:
+                computed.append((sequence, first, count, None if taps is None else taps(index, accepted)))
         self._drafters.commit(computed, self._scheduler.blocks)
-        self._scheduler.blocks.settle([sequence for sequence, _, _, _ in computed])
+        self._scheduler.blocks.settle(unsettled)
         for output in outputs:
             if output.finished:
                 sequence = output.sequence
                 self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
         return outputs
 
-    def _extend(self, flight: Flight, index: int, tokens: list[int], accepted: int, kinds: list[int]) -> StepOutput:
-        row, drafted = flight.layout.rows[index], flight.layout.num_nodes[index]
+    def _extend(
+        self, flight: Flight, index: int, tokens: list[int], accepted: int, kinds: list[int], watch: _Watch
+    ) -> StepOutput:
+        layout = flight.layout
+        row, drafted = layout.rows[index], layout.num_nodes[index]
         sequence = row.sequence
-        watch = self._watches.get(sequence.key) or self._watch(sequence)
         kept = self._append(sequence, tokens, watch)
         if kept < len(tokens):
             tokens, kinds = tokens[:kept], kinds[:kept]
         if sequence.logprobs is not None:
             sequence.logprobs += flight.logprobs(index)[:kept]
-        by_depth = flight.layout.nodes_by_depth(index) if drafted else []
+        by_depth = layout.nodes_by_depth(index) if drafted else ()
         sequence.stats.add(by_depth, min(accepted, kept), kept, row.method)
         finished, text, piece = sequence.finish_reason is not None, watch.text, ""
         if text is not None:
@@ -88,19 +108,16 @@ class Committer:
 
     def _append(self, sequence: Sequence, tokens: list[int], watch: _Watch) -> int:
         """Up to the first stop; how many."""
-        count = len(tokens)
-        if watch.text is None and sequence.room > count and watch.ends.isdisjoint(tokens):
-            sequence.tokens += tokens
-            return count
         for kept, token in enumerate(tokens, start=1):
             sequence.tokens.append(token)
             if self._stops(sequence, token, watch.text):
                 return kept
-        return count
+        return len(tokens)
 
     def _watch(self, sequence: Sequence) -> _Watch:
         eos = frozenset[int]() if sequence.params.ignore_eos else self._eos
-        watch = _Watch(self._make_text(sequence), eos.union(sequence.params.stop_token_ids))
+        text, ends = self._make_text(sequence), eos.union(sequence.params.stop_token_ids)
+        watch = _Watch(text, ends, quiet=text is None and sequence.logprobs is None)
         self._watches[sequence.key] = watch
         return watch
 

@@ -34,6 +34,8 @@ from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
+OBJECTS_A_ROW = 8  # that a step makes and the next one drops, about
+
 
 class EngineTokenizer(Protocol):
     """What the engine asks of a tokenizer: stop strings need text, bad words need tokens."""
@@ -80,6 +82,7 @@ class Engine:
             self.runner.prepare(config.max_num_seqs)
         self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
         self.stats = EngineStats()
+        expect_objects(OBJECTS_A_ROW * config.max_num_seqs)
         # A step may be launched before the one before it is read, whose taps it would overwrite.
         self.runs_ahead = model.device.type != "cpu" and not self.drafters.taps
         self._ahead: tuple[Batch, Flight] | None = None
@@ -236,6 +239,14 @@ def no_collection() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
+
+
+def expect_objects(count: int) -> None:
+    """So many new objects at a time are no sign of garbage. Else a large batch has the collector run after each step,
+    and from time to time through all there is, which takes as long as many steps."""
+    young, *older = gc.get_threshold()
+    if 0 < young < count:
+        gc.set_threshold(count, *older)
 
 
 def _context(config: EngineConfig, model_len: int, capacity: int) -> int:

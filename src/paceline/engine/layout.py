@@ -74,49 +74,87 @@ class Layout:
 def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None = None) -> Layout:
     """`tokens` (M,) where the host does not know them."""
     rows = batch.rows
-    sampled = [index for index, row in enumerate(rows) if row.samples]
-    num_nodes = _num_nodes(draft, sampled, len(rows))
-    first = np.array([row.first for row in rows])
-    # (M,) whose each row is, which node (-1 the last token), and the position whose slot it is written to
-    if draft.width or not batch.only_decodes:
-        count = np.array([row.count for row in rows])
-        owner, node = _spread(count, num_nodes)
-        stored = (first + count)[owner] + node
-    else:
-        owner, node, stored = np.arange(len(rows)), np.full(len(rows), -1), first
-    block, offset = np.divmod(stored, block_size)
-    each = np.zeros((5, len(owner)), np.int32)  # one array for all that is one number a row
-    each[0], each[1], each[2], each[3] = stored, batch.tables[owner, block] * block_size + offset, owner, stored + 1
-    if any(row.first < row.sequence.num_cached for row in rows):  # computed once more, but not written
-        each[1, stored < np.array([row.sequence.num_cached for row in rows])[owner]] = -1
-    path = np.empty((len(owner), 0), np.int32)
     used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
     trees = _trees(draft, used)
+    rereads = tokens is None and any(row.first < row.sequence.num_cached for row in rows)
+    if batch.only_decodes and len(used) == len(rows) and not trees and not rereads:
+        return _decodes(batch, draft, used, block_size, tokens)
+    sampled = [index for index, row in enumerate(rows) if row.samples]
+    num_nodes = _num_nodes(draft, sampled, len(rows))
+    first, count = np.array([row.first for row in rows]), np.array([row.count for row in rows])
+    # (M,) whose each row is, which node (-1 the last token), and the position whose slot it is written to
+    owner, node = _spread(count, num_nodes)
+    stored = (first + count)[owner] + node
+    each = _each(batch, owner, stored, block_size)
+    if rereads:  # computed once more, but not written
+        each[1, stored < np.array([row.sequence.num_cached for row in rows])[owner]] = -1
+    path = np.empty((len(owner), 0), np.int32)
     if trees:
         path = _place_trees(draft, trees, used, each, np.flatnonzero(node >= 0))
     if tokens is None:
         tokens = torch.from_numpy(_tokens(rows, draft, used, node))
     wanted = node >= -1 if len(sampled) == len(rows) else (node >= -1) & np.isin(owner, sampled)
-    positions, slots, sequence, prefix, path_len = map(torch.from_numpy, each)
     return Layout(
         tokens=tokens,
-        plan=PassPlan(
-            positions=positions,
-            slots=slots,
-            sequence=sequence,
-            prefix=prefix,
-            path=torch.from_numpy(path),
-            path_len=path_len,
-            block_tables=torch.from_numpy(batch.tables),
-            block_size=block_size,
-            max_len=int(each[0].max(initial=-1)) + 1,
-        ),
+        plan=_plan(batch, each, path, block_size),
         logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
         logit_row_of=torch.from_numpy(_logit_row_of(used)),
         rows=rows,
         num_nodes=num_nodes.tolist(),
         sampled=sampled,
         trees={sampled[tree]: draft.depth[tree].bincount()[1:].tolist() for tree in trees},
+    )
+
+
+def _decodes(batch: Batch, draft: Draft, used: Bools, block_size: int, tokens: Tensor | None) -> Layout:
+    """The most common batch, in fewer operations: every sequence decodes, its draft a chain or empty."""
+    rows, num_nodes = batch.rows, draft.num_nodes.numpy()
+    owner = every = np.arange(len(rows))
+    stored = first = np.array([row.first for row in rows])
+    row_of = begin = every[:, None]  # (B, 1) each sequence's first row, of the pass and of the logits alike
+    if draft.width:
+        size = num_nodes + 1
+        owner, begin = every.repeat(size), (size.cumsum() - size)[:, None]
+        stored = np.arange(len(owner)) + (first - begin[:, 0])[owner]
+        row_of = np.arange(draft.width + 1) + begin
+    if tokens is None:
+        said = np.empty(len(owner), np.int64)
+        said[begin[:, 0]] = [row.sequence.tokens[row.first] for row in rows]
+        said[row_of[:, 1:][used]] = draft.tokens.numpy()[used]
+        tokens = torch.from_numpy(said)
+    row_of[:, 1:][~used] = -1
+    return Layout(
+        tokens=tokens,
+        plan=_plan(batch, _each(batch, owner, stored, block_size), np.empty((len(owner), 0), np.int32), block_size),
+        logit_rows=torch.from_numpy(np.arange(len(owner))),
+        logit_row_of=torch.from_numpy(row_of),
+        rows=rows,
+        num_nodes=num_nodes.tolist(),
+        sampled=every.tolist(),
+        trees={},
+    )
+
+
+def _each(batch: Batch, owner: Ints, stored: Ints, block_size: int) -> Int32s:
+    """(5, M) what is one number a row, as for tokens and chains: position, slot, sequence, prefix and path's length."""
+    block, offset = np.divmod(stored, block_size)
+    each = np.zeros((5, len(owner)), np.int32)
+    each[0], each[1], each[2], each[3] = stored, batch.tables[owner, block] * block_size + offset, owner, stored + 1
+    return each
+
+
+def _plan(batch: Batch, each: Int32s, path: Int32s, block_size: int) -> PassPlan:
+    positions, slots, sequence, prefix, path_len = map(torch.from_numpy, each)
+    return PassPlan(
+        positions=positions,
+        slots=slots,
+        sequence=sequence,
+        prefix=prefix,
+        path=torch.from_numpy(path),
+        path_len=path_len,
+        block_tables=torch.from_numpy(batch.tables),
+        block_size=block_size,
+        max_len=int(each[0].max(initial=-1)) + 1,
     )
 
 

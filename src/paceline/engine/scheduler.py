@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from paceline.config import EngineConfig
+from paceline.drafters import NONE
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
@@ -58,10 +59,12 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            (decodes if sequence.num_uncomputed == 1 else prompts).append(sequence)
+            (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
         choices = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
-        for done, sequence in enumerate(decodes, start=1):
-            self._continue(sequence, batch, len(decodes) - done, choices.get(sequence.key, NO_DRAFT))
+        reserved = len(decodes)
+        for sequence in decodes:
+            reserved -= 1
+            self._continue(sequence, batch, reserved, choices.get(sequence.key, NO_DRAFT))
         for sequence in prompts:
             self._continue(sequence, batch)
         if self.waiting and all(sequence.status is Status.RUNNING for sequence in decodes + prompts):
@@ -77,24 +80,29 @@ class Scheduler:
         """
         if batch.num_drafted or (self.waiting and self.has_place):
             return None
-        live = [
-            (index, row.sequence)
-            for index, row in enumerate(batch.rows)
-            if row.samples and row.sequence.status is Status.RUNNING
-        ]
-        if len(live) < len(self.running):  # somebody has a prompt to read
+        live, size, running = 0, self.blocks.block_size, Status.RUNNING
+        going: list[int] = []
+        rows: list[Row] = []
+        short: list[Sequence] = []
+        for index, row in enumerate(batch.rows):
+            sequence = row.sequence
+            if row.samples and sequence.status is running:
+                live += 1
+                length = len(sequence.tokens)
+                if length + 1 < sequence.max_len:
+                    if sequence.looks_back:
+                        return None
+                    going.append(index)
+                    rows.append(Row(sequence, length, 1, True, NONE, 0))
+                    if len(sequence.blocks) * size <= length:
+                        short.append(sequence)
+        if live < len(self.running) or not going:  # somebody has a prompt to read, or all end
             return None
-        going = [index for index, sequence in live if sequence.room > 1]
-        sequences = [batch.rows[index].sequence for index in going]
-        if not going or any(sequence.looks_back for sequence in sequences) or not self.policy.rests(sequences):
-            return None
-        short = [sequence for sequence in sequences if not self.blocks.holds(sequence, len(sequence.tokens) + 1)]
-        if len(short) > self.blocks.num_free:
+        sequences = [row.sequence for row in rows]
+        if not self.policy.rests(sequences) or len(short) > self.blocks.num_free:
             return None
         for sequence in short:
             self.blocks.allocate(sequence, len(sequence.tokens) + 1)
-        method = NO_DRAFT.method
-        rows = [Row(sequence, len(sequence.tokens), 1, True, method, 0) for sequence in sequences]
         return Batch(rows, num_tokens=len(rows), tables=self.blocks.tables(sequences)), going
 
     def drafting_on(self, batch: Batch) -> list[tuple[int, int]]:
@@ -142,22 +150,24 @@ class Scheduler:
         """Give the sequence its row, at younger ones' cost if need be; `reserved` tokens are promised to others."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
-        left = self.config.max_num_batched_tokens - batch.num_tokens
-        uncomputed = sequence.num_uncomputed
+        left, first = self.config.max_num_batched_tokens - batch.num_tokens, sequence.num_computed
+        uncomputed = len(sequence.tokens) - first
         count = min(uncomputed, left)
         if count <= 0:
             return
         budget = choice.budget
         if budget:  # never past what may be committed: the last token comes from the target itself
             budget = min(budget, sequence.room - 1, left - count - reserved, self._draft_cap - batch.num_drafted)
-        end = sequence.num_computed + count + 1  # one slot more: what the pass commits
-        if budget <= 0 or not self.blocks.can_allocate(sequence, end + budget):
-            choice, budget = NO_DRAFT, 0  # rather give up the draft than another's cache
+        end = first + count + 1  # one slot more: what the pass commits
+        if budget <= 0:
+            choice, budget = NO_DRAFT, 0
         if not self.blocks.holds(sequence, end + budget):
+            if budget and not self.blocks.can_allocate(sequence, end + budget):
+                choice, budget = NO_DRAFT, 0  # rather give up the draft than another's cache
             if not self._make_room(sequence, end, batch):
                 return
             self.blocks.allocate(sequence, end + budget)
-        batch.add(Row(sequence, sequence.num_computed, count, count == uncomputed, choice.method, budget))
+        batch.add(Row(sequence, first, count, count == uncomputed, choice.method, budget))
 
     def _make_room(self, sequence: Sequence, end: int, batch: Batch) -> bool:
         """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""

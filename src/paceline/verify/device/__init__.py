@@ -36,7 +36,7 @@ def probabilities(logits: Tensor) -> Tensor:
 def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
     """As walk.draw."""
     lens = _plain(logits)
-    return said(lens if draws.coins is None else lens.weighed(), draws, nodes, source)
+    return said(lens if draws.coins is None else lens.weighed(totals=False), draws, nodes, source)
 
 
 def verify(
@@ -57,10 +57,11 @@ def verify(
     lens = Lens.of(edit(logits, controls, nodes), controls, nodes)
     if draws.coins is not None or draws.seeded is not None:
         lens = lens.filtered(controls, nodes)
+    only_walks = routes is None and (draft.q is None or draft.width == 0 or draws.coins is None)
     if draws.coins is not None:
-        lens = lens.weighed()
+        lens = lens.weighed(totals=not only_walks)
     verdict = Verdict.blank(draft.batch, max_depth, logits.device)
-    if routes is None and (draft.q is None or draft.width == 0 or draws.coins is None):
+    if only_walks:
         _walk(draft, said(lens, draws, nodes, source), row_of, None, verdict)  # every row
         return verdict
     if routes is None:

@@ -56,14 +56,16 @@ class Lens:
             return self
         return Lens(self.p._replace(cut=cut(self.p, self.tile, controls, nodes)), self.tile, self.best)
 
-    def weighed(self) -> Lens:
-        """With the sums that turn weights into probabilities."""
+    def weighed(self, *, totals: bool = True) -> Lens:
+        """With the sums that turn weights into probabilities; a coin needs those of the splits only."""
         rows = self.best.shape[0]
         shares = self.p.peak.new_empty(rows, self.tile.splits, dtype=torch.float64)
-        total = shares.new_empty(rows)
         _weigh[self.tile.grid(rows)](
             self.p, shares, rows, self.tile.splits, self.tile.dtype, tiles.ROWS, self.tile.block
         )
+        if not totals:
+            return Lens(self.p, self.tile, self.best, shares)
+        total = shares.new_empty(rows)
         _total[(programs(rows),)](shares, total, rows, self.tile.splits, tiles.ROWS, self.tile.padded)
         return Lens(self.p._replace(total=total), self.tile, self.best, shares)
 

@@ -28,7 +28,7 @@ def said(lens: Lens, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
     """(R,) the token each row says. `lens` is weighed where somebody draws by a coin."""
     if draws.coins is None and draws.seeded is None:
         return lens.best
-    rows, tile, p = lens.best.shape[0], lens.tile, lens.p
+    rows, tile, p = lens.best.shape[0], lens.tile, lens.p._replace(total=None)  # or kernels were compiled for both
     kinds, tokens = _kinds(rows, draws), torch.empty_like(lens.best)
     key, committed = draws.key[nodes.seq], draws.committed[nodes.seq]
     coins = shares = noise = tops = places = None
@@ -48,6 +48,9 @@ def said(lens: Lens, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
 
 def _kinds(rows: int, draws: Draws) -> Tensor:
     """(R,) int8: 0 greedy, 1 by a coin, 2 seeded."""
+    for part, kind in ((draws.coins, _COIN), (draws.seeded, _SEED)):
+        if part is not None and part.shape[0] == rows:  # everyone
+            return torch.full((rows,), kind.value, dtype=torch.int8, device=draws.key.device)
     kinds = torch.zeros(rows, dtype=torch.int8, device=draws.key.device)
     for part, kind in ((draws.coins, _COIN), (draws.seeded, _SEED)):
         if part is not None:

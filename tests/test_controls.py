@@ -1,0 +1,36 @@
+"""What a batch asks for, put together from what each of its sequences asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.controls import ControlsBuilder
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+
+
+def test_every_sequence_has_its_own_parameters_whoever_shares_them():
+    sets = [
+        SamplingParams(**given).resolve({"temperature": 0.0})
+        for given in (
+            {},
+            {"temperature": 0.7, "top_p": 0.9, "seed": 3},
+            {"temperature": 1.0, "top_k": 5, "min_p": 0.1},
+            {"temperature": 0.7, "top_p": 0.9, "seed": 3},  # equal to another, and not the same object
+        )
+    ]
+    sequences = [
+        Sequence(str(index), [1], sets[which], max_len=9) for index, which in enumerate((1, 0, 0, 2, 1, 3, 2, 1))
+    ]
+    builder = ControlsBuilder(11, frozenset({4}), torch.device("cpu"))
+    together, draws = builder.controls(sequences), builder.draws(sequences, range(len(sequences)))
+    neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "fallback": 4}
+    for name, value in neutral.items():
+        part = getattr(together, name)
+        assert part is not None
+        for index, sequence in enumerate(sequences):
+            alone = getattr(ControlsBuilder(11, frozenset({4}), torch.device("cpu")).controls([sequence]), name)
+            assert part[index] == (value if alone is None else alone[0]), (name, index)
+    assert draws.coins.tolist() == [3, 6]
+    assert draws.seeded.tolist() == [0, 4, 5, 7]
+    assert draws.key.tolist() == [sequence.noise_key for sequence in sequences]
