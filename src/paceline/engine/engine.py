@@ -77,7 +77,7 @@ class Engine:
         )
         self.runner = ModelRunner(model, cache, self.drafters, Sampler(model.config.vocab_size, eos, model.device))
         with says_what_to_lower():
-            self.runner.prepare(config.max_num_seqs)
+            self.runner.prepare(config.max_num_seqs, config.max_num_batched_tokens)
         self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
         self.stats = EngineStats()
         # A step may be launched before the one before it is read, whose taps it would overwrite.

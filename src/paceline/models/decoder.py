@@ -7,7 +7,7 @@ and so are gate and up: at one row the time of a pass is the time to read the we
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weight
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
+from paceline.models.rehearse import Shape as Rehearsed
 
 FINAL = -1  # tap: the hidden state after the final norm
 
@@ -41,8 +42,11 @@ class Model(Protocol):
         The logits stand until the next pass: keep a copy to keep them longer.
         """
 
-    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], sequences: int) -> bool:
-        """Do beforehand what first passes would wait for; False where there is no such thing. Writes no cache slot."""
+    def prepare(
+        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[Rehearsed]
+    ) -> bool:
+        """Do beforehand what first passes of these shapes would wait for; False where there is no such thing. Writes no
+        cache slot."""
 
 
 class Decoder:
@@ -109,10 +113,12 @@ class Decoder:
         return self.compute(tokens.to(device), plan.to(device), caches, chosen, taps)
 
     @torch.inference_mode()
-    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], sequences: int) -> bool:
+    def prepare(
+        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[Rehearsed]
+    ) -> bool:
         if self.graphs is None:
             return False
-        self.graphs.prepare(caches, block_size, tuple(taps), sequences)
+        self.graphs.prepare(caches, block_size, tuple(taps), shapes)
         return True
 
     def greedy_chain(self, caches: Sequence[LayerCache], block_size: int) -> GreedyChain | None:
