@@ -220,12 +220,20 @@ class Verdict:
 
 
 def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """int64 tensors of the host on a device, in one copy: there a copy costs more than what it carries."""
+    """int64 tensors of the host on a device, in one copy: there a copy costs more than what it carries.
+
+    Each begins at 16 bytes: kernels are compiled anew for pointers that do not.
+    """
     if device.type == "cpu":
         return list(tensors)
-    flat = sent(torch.cat([tensor.flatten() for tensor in tensors]), device)
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    odd = torch.zeros(1, dtype=torch.int64)
+    sizes = [tensor.numel() for tensor in tensors]
+    padded = (
+        [tensor.flatten(), odd] if size % 2 else [tensor.flatten()] for tensor, size in zip(tensors, sizes, strict=True)
+    )
+    flat = sent(torch.cat([part for parts in padded for part in parts]), device)
+    parts = torch.split(flat, [size + size % 2 for size in sizes])
+    return [part[:size].view(tensor.shape) for part, size, tensor in zip(parts, sizes, tensors, strict=True)]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -21,12 +21,12 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
 
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError
-from paceline.models import rehearse
 from paceline.models.decoder import Decoder
 from paceline.models.fast_kernels import FastKernels
 from paceline.models.kernels import LayerByLayer, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.rehearse import Shape
 from paceline.models.triton import attention as attention_module
 from paceline.models.triton import linear as linear_module
 from paceline.models.triton.attention import tiles_of
@@ -311,12 +311,7 @@ def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
     assert torch.equal(some, every[chosen])
 
 
-def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rehearse, "CHAINS", (1, 8))
-    monkeypatch.setattr(rehearse, "TREES", ())
-    monkeypatch.setattr(rehearse, "PROMPT", 2)
+def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
     for layer in cache.layers:
@@ -324,7 +319,7 @@ def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(
         layer.v.fill_(7.0)
     assert decoder.graphs is not None
     decoder.graphs.capture = False
-    assert decoder.prepare(cache.layers, 16, (), 2)
+    assert decoder.prepare(cache.layers, 16, (), [Shape((1,)), Shape((4, 4)), Shape((5, 3)), Shape((8,))])
     assert all(bool((layer.k == 7.0).all() and (layer.v == 7.0).all()) for layer in cache.layers)
     met = set(decoder.graphs._passes)
     with torch.inference_mode():

@@ -12,6 +12,7 @@ import torch
 
 from paceline import rng
 from paceline.draft import Draft, Kind, Proposal
+from paceline.engine import sampler
 from paceline.engine.sampler import Sampler
 from paceline.rng import Lane
 from paceline.verify import Controls, Draws, Nodes, draw, probabilities, process, route, verify
@@ -343,5 +344,6 @@ except ImportError:
     _noise = None
 
 
-def test_the_engine_can_rehearse_on_the_kernels(kernels):
+def test_the_engine_can_rehearse_on_the_kernels(kernels, monkeypatch):
+    monkeypatch.setattr(sampler, "WIDTHS", (1, 3))
     Sampler(40, frozenset({2}), torch.device("cpu")).rehearse()

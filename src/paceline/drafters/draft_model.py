@@ -31,12 +31,13 @@ from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.rehearse import drafting
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, draw, pick_weighted, probabilities, process
 
-PREPARED = 64  # sequences drafted for at once, whose passes are compiled and recorded beforehand
+PREPARED = 128  # sequences drafted for at once, whose passes are compiled and recorded beforehand
 CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps
 
 
@@ -128,7 +129,7 @@ class DraftModelDrafter:
         if kept != wanted:
             raise InvalidParameter("draft_model", f"computes in {wanted} and the target in {kept}; load both alike")
         self._caches, self._block_size = caches, block_size
-        self._model.prepare(caches, block_size, (), PREPARED)
+        self._model.prepare(caches, block_size, (), drafting(PREPARED, self._catch_up))
         if isinstance(self._model, OffersGreedyChains):
             self._chains = self._model.greedy_chains(caches, block_size)
 

@@ -79,7 +79,7 @@ class Engine:
         )
         self.runner = ModelRunner(model, cache, self.drafters, Sampler(model.config.vocab_size, eos, model.device))
         with says_what_to_lower():
-            self.runner.prepare(config.max_num_seqs)
+            self.runner.prepare(config.max_num_seqs, config.max_num_batched_tokens)
         self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
         self.stats = EngineStats()
         expect_objects(OBJECTS_A_ROW * config.max_num_seqs)

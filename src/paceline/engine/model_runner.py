@@ -14,12 +14,14 @@ from torch import Tensor
 
 from paceline.draft import Draft, Verdict, packed_to
 from paceline.engine.batch import Batch
+from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out, slot
 from paceline.engine.sampler import Sampler
 from paceline.models.chain import Said
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
+from paceline.models.rehearse import verifying
 
 
 class HostVerdict(NamedTuple):
@@ -124,9 +126,10 @@ class ModelRunner:
         self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
         self._caches = cache.layers[: len(model.kv_specs)]
 
-    def prepare(self, most_sequences: int) -> None:
-        """Compile and record beforehand what the first steps would wait for, where that is so."""
-        if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, most_sequences):
+    def prepare(self, most_sequences: int, most_rows: int) -> None:
+        """Compile and record beforehand what steps would wait for when they first come, where that is so."""
+        shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
+        if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
             self.sampler.rehearse()
 
     @torch.inference_mode()

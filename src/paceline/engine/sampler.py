@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.controls import ControlsBuilder
-from paceline.draft import Draft, Verdict, packed_to
+from paceline.draft import Draft, Proposal, Verdict, packed_to
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
 from paceline.verify.greedy import walk_greedily
 
-REHEARSED = 8  # nodes of the draft
+WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their own
 
 
 class Sampler:
@@ -66,14 +67,24 @@ class Sampler:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Judge a made-up step of each common kind: the kernels it takes get compiled."""
-        chain = Draft.chains(torch.zeros(1, REHEARSED, dtype=torch.int64), torch.tensor([REHEARSED]), source=0)
-        logits = torch.zeros(REHEARSED + 1, self._vocab_size, device=self._device)
-        for asked in ({"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.7, "seed": 0}):
+        chains = [_chain(width) for width in WIDTHS]
+        sampled = [self._sampled(width) for width in WIDTHS]
+        logits = torch.zeros(WIDTHS[-1] + 1, self._vocab_size, device=self._device)
+        for asked, drafts in (
+            ({"temperature": 0.0}, [*chains, _bush(WIDTHS[-1])]),
+            ({"temperature": 0.7}, [chains[0], *sampled]),
+            ({"top_p": 0.9}, [chains[0], sampled[0]]),
+            ({"temperature": 0.7, "seed": 0}, chains[:1]),
+        ):
             params = SamplingParams(**{"temperature": 1.0, **asked}).resolve({})  # type: ignore[arg-type]
-            sequences = [Sequence("rehearsal", [0], params, max_len=2 * REHEARSED)]
-            for draft in (Draft.empty(1), chain):
+            sequences = [Sequence("rehearsal", [0], params, max_len=2 * WIDTHS[-1])]
+            for draft in (Draft.empty(1), *drafts):
                 rows = draft.width + 1
                 self.verify(sequences, draft, logits[:rows], torch.arange(rows)[None], only_chains=True)
+
+    def _sampled(self, width: int) -> Draft:
+        q = torch.full((width, self._vocab_size), 1 / self._vocab_size, device=self._device)
+        return replace(_chain(width), q=Proposal(probs=q, row_of=torch.tensor([[*range(width), -1]])))
 
     def _on_device(
         self, draft: Draft, row_of: Tensor, deepest: int, needs_path: bool
@@ -94,3 +105,13 @@ class Sampler:
         """Plain steps ask for the same few numbers of rows again and again."""
         row_of = torch.arange(batch, device=self._device)[:, None]
         return Draft.empty(batch, self._device), row_of, Nodes.roots(batch, self._device)
+
+
+def _chain(width: int) -> Draft:
+    return Draft.chains(torch.zeros(1, width, dtype=torch.int64), torch.tensor([width]), source=0)
+
+
+def _bush(width: int) -> Draft:
+    """All nodes hang from the root."""
+    chain = _chain(width)
+    return replace(chain, parents=torch.full_like(chain.parents, -1), depth=torch.ones_like(chain.depth))

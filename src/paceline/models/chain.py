@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from paceline.models.kv_cache import LayerCache
@@ -55,6 +56,14 @@ class GreedyChain(Protocol):
 
     def check(self) -> None:
         """Raise if the last draft failed, which may be found out only once it is over."""
+
+
+def rehearse(chain: GreedyChain, device: torch.device) -> None:
+    """Have it compile its kernels, before anything is in its caches."""
+    row = ChainRow([0] * READ, 0, READ, 2, [0])
+    nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    chain.draft([row])
+    chain.draft([row], Said(nothing, nothing[:, 0], [0]))
 
 
 @runtime_checkable

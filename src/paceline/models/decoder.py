@@ -7,20 +7,21 @@ and so are gate and up: at one row the time of a pass is the time to read the we
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig, RopeConfig
-from paceline.models.chain import GreedyChain
+from paceline.models.chain import GreedyChain, rehearse
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
+from paceline.models.rehearse import Shape as Rehearsed
 
 FINAL = -1  # tap: the hidden state after the final norm
 
@@ -42,8 +43,11 @@ class Model(Protocol):
         The logits stand until the next pass: keep a copy to keep them longer.
         """
 
-    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], sequences: int) -> bool:
-        """Do beforehand what first passes would wait for; False where there is no such thing. Writes no cache slot."""
+    def prepare(
+        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[Rehearsed]
+    ) -> bool:
+        """Do beforehand what first passes of these shapes would wait for; False where there is no such thing. Writes no
+        cache slot."""
 
 
 class Decoder:
@@ -110,18 +114,23 @@ class Decoder:
         return self.compute(tokens.to(device), plan.to(device), caches, chosen, taps)
 
     @torch.inference_mode()
-    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], sequences: int) -> bool:
+    def prepare(
+        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[Rehearsed]
+    ) -> bool:
         if self.graphs is None:
             return False
-        self.graphs.prepare(caches, block_size, tuple(taps), sequences)
+        self.graphs.prepare(caches, block_size, tuple(taps), shapes)
         return True
 
+    @torch.inference_mode()
     def greedy_chains(self, caches: Sequence[LayerCache], block_size: int) -> list[GreedyChain]:
         weights = Weights(self.embedding, self.layers, self.final_norm, self.head)
         at_once = self.kernels.greedy_chain(weights, self.shape, caches, block_size, self.config)
         chains: list[GreedyChain] = [] if at_once is None else [at_once]
         if self.graphs is not None:
             chains.append(PassChain(self.graphs, self.config, caches, block_size))
+        for chain in chains if self.device.type == "cuda" else ():
+            rehearse(chain, self.device)
         return chains
 
     def compute(

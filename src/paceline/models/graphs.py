@@ -2,51 +2,35 @@
 
 A pass is padded to a bucket of (rows, tiles, path, logits). Everything that changes from pass to pass lies in one
 packed int32 buffer of the bucket: filled in pinned memory, copied in one go, read by the kernels through fixed views.
-Padding rows write to no cache slot and belong to no tile, so they change no other row's bits. The first pass of a
-bucket runs eagerly, the second is captured.
+Padding rows write to no cache slot and belong to no tile, so they change no other row's bits. The first pass that
+takes some set of kernels runs eagerly, which compiles them; buckets are captured when they first occur after that.
 """
 
 from __future__ import annotations
 
-import bisect
-import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.models.buckets import FEW, TILES, Bucket, path_up, up
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ModelOutput, PassPlan
-from paceline.models.rehearse import rehearsal, shapes
+from paceline.models.rehearse import Shape, rehearsal
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
 
 log = logging.getLogger("paceline")
-MAX_GRAPHS = 96
-STEPS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # few: every bucket is captured once, and 8 rows cost what 1 does
-TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-PATHS = (0, 8, 16, 32, 64)
+MAX_GRAPHS = 384  # the least recently used gives way
 SEQUENCES = 512  # block tables a bucket has room for, if it has that many rows
-FEW = 64  # rows the logits' buffer has room for at least
 ALIGNED = 4  # ints: every view starts at 16 bytes, as the kernels like it
 ROW_FIELDS = ("tokens", "positions", "slots", "sequence", "prefix", "path_len")
-
-
-@dataclass(frozen=True)
-class Bucket:
-    rows: int
-    tiles: int
-    tile: int
-    path: int
-    logits: int  # 0: of every row
-    taps: tuple[int, ...]
 
 
 class Placed:
@@ -56,7 +40,6 @@ class Placed:
         from paceline.models.triton.attention import HEADER, Division, Work
 
         self.bucket, self.graph, self.output = bucket, None, None  # type: tuple[Any, Any, Any]
-        self.runs = 0
         self.kept: list[Tensor] = []  # scratch the graph points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
@@ -68,13 +51,12 @@ class Placed:
             self.at[name] = slice(end, end + size)
             end = -(-(end + size) // ALIGNED) * ALIGNED
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
-        pinned = decoder.device.type == "cuda"
-        self._ring = [(torch.zeros(end, dtype=torch.int32, pin_memory=pinned), Event(decoder.device)) for _ in "ab"]
         self.blank = np.zeros(self.at["tables"].start, np.int32)
         self.blank[self.at["slots"]] = -1
         view = {name: self.device_ints[place] for name, place in self.at.items()}
         kv_heads = decoder.config.num_kv_heads
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
+        self.kernels = bucket.kernels(self.division.direct, self.division.tails)
         self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
         self.header = view["tiles"]  # begins with the width of the block tables
         self.plan = PassPlan(
@@ -90,13 +72,13 @@ class Placed:
             work=Work(self.division, view["tiles"]),
         )
 
-    def fill(self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, begin: Any, count: Any) -> None:
+    def fill(
+        self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, begin: Any, count: Any, staging: _Staging
+    ) -> None:
         """One packed copy of everything the pass is; tokens that are already on the device stay there."""
         from paceline.models.triton.attention import HEADER
 
-        staged, event = self._ring[0]
-        self._ring.reverse()
-        event.wait()  # until the device has read what this buffer held before
+        staged, event = staging.buffer(len(self.device_ints))
         host, at, rows = staged.numpy(), self.at, len(plan.positions)
         host[: len(self.blank)] = self.blank
         tables = plan.block_tables.numpy()
@@ -128,7 +110,9 @@ class PassGraphs:
         self._caches: Sequence[LayerCache] | None = None
         self._passes: OrderedDict[Bucket, Placed] = OrderedDict()
         self._logits: Tensor | None = None
-        self._pool: Any = None
+        self._staging = _Staging(decoder.device)
+        self._compiled: set[object] = set()  # sets of kernels that passes have used
+        self._pool, self._stream = None, None  # type: tuple[Any, Any]
         self._last_tiles: tuple[Any, tuple[int, Any, Any]] = (np.array([-1]), (0, None, None))
         self.captured = 0
 
@@ -155,17 +139,26 @@ class PassGraphs:
         taps: tuple[int, ...] = (),
     ) -> Placed:
         """A pass where its bucket's kernels will read it, to be run once or more; kernels may write into it."""
-        if caches is not self._caches:
-            self._caches = caches
-            self._passes.clear()
-        tile, begin, count = self._tiles(plan.sequence.numpy())
-        rows, wanted = len(tokens), len(logit_rows)
-        # The bucket's numbers may be equal where those asked for are not.
-        logits = 0 if wanted == rows else up(wanted)
-        bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), logits, taps)
-        of = self._pass(bucket, caches, plan)
-        of.fill(tokens, plan, logit_rows, begin, count)
+        of, begin, count = self._pass(plan, caches, logit_rows, taps)
+        of.fill(tokens, plan, logit_rows, begin, count, self._staging)
         return of
+
+    def prepare(
+        self, caches: Sequence[LayerCache], block_size: int, taps: tuple[int, ...], shapes: Iterable[Shape]
+    ) -> None:
+        """Compile and record what passes of these shapes take, the largest first: smaller ones share its scratch."""
+        started, before = time.perf_counter(), self._reserved()
+        for shape in sorted(set(shapes), key=lambda shape: -shape.rows):
+            tokens, plan, logit_rows = rehearsal(shape, block_size)
+            of, begin, count = self._pass(plan, caches, logit_rows, taps)
+            if of.graph is None and not (self._is_compiled(of) and not self._captures):
+                of.fill(tokens, plan, logit_rows, begin, count, self._staging)
+                if not self._is_compiled(of):
+                    self.run(of)
+                if self._captures:
+                    self._record(of)
+        took, grown = time.perf_counter() - started, (self._reserved() - before) / 1e6
+        log.info("prepared %d shapes of passes in %.1f s, %.0f MB", len(self._passes), took, grown)
 
     def _tiles(self, sequence: Any) -> tuple[int, Any, Any]:
         """From one step to the next rows mostly belong to sequences as before."""
@@ -178,22 +171,32 @@ class PassGraphs:
             self._last_tiles = sequence.copy(), tiles
         return tiles
 
-    def prepare(self, caches: Sequence[LayerCache], block_size: int, taps: tuple[int, ...], sequences: int) -> None:
-        started = time.perf_counter()
-        for shape in shapes(sequences, STEPS[-1]):
-            tokens, plan, logit_rows = rehearsal(shape, block_size)
-            for _ in range(2 if self.capture else 1):  # the second time it is recorded
-                self.forward(tokens, plan, caches, logit_rows, taps)
-        log.info("prepared %d shapes of passes in %.1f s", len(self._passes), time.perf_counter() - started)
-
-    def _pass(self, bucket: Bucket, caches: Sequence[LayerCache], plan: PassPlan) -> Placed:
+    def _pass(
+        self, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: tuple[int, ...]
+    ) -> tuple[Placed, Any, Any]:
+        """The pass of its bucket, and where tiles begin and how many rows they have."""
+        if caches is not self._caches:
+            self._caches = caches
+            self._passes.clear()
+        tile, begin, count = self._tiles(plan.sequence.numpy())
+        rows, wanted = len(plan.positions), len(logit_rows)
+        # The bucket's numbers may be equal where those asked for are not.
+        logits = 0 if wanted == rows else up(wanted)
+        bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), logits, taps)
         of = self._passes.get(bucket)
         if of is None or plan.block_tables.numel() > of.table_ints:
             of = self._passes[bucket] = Placed(bucket, self._decoder, caches, plan.block_size)
             while len(self._passes) > MAX_GRAPHS:
                 self._passes.popitem(last=False)
         self._passes.move_to_end(bucket)
-        return of
+        return of, begin, count
+
+    @property
+    def _captures(self) -> bool:
+        return self.capture and self._decoder.device.type == "cuda"
+
+    def _is_compiled(self, of: Placed) -> bool:
+        return of.kernels in self._compiled
 
     @property
     def device(self) -> torch.device:
@@ -205,13 +208,13 @@ class PassGraphs:
 
     def run(self, of: Placed) -> ModelOutput:
         """What the bucket gives, padding included."""
-        of.runs += 1
-        if of.graph is None and of.runs > 1 and self.capture and self._decoder.device.type == "cuda":
+        if of.graph is None and self._is_compiled(of) and self._captures:
             self._record(of)
         if of.graph is not None:
             of.graph.replay()
             result: ModelOutput = of.output
             return result
+        self._compiled.add(of.kernels)
         return self._compute(of)
 
     def _compute(self, of: Placed) -> ModelOutput:
@@ -221,18 +224,27 @@ class PassGraphs:
         return self._decoder.compute(of.tokens, of.plan, self._caches, of.logit_rows, bucket.taps, out)
 
     def _record(self, of: Placed) -> None:
-        started, before = time.perf_counter(), torch.cuda.memory_reserved()
+        """Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than recording."""
+        started, before = time.perf_counter(), self._reserved()
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
-            of.output = self._compute(of)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                of.output = self._compute(of)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
         of.graph = graph
         of.kept = [of.output.logits, *self._scratch()]
         self.captured += 1
-        grown = (torch.cuda.memory_reserved() - before) / 1e6
-        log.info("captured %s in %.0f ms, %.0f MB", of.bucket, 1e3 * (time.perf_counter() - started), grown)
+        grown = (self._reserved() - before) / 1e6
+        log.debug("captured %s in %.0f ms, %.0f MB", of.bucket, 1e3 * (time.perf_counter() - started), grown)
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved() if self._decoder.device.type == "cuda" else 0
 
     def _scratch(self) -> list[Tensor]:
         workspace: Any = getattr(self._decoder.kernels, "workspace", None)
@@ -243,6 +255,28 @@ class PassGraphs:
             shape = (max(rows, FEW), self._decoder.config.vocab_size)
             self._logits = torch.empty(shape, dtype=torch.float32, device=self._decoder.device)
         return self._logits[:rows]
+
+
+class _Staging:
+    """Two buffers of the host, in turn: one is filled while the device reads the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring: list[tuple[Tensor, Event]] = []
+
+    def buffer(self, size: int) -> tuple[Tensor, Event]:
+        """One of at least so many ints that the device has read, and the event to record when it is copied from."""
+        if len(self._ring) < 2:
+            self._ring.append((self._made(size), Event(self._device)))
+        buffer, event = self._ring.pop()
+        event.wait()
+        if len(buffer) < size:
+            buffer = self._made(size)
+        self._ring.insert(0, (buffer, event))
+        return buffer, event
+
+    def _made(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
 
 class Event:
@@ -258,15 +292,3 @@ class Event:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
-
-
-@functools.cache
-def up(count: int, steps: tuple[int, ...] = STEPS) -> int:
-    if count > steps[-1]:
-        return -(-count // steps[-1]) * steps[-1]
-    return steps[bisect.bisect_left(steps, count)] if count else 0
-
-
-@functools.cache
-def path_up(width: int) -> int:
-    return PATHS[bisect.bisect_left(PATHS, width)] if width <= PATHS[-1] else width

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paceline.models.buckets import STEPS
 from paceline.models.decoder import Decoder
-from paceline.models.graphs import STEPS
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Passes over nothing, run when an engine starts, so that no answer waits for kernels to be compiled or recorded.
 
-They write to no cache slot and nobody looks at their logits. What is rehearsed is what one answer at a time needs, with
-chains and with trees, and plain decoding of many; a batch that drafts records its shapes when they first occur.
+They write to no cache slot and nobody looks at their logits. What is rehearsed is every shape that decoding meets,
+plainly and with drafts, alone and in batches as they shrink, and prompts of common lengths; the rest is recorded when
+it first occurs.
 """
 
 from __future__ import annotations
@@ -12,46 +13,89 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.models.buckets import PATHS, STEPS, TILES, up
 from paceline.models.plan import PassPlan
 
-CHAINS = (1, 8, 16, 32, 64)  # rows of one sequence
-TREES = ((8, 8), (16, 8), (16, 16), (32, 8), (32, 16), (32, 32))  # rows, depth
-PROMPT = 128
-BATCHES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+CHAIN = 64  # rows of a lone sequence
+TREES = 256  # rows of a pass with trees: attention keeps parts of each
+PROMPT, PROMPTS = 128, (1, 4, 16, 64)  # tokens of a prompt, and how many are read together
 
 
 class Shape(NamedTuple):
-    sequences: int
-    rows: int  # of each
-    depth: int = 0  # of a tree
-    logits: int | None = None  # of so many rows, the last; None: of all
+    counts: tuple[int, ...]  # rows of each sequence
+    tree: bool = False
+    last: bool = False  # logits of each sequence's last row, not of all
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
 
 
-def shapes(most_sequences: int, most_rows: int) -> Iterator[Shape]:
-    yield from (Shape(1, rows) for rows in CHAINS)
-    yield from (Shape(1, rows, depth) for rows, depth in TREES)
-    yield Shape(1, min(PROMPT, most_rows), logits=1)
-    yield from (Shape(count, 1) for count in BATCHES if count <= min(most_sequences, most_rows))
+def verifying(sequences: int, most_rows: int, nodes: int) -> Iterator[Shape]:
+    """What a target computes for up to so many sequences with up to so many drafted nodes each."""
+    for count in _sizes(sequences, most_rows):
+        for rows in _totals(count, min(count * (1 + nodes), most_rows)):
+            for counts in _spread(count, rows, 1 + nodes):
+                yield Shape(counts)
+                if nodes and count < rows <= TREES:
+                    yield Shape(counts, tree=True)
+    if nodes:
+        yield from (Shape((rows,)) for rows in STEPS if 1 + nodes < rows <= min(CHAIN, most_rows))
+    yield from reading(sequences, most_rows)
+
+
+def drafting(sequences: int, most_rows: int) -> Iterator[Shape]:
+    """What a draft model computes: the last token or two of each sequence, then a token each, and prompts."""
+    for count in _sizes(sequences, most_rows):
+        yield Shape((1,) * count)
+        yield from (Shape(_spread(count, rows, 2)[0], last=True) for rows in _totals(count, 2 * count) if rows > count)
+    yield from reading(sequences, most_rows)
+
+
+def reading(sequences: int, most_rows: int) -> Iterator[Shape]:
+    """Prompts, together."""
+    for count in (count for count in PROMPTS if count <= sequences):
+        for rows in _totals(16 * count, min(PROMPT * count, most_rows)):
+            yield Shape(_spread(count, rows, rows)[0], last=True)
+
+
+def _sizes(sequences: int, most_rows: int) -> list[int]:
+    """Numbers of sequences, fewest and most of each number of tiles."""
+    most = min(sequences, most_rows)
+    ends = [(below + 1, min(tiles, most)) for below, tiles in zip((0, *TILES), TILES, strict=False)]
+    return sorted({count for pair in ends for count in pair if count <= most})
+
+
+def _totals(least: int, most: int) -> list[int]:
+    """Numbers of rows from least to most, one for each they are padded to."""
+    padded = [rows for rows in STEPS if up(least) <= rows <= up(most)] if least <= most else []
+    return [max(min(rows, most), least) for rows in padded]
+
+
+def _spread(count: int, rows: int, most: int) -> list[tuple[int, ...]]:
+    """So many rows over the sequences: evenly, and with one that has the most it may."""
+    each, more = divmod(rows, count)
+    spread = [(each + 1,) * more + (each,) * (count - more)]
+    if count > 1 and rows - most >= count - 1 and spread[0][0] < most:
+        each, more = divmod(rows - most, count - 1)
+        spread.append((most, *(each + 1,) * more, *(each,) * (count - 1 - more)))
+    return spread
 
 
 def rehearsal(shape: Shape, block_size: int) -> tuple[Tensor, PassPlan, Tensor]:
     """Tokens, plan and logit rows of a pass of that shape."""
-    count = shape.sequences * shape.rows
-    zeros = torch.zeros(count, dtype=torch.int32)
+    counts = torch.tensor(shape.counts)
+    zeros = torch.zeros(shape.rows, dtype=torch.int32)
     plan = PassPlan(
-        positions=zeros + min(shape.depth, 1),
+        positions=zeros + int(shape.tree),
         slots=zeros - 1,
-        sequence=torch.arange(shape.sequences, dtype=torch.int32).repeat_interleave(shape.rows),
+        sequence=torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts),
         prefix=zeros + 1,
-        path=torch.zeros((count, shape.depth), dtype=torch.int32),
-        path_len=zeros + min(shape.depth, 1),
-        block_tables=torch.zeros((shape.sequences, 1), dtype=torch.int32),
+        path=torch.zeros((shape.rows, PATHS[1] if shape.tree else 0), dtype=torch.int32),
+        path_len=zeros + int(shape.tree),
+        block_tables=torch.zeros((len(counts), 1), dtype=torch.int32),
         block_size=block_size,
         max_len=2,
     )
-    logit_rows = torch.arange(count)
-    return (
-        torch.zeros(count, dtype=torch.int64),
-        plan,
-        logit_rows if shape.logits is None else logit_rows[-shape.logits :],
-    )
+    logit_rows = counts.cumsum(0) - 1 if shape.last else torch.arange(shape.rows)
+    return torch.zeros(shape.rows, dtype=torch.int64), plan, logit_rows

@@ -28,7 +28,7 @@ def chain(found: Sampled, rows: Tensor, coins: Tensor, rule: Rule) -> None:
     _delete_all[(programs(count * trees.width), tile.splits)](
         *found[:3], rows, count * trees.width, tile.splits, tile.dtype, tiles.ROWS, tile.block
     )
-    nodes = triton.next_power_of_2(trees.width)
+    nodes = tiles.steps(trees.width)
     _stop[(programs(count),)](
         trees, rows, coins, count, tile.splits, rule == "block", tile.dtype, tiles.ROWS, nodes, tile.padded
     )

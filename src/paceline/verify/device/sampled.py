@@ -26,7 +26,6 @@ from paceline.verify.device.tiles import (
     kernel,
     my_rows,
     probability,
-    programs,
 )
 
 
@@ -102,7 +101,8 @@ class Sampled(NamedTuple):
             stop=torch.zeros_like(draft.num_nodes),
         )
         found = Sampled(lens.p, Q(probs, probs.stride(0), place), trees, lens.tile)
-        _kin[(programs(batch),)](trees, batch, tiles.ROWS, triton.next_power_of_2(width + 1), num_warps=4)
+        rows = min(tiles.ROWS, 16)  # it looks at pairs of nodes
+        _kin[(triton.cdiv(batch, rows),)](trees, batch, rows, tiles.steps(width + 1), num_warps=4)
         _ratio[(triton.cdiv(batch * width, 64),)](*found[:3], batch * width, found.tile.dtype, 64)
         return found
 

@@ -1,0 +1,48 @@
+"""The shapes passes are padded to: few, since each is recorded once, and apart where padding would cost time.
+
+Products take up to 16, 32 and 64 rows in one tile and more in tiles of 128, so numbers of rows between are padded for
+next to nothing; attention skips tiles without rows, and the width of a tree's paths is only memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from dataclasses import dataclass
+
+STEPS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+BEYOND = 512  # of more rows: multiples of this
+TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+PATHS = (0, 64)
+FEW = 64  # up to here products choose their tiles by powers of two
+
+
+@dataclass(frozen=True)
+class Bucket:
+    rows: int
+    tiles: int
+    tile: int
+    path: int
+    logits: int  # 0: of every row
+    taps: tuple[int, ...]
+
+    def kernels(self, direct: bool, tails: int) -> tuple[object, ...]:
+        """What chooses the kernels of such a pass: buckets alike in this are computed by the same ones."""
+        return alike(self.rows), self.tile, direct, tails, alike(self.logits), self.taps
+
+
+@functools.cache
+def up(count: int, steps: tuple[int, ...] = STEPS) -> int:
+    if count > steps[-1]:
+        return -(-count // BEYOND) * BEYOND
+    return steps[bisect.bisect_left(steps, count)] if count else 0
+
+
+@functools.cache
+def path_up(width: int) -> int:
+    return PATHS[bisect.bisect_left(PATHS, width)] if width <= PATHS[-1] else width
+
+
+def alike(rows: int) -> int:
+    """Numbers of rows, padded, that are computed by the same kernels; of more than a few it is not said."""
+    return rows if rows > FEW or not rows else max(1 << (rows - 1).bit_length(), 16)

@@ -1,0 +1,59 @@
+"""Nothing that decoding meets is new to it: buckets of steps with drafts are among those rehearsed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from paceline.models.buckets import STEPS, TILES, Bucket, path_up, up
+from paceline.models.rehearse import TREES, Shape, drafting, rehearsal, verifying
+
+attention = pytest.importorskip("paceline.models.triton.attention", reason="needs triton")
+
+
+def bucket(counts: list[int], group: int, logits: int | None = None, path: int = 0) -> Bucket:
+    tile, begin, _ = attention.tiles_of(np.arange(len(counts)).repeat(counts), group)
+    rows = sum(counts)
+    wanted = 0 if logits in (None, rows) else up(logits)
+    return Bucket(up(rows), up(len(begin), TILES), tile, path_up(path), wanted, ())
+
+
+def rehearsed(shapes: list[Shape], group: int) -> set[Bucket]:
+    found = set()
+    for shape in shapes:
+        _, plan, logit_rows = rehearsal(shape, 16)
+        found.add(bucket(list(shape.counts), group, len(logit_rows), plan.path.shape[1]))
+    return found
+
+
+@pytest.mark.parametrize(("sequences", "most_rows", "group"), [(1, 512, 4), (48, 512, 4), (128, 2048, 4), (64, 512, 3)])
+def test_every_batch_with_drafts_is_rehearsed(sequences: int, most_rows: int, group: int) -> None:
+    draw, known = random.Random(0), rehearsed(list(verifying(sequences, most_rows, 16)), group)
+    for count in range(1, sequences + 1):
+        for _ in range(20):
+            most = draw.choice([1, 2, 5, 16, 17])
+            counts = [draw.randint(1, most) for _ in range(count)]
+            if sum(counts) <= most_rows:
+                assert bucket(counts, group) in known
+                if count < sum(counts) <= TREES:
+                    assert bucket(counts, group, path=draw.randint(1, 16)) in known
+
+
+def test_every_pass_of_a_draft_model_is_rehearsed() -> None:
+    draw, known = random.Random(0), rehearsed(list(drafting(128, 512)), 3)
+    for count in range(1, 129):
+        assert bucket([1] * count, 3) in known
+        for _ in range(4):
+            counts = [draw.randint(1, 2) for _ in range(count)]
+            assert bucket(counts, 3, count) in known
+
+
+def test_plain_decoding_asks_for_few_shapes_and_drafts_for_not_too_many() -> None:
+    assert len(rehearsed(list(verifying(64, 512, 0)), 4)) < 40
+    assert len(rehearsed(list(verifying(128, 2048, 16)), 4)) < 200
+
+
+def test_rows_beyond_the_largest_bucket_are_padded_in_steps() -> None:
+    assert [up(STEPS[-1]), up(STEPS[-1] + 1), up(0)] == [STEPS[-1], STEPS[-1] + 512, 0]
