@@ -47,27 +47,22 @@ class NgramIndex:
         self._key, self.length = key, end
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
-        """(n, where the continuation begins) of the longest n-gram that the text ends in and has seen before; (0, 0) if
-        there is none. A step's tokens may wait to be indexed until there is time: they are looked through as they are.
+        """(n, where the continuation begins) of the longest n-gram that ends the text and was seen before; (0, 0) if
+        there is none. The last few tokens need not be indexed for it, unless one of them equals the very last: then a
+        continuation may begin among them.
         """
         end, indexed = len(tokens), self.length
-        if end - indexed > FEW:
+        last, bits, longest = tokens[-1], self._bits, self._tables[0][1]
+        if end - indexed > FEW or last in tokens[max(indexed - 1, 0) : end - 1]:
             self.extend(tokens, end)
-            indexed = end
-        key, bits, longest = self._key, self._bits, self._tables[0][1]
-        for token in tokens[indexed:]:
+        key = self._key
+        for token in tokens[self.length :]:
             key = (key << bits | token) & longest
-        # Continuations that begin among the last tokens follow one that equals the last: mostly there are none.
-        late: list[int] = []
-        if tokens[-1] in tokens[max(indexed - 1, 0) : end - 1]:
-            late = [at for at in range(end - 1, max(indexed, 1) - 1, -1) if tokens[at - 1] == tokens[-1]]
-        for n, mask, table in self._tables:
-            for at in late:
-                if at >= n and tokens[at - n : at] == tokens[end - n :]:
+        _, mask, table = self._tables[-1]
+        if key & mask in table:  # else no longer one was seen either
+            for n, mask, table in self._tables:
+                if end > n and (at := table.get(key & mask)) is not None:
                     return n, at
-            found = table.get(key & mask) if end > n else None
-            if found is not None:
-                return n, found
         return 0, 0
 
 
