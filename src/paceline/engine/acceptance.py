@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.drafters.base import LEARNED
+
 POSITIONS = 16  # deeper ones count as the last
 NOTHING = (0.0,) * POSITIONS
 MEMORY = 400.0  # trials after which old ones fade
@@ -61,6 +63,11 @@ class Record:
             self.tried[over] /= 2
             self.hit[over] /= 2
 
+    def raised(self, guess: Floats) -> Floats:
+        """The guess, higher at every position if drafts held better than that all in all."""
+        scale = (self.hit.sum() + PRIOR_TRIALS) / ((self.tried * guess).sum() + PRIOR_TRIALS)
+        return guess * scale if scale > 1 else guess
+
     def rates(self, guess: Floats) -> Floats:
         return (self.hit + PRIOR_TRIALS * guess) / (self.tried + PRIOR_TRIALS)
 
@@ -95,7 +102,9 @@ class Acceptance:
         """Probability that the first 1, 2, ..., depth drafted tokens are all accepted, down to `least`."""
         at = bucket(evidence)
         record = self._records.get((method, sampled, at))
-        rates = prior(at) if record is None else record.rates(prior(at))
+        rates = prior(at)
+        if record is not None:  # where much is known, positions are alike: those not reached yet are as good
+            rates = record.rates(record.raised(rates) if at >= bucket(LEARNED) else rates)
         alive = np.cumprod(np.minimum(rates[:depth] * bend, 0.99))
         return [float(one) for one in alive[alive >= least]]
 
