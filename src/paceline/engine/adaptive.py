@@ -270,11 +270,13 @@ class AdaptivePolicy:
         may_take = self._asking.purse.seconds / max(len(methods), 1)
         shrank = self._shrank(len(sequences))
         new = [at for at in open_ended if shrank or sequences[at].key not in self._heard]
-        if len(new) > NEWCOMERS:  # what they begin with is taken in while a pass is under way
-            new = [at for at in new if sequences[at].num_output >= PATIENT_TOKENS]
+        early: set[int] = set()  # of a crowd: what they begin with is taken in while a pass is under way
+        if len(new) > NEWCOMERS:
+            early = {at for at in new if sequences[at].num_output < PATIENT_TOKENS}
+            new = [at for at in new if at not in early]
         if may_take <= 0 and not self._drafting_now and not new:
             return found
-        current = {index: self._drafting_now.get(sequences[index].key) for index in open_ended}
+        current = {at: self._drafting_now.get(sequences[at].key) for at in open_ended if at not in early}
         each_s = max(map(self._asking.each_s, methods), default=0.0) or NOTHING_S
         some = new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * plain_s / each_s))]
         for method in methods:
