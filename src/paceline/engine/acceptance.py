@@ -79,6 +79,7 @@ class _Own:
     hits: float = 0.0
     expected: float = 0.0
     variance: float = 0.0  # of the hits, if they are as expected
+    bend: float = 1.0  # what follows from it
 
 
 class Acceptance:
@@ -90,11 +91,7 @@ class Acceptance:
     def bend(self, sequence_key: str, method: str) -> float:
         """How much less than common a method is worth for a sequence, by its own record; in steps: many agree."""
         own = self._own.get((sequence_key, method))
-        if own is None:
-            return 1.0
-        slack = math.sqrt(own.variance)  # bad luck is no record
-        bend = min((own.hits + slack + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
-        return round(bend * BENDS) / BENDS
+        return 1.0 if own is None else own.bend
 
     def survival(
         self, method: str, sampled: bool, evidence: int, depth: int, least: float = HOPELESS, bend: float = 1.0
@@ -121,6 +118,9 @@ class Acceptance:
         own.hits = OWN_FADES * own.hits + (accepted > 0)
         own.expected = OWN_FADES * own.expected + expected
         own.variance = OWN_FADES**2 * own.variance + expected * (1 - expected)
+        slack = math.sqrt(own.variance)  # bad luck is no record
+        bend = min((own.hits + slack + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
+        own.bend = round(bend * BENDS) / BENDS
 
     def trust(self, method: str) -> float:
         """What chosen drafts brought over what they promised: of many estimates the highest are chosen, so they tend to

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ EVERYWHERE = 8  # plans after which all of these are tried
 DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """A draft that a sequence could have."""
 
     sequence: int
