@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.draft import Draft, Verdict
+from paceline import draft as draft_module
+from paceline.draft import Draft, Verdict, packed_to
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.engine import expect_objects, no_collection
@@ -166,3 +167,14 @@ def test_a_large_batch_is_not_taken_for_garbage_and_what_the_user_set_stays(befo
         assert gc.get_threshold() == (after, 7, 9)
     finally:
         gc.set_threshold(*kept)
+
+
+def test_numbers_packed_for_a_device_arrive_whole_and_aligned(monkeypatch):
+    monkeypatch.setattr(draft_module, "sent", lambda tensor, device: tensor)
+    tensors = [
+        torch.arange(n).view(shape) for n, shape in ((3, (3,)), (1, (1, 1)), (0, (2, 0)), (6, (2, 3)), (5, (5,)))
+    ]
+    packed = packed_to(torch.device("cuda"), *tensors)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, packed, strict=True))
+    first = packed[0].data_ptr()
+    assert all((one.data_ptr() - first) % 16 == 0 for one in packed if one.numel())

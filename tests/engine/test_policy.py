@@ -285,6 +285,63 @@ def test_slow_first_drafts_and_single_slow_steps_poison_no_cost():
     assert cost.seconds(4) == pytest.approx(0.02, rel=0.01)
 
 
+def test_a_plan_that_models_draft_by_stands_for_some_steps_and_not_for_newcomers():
+    asked, model = [], Guesser("model", 0.9, evidence=6, shadow=False)
+    model.evidence = lambda sequence: asked.append(sequence.key) or 6
+    policy, sequences = timeless([model], "auto"), [sequence(f"s{i}") for i in range(4)]
+    simulate(policy, [model], FLAT, sequences, 100)
+    asked.clear()
+    simulate(policy, [model], FLAT, sequences, 48)
+    assert 4 * 8 <= len(asked) <= 4 * 24, "in one step of six, or a few more while depths change"
+    joined = [*sequences, sequence("new")]
+    plans = [policy.plan(joined, 0, False) for _ in range(2)]  # one may be a check of what plain steps take
+    assert max(choices[-1].budget for choices in plans) >= 4, "a newcomer gets its draft at once"
+
+
+def test_of_a_crowd_of_newcomers_some_are_asked_once_their_prompts_were_taken_in():
+    asked, guesser = [], Guesser("g", 0.05)
+    guesser.evidence = lambda sequence: asked.append(sequence.key) or 2
+    policy = AdaptivePolicy([guesser], "auto", prior=replace(GPU, padded_to=(128,)), clock=lambda: 2e-4 * len(asked))
+    simulate(policy, [guesser], FLAT, [sequence("before")], 60)  # it casts shadows, and what plain steps take is known
+    crowd, before = [sequence(f"s{i}") for i in range(100)], len(asked)
+    policy.plan(crowd, 0, False)
+    assert len(asked) == before, "not before a pass has hidden the work"
+    for one in crowd:
+        one.tokens += [1]
+    policy.plan(crowd, 0, False)
+    policy.plan(crowd, 0, False)  # one may be a check of what plain steps take
+    assert 16 <= len({*asked[before:]}) < 60, "and then not all of them in one step"
+
+
+def test_a_smaller_batch_on_a_device_needs_no_plain_step_to_know_what_plain_steps_take():
+    policy = AdaptivePolicy([], "auto", prior=replace(GPU, padded_to=tuple(DEVICE)))
+    costs = policy._costs
+    for _ in range(3):
+        costs.of(64, False).observe(64, 5e-3)
+    smaller = costs.of(8, False)
+    assert smaller.plain_seen(8) >= 3
+    assert 4e-3 < smaller.seconds(8) < 5e-3
+    assert not costs.of(256, False).plain_seen(256), "a larger one takes longer, nobody knows how much"
+
+
+def test_a_draft_for_fewer_sequences_is_taken_to_cost_less_than_one_for_many():
+    times = DraftTimes()
+    for depth in (4, 8, 4, 8, 4, 8):
+        times.observe("m", 64, depth, 0.001 * depth)
+    lines = times.lines("m", 64, 1.0, 0.0)
+    assert lines.at(8, 8) == pytest.approx(0.8**3 * lines.at(64, 8))
+
+
+def test_a_model_whose_first_drafts_held_is_trusted_further_ahead_at_once():
+    acceptance = Acceptance()
+    before = acceptance.survival("m", False, 6, 16)
+    acceptance.note("s", "m", False, 6, drafted=8, accepted=8)
+    after = acceptance.survival("m", False, 6, 16)
+    assert after[15] > 1.5 * before[15]
+    acceptance.note("s", "n", False, 2, drafted=8, accepted=8)
+    assert acceptance.survival("n", False, 2, 16)[3:] < after[3:], "a match of two tokens is another matter"
+
+
 def test_many_sequences_that_do_not_draft_are_seldom_asked():
     asked, guesser = [], Guesser("g", 0.05)
     guesser.evidence = lambda sequence: asked.append(sequence.key) or 2

@@ -57,3 +57,21 @@ def test_plain_decoding_asks_for_few_shapes_and_drafts_for_not_too_many() -> Non
 
 def test_rows_beyond_the_largest_bucket_are_padded_in_steps() -> None:
     assert [up(STEPS[-1]), up(STEPS[-1] + 1), up(0)] == [STEPS[-1], STEPS[-1] + 512, 0]
+
+
+def test_kernels_are_compiled_side_by_side_and_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = pytest.importorskip("paceline.models.triton.together")
+    launches = []
+
+    def run(self: object, *args: object, warmup: bool, **kwargs: object) -> None:
+        launches.append((self, args, warmup, kwargs))
+
+    monkeypatch.setattr(together.JITFunction, "run", run)
+    kernel = together.JITFunction(rehearsal)
+    with together.compiled_together():
+        kernel[(2,)](1, BLOCK=3)
+    kernel[(2,)](1, BLOCK=3)
+    assert [(args, warmup, kwargs) for _, args, warmup, kwargs in launches] == [
+        ((1,), True, {"grid": (2,), "BLOCK": 3}),
+        ((1,), False, {"grid": (2,), "BLOCK": 3}),
+    ]

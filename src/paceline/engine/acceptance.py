@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.drafters.base import LEARNED
+
 POSITIONS = 16  # deeper ones count as the last
 NOTHING = (0.0,) * POSITIONS
 MEMORY = 400.0  # trials after which old ones fade
@@ -61,6 +63,11 @@ class Record:
             self.tried[over] /= 2
             self.hit[over] /= 2
 
+    def raised(self, guess: Floats) -> Floats:
+        """The guess, higher at every position if drafts held better than that all in all."""
+        scale = (self.hit.sum() + PRIOR_TRIALS) / ((self.tried * guess).sum() + PRIOR_TRIALS)
+        return guess * scale if scale > 1 else guess
+
     def rates(self, guess: Floats) -> Floats:
         return (self.hit + PRIOR_TRIALS * guess) / (self.tried + PRIOR_TRIALS)
 
@@ -72,6 +79,7 @@ class _Own:
     hits: float = 0.0
     expected: float = 0.0
     variance: float = 0.0  # of the hits, if they are as expected
+    bend: float = 1.0  # what follows from it
 
 
 class Acceptance:
@@ -83,11 +91,7 @@ class Acceptance:
     def bend(self, sequence_key: str, method: str) -> float:
         """How much less than common a method is worth for a sequence, by its own record; in steps: many agree."""
         own = self._own.get((sequence_key, method))
-        if own is None:
-            return 1.0
-        slack = math.sqrt(own.variance)  # bad luck is no record
-        bend = min((own.hits + slack + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
-        return round(bend * BENDS) / BENDS
+        return 1.0 if own is None else own.bend
 
     def survival(
         self, method: str, sampled: bool, evidence: int, depth: int, least: float = HOPELESS, bend: float = 1.0
@@ -95,7 +99,9 @@ class Acceptance:
         """Probability that the first 1, 2, ..., depth drafted tokens are all accepted, down to `least`."""
         at = bucket(evidence)
         record = self._records.get((method, sampled, at))
-        rates = prior(at) if record is None else record.rates(prior(at))
+        rates = prior(at)
+        if record is not None:  # where much is known, positions are alike: those not reached yet are as good
+            rates = record.rates(record.raised(rates) if at >= bucket(LEARNED) else rates)
         alive = np.cumprod(np.minimum(rates[:depth] * bend, 0.99))
         return [float(one) for one in alive[alive >= least]]
 
@@ -112,6 +118,9 @@ class Acceptance:
         own.hits = OWN_FADES * own.hits + (accepted > 0)
         own.expected = OWN_FADES * own.expected + expected
         own.variance = OWN_FADES**2 * own.variance + expected * (1 - expected)
+        slack = math.sqrt(own.variance)  # bad luck is no record
+        bend = min((own.hits + slack + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
+        own.bend = round(bend * BENDS) / BENDS
 
     def trust(self, method: str) -> float:
         """What chosen drafts brought over what they promised: of many estimates the highest are chosen, so they tend to

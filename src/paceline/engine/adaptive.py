@@ -26,7 +26,7 @@ from paceline.engine.acceptance import HOPELESS, Acceptance, bucket
 from paceline.engine.asking import Asking, Purse
 from paceline.engine.batch import StepOutput
 from paceline.engine.budget import DEEPEST, MAX_NODES, Budget, Offer, Terms
-from paceline.engine.cost import CostModel, DraftTimes, Floats, size_of
+from paceline.engine.cost import NOTHING_S, CostModel, DraftTimes, Floats, size_of
 from paceline.engine.policy import AUTO, Choice, StepReport, wish
 from paceline.engine.shadows import Shadows
 from paceline.engine.value import token_values
@@ -46,6 +46,10 @@ CHEAP, DEAR = 0.01, 0.1  # of a plain step: what a token drafted ahead is taken 
 READ_AT_ONCE = 16  # tokens a drafter with a lag reads in about the time it drafts one
 READ_FOR = 16  # steps that what was read is taken to serve
 PATIENT_TOKENS, SMALL_LAG, LAGS = 2, 8, 64  # a drafter that must read the prompt first does not delay the first tokens
+STANDS, STILL_THERE = 6, 0.9  # steps a plan serves at most, and the share of its sequences that must be left
+MANY = 16  # sequences: planning for them takes so long that a plan serves for two steps at least
+LOOKUPS = 4  # one in so many of those that draft may do so by lookup
+NEWCOMERS, NEWCOMERS_SHARE = 16, 0.05  # asked in one step at least, and for what share of its time more of them
 
 Candidate = tuple[str, int]  # method, evidence
 
@@ -84,6 +88,24 @@ class _Plan:
     asked: bool = False  # somebody was asked
 
 
+@dataclass
+class _Standing:
+    """A plan that serves for some steps: what models draft changes little from one to the next."""
+
+    choices: dict[str, Choice]  # by sequence
+    plan: _Plan
+    steps: int  # it serves for
+    left: int
+
+    def like(self, choices: Mapping[str, Choice]) -> bool:
+        """Whether another plan says much the same."""
+        same = 0
+        for key, choice in choices.items():
+            known = self.choices.get(key)
+            same += known is not None and choice.method == known.method and abs(choice.budget - known.budget) <= 1
+        return same >= STILL_THERE * len(choices)
+
+
 class AdaptivePolicy:
     """`method` auto, or one method with k left open, or both fixed; what a request asks for outranks it.
 
@@ -109,9 +131,11 @@ class AdaptivePolicy:
         self._retired: frozenset[str] = frozenset()
         self._heard: set[str] = set()  # sequences that were asked
         self._drafting_now: dict[str, str] = {}  # sequences the last plan drafted for -> method
+        self._standing: _Standing | None = None
         self._since_tried: dict[str, int] = {}  # looks since a method that casts no shadow was asked for a draft
         self._pace: dict[str, float] = {}  # tokens per step, by sequence
         self._turn = self._since_plain = 0
+        self._asked_for = 0  # size of the batch when somebody was last asked
         self._checking = False  # what plain steps take
         self._runs_ahead = False  # steps are launched before the one before is read, where nobody drafts
         self._overhead_s = 0.0  # what deciding takes where somebody drafts, questions aside
@@ -143,8 +167,9 @@ class AdaptivePolicy:
         if open_ended:
             base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
             cost = self._costs.of(len(sequences), _any_sampled(sequences))
-            if self._knows_plain(cost, base):
+            if self._knows_plain(cost, base) and not self._stands(sequences, open_ended, choices):
                 self._choose(sequences, open_ended, others_wait, choices, cost, base)
+                self._let_stand(sequences, open_ended, choices)
         plan.seconds = self._clock() - began
         return choices
 
@@ -161,7 +186,7 @@ class AdaptivePolicy:
         if self._checking:
             self._checking = False
             return True
-        waits = not self._drafting_now and self._asking.purse.seconds <= 0
+        waits = not self._drafting_now and self._asking.purse.seconds <= 0 and not self._shrank(len(sequences))
         return waits and self._heard.issuperset([sequence.key for sequence in drafting])
 
     def _wish(self, sequence: Sequence) -> tuple[str, int | None]:
@@ -175,6 +200,37 @@ class AdaptivePolicy:
         best = max(evidence, key=evidence.__getitem__, default=NONE)
         return _choice(best, budget) if evidence.get(best) else _choice(NONE, 0)
 
+    def _stands(
+        self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]], choices: list[Choice]
+    ) -> bool:
+        """Whether the last plan serves once more: nobody is new, and few have ended."""
+        last = self._standing
+        if last is None or not last.left or len(open_ended) < STILL_THERE * len(last.choices):
+            return False
+        found = {index: last.choices.get(sequences[index].key) for index in open_ended}
+        if None in found.values():
+            return False
+        last.left -= 1
+        self._made.evidence, self._made.promises, self._made.drafts = last.plan.evidence, last.plan.promises, True
+        for index, choice in found.items():
+            assert choice is not None
+            lookup = choice.budget and self._shadows.casts(choice.method)
+            if not lookup or self._note_evidence(sequences[index], choice.method):
+                most = open_ended[index][1]
+                choices[index] = choice if choice.budget <= most else _choice(choice.method, most)
+        return True
+
+    def _let_stand(
+        self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]], choices: list[Choice]
+    ) -> None:
+        """A plan mostly by methods that know as much in every step, twice as long each time it says the same."""
+        last, self._standing = self._standing, None
+        if sum(map(self._shadows.casts, self._drafting_now.values())) * LOOKUPS < len(self._drafting_now):
+            made = {sequences[index].key: choices[index] for index in open_ended}
+            least = 2 if len(made) >= MANY else 1
+            steps = min(2 * last.steps, STANDS) if last is not None and last.like(made) else least
+            self._standing = _Standing(made, self._made, steps, left=steps - 1)
+
     def _choose(
         self,
         sequences: SequenceOf[Sequence],
@@ -186,7 +242,7 @@ class AdaptivePolicy:
     ) -> None:
         """For those whose method or k is open."""
         began, asked = self._clock(), self._asking.spent_s
-        found = self._candidates(sequences, open_ended)
+        found = self._candidates(sequences, open_ended, cost.seconds(base))
         if found:
             values = [1.0] * len(sequences) if others_wait else self._values(sequences, cost)
             terms = self._terms(cost, base, values, found)
@@ -198,39 +254,58 @@ class AdaptivePolicy:
         drafting = ((sequences[index].key, choices[index]) for index in open_ended)
         self._drafting_now = {key: choice.method for key, choice in drafting if choice.budget}
         self._made.drafts, self._made.asked = bool(self._drafting_now), bool(found)
+        if found:
+            self._asked_for = size_of(len(sequences))
         taken = self._clock() - began - (self._asking.spent_s - asked)
         if self._made.drafts:
             self._overhead_s += OVERHEAD_RATE * (taken - self._overhead_s)
         elif found:
             self._asking.purse.empty()
             self._asking.purse.pay(taken)
+            self._hear(sequences, open_ended)  # some speak for all; the others in turn
 
     def _candidates(
-        self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]]
+        self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]], plain_s: float
     ) -> dict[int, list[Candidate]]:
         """Methods that have something to say. Asked are newcomers, those that draft, and some of the others in turn."""
         found: dict[int, list[Candidate]] = {}
         methods = self._allowed(AUTO)
         may_take = self._asking.purse.seconds / max(len(methods), 1)
-        new = [at for at in open_ended if sequences[at].key not in self._heard]
+        shrank = self._shrank(len(sequences))
+        new = [at for at in open_ended if shrank or sequences[at].key not in self._heard]
+        early: set[int] = set()  # of a crowd: what they begin with is taken in while a pass is under way
+        if len(new) > NEWCOMERS:
+            early = {at for at in new if sequences[at].num_output < PATIENT_TOKENS}
+            new = [at for at in new if at not in early]
         if may_take <= 0 and not self._drafting_now and not new:
             return found
-        current = {index: self._drafting_now.get(sequences[index].key) for index in open_ended}
+        current = {at: self._drafting_now.get(sequences[at].key) for at in open_ended if at not in early}
+        each_s = max(map(self._asking.each_s, methods), default=0.0) or NOTHING_S
+        some = new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * plain_s / each_s))]
         for method in methods:
+            casts = self._shadows.casts(method)
             may = [at for at in current if open_ended[at][0] in (AUTO, method)]
-            due = [at for at in may if current[at] == method]
-            if due and not self._shadows.casts(method):
-                due = may  # a pass of a model serves many at little more than one
-            due += [at for at in new if at not in due and at in may]
+            due = {at for at in may if current[at] == method}
+            if due and not casts:
+                due.update(may)  # a pass of a model serves many at little more than one
+            due.update({*may}.intersection(some if casts else new))
             rest = [at for at in may if at not in due] if may_take > 0 and len(due) < len(may) else []
-            asked = self._asking.in_turn(method, rest, may_take, together=not self._shadows.casts(method))
+            asked = self._asking.in_turn(method, rest, may_take, together=not casts)
             if due or asked:
                 with self._asking.timed(method, len(due), len(asked)):
-                    for index in (*due, *asked):
+                    for index in (*sorted(due), *asked):
                         if evidence := self._note_evidence(sequences[index], method):
                             found.setdefault(index, []).append((method, evidence))
-        self._heard.update(sequences[at].key for at in new if sequences[at].num_output >= PATIENT_TOKENS)
+        self._hear(sequences, some)
         return found
+
+    def _shrank(self, num_sequences: int) -> bool:
+        """What did not pay for many may pay for fewer."""
+        return size_of(num_sequences) < self._asked_for
+
+    def _hear(self, sequences: SequenceOf[Sequence], asked: Iterable[int]) -> None:
+        """A drafter that has to read the prompt says nothing at first."""
+        self._heard.update(sequences[at].key for at in asked if sequences[at].num_output >= PATIENT_TOKENS)
 
     def _terms(
         self, cost: CostModel, base: int, values: SequenceOf[float], found: Mapping[int, list[Candidate]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,14 +22,14 @@ MARGIN, MARGIN_EACH, MARGIN_MOST = 0.04, 0.003, 0.1
 COLD_EACH, COLD_MOST = 0.005, 0.1  # on top of that while nothing is known of what promises are worth
 EXPLORE_SHARE = 0.005  # of the time: what putting guessed costs to the test may cost
 EXPLORE_WITHIN, EXPLORE_MOST = 0.15, 4.0  # no more than that of one step; steps that may be saved up for it
+TRIALS = 4  # plans by models that are followed although what they promise is doubted
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # where drafts may end
 DEEPEST, MAX_NODES = DEPTHS[-1], 1024  # how far ahead a plan looks, and how many nodes one step may take
 EVERYWHERE = 8  # plans after which all of these are tried
 DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """A draft that a sequence could have."""
 
     sequence: int
@@ -57,6 +57,7 @@ class Terms:
 class Budget:
     def __init__(self) -> None:
         self._allowance = 0.0  # steps that may be lost to learning what they cost
+        self._trials = 0
         self._limit, self._plans = 0, -1  # where drafts that cost passes end
         self.expected_gain: float | None = None  # what drafting promised over plain decoding
 
@@ -119,9 +120,12 @@ class Budget:
         self._allowance = min(self._allowance + EXPLORE_SHARE, EXPLORE_MOST)
         others = terms.sequences - 1
         margin = MARGIN if dear else min(MARGIN + MARGIN_EACH * others, MARGIN_MOST)
-        margin += min(COLD_EACH * others, COLD_MOST) * terms.doubt
         if self.expected_gain <= 1 + margin:
             return self._fewer(rates, terms)
+        doubted = self.expected_gain <= 1 + margin + min(COLD_EACH * others, COLD_MOST) * terms.doubt
+        if doubted and not (dear and self._trials < TRIALS):
+            return self._fewer(rates, terms)
+        self._trials += doubted
         unsure = terms.cost.unsure_with(terms.base, len(rates))
         unsure[: best + 1] = False
         if unsure.any():

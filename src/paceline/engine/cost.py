@@ -27,10 +27,13 @@ OUTLIER = 3.0  # a step this many times off says more about the machine than abo
 RECENT = 3
 TRIED = 0.8  # of so many rows as were tried: that is another number of rows
 NEAR = 1.6  # times as many rows, or as few: the prior's form is trusted between them
+NEAR_TIME = 1.3  # where passes are padded, also between rows that take about as long by the prior
 MOST_ROWS = 4096  # beyond, a step costs what it costs there
+GUESSED = 3
 REMEMBERED = 5  # times that a cost of an earlier run counts as seen: this run's machine may be another
 FIRST_DRAFTS = 2  # of a method with so many rows: they compile, capture and allocate
 DRAFTS_FADE = 0.9
+FOR_FEWER = 0.8  # what a draft for half as many sequences is taken to cost before one was timed
 NOTHING_S = 1e-7
 A_PRIORI = 0.1  # how much spread of depths (squared) weighs as much as the guess
 
@@ -136,8 +139,15 @@ class CostModel:
 
     def plain_seen(self, rows: int) -> int:
         """How often plain steps of about so many rows were."""
-        mine = float(self._padded[min(rows, MOST_ROWS)])
-        return max((n for at, n in self._plain.seen.items() if mine <= NEAR * at and at <= NEAR * mine), default=0)
+        rows = min(rows, MOST_ROWS)
+        return max((n for at, n in self._plain.seen.items() if self._is_near(rows, at)), default=0)
+
+    def _is_near(self, rows: int, seen: int) -> bool:
+        mine, its = float(self._padded[rows]), float(self._padded[seen])
+        if mine <= NEAR * its and its <= NEAR * mine:
+            return True
+        least, most = sorted((float(self._share[rows]), float(self._share[seen])))
+        return bool(self.prior.padded_to) and most <= NEAR_TIME * least
 
     def observe(self, rows: int, seconds: float, *, drafted: bool = False) -> None:
         share = float(self._share[min(rows, MOST_ROWS)])
@@ -162,8 +172,8 @@ class CostModel:
         return np.minimum(np.arange(base + 1, base + nodes + 1), MOST_ROWS)
 
     def as_a_guess(self) -> CostModel:
-        """For steps that are alike: each cost counts as seen once."""
-        return CostModel.from_dict(self.as_dict(), self.prior, seen=1)
+        """For steps that are alike: each cost counts as seen once, a few times where they hardly differ."""
+        return CostModel.from_dict(self.as_dict(), self.prior, seen=GUESSED if self.prior.padded_to else 1)
 
     def as_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "plain": self._plain.as_dict(), "drafted": self._drafted.as_dict()}
@@ -260,14 +270,16 @@ class DraftTimes:
         self._lines: dict[str, dict[int, _Line]] = {}
 
     def lines(self, method: str, sequences: int, guess_s: float, each_s: float) -> Lines:
-        """For up to so many sequences. What was never seen takes what the nearest takes; `guess_s` a token ahead while
-        nothing is known."""
+        """For up to so many sequences. What was never seen takes what the nearest takes, and less for fewer;
+        `guess_s` a token ahead while nothing is known."""
         known = {size: line for size, line in self._lines.get(method, {}).items() if line.known}
         sizes = range(size_of(sequences) + 1)
         if not known:
             return Lines(np.zeros(len(sizes)), np.full(len(sizes), guess_s), each_s)
-        nearest = [known[min(known, key=lambda one: (abs(one - size), one))] for size in sizes]
-        return Lines(np.array([line.a for line in nearest]), np.array([line.b for line in nearest]), each_s)
+        nearest = [min(known, key=lambda one: (abs(one - size), one)) for size in sizes]
+        less = np.array([FOR_FEWER ** max(one - size, 0) for size, one in zip(sizes, nearest, strict=True)])
+        a, b = (np.array([getattr(known[one], part) for one in nearest]) * less for part in "ab")
+        return Lines(a, b, each_s)
 
     def observe(self, method: str, rows: int, depth: int, seconds: float) -> None:
         self._lines.setdefault(method, {}).setdefault(size_of(rows), _Line()).observe(depth, seconds)

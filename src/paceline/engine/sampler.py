@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their o
 
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size, self._eos, self._device = vocab_size, eos_token_ids, device
         self.shortcut = True  # greedy steps on the host; not while `prove` puts a fault into the long way
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._empty = functools.lru_cache(64)(self._plain)
@@ -66,21 +69,29 @@ class Sampler:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Judge a made-up step of each common kind: the kernels it takes get compiled."""
+        """Judge a made-up step of each common kind: the kernels it takes get compiled, several at a time."""
         chains = [_chain(width) for width in WIDTHS]
-        sampled = [self._sampled(width) for width in WIDTHS]
+        sampled = [self._sampled(width) for width in WIDTHS[:-1]]
         logits = torch.zeros(WIDTHS[-1] + 1, self._vocab_size, device=self._device)
+        steps: list[tuple[dict[str, float], Draft]] = []
         for asked, drafts in (
             ({"temperature": 0.0}, [*chains, _bush(WIDTHS[-1])]),
             ({"temperature": 0.7}, [chains[0], *sampled]),
-            ({"top_p": 0.9}, [chains[0], sampled[0]]),
+            ({"top_p": 0.9}, [chains[0], *sampled]),
             ({"temperature": 0.7, "seed": 0}, chains[:1]),
         ):
-            params = SamplingParams(**{"temperature": 1.0, **asked}).resolve({})  # type: ignore[arg-type]
-            sequences = [Sequence("rehearsal", [0], params, max_len=2 * WIDTHS[-1])]
-            for draft in (Draft.empty(1), *drafts):
-                rows = draft.width + 1
-                self.verify(sequences, draft, logits[:rows], torch.arange(rows)[None], only_chains=True)
+            steps += [(asked, draft) for draft in (Draft.empty(1), *drafts)]
+        with ThreadPoolExecutor(None if logits.is_cuda else 1) as pool:
+            list(pool.map(self._rehearse, *zip(*steps, strict=True), repeat(logits)))
+
+    @torch.inference_mode()
+    def _rehearse(self, asked: dict[str, float], draft: Draft, logits: Tensor) -> None:
+        """By a sampler of its own: they keep what they built last."""
+        params = SamplingParams(**{"temperature": 1.0, **asked}).resolve({})  # type: ignore[arg-type]
+        sequences, rows = [Sequence("rehearsal", [0], params, max_len=2 * WIDTHS[-1])], draft.width + 1
+        own = Sampler(self._vocab_size, self._eos, self._device)
+        with torch.cuda.device(self._device) if logits.is_cuda else nullcontext():
+            own.verify(sequences, draft, logits[:rows], torch.arange(rows)[None], only_chains=True)
 
     def _sampled(self, width: int) -> Draft:
         q = torch.full((width, self._vocab_size), 1 / self._vocab_size, device=self._device)

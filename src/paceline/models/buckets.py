@@ -10,7 +10,7 @@ import bisect
 import functools
 from dataclasses import dataclass
 
-STEPS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+STEPS = (1, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 BEYOND = 512  # of more rows: multiples of this
 TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PATHS = (0, 64)

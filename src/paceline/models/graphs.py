@@ -148,17 +148,29 @@ class PassGraphs:
     ) -> None:
         """Compile and record what passes of these shapes take, the largest first: smaller ones share its scratch."""
         started, before = time.perf_counter(), self._reserved()
+        passes = {}
         for shape in sorted(set(shapes), key=lambda shape: -shape.rows):
             tokens, plan, logit_rows = rehearsal(shape, block_size)
             of, begin, count = self._pass(plan, caches, logit_rows, taps)
-            if of.graph is None and not (self._is_compiled(of) and not self._captures):
-                of.fill(tokens, plan, logit_rows, begin, count, self._staging)
-                if not self._is_compiled(of):
-                    self.run(of)
-                if self._captures:
-                    self._record(of)
+            if of.graph is None:
+                passes[of] = tokens, plan, logit_rows, begin, count
+        if self._captures:
+            self._compile({of.kernels: of for of in passes if not self._is_compiled(of)}.values())
+        for of, content in passes.items():
+            if not self._is_compiled(of):
+                of.fill(*content, self._staging)
+                self.run(of)  # the kernels get loaded
+            if self._captures:
+                self._record(of)
         took, grown = time.perf_counter() - started, (self._reserved() - before) / 1e6
         log.info("prepared %d shapes of passes in %.1f s, %.0f MB", len(self._passes), took, grown)
+
+    def _compile(self, passes: Iterable[Placed]) -> None:
+        from paceline.models.triton.together import compiled_together
+
+        with compiled_together():
+            for of in passes:
+                self._compute(of)
 
     def _tiles(self, sequence: Any) -> tuple[int, Any, Any]:
         """From one step to the next rows mostly belong to sequences as before."""

@@ -25,7 +25,12 @@ CPU = PassPrior(
     )
 )
 # A large GPU: flat while the weights take longer from memory than the products do, as measured on an H200.
-GPU = PassPrior(((1, 1.0), (16, 1.06), (64, 1.3), (128, 1.85), (192, 2.2), (384, 3.1), (512, 3.8), (1024, 5.8)))
+GPU = PassPrior(
+    (
+        *((1, 1.0), (16, 1.04), (32, 1.1), (64, 1.17), (128, 1.63), (256, 2.3), (384, 2.95), (512, 3.4)),
+        *((640, 4.75), (768, 5.3), (1024, 6.0), (1280, 8.0), (2048, 13.0)),
+    )
+)
 
 
 def prior_of(decoder: Decoder) -> PassPrior:

@@ -1,0 +1,24 @@
+"""Compiling kernels side by side: most of that happens outside Python, so threads help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from triton.runtime.jit import JITFunction
+
+
+@contextmanager
+def compiled_together() -> Iterator[None]:
+    """Whatever is launched in here gets compiled, several kernels at a time, and does not run."""
+    launch = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch(self, *args, warmup=True, **kwargs)
+
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool), patch.object(JITFunction, "run", only_compile):
+        yield
