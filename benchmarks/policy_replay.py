@@ -196,11 +196,12 @@ class Times:
         return seconds * self._level * self._noise.lognormvariate(0, 0.06)
 
 
-def record(paths: Sequence[str], temperature: float) -> list[Record]:
+def record(paths: Sequence[str], temperature: float, seed: int) -> list[Record]:
     """Plain answers, both turns of conversations; the copy-heavy prompts of our own as well."""
     loaded = load_model(resolve("smollm2"), dtype="float32", device="cpu")
     plain, tokenizer = Configuration(loaded, "none", None), loaded.tokenizer
-    params = SamplingParams(temperature=temperature, seed=7 if temperature else None, max_tokens=MAX_TOKENS).resolve({})
+    chosen = {"seed": seed} if temperature else {}
+    params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, **chosen).resolve({})
     records: list[Record] = []
     for name in (*paths, "copy"):
         prompts = read_prompts([] if name == "copy" else [name], None)
@@ -337,6 +338,8 @@ def main() -> None:
     parser.add_argument("--record")
     parser.add_argument("--prompts", nargs="*", default=[])
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of each recorded answer")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--noise", action="store_true")
     parser.add_argument("--clock", choices=list(CLOCKS), default="cpu")
@@ -344,11 +347,12 @@ def main() -> None:
     parser.add_argument("--files", nargs="*")
     args = parser.parse_args()
     if args.record:
-        Path(args.record).write_text(json.dumps(record(args.prompts, args.temperature)))
+        Path(args.record).write_text(json.dumps(record(args.prompts, args.temperature, args.seed)))
         return
     if args.records is None:
         parser.error("give a file of records, or --record FILE to make one")
     records: list[Record] = json.loads(Path(args.records).read_text())
+    records = [{**one, "answer": one["answer"][: args.max_tokens]} for one in records]
     rows, clock = [], CLOCKS[args.clock]
     for file in args.files or dict.fromkeys(one["file"] for one in records):
         mine = sorted((one for one in records if one["file"] == file), key=lambda one: one["category"])

@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--per-category", type=int)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
     args = parser.parse_args()
@@ -129,7 +130,7 @@ def run(
     """One row per batch of conversations and turn; the second turn continues from plain decoding's first answer."""
     noise, rows = random.Random(0), []
     params = SamplingParams(
-        temperature=temperature, seed=7 if temperature else None, max_tokens=args.max_tokens
+        temperature=temperature, seed=args.seed if temperature else None, max_tokens=args.max_tokens
     ).resolve({})
     for configuration in configurations:  # warm up: the first passes fault pages in
         configuration.answer([loaded.tokenizer.encode("Hello there, how are you today?")] * args.batch, params)

@@ -17,7 +17,7 @@ from paceline.draft import Draft
 from paceline.drafters.base import Commit, DrafterContext, DraftRow, HostDrafter
 from paceline.drafters.suffix_index import MIN_ROWS, Context, SuffixIndex
 from paceline.drafters.suffix_store import SuffixStore
-from paceline.drafters.suffix_tree import Lookup, Tree, best_tree, longest_match
+from paceline.drafters.suffix_tree import ELSEWHERE, Lookup, Place, Tree, evidence_of, grow, places_of
 from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
@@ -29,7 +29,7 @@ class _State:
     index: SuffixIndex | None  # None: there was no memory left for it
     indexed: int = 0  # tokens taken in
     match: int = 0  # of the last proposal
-    lookups: list[Lookup] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)  # that foretell the next tokens
     looked_up: tuple[int, int] = (-1, -1)  # at how many tokens and at which version of the store
 
 
@@ -74,13 +74,13 @@ class SuffixDrafter(HostDrafter):
         return Draft(tokens=table[0], parents=table[1], depth=table[2], num_nodes=counts[0], source=counts[1])
 
     def match_length(self, sequence: Sequence) -> int:
-        """Tokens of context that the last proposal's evidence shares; 0: nothing was found."""
+        """Tokens of context that the last proposal's best source shares; 0: nothing was found."""
         state = self._states.get(sequence.key)
         return 0 if state is None else state.match
 
     def evidence(self, sequence: Sequence) -> int:
-        """The longest match there is for the tokens committed by now; a proposal may rest on a shorter one."""
-        return longest_match(self._lookups(sequence))
+        """Of the proposal it would make now: a function of the committed tokens and of past answers."""
+        return evidence_of(self._places(sequence))
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
         return self._best_tree(sequence, count).best_path()
@@ -119,18 +119,18 @@ class SuffixDrafter(HostDrafter):
             log.warning("the suffix store was not saved: %s", problem)
 
     def _best_tree(self, sequence: Sequence, budget: int) -> Tree:
-        return best_tree(self._lookups(sequence), budget)
+        return grow(self._places(sequence), budget)
 
-    def _lookups(self, sequence: Sequence) -> list[Lookup]:
+    def _places(self, sequence: Sequence) -> list[Place]:
         """In the sequence's own text and in the store; looked up once for whoever asks before the next token."""
         state = self._caught_up(sequence, len(sequence.tokens))
         now = state.indexed, self.store.version
         if state.looked_up != now:
-            context = Context(sequence.tokens)
-            indexes = (state.index, self.store.index)
-            state.lookups = [Lookup(index, context) for index in indexes if index is not None]
-            state.looked_up = now
-        return state.lookups
+            context, store = Context(sequence.tokens), self.store.index
+            lookups = [] if state.index is None else [Lookup(state.index, context)]
+            lookups += [] if store is None else [Lookup(store, context, ELSEWHERE)]
+            state.places, state.looked_up = places_of(lookups, state.index, context), now
+        return state.places
 
     def _caught_up(self, sequence: Sequence, end: int) -> _State:
         """The sequence's state with tokens[:end] indexed."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 DEPTH = 24  # longest match told apart
 LEVELS = (5, 2, 1)  # match lengths that have chains of their own
-LIMIT = 8  # most recent occurrences looked at for each level
+LIMIT = 6  # most recent occurrences looked at for each level
 END = -1  # after the last token of a text
 MIN_ROWS = 64
 
@@ -42,6 +42,13 @@ class Context:
             value = (value * _BASE + token) % _PRIME
             values.append(value)
         self.hashes = [values[n] if n < len(values) else None for n in LEVELS]  # None: there are not so many tokens
+
+    def before(self) -> Context:
+        """The context of the last token, to be looked up by two tokens alone."""
+        shorter = Context.__new__(Context)
+        shorter.newest_first = tail = self.newest_first[1:]
+        shorter.hashes = [(tail[0] * _BASE + tail[1]) % _PRIME if n == 2 and len(tail) > 2 else None for n in LEVELS]
+        return shorter
 
 
 class SuffixIndex:
@@ -175,8 +182,8 @@ class SuffixIndex:
         return kept
 
     def agreed(self, starts: SequenceOf[int], depth: int, count: int) -> list[int]:
-        """Up to `count` tokens from `depth` after every start (newest first), if they are the same; else nothing."""
-        count = min(count, self.end - starts[0] - depth)
+        """Up to `count` tokens from `depth` after every start, if they are the same; else nothing."""
+        count = min(count, self.end - max(starts) - depth)
         slots = [start + depth & self.rows - 1 for start in starts]
         if count < 1 or max(slots) + count > len(self.text):
             return []

@@ -1,9 +1,12 @@
-"""Which tree to draft from the places where the last tokens occurred before (suffix decoding, 2411.04975).
+"""Which tree to draft from the places where the last tokens occurred before (after suffix decoding, 2411.04975).
 
-For each match length the occurrences vote on what follows: a child's probability is its parent's times its share of the
-parent's occurrences, and the most probable nodes are taken, best first, down to `THRESHOLD` and up to a budget that
-grows with the match. The sum of the probabilities is the number of tokens the tree expects to see accepted; the match
-length with the largest sum wins, the longer one on a tie.
+Every place votes for what followed it, twice as much for each token of context it shares; one in a past answer counts
+less than one in this text. A node's probability is its parent's, times how often some place has the next token right
+(`FORETOLD`, by the longest context shared), times its share of the votes. The most probable nodes are taken, best
+first, down to `THRESHOLD`.
+
+A copy that strays leaves nothing to match: the token that came instead is new in its place. Where the last token was
+seen at most alone, but those before it together, the copy may go on behind the token it left out, or with it.
 """
 
 from __future__ import annotations
@@ -11,12 +14,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from paceline.drafters.suffix_index import DEPTH, LEVELS, Context, SuffixIndex
 
 THRESHOLD = 0.1  # nodes less likely than this are not drafted
-FACTOR = 1.0  # nodes per token of match
-OFFSET = 0.0
+FORETOLD = (0.0, 0.38, 0.6, 0.75, 0.78, 0.83, *[0.86] * 3, *[0.91] * 7, *[0.93] * (DEPTH - 15))  # by tokens shared
+ELSEWHERE = 0.2  # what a vote from another text counts
+BEHIND, WITH = 0.2, 0.14  # how often a copy goes on behind the token it left out, and with it
+
+COPY = LEVELS.index(2)  # one token shared is no copy
+SURE = (THRESHOLD, 0.25, 0.45, 0.65)  # where one degree of evidence ends and the next begins
+
+Place = tuple[int, float, int, SuffixIndex]  # tokens shared, votes, position of what followed, where
 
 
 @dataclass
@@ -26,13 +36,14 @@ class Tree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    score: float = 0.0  # expected number of accepted tokens
+    score: float = 0.0  # the sum of the probabilities: how many tokens it expects to see accepted
     match: int = 0  # tokens of context behind it
 
-    def add(self, token: int, parent: int, depth: int) -> int:
+    def add(self, token: int, parent: int, depth: int, probability: float) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(depth)
+        self.score += probability
         return len(self.tokens) - 1
 
     def path(self, node: int) -> list[int]:
@@ -53,15 +64,11 @@ class Tree:
         return self.path(node)
 
 
-def allowance(match: int, budget: int) -> int:
-    return min(budget, int(FACTOR * match + OFFSET))
-
-
 class Lookup:
     """What one index knows of one context, level by level and only as far as it is asked."""
 
-    def __init__(self, index: SuffixIndex, context: Context) -> None:
-        self.index, self._context = index, context
+    def __init__(self, index: SuffixIndex, context: Context, votes: float = 1.0) -> None:
+        self.index, self._context, self._votes = index, context, votes
         self.matches: dict[int, int] = {}  # position -> how many tokens agree
         self._levels: list[list[int]] = []
 
@@ -74,77 +81,93 @@ class Lookup:
             self._levels.append(found + [position for position in above if position < found[-1]] if found else above)
         return self._levels[level]
 
-
-def best_tree(lookups: SequenceOf[Lookup], budget: int) -> Tree:
-    """The best over all match lengths and indexes; the earlier index on a tie."""
-    best = Tree()
-    for lookup in lookups:
-        best = _best_of(lookup, budget, best)
-    return best
+    def places(self, level: int) -> list[Place]:
+        matches, votes, index = self.matches, self._votes, self.index
+        return [(matches[at], votes * (1 << matches[at]), at, index) for at in self.at(level)]
 
 
-def longest_match(lookups: SequenceOf[Lookup]) -> int:
-    for level in range(len(LEVELS)):
-        found = [lookup.matches[position] for lookup in lookups for position in lookup.at(level)]
-        if found:
-            return max(found)
-    return 0
+def places_of(lookups: SequenceOf[Lookup], own: SuffixIndex | None, context: Context) -> list[Place]:
+    """All places with a long context in common; or else all there are, and those where a copy that strayed may go on.
+
+    Ordered by context, then index, then newest first; the votes of all are the probability that one of them is right.
+    """
+    places: list[Place] = []
+    for level in (0, len(LEVELS) - 1):
+        places = places or [place for lookup in lookups for place in lookup.places(level)]
+    places.sort(key=itemgetter(0), reverse=True)
+    longest = places[0][0] if places else 0
+    share = FORETOLD[longest] / sum([place[1] for place in places]) if places else 0.0
+    likely = [(match, votes * share, start, index) for match, votes, start, index in places]
+    if longest <= 1 and own is not None:
+        likely += [(1, often * (1 - FORETOLD[longest]), start, own) for start, often in _strayed(own, context)]
+    return likely
 
 
-def _best_of(lookup: Lookup, budget: int, best: Tree) -> Tree:
-    """Long matches first: no tree scores above its allowance, so most of the short ones need not be looked at."""
-    longest = DEPTH
-    for level, shortest in enumerate(LEVELS):
-        if best.score >= allowance(longest, budget):
-            break
-        found = [(lookup.matches[position], position) for position in lookup.at(level)]
-        for match in sorted({match for match, _ in found if match <= longest}, reverse=True):
-            if best.score >= allowance(match, budget):
-                break
-            tree = grow(lookup.index, [start for m, start in found if m >= match], allowance(match, budget))
-            if tree.score > best.score:
-                best, tree.match = tree, match
-        longest = shortest - 1
-    return best
+def _strayed(index: SuffixIndex, context: Context) -> list[tuple[int, float]]:
+    """Where the text may go on with what it copied until the last token, and how often that happens."""
+    matches: dict[int, int] = {}
+    found = index.occurrences(COPY, context.before(), matches)
+    found = [position for position in found if position < index.end - 1]  # its own end is there too
+    if not found:
+        return []
+    left_out = max(found, key=matches.__getitem__)  # the newest of equals
+    return [(start, often) for start, often in ((left_out + 1, BEHIND), (left_out, WITH)) if start < index.end - 1]
 
 
-def grow(index: SuffixIndex, starts: list[int], budget: int) -> Tree:
-    """The most probable nodes of what follows `starts` (newest first); equals go shallow first, then newest first."""
-    tree = Tree()
-    fewest = THRESHOLD * len(starts)
-    waiting: list[tuple[int, int, int, int, int, list[int]]] = []  # -votes, depth, order, parent, token, voters
-    order, total, parent, depth, voters = 0, 0, -1, 0, starts
-    while len(tree.tokens) < budget:
-        run = [] if waiting else index.agreed(voters, depth, budget - len(tree.tokens))
-        following = run or _following(index, voters, depth, tree, parent)
-        if not waiting and not run and following[0] >= 0 and following.count(following[0]) == len(following):
-            run = following[:1]
-        if run:  # no rivals and no dispute
+def evidence_of(places: SequenceOf[Place]) -> int:
+    """The tokens shared where they are many; else a lower number, by how likely it is that a node is right."""
+    if not places or places[0][0] >= LEVELS[0]:
+        return places[0][0] if places else 0
+    votes: dict[int, float] = {}
+    for _, its, start, index in places:
+        token = index.text[start & index.rows - 1]
+        votes[token] = votes.get(token, 0.0) + its
+    sure = sum([its for token, its in votes.items() if its >= THRESHOLD and token >= 0])
+    return sum([sure >= step for step in SURE])
+
+
+def grow(places: list[Place], budget: int) -> Tree:
+    """The most probable nodes, in the order of `places_of`; fewer are the first of more."""
+    tree = Tree(match=places[0][0] if places else 0)
+    waiting: list[tuple[float, int, int, int, int, list[Place]]] = []  # -probability, order, parent, depth, token, ...
+    parent, depth, order, worth = -1, 0, 0, 1.0  # `worth`: what a vote of the places adds to a child's probability
+    while places and len(tree.tokens) < budget:
+        if not waiting and (len(places) == 1 or places[0][0] + depth >= LEVELS[0]):  # no rivals, and maybe no dispute
+            probability = worth * sum([place[1] for place in places])
+            run = _agreed(places, depth, probability, budget - len(tree.tokens))
             for token in run:
                 depth += 1
-                parent = tree.add(token, parent, depth)
-            total += len(run) * len(voters)
-            continue
-        children: dict[int, list[int]] = {}
-        for start, token in zip(voters, following, strict=True):
-            children.setdefault(token, []).append(start)
+                parent = tree.add(token, parent, depth, probability)
+                probability *= FORETOLD[min(places[0][0] + depth, DEPTH)]
+            if run:
+                worth = probability / sum([place[1] for place in places])
+                continue
+        children: dict[int, list[Place]] = {}
+        for place in places:
+            at, index = place[2] + depth, place[3]
+            # Where the text ends the draft follows itself, so a repetition goes on.
+            token = index.text[at & index.rows - 1] if at < index.end else tree.path(parent)[at - index.end]
+            children.setdefault(token, []).append(place)
         for token, those in children.items():
-            if token >= 0 and len(those) >= fewest:
+            probability = worth * sum([place[1] for place in those])
+            if token >= 0 and probability >= THRESHOLD:
                 order += 1
-                heapq.heappush(waiting, (-len(those), depth + 1, order, parent, token, those))
+                heapq.heappush(waiting, (-probability, order, parent, depth + 1, token, those))
         if not waiting:
             break
-        _, depth, _, parent, token, voters = heapq.heappop(waiting)
-        parent = tree.add(token, parent, depth)
-        total += len(voters)
-    tree.score = total / len(starts)
+        less, _, parent, depth, token, places = heapq.heappop(waiting)
+        parent = tree.add(token, parent, depth, -less)
+        worth = -less * FORETOLD[min(places[0][0] + depth, DEPTH)] / sum([place[1] for place in places])
     return tree
 
 
-def _following(index: SuffixIndex, starts: list[int], depth: int, tree: Tree, node: int) -> list[int]:
-    """The token `depth` after each start; where the text ends the draft follows itself, so a repetition goes on."""
-    text, mask, end = index.text, index.rows - 1, index.end - depth
-    if starts[0] < end:
-        return [text[start + depth & mask] for start in starts]
-    path = tree.path(node)
-    return [text[start + depth & mask] if start < end else path[start - end] for start in starts]
+def _agreed(places: list[Place], depth: int, probability: float, room: int) -> list[int]:
+    """What follows all places alike, as far as it is likely; nothing where they lie in different texts."""
+    match, _, _, index = places[0]
+    if any(place[3] is not index for place in places[1:]):
+        return []
+    count = 0
+    while count < room and probability >= THRESHOLD:
+        count += 1
+        probability *= FORETOLD[min(match + depth + count, DEPTH)]
+    return index.agreed([start for _, _, start, _ in places], depth, count)
