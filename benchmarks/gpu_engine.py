@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -95,7 +95,7 @@ class Runs:
             max_num_batched_tokens=2048,
             max_model_len=min(decoder.config.max_positions, 2048),
         )
-        with patch.object(PassGraphs, "prepare", lambda *_: None) if on else nullcontext():
+        with _unprepared() if on else nullcontext():
             self.engine = Engine(decoder, config, drafters=drafters, policy=self.policy)
         if on:
             self._share_cache(on)
@@ -146,6 +146,13 @@ class Runs:
             "steps": steps,
             "tau": stats.mean_acceptance_length,
         }
+
+
+@contextmanager
+def _unprepared() -> Iterator[None]:
+    """An engine made meanwhile touches no graphs: it will get another's cache."""
+    with patch.object(PassGraphs, "prepare", lambda *_: None), patch.object(Decoder, "greedy_chains", lambda *_: []):
+        yield
 
 
 def prompts_of(subject: Subject, count: int) -> list[list[int]]:

@@ -190,6 +190,7 @@ class PassGraphs:
         if caches is not self._caches:
             self._caches = caches
             self._passes.clear()
+            self._pool = None  # it ends with the last graph that was recorded in it
         tile, begin, count = self._tiles(plan.sequence.numpy())
         rows, wanted = len(plan.positions), len(logit_rows)
         # The bucket's numbers may be equal where those asked for are not.
@@ -239,7 +240,8 @@ class PassGraphs:
         """Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than recording."""
         started, before = time.perf_counter(), self._reserved()
         if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
