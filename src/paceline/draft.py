@@ -41,12 +41,13 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    tokens: Tensor  # (B, N) int64, perhaps on the device alone
+    tokens: Tensor  # (B, N) int64
     parents: Tensor  # (B, N) int64
     depth: Tensor  # (B, N) int64
     num_nodes: Tensor  # (B,) int64
     source: Tensor  # (B,) int64, index of the method that drew it, for statistics
     q: Proposal | None = None  # None: every row is deterministic
+    unseen: bool = False  # the tokens lie where the model is, and the host has not waited for them
 
     @property
     def batch(self) -> int:
@@ -71,11 +72,13 @@ class Draft:
         )
 
     @staticmethod
-    def chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None = None) -> Draft:
+    def chains(
+        tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None = None, *, unseen: bool = False
+    ) -> Draft:
         """(B, K) tokens, the first num_nodes of each row in use, every node hanging from the one before."""
         batch, width = tokens.shape
         if num_nodes.is_cpu:
-            return _host_chains(tokens, num_nodes, source, q)
+            return _host_chains(tokens, num_nodes, source, q, unseen)
         index = torch.arange(width, device=tokens.device).expand(batch, width)
         used = index < num_nodes[:, None]
         return Draft(
@@ -108,7 +111,8 @@ class Draft:
                 proposals.append((torch.from_numpy(at), draft.q))
         tokens = _merge_tokens(parts, merged.tokens)
         q = _merge_proposals(proposals, batch, merged.width, vocab_size) if proposals else None
-        return Draft(**{**vars(merged), "tokens": tokens, "q": q})
+        unseen = any(draft.unseen for _, draft in parts)
+        return Draft(**{**vars(merged), "tokens": tokens, "q": q, "unseen": unseen})
 
     @property
     def is_planned(self) -> bool:
@@ -119,22 +123,22 @@ class Draft:
         """All of it there, its numbers in one copy."""
         if self.parents.device.type == device.type:
             return self
-        unseen = None if self.tokens.is_cpu else self.tokens  # it is there already
-        parts = [self.num_nodes if unseen is not None else self.tokens, self.parents, self.depth]
-        parts += [self.num_nodes, self.source]
+        parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes, self.source]
         q = self.q
         (tokens, *moved, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
         if q is not None:
             ids = None if q.ids is None else q.ids.to(device)
             q = Proposal(probs=q.probs.to(device), row_of=row_of, ids=ids)
         names = ("parents", "depth", "num_nodes", "source")
-        return Draft(tokens=tokens if unseen is None else unseen, **dict(zip(names, moved, strict=True)), q=q)
+        if self.unseen:  # they are there already
+            tokens = self.tokens
+        return Draft(tokens=tokens, **dict(zip(names, moved, strict=True)), q=q, unseen=self.unseen)
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as this module says. Tokens the host has not seen are taken on
         trust, so as not to wait for them; all else is read."""
         counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
-        tokens = self.tokens.numpy() if self.tokens.is_cpu else np.zeros_like(parents)
+        tokens = np.zeros_like(parents) if self.unseen else self.tokens.cpu().numpy()
         _refuse((counts < 0) | (counts > self.width), "row {}: num_nodes is not between 0 and the width")
         node = np.arange(self.width)
         used = node < counts[:, None]
@@ -260,17 +264,18 @@ def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
     return path[..., :max_depth]
 
 
-def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None) -> Draft:
+def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None, unseen: bool) -> Draft:
     """`Draft.chains` in numpy, which takes a fraction of torch's time for small arrays."""
     index = np.arange(tokens.shape[1])
     used = index < num_nodes.numpy()[:, None]
     return Draft(
-        tokens=torch.from_numpy(tokens.numpy() * used) if tokens.is_cpu else tokens,
+        tokens=tokens if unseen else torch.from_numpy(tokens.numpy() * used),
         parents=torch.from_numpy(np.where(used, index - 1, -1)),
         depth=torch.from_numpy((index + 1) * used),
         num_nodes=num_nodes,
         source=torch.from_numpy(np.full(len(used), source)),
         q=q,
+        unseen=unseen,
     )
 
 
@@ -280,16 +285,16 @@ def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:
 
 
 def _merge_tokens(parts: Sequence[tuple[Sequence[int], Draft]], into: Tensor) -> Tensor:
-    """Where some lie on a device, all do."""
-    device = next((draft.tokens.device for _, draft in parts if not draft.tokens.is_cpu), None)
+    """Where the host has not seen some, all lie where those do."""
+    device = next((draft.tokens.device for _, draft in parts if draft.unseen), None)
     if device is None:
         for rows, draft in parts:
-            into.numpy()[np.array(rows, np.int64), : draft.width] = draft.tokens.numpy()
+            into.numpy()[np.array(rows, np.int64), : draft.width] = draft.tokens.cpu().numpy()
         return into
     into = torch.zeros(into.shape, dtype=into.dtype, device=device)
     for rows, draft in parts:
         (at,) = packed_to(device, torch.tensor(rows))
-        into[at, : draft.width] = draft.tokens if draft.tokens.is_cuda else sent(draft.tokens, device)
+        into[at, : draft.width] = draft.tokens if draft.unseen else sent(draft.tokens, device)
     return into
 
 

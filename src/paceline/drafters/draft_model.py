@@ -261,7 +261,7 @@ class DraftModelDrafter:
             state.valid, state.drafted = len(row.sequence.tokens), []
             state.unseen = max(min(count - 1, self._room(row.sequence)), 0)
         width = max(counts)
-        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), source=2)
+        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), source=2, unseen=True)
 
     def _ask(self, chain: GreedyChain, rows: list[ChainRow], said: Said | None) -> Tensor:
         try:

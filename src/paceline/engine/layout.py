@@ -120,7 +120,7 @@ def _decodes(batch: Batch, draft: Draft, used: Bools, block_size: int, tokens: T
     if tokens is None:
         said = np.empty(len(owner), np.int64)
         said[begin[:, 0]] = [row.sequence.tokens[row.first] for row in rows]
-        said[row_of[:, 1:][used]] = draft.tokens.numpy()[used]
+        said[row_of[:, 1:][used]] = _drafted(draft, used)
         tokens = torch.from_numpy(said)
     row_of[:, 1:][~used] = -1
     return Layout(
@@ -180,8 +180,14 @@ def _tokens(rows: list[Row], draft: Draft, used: Bools, node: Ints) -> Ints:
         return np.fromiter(own, np.int64, len(node))
     tokens, is_node = np.empty_like(node), node >= 0
     tokens[~is_node] = list(own)
-    tokens[is_node] = draft.tokens.numpy()[used] if draft.tokens.is_cpu else -1 - np.flatnonzero(used)
+    tokens[is_node] = _drafted(draft, used)
     return tokens
+
+
+def _drafted(draft: Draft, used: Bools) -> Ints:
+    """The nodes' tokens in order, or where they are to be found."""
+    found: Ints = -1 - np.flatnonzero(used) if draft.unseen else draft.tokens.numpy()[used]
+    return found
 
 
 def filled_in(tokens: Tensor, draft: Draft) -> Tensor:

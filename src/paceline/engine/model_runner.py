@@ -136,7 +136,7 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Flight:
         draft = self.drafters.propose([row for row in batch.rows if row.samples])
         layout = lay_out(batch, draft, self.cache.block_size)
-        if draft.width and not draft.tokens.is_cpu:
+        if draft.width and draft.unseen:
             layout.tokens = filled_in(layout.tokens, draft)
         return self._fly(layout, draft)
 
