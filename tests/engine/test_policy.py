@@ -324,6 +324,16 @@ def test_a_smaller_batch_on_a_device_needs_no_plain_step_to_know_what_plain_step
     assert not costs.of(256, False).plain_seen(256), "a larger one takes longer, nobody knows how much"
 
 
+def test_on_a_device_a_model_that_guesses_badly_is_tried_in_one_step_and_not_in_two():
+    model = Guesser("model", 0.1, evidence=6, shadow=False)
+    policy = timeless([model], "auto", None, replace(GPU, padded_to=tuple(DEVICE)))
+    drafts, budgets = [sequence(f"s{i}") for i in range(64)], []
+    plan = policy.plan
+    policy.plan = lambda *args: budgets.append(plan(*args)) or budgets[-1]
+    on_a_device(policy, model, drafts, 24)
+    assert sum(any(choice.budget > 2 for choice in choices) for choices in budgets) == 1
+
+
 def test_a_draft_for_fewer_sequences_is_taken_to_cost_less_than_one_for_many():
     times = DraftTimes()
     for depth in (4, 8, 4, 8, 4, 8):

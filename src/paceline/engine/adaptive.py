@@ -48,6 +48,7 @@ READ_FOR = 16  # steps that what was read is taken to serve
 PATIENT_TOKENS, SMALL_LAG, LAGS = 2, 8, 64  # a drafter that must read the prompt first does not delay the first tokens
 STANDS, STILL_THERE = 6, 0.9  # steps a plan serves at most, and the share of its sequences that must be left
 MANY = 16  # sequences: planning for them takes so long that a plan serves for two steps at least
+DOUBTED = 0.5  # not while so little is known of what promises are worth
 LOOKUPS = 4  # one in so many of those that draft may do so by lookup
 NEWCOMERS, NEWCOMERS_SHARE = 16, 0.05  # asked in one step at least, and for what share of its time more of them
 
@@ -165,6 +166,8 @@ class AdaptivePolicy:
             else:
                 choices[index] = self._surest(sequence, method, most)
         if open_ended:
+            if self._costs.prior.padded_to and self._acceptance.doubt > DOUBTED:
+                self.meanwhile()  # on a device drafts begin large: what the first ones brought is not waited for
             base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
             cost = self._costs.of(len(sequences), _any_sampled(sequences))
             if self._knows_plain(cost, base) and not self._stands(sequences, open_ended, choices):
@@ -227,7 +230,7 @@ class AdaptivePolicy:
         last, self._standing = self._standing, None
         if sum(map(self._shadows.casts, self._drafting_now.values())) * LOOKUPS < len(self._drafting_now):
             made = {sequences[index].key: choices[index] for index in open_ended}
-            least = 2 if len(made) >= MANY else 1
+            least = 2 if len(made) >= MANY and self._acceptance.doubt < DOUBTED else 1
             steps = min(2 * last.steps, STANDS) if last is not None and last.like(made) else least
             self._standing = _Standing(made, self._made, steps, left=steps - 1)
 
