@@ -39,6 +39,7 @@ from paceline.verify import Nodes, draw, pick_weighted, probabilities, process
 
 PREPARED = 128  # sequences drafted for at once, whose passes are compiled and recorded beforehand
 CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps
+FAST_CATCH_UP = 2048  # the same where passes are prepared, as on a GPU
 
 
 @dataclass
@@ -129,7 +130,8 @@ class DraftModelDrafter:
         if kept != wanted:
             raise InvalidParameter("draft_model", f"computes in {wanted} and the target in {kept}; load both alike")
         self._caches, self._block_size = caches, block_size
-        self._model.prepare(caches, block_size, (), drafting(PREPARED, self._catch_up))
+        if self._model.prepare(caches, block_size, (), drafting(PREPARED, FAST_CATCH_UP)):
+            self._catch_up = max(self._catch_up, FAST_CATCH_UP)
         if isinstance(self._model, OffersGreedyChains):
             self._chains = self._model.greedy_chains(caches, block_size)
 

@@ -136,6 +136,7 @@ class AdaptivePolicy:
         self._since_tried: dict[str, int] = {}  # looks since a method that casts no shadow was asked for a draft
         self._pace: dict[str, float] = {}  # tokens per step, by sequence
         self._turn = self._since_plain = 0
+        self._plain_due = PLAIN_EVERY  # steps from one that was plain to see what that takes to the next
         self._asked_for = 0  # size of the batch when somebody was last asked
         self._checking = False  # what plain steps take
         self._runs_ahead = False  # steps are launched before the one before is read, where nobody drafts
@@ -424,10 +425,16 @@ class AdaptivePolicy:
         """Whether to draft pays is judged against plain steps, so some are taken at first, and one now and then."""
         self._since_plain += 1
         seen = cost.plain_seen(base)
-        self._checking = not seen or self._since_plain >= min(PLAIN_FIRST * 3 ** (seen - 1), PLAIN_EVERY)
+        # Where passes are recorded they take what they took before.
+        first = PLAIN_EVERY if self._costs.prior.padded_to else PLAIN_FIRST
+        self._plain_due = min(first * 3 ** max(seen - 1, 0), PLAIN_EVERY)
+        self._checking = not seen or self._since_plain >= self._plain_due
         if self._checking:
             self._since_plain = 0
         return not self._checking
+
+    def drafts_on(self) -> bool:
+        return self._method == NONE or self._k is not None or self._since_plain + 1 < self._plain_due
 
     def _allowed(self, method: str) -> SequenceOf[str]:
         names = self._drafters if method == AUTO else [method]

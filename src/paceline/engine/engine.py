@@ -103,7 +103,7 @@ class Engine:
         elif under_way is not None:
             started = self._read_at  # the device went on from there
         ahead = self._launch_ahead(batch, flight)
-        if ahead is None and self.runs_ahead and batch.num_drafted:
+        if ahead is None and self.runs_ahead and batch.num_drafted and self.policy.drafts_on():
             self.runner.draft_ahead(flight, self.scheduler.drafting_on(batch))
         self.drafters.overlap()  # what may run while the device computes
         self.policy.meanwhile()

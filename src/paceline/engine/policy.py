@@ -47,6 +47,9 @@ class Policy(Protocol):
     def rests(self, sequences: SequenceOf[Sequence]) -> bool:
         """The step after the one under way will not draft, whatever that says: it need not be asked for a plan."""
 
+    def drafts_on(self) -> bool:
+        """The step after the one under way may well draft as that one does: drafts may begin before it is planned."""
+
     def observe(self, report: StepReport) -> None:
         """A step has ended; what there is to learn from it may wait."""
 
@@ -65,6 +68,9 @@ class LearnsNothing:
 
     def rests(self, sequences: SequenceOf[Sequence]) -> bool:
         return False
+
+    def drafts_on(self) -> bool:
+        return True
 
     def observe(self, report: StepReport) -> None:
         pass

@@ -17,6 +17,7 @@ from paceline.models.buckets import PATHS, STEPS, TILES, up
 from paceline.models.plan import PassPlan
 
 CHAIN = 64  # rows of a lone sequence
+LAG = 8  # tokens a draft model has to read of a sequence that others drafted for
 TREES = 256  # rows of a pass with trees: attention keeps parts of each
 PROMPT, PROMPTS = 128, (1, 4, 16, 64)  # tokens of a prompt, and how many are read together
 
@@ -45,10 +46,11 @@ def verifying(sequences: int, most_rows: int, nodes: int) -> Iterator[Shape]:
 
 
 def drafting(sequences: int, most_rows: int) -> Iterator[Shape]:
-    """What a draft model computes: the last token or two of each sequence, then a token each, and prompts."""
+    """What a draft model computes: the last tokens of each sequence, then a token each, and prompts."""
     for count in _sizes(sequences, most_rows):
         yield Shape((1,) * count)
-        yield from (Shape(_spread(count, rows, 2)[0], last=True) for rows in _totals(count, 2 * count) if rows > count)
+        most = min(LAG * count, most_rows)
+        yield from (Shape(_spread(count, rows, LAG)[0], last=True) for rows in _totals(count, most) if rows > count)
     yield from reading(sequences, most_rows)
 
 
