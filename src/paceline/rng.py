@@ -79,8 +79,17 @@ def gumbel_of(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
 
 def gumbel_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
     """(T,) float32: one row of it on the CPU, inside the cache; `key` is bits(Lane.GUMBEL, seed, position)."""
+    return gumbel_from(unit_row(key, tokens))
+
+
+def unit_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
+    """(T,) float32: what the same noise is made of. Noise above g takes a unit below exp(-g)."""
     hashed = _numpy_token_bits(key % 2**64, tokens.astype(np.uint32, copy=False))
-    return _gumbel_(torch.from_numpy(hashed.view(np.int32)).to(torch.float32)).numpy()
+    return _unit_(torch.from_numpy(hashed.view(np.int32)).to(torch.float32)).numpy()
+
+
+def gumbel_from(units: np.ndarray[Any, Any]) -> Any:
+    return _noise_(torch.from_numpy(units.copy())).numpy()
 
 
 @functools.cache
@@ -96,12 +105,19 @@ def _kernels(device: str) -> ModuleType | None:
 
 
 def _gumbel_(hashed: Tensor) -> Tensor:
-    """-log(-log(1 - unit)) in place, of int32 bits held as float32.
+    """Noise in place of int32 bits held as float32."""
+    return _noise_(_unit_(hashed))
 
-    |h + 1/4| runs over 2**32 points half a step apart: near 0, where a token wins, float32 holds each one. The scale
-    keeps the largest below 1.
-    """
-    return hashed.add_(0.25).abs_().mul_(-(2.0**-31) * (1 - 2.0**-24)).log1p_().neg_().log_().neg_()
+
+def _unit_(hashed: Tensor) -> Tensor:
+    """|h + 1/4| runs over 2**32 points half a step apart: near 0, where a token wins, float32 holds each one. The scale
+    keeps the largest below 1."""
+    return hashed.add_(0.25).abs_().mul_((2.0**-31) * (1 - 2.0**-24))
+
+
+def _noise_(units: Tensor) -> Tensor:
+    """-log(-log(1 - unit))"""
+    return units.neg_().log1p_().neg_().log_().neg_()
 
 
 def _numpy_bits(lane: int, words: Sequence[np.ndarray[Any, Any]]) -> Any:

@@ -4,15 +4,18 @@ import inspect
 import itertools
 import math
 import random
+import sys
+import types
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline import rng
 from paceline.draft import Draft, Kind, Proposal, ancestors
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
-from paceline.verify.greedy import walk_greedily
+from paceline.verify.host import walk_on_host
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
 from paceline.verify.walk import walk_chains
 
@@ -164,13 +167,13 @@ def naive_walk(tokens, parents, said):
         path.append(at)
 
 
-def by_argmax(walk_greedily):
+def by_argmax(walk_on_host):
     """As `walk` is called: the logits say at each row what was drawn there, and a token behind it says as much."""
 
     def walked(draft, drawn, row_of, max_depth):
         logits = torch.nn.functional.one_hot(drawn, 3).float()
         logits[:, 2] = 1.0  # a tie: the first of the highest is said
-        return walk_greedily(draft, logits, row_of, max_depth)
+        return walk_on_host(draft, logits, row_of, max_depth, None)
 
     return walked
 
@@ -187,7 +190,7 @@ def check_against_a_loop(walks, rows, drawn, draft, row_of):
         assert verdict.kinds[b].tolist() == [Kind.DRAFTED] * n + [kind] + [Kind.PAD] * (7 - n)
 
 
-@pytest.mark.parametrize("walks", [walk, by_argmax(walk_greedily)], ids=["walk", "greedy"])
+@pytest.mark.parametrize("walks", [walk, by_argmax(walk_on_host)], ids=["walk", "greedy"])
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_walk_equals_a_loop_over_nodes(walks, data):
@@ -221,25 +224,84 @@ def check_random_trees(walks):
     [
         ("parents[child] != node", "parents[child] > node"),
         ("drafted[child] == wanted", "drafted[child] != wanted"),
-        ("said[at[child + 1]]", "said[at[child]]"),
-        ("said[at[0]]", "said[0]"),
+        ("best[at[node + 1]]", "best[at[node]]"),
+        ("said(child, depth + 1)", "said(node, depth + 1)"),
+        ("best[at[node + 1]]", "best[node + 1]"),
         ("is_leaf = False", "is_leaf = True"),
         ("wanted = child, depth + 1, True,", "wanted = child, depth + 1, False,"),
         ("num_accepted[row] = depth", "num_accepted[row] = count"),
     ],
 )
 def test_a_mutation_of_the_greedy_walk_is_noticed(old, new):
-    text = inspect.getsource(inspect.getmodule(walk_greedily))
+    text = inspect.getsource(inspect.getmodule(walk_on_host))
     assert text.count(old) == 1
-    module = {}
-    exec(compile(text.replace(old, new), "mutant", "exec"), module)
     with pytest.raises((AssertionError, IndexError)):
-        check_random_trees(by_argmax(module["walk_greedily"]))
+        check_random_trees(by_argmax(mutant(text.replace(old, new)).walk_on_host))
+
+
+def mutant(text):
+    module = types.ModuleType("mutant")
+    sys.modules["mutant"] = module  # dataclasses look their module up
+    exec(compile(text, "mutant", "exec"), module.__dict__)
+    return module
+
+
+def check_host_against_the_long_way(host):
+    """Trees of sequences that are greedy, seeded and drawn by coins, at several temperatures: the same verdict."""
+    noise, generator = random.Random(3), torch.Generator().manual_seed(3)
+    temperatures = [0.7, 1.0, 0.0, 1.6]
+    for vocab in (5, 300):
+        rows = []
+        for _ in temperatures:
+            parents = [noise.randint(-1, node - 1) for node in range(7)]
+            depth = []
+            for parent in parents:
+                depth.append(1 if parent < 0 else depth[parent] + 1)
+            rows.append(([noise.randrange(5) for _ in parents], parents, depth))
+        draft = batch_of(rows, width=7)
+        row_of, nodes = flatten(draft)
+        logits = torch.randn(len(nodes.seq), vocab, generator=generator)
+        logits[:, :5] += 6  # drafts are mostly of these
+        for trial in range(40):
+            key, committed = torch.arange(4) + 10 * trial, torch.arange(4) * 7 + trial
+            seeded = [trial % 2 == index % 2 for index in range(4)]
+            draws = Draws.of(key, committed, nodes.seq.tolist(), [t == 0 for t in temperatures], seeded)
+            controls = Controls(temperature=torch.tensor(temperatures), fallback=torch.zeros(4, dtype=torch.int64))
+            told = verify(draft, logits, row_of, nodes, controls, draws, max_depth=7)
+            voices = [
+                host.Voice(*of) for of in zip(temperatures, key.tolist(), committed.tolist(), seeded, strict=True)
+            ]
+            found = host.walk_on_host(draft, logits, row_of, 7, voices)
+            for name in ("tokens", "num_accepted", "path", "kinds"):
+                assert getattr(found, name).tolist() == getattr(told, name).tolist()
+
+
+def test_the_walk_on_the_host_says_what_the_long_way_says():
+    check_host_against_the_long_way(inspect.getmodule(walk_on_host))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("committed + depth", "committed"),
+        ("torch.tensor([node])", "torch.tensor([depth])"),
+        ("Lane.GUMBEL", "Lane.WALK"),
+        ("self.temperature != 1", "self.temperature > 1"),
+        ("values[at[node + 1]]", "values[node + 1]"),
+        ("voices[row]", "voices[0]"),
+        ("self.temperature == 0", "self.temperature < 0.8"),
+    ],
+)
+def test_a_mutation_of_what_is_drawn_on_the_host_is_noticed(old, new):
+    text = inspect.getsource(inspect.getmodule(walk_on_host))
+    assert text.count(old) == 1
+    with pytest.raises((AssertionError, IndexError)):
+        check_host_against_the_long_way(mutant(text.replace(old, new)))
 
 
 def test_the_greedy_walk_of_nothing_drafted_is_plain_decoding():
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 0.0]])
-    verdict = walk_greedily(Draft.empty(2), logits, torch.tensor([[1], [0]]), 0)
+    verdict = walk_on_host(Draft.empty(2), logits, torch.tensor([[1], [0]]), 0, None)
     assert verdict.tokens.tolist() == [[0], [1]]
     assert verdict.kinds.tolist() == [[Kind.BONUS]] * 2
     assert verdict.num_accepted.tolist() == [0, 0]
@@ -360,6 +422,16 @@ def test_a_coin_picks_by_cumulative_p_in_a_large_vocabulary():
         assert _pick_batch(torch.softmax(logits, -1)[None], torch.tensor([coin], dtype=torch.float64)).tolist() == [
             expected
         ]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 12.0])
+def test_a_seed_s_token_has_the_highest_sum_of_all_though_few_are_looked_at(spread):
+    generator = torch.Generator().manual_seed(2)
+    logits = spread * torch.randn(100, 3000, generator=generator)
+    logits[torch.rand(100, 3000, generator=generator) < 0.3] = -math.inf
+    seeds, positions = torch.arange(100) * 77, torch.arange(100) + 5
+    expected = (logits + rng.gumbel(seeds, positions, 3000)).argmax(-1)
+    assert pick_seeded(logits, seeds, positions).tolist() == expected.tolist()
 
 
 def test_a_seed_draws_from_p():

@@ -18,7 +18,7 @@ from paceline.draft import Draft, Proposal, Verdict, packed_to
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
-from paceline.verify.greedy import walk_greedily
+from paceline.verify.host import Voice, walk_on_host
 
 WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their own
 
@@ -47,8 +47,9 @@ class Sampler:
         """
         controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
         deepest = int(draft.depth.max()) if draft.width else 0
-        if controls.neutral and logits.is_cpu and self.shortcut and wanted is None:
-            return walk_greedily(draft, logits, row_of, deepest)
+        if logits.is_cpu and self.shortcut and wanted is None and draft.q is None and not controls.changes:
+            voices = None if controls.neutral else [_voice(sequence, ahead) for sequence in sequences]
+            return walk_on_host(draft, logits, row_of, deepest, voices)
         owners: SequenceOf[int] = range(draft.batch)
         if draft.width:
             needs_path = controls.penalties is not None or controls.bad_words is not None
@@ -126,3 +127,8 @@ def _bush(width: int) -> Draft:
     """All nodes hang from the root."""
     chain = _chain(width)
     return replace(chain, parents=torch.full_like(chain.parents, -1), depth=torch.ones_like(chain.depth))
+
+
+def _voice(sequence: Sequence, ahead: int) -> Voice:
+    temperature = 0.0 if sequence.params.greedy else float(sequence.params.temperature or 0.0)
+    return Voice(temperature, sequence.noise_key, len(sequence.tokens) + ahead, sequence.seed is not None)

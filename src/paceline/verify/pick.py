@@ -7,6 +7,7 @@ coin, and never one of weight 0.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.rng import Lane, bits, gumbel, gumbel_row
+from paceline.rng import Lane, bits, gumbel, gumbel_from, unit_row
 from paceline.verify.processors import argmax, probabilities
 
 BLOCK = 256
+SLACK = np.float32(1.001)  # for the rounding of what is left out: too many are no harm
 
 
 def pick(logits: Tensor, coins: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     if not logits.is_cpu:
         return argmax(logits + gumbel(seed, position, logits.shape[1]).to(logits.dtype))
     keys = bits(Lane.GUMBEL, seed, position).tolist()
-    return torch.tensor([_pick_seeded(*row) for row in zip(logits.numpy(), keys, strict=True)])
+    return torch.tensor([pick_seeded_row(*row) for row in zip(logits.numpy(), keys, strict=True)])
 
 
 def _row_by_row(values: Tensor) -> bool:
@@ -74,12 +76,18 @@ def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
     return block * BLOCK + min(offset, int(np.flatnonzero(inside)[-1]))
 
 
-def _pick_seeded(logits: np.ndarray[Any, Any], key: int) -> int:
-    """Of one row (V,). Noise is the costly part: only the tokens the filters left get any."""
-    left = _left(logits)
-    if left is None:
-        return int(np.argmax(gumbel_row(key, np.arange(logits.shape[0])) + logits))
-    return int(left[np.argmax(gumbel_row(key, left) + logits[left])])
+def pick_seeded_row(logits: np.ndarray[Any, Any], key: int) -> int:
+    """`pick_seeded` of one row (V,). Logarithms are the costly part: only tokens that can beat the likeliest one's sum
+    need theirs."""
+    units, best = unit_row(key, _tokens(logits.shape[0])), int(logits.argmax())
+    reached = logits[best] + gumbel_from(units[best : best + 1])[0]
+    left = np.flatnonzero(units <= SLACK * np.exp(logits - reached))
+    return int(left[np.argmax(gumbel_from(units[left]) + logits[left])])
+
+
+@functools.lru_cache(4)
+def _tokens(vocab_size: int) -> np.ndarray[Any, Any]:
+    return np.arange(vocab_size, dtype=np.uint32)
 
 
 def _left(logits: np.ndarray[Any, Any]) -> Any:

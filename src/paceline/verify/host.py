@@ -1,0 +1,100 @@
+"""The walk on the host where no filter, penalty or bias changes the logits: a token is drawn only where it comes by.
+
+A step's other work runs from caches the pass has emptied, where a small tensor operation takes many times as long as
+it should; this is the most common step, so it takes as few of them as it can. Every token is the very one the long way
+draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft, Kind, Verdict
+from paceline.rng import Lane, bits, coin
+from paceline.verify.pick import pick, pick_seeded_row
+
+Row = np.ndarray[Any, Any]  # (V,) logits
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """How a sequence draws its tokens."""
+
+    temperature: float  # 0: the highest logit
+    key: int
+    committed: int  # tokens when the step starts
+    seeded: bool
+
+    def says(self, logits: Row, node: int, depth: int) -> int:
+        """At a node of its draft, whose depth that is; -1 and 0 at the root."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        tempered = logits - logits.max()
+        if self.temperature != 1:
+            info = np.finfo(tempered.dtype)
+            tempered /= tempered.dtype.type(min(max(self.temperature, float(info.tiny)), float(info.max)))
+        key, committed = torch.tensor([self.key]), torch.tensor([self.committed])
+        if self.seeded:  # the noise belongs to the position the token will take
+            return pick_seeded_row(tempered, int(bits(Lane.GUMBEL, key, committed + depth)))
+        return int(pick(torch.from_numpy(tempered)[None], coin(Lane.WALK, key, committed, torch.tensor([node]))))
+
+
+def walk_on_host(
+    draft: Draft, logits: Tensor, row_of: Tensor, max_depth: int, voices: Sequence[Voice] | None
+) -> Verdict:
+    """`walk` by what is said of raw logits (R, V) in the host's memory; of equal siblings the first one counts.
+
+    `voices` by row of the draft; None: all are greedy.
+    """
+    values, batch = logits.numpy(), draft.batch
+    tokens = np.full((batch, max_depth + 1), -1, np.int64)
+    kinds = np.full((batch, max_depth + 1), int(Kind.PAD), np.uint8)
+    path = np.full((batch, max_depth), -1, np.int64)
+    num_accepted = np.zeros(batch, np.int64)
+    best = values.argmax(-1) if voices is None else None
+    if not draft.width and best is not None:
+        tokens[:, 0], kinds[:, 0] = best[row_of.numpy()[:, 0]], int(Kind.BONUS)
+        return _verdict(tokens, num_accepted, path, kinds)
+    drafts = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.num_nodes.tolist(), strict=True)
+    for row, (at, (drafted, parents, count)) in enumerate(zip(row_of.tolist(), drafts, strict=True)):
+        said = _sayings(values, at, best, None if voices is None else voices[row])
+        node, depth, is_leaf, wanted = -1, 0, True, said(-1, 0)
+        for child in range(count):  # nodes come after their parents
+            if parents[child] != node:
+                continue
+            is_leaf = False
+            if drafted[child] == wanted:
+                tokens[row, depth], kinds[row, depth], path[row, depth] = wanted, int(Kind.DRAFTED), child
+                node, depth, is_leaf, wanted = child, depth + 1, True, said(child, depth + 1)
+        tokens[row, depth] = wanted
+        kinds[row, depth] = int(Kind.BONUS if is_leaf else Kind.RECOVERED)
+        num_accepted[row] = depth
+    return _verdict(tokens, num_accepted, path, kinds)
+
+
+def _sayings(values: Row, at: Sequence[int], best: Row | None, voice: Voice | None) -> Callable[[int, int], int]:
+    """What is said at a node of a certain depth; `at`: which row of logits belongs to which node."""
+    if voice is None:
+        assert best is not None
+        return lambda node, depth: int(best[at[node + 1]])
+    return lambda node, depth: voice.says(values[at[node + 1]], node, depth)
+
+
+def _verdict(
+    tokens: np.ndarray[tuple[int, int], np.dtype[np.int64]],
+    num_accepted: np.ndarray[tuple[int], np.dtype[np.int64]],
+    path: np.ndarray[tuple[int, int], np.dtype[np.int64]],
+    kinds: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+) -> Verdict:
+    return Verdict(
+        tokens=torch.from_numpy(tokens),
+        num_accepted=torch.from_numpy(num_accepted),
+        path=torch.from_numpy(path),
+        kinds=torch.from_numpy(kinds),
+    )
