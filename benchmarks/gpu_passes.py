@@ -17,6 +17,9 @@ from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
 
 BLOCK = 16
+CROWDS = ((8, 9), (16, 9), (16, 16), (32, 5), (64, 1), (64, 5), (128, 1))  # sequences, rows of each
+SMALL_CROWDS = tuple((sequences, 1) for sequences in (2, 4, 8, 16, 32, 64))
+SHORT = 300
 GOALS = {(1, 1024): 4.1, (8, 1024): 4.4, (32, 1024): 4.5, (64, 1024): 4.7}
 
 
@@ -58,6 +61,11 @@ class Bench:
 
     def chain(self, first: int, count: int) -> PassPlan:
         return self.rows([0] * count, list(range(first, first + count)))
+
+    def crowd(self, sequences: int, rows: int, context: int) -> PassPlan:
+        owners = [sequence for sequence in range(sequences) for _ in range(rows)]
+        plan = self.rows(owners, list(range(context, context + rows)) * sequences)
+        return replace(plan, block_tables=self.tables[:sequences])
 
     def forward(self, tokens: Tensor, plan: PassPlan, chosen: Sequence[int] | None = None) -> Tensor:
         rows = torch.arange(len(tokens)) if chosen is None else torch.tensor(list(chosen))
@@ -161,6 +169,24 @@ def passes(subject: Subject) -> dict[str, Any]:
     if torch.cuda.is_available():
         for rows, context in ((1, min(contexts[0], longest)), (64, longest)):
             found[f"kernels {rows}@{context}"] = profile(bench, rows, context)
+    return found
+
+
+def crowd(subject: Subject) -> dict[str, Any]:
+    """Passes of batches: the yardstick's over drafts of many sequences, the small model's over a token of each."""
+    context = 40 if subject.tiny else SHORT
+    found: dict[str, Any] = {}
+    for name, decoder, sizes in (
+        ("yardstick", subject.yardstick, CROWDS),
+        ("small", subject.small, SMALL_CROWDS),
+    ):
+        sizes = sizes[:2] if subject.tiny else sizes
+        bench = Bench(decoder, context + max(rows for _, rows in sizes), max(sequences for sequences, _ in sizes))
+        for sequences, rows in sizes:
+            plan, tokens = bench.crowd(sequences, rows, context), torch.randint(0, 500, (sequences * rows,))
+            ms = device_ms(lambda bench=bench, plan=plan, tokens=tokens: bench.forward(tokens, plan))
+            found[f"{name} {sequences}x{rows}"] = ms
+            print(f"   {name}: {sequences:>3} sequences of {rows:>2} rows at {context}: {ms:7.3f} ms", flush=True)
     return found
 
 
@@ -274,6 +300,7 @@ def bare(subject: Subject) -> dict[str, Any]:
 PASS_PARTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "bits": bits,
     "passes": passes,
+    "crowd": crowd,
     "prefill": prefill,
     "numerics": numerics,
     "bare": bare,

@@ -134,6 +134,43 @@ def test_the_product_of_q_k_and_v_rotates_and_stores_as_the_kernels_apart_do(
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["plain", "gated", "rotary"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_tiles_through_the_copy_engine_give_the_same_bits(kernels: TritonKernels, kind: str, swapped: bool) -> None:
+    rows, q_heads, kv_heads, dim = 70, 3, 1, 32
+    width = (q_heads + 2 * kv_heads) * dim
+    weight, x = kernels.pack(torch.randn(width, 128) / 8, torch.randn(width)), torch.randn(rows, 128)
+    (cos, sin), at = rotary_tables(dim, rows), ints(list(range(rows)))
+    results = []
+    for boxes in (False, True):
+        cache = LayerCache(*torch.zeros(2, rows, kv_heads, dim))
+        rotary = Rotary(at, at, cos, sin, cache.k, cache.v) if kind == "rotary" else None
+        tile = Tile(64, 64, 64, 4, 2, swapped, boxes)
+        results.append((linear(x, weight, gated=kind == "gated", rotary=rotary, tile=tile), cache.k, cache.v))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "rotary"])
+def test_a_tile_of_two_parts_gives_what_one_of_one_gives(kernels: TritonKernels, kind: str) -> None:
+    rows, q_heads, kv_heads, dim = 70, 3, 1, 32
+    width = (q_heads + 2 * kv_heads) * dim
+    weight, x = kernels.pack(torch.randn(width, 128) / 8, torch.randn(width)), torch.randn(rows, 128)
+    (cos, sin), at = rotary_tables(dim, rows), ints(list(range(rows)))
+    results = []
+    for m in (32, 48):
+        cache = LayerCache(*torch.zeros(2, rows, kv_heads, dim))
+        rotary = Rotary(at, at, cos, sin, cache.k, cache.v) if kind == "rotary" else None
+        tile = Tile(m, 64, 64, 4, 2, boxes=True)
+        results.append((linear(x, weight, gated=kind == "gated", rotary=rotary, tile=tile), cache.k, cache.v))
+    for pair in zip(*results, strict=True):
+        assert_close(*pair)
+
+
+def test_a_tile_that_cannot_come_through_the_copy_engine_comes_by_pointers(kernels: TritonKernels) -> None:
+    weight, x = kernels.pack(torch.randn(40, 80) / 9), torch.randn(70, 80)  # no whole number of steps of 64
+    assert_close(linear(x, weight, tile=Tile(48, 64, 64, 4, 2, boxes=True)), x.double() @ weight.weight.double().T)
+
+
 def test_half_products_are_summed_in_fp32(kernels: TritonKernels) -> None:
     """In float16: the interpreter does not know how to transpose bfloat16."""
     x, weight = torch.randn(4, 256).half(), torch.randn(32, 256).half()
@@ -220,6 +257,8 @@ def test_where_the_work_is_cut_does_not_matter(
 def test_tiles_are_runs_of_one_sequence_cut_to_fit() -> None:
     tile, begin, count = tiles_of(np.array([0] * 40 + [1] + [2] * 3), group=4)
     assert (tile, begin.tolist(), count.tolist()) == (128, [0, 32, 40, 41], [32, 8, 1, 3])
+    tile, begin, count = tiles_of(np.array([0, 1, 2]), group=4)
+    assert (tile, begin.tolist(), count.tolist()) == (16, [0, 1, 2], [1, 1, 1])
 
 
 # ---- a whole pass ----------------------------------------------------------------------------------------------------

@@ -30,8 +30,10 @@ KEYS = 64  # of a block
 EARLY = 16  # blocks, in chunks of half the size
 CHUNK = 8  # blocks
 SPLIT_BLOCKS = 40  # a pass of no more blocks than this, over all its tiles of 64 rows, is cut block by block
-PROGRAMS = 528  # about four for every multiprocessor
+PROGRAMS = 512  # about four for every multiprocessor
 MOST_SPLITS = 68
+NARROW = 16  # q rows of a tile where every sequence has one token: more of them are cut block by block
+TILE = 64
 WIDE_FROM = 64  # q rows of a sequence: more take tiles of twice as many
 MOST_INT = (1 << 31) - 1  # elements of a cache addressed with 32 bits
 HEADER = 4  # ints before the tiles: width of the block tables, whether a unit is a block, most units of a tile
@@ -94,7 +96,10 @@ def tiles_of(sequence: np.ndarray[Any, Any], group: int) -> tuple[int, np.ndarra
     """
     starts = np.flatnonzero(np.diff(sequence, prepend=-1))
     lengths = np.diff(starts, append=len(sequence))
-    tile = 128 if int(lengths.max(initial=0)) * group > WIDE_FROM else 64
+    longest = int(lengths.max(initial=0))
+    tile = TILE if longest * group <= WIDE_FROM else 2 * TILE
+    if longest == 1 < len(lengths) and group <= NARROW:
+        tile = NARROW
     if group > tile:
         raise ValueError(f"{group} query heads for one K/V head: at most {tile} are supported")
     per_tile = tile // group
@@ -141,8 +146,12 @@ def attention(
     if rows == 0:
         return out
     padded = max(triton.next_power_of_2(dim), 16)
+    tile = max(division.tile, TILE)
+    light = padded * q.element_size() <= 256
+    flat, wide = division.direct and tile == TILE and light, tile > TILE and light
     stages = 2 if padded * q.element_size() <= 512 else 1
-    wide = division.tile > 64 and padded * q.element_size() <= 256
+    if flat and padded > 64:
+        stages = 3  # the third is the block table's
     shape = {
         "DIM": dim,
         "PADDED": padded,
@@ -176,11 +185,12 @@ def attention(
         log2_scale,
         rows,
         division.num_tiles,
-        TILE=division.tile,
+        TILE=tile,
         DIRECT=division.direct,
+        FLAT=flat,
         WIDE=cache.k.numel() > MOST_INT,
         LAST_STAGES=stages if wide else 1,
-        num_warps=division.tile // 16,
+        num_warps=tile // 16,
         num_stages=stages,
         maxnreg=128 if wide else None,  # so that two programs share a multiprocessor
         **shape,
@@ -343,6 +353,73 @@ def store_states(sums, stats, part_row, used, high, total, values, DIM: tl.const
     tl.store(stats + part_row * 2 + 1, total, mask=used)
 
 
+@triton.jit
+def fold_tiles(high, total, values, more_high, more_total, more_values):
+    """Of every row of a tile: the states of two disjoint sets of keys as one."""
+    top, keep, add = levels(high, more_high)
+    folded = ()
+    parts: tl.constexpr = len(values)
+    for part in tl.static_range(parts):
+        folded = joined(folded, tl.fma(values[part], keep[:, None], more_values[part] * add[:, None]))
+    return top, tl.fma(total, keep, more_total * add), folded
+
+
+@triton.jit
+def walk(
+    q_row,
+    position,
+    end,
+    used,
+    first_block,
+    last,
+    table,
+    queries,
+    k_cache,
+    v_cache,
+    out,
+    kv_head,
+    log2_scale,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    EARLY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """All of a tile's context in one loop, states in registers: loads never pause where a chunk ends."""
+    empty = nothing(used.shape[0], PADDED, PARTS)
+    whole_high, whole_total, whole_values = empty
+    high, total, values = empty
+    for block in range(first_block, tl.cdiv(last, KEYS)):
+        key = block * KEYS + tl.arange(0, KEYS)
+        there = key < last
+        page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
+        if WIDE:
+            page = page.to(tl.int64)
+        at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
+        visible = key[None, :] < end[:, None]
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        high, total, values = one_block(
+            high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS
+        )
+        if first_of(chunk_of(block, EARLY, CHUNK) + 1, EARLY, CHUNK) == block + 1:
+            whole_high, whole_total, whole_values = fold_tiles(
+                whole_high, whole_total, whole_values, high, total, values
+            )
+            high, total, values = empty
+    whole_high, whole_total, whole_values = fold_tiles(whole_high, whole_total, whole_values, high, total, values)
+    for part in tl.static_range(PARTS):
+        at_dim = part * (PADDED // PARTS) + tl.arange(0, PADDED // PARTS)
+        place = out + q_row[:, None] * DIM + at_dim[None, :]
+        result = (whole_values[part] / whole_total[:, None]).to(out.dtype.element_ty)
+        tl.store(place, result, mask=used[:, None] & (at_dim < DIM)[None, :])
+
+
 @triton.jit(do_not_specialize=["rows", "num_tiles"])
 def _shared(
     q,
@@ -361,6 +438,7 @@ def _shared(
     num_tiles,
     TILE: tl.constexpr,
     DIRECT: tl.constexpr,
+    FLAT: tl.constexpr,
     WIDE: tl.constexpr,
     LAST_STAGES: tl.constexpr,
     DIM: tl.constexpr,
@@ -410,61 +488,90 @@ def _shared(
     if WINDOW > 0:
         full = 0
     release(OVERLAP)  # not before: programs of the next kernel would take the place of some of this one's
-    whole_high = tl.full((TILE,), float("-inf"), tl.float32)
-    whole_total = tl.zeros((TILE,), tl.float32)
-    for nth in range(tl.program_id(1), num_units - first_unit, tl.num_programs(1)):
-        unit = first_unit + nth if DIRECT else num_units - 1 - nth  # the long chunks first
-        high, total, values = nothing(TILE, PADDED, PARTS)
-        # Read again, so that the compiler does not keep every address of the results in registers meanwhile.
-        begin_again = tl.load(tiles + 4 + tile, volatile=True)
-        first_block = tl.where(by_block, unit, first_of(unit, EARLY, CHUNK))
-        end_block = tl.where(by_block, unit + 1, tl.minimum(first_of(unit + 1, EARLY, CHUNK), num_blocks))
-        for block in range(first_block, tl.minimum(end_block, full)):
-            key = block * KEYS + tl.arange(0, KEYS)
-            page = tl.load(table + key // BLOCK_SIZE)
-            if WIDE:
-                page = page.to(tl.int64)
-            at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
-            high, total, values = one_block(
-                high, total, values, queries, k_cache, v_cache, at, None, None, log2_scale, DIM, PADDED, PARTS
-            )
-        for block in tl.range(tl.maximum(first_block, full), end_block, num_stages=LAST_STAGES):
-            key = block * KEYS + tl.arange(0, KEYS)
-            there = key < last
-            page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
-            if WIDE:
-                page = page.to(tl.int64)
-            at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
-            visible = key[None, :] < end[:, None]
-            if WINDOW > 0:
-                visible = visible & (key[None, :] > position[:, None] - WINDOW)
-            high, total, values = one_block(
-                high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS
-            )
-        if DIRECT:
-            one = num_units <= first_unit + 1
-            top, keep, add = levels(whole_high, high)
-            whole_total = tl.where(one, total, tl.fma(whole_total, keep, total * add))
-            whole_high = top
-            for part in tl.static_range(PARTS):
-                at_dim = part * (PADDED // PARTS) + tl.arange(0, PADDED // PARTS)
-                place = sums + q_row[:, None] * DIM + at_dim[None, :]
-                mask = used[:, None] & (at_dim < DIM)[None, :]
-                result = values[part]
-                if not one:
-                    again = mask & (tl.where(unit > first_unit, DIM, 0) > at_dim)[None, :]
-                    before = tl.load(place, mask=again, other=0.0)
-                    result = tl.fma(before, keep[:, None], result * add[:, None])
-                    if unit < num_units - 1:
-                        tl.store(place, result, mask=mask)
-                if unit == num_units - 1:
-                    result = result / whole_total[:, None]
-                    tl.store(out + q_row[:, None] * DIM + at_dim[None, :], result.to(out.dtype.element_ty), mask=mask)
-            tl.debug_barrier()
-        else:
-            row = (begin_again + lane // GROUP).to(tl.int64)
-            part_row = unit * stride + row * heads + kv_head * GROUP + lane % GROUP
-            store_states(sums, stats, part_row, used, high, total, values, DIM, PADDED)
+    if FLAT:
+        walk(
+            q_row,
+            position,
+            end,
+            used,
+            first_of(first_unit, EARLY, CHUNK),
+            last,
+            table,
+            queries,
+            k_cache,
+            v_cache,
+            out,
+            kv_head,
+            log2_scale,
+            DIM,
+            PADDED,
+            PARTS,
+            KV_HEADS,
+            BLOCK_SIZE,
+            KEYS,
+            EARLY,
+            CHUNK,
+            WINDOW,
+            WIDE,
+        )
+    else:
+        whole_high = tl.full((TILE,), float("-inf"), tl.float32)
+        whole_total = tl.zeros((TILE,), tl.float32)
+        for nth in range(tl.program_id(1), num_units - first_unit, tl.num_programs(1)):
+            unit = first_unit + nth if DIRECT else num_units - 1 - nth  # the long chunks first
+            high, total, values = nothing(TILE, PADDED, PARTS)
+            # Read again, so that the compiler does not keep every address of the results in registers meanwhile.
+            begin_again = tl.load(tiles + 4 + tile, volatile=True)
+            first_block = tl.where(by_block, unit, first_of(unit, EARLY, CHUNK))
+            end_block = tl.where(by_block, unit + 1, tl.minimum(first_of(unit + 1, EARLY, CHUNK), num_blocks))
+            for block in range(first_block, tl.minimum(end_block, full)):
+                key = block * KEYS + tl.arange(0, KEYS)
+                page = tl.load(table + key // BLOCK_SIZE)
+                if WIDE:
+                    page = page.to(tl.int64)
+                at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
+                high, total, values = one_block(
+                    high, total, values, queries, k_cache, v_cache, at, None, None, log2_scale, DIM, PADDED, PARTS
+                )
+            for block in tl.range(tl.maximum(first_block, full), end_block, num_stages=LAST_STAGES):
+                key = block * KEYS + tl.arange(0, KEYS)
+                there = key < last
+                page = tl.load(table + key // BLOCK_SIZE, mask=there, other=0)
+                if WIDE:
+                    page = page.to(tl.int64)
+                at = (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM
+                visible = key[None, :] < end[:, None]
+                if WINDOW > 0:
+                    visible = visible & (key[None, :] > position[:, None] - WINDOW)
+                high, total, values = one_block(
+                    high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale, DIM, PADDED, PARTS
+                )
+            if DIRECT:
+                one = num_units <= first_unit + 1
+                top, keep, add = levels(whole_high, high)
+                whole_total = tl.where(one, total, tl.fma(whole_total, keep, total * add))
+                whole_high = top
+                for part in tl.static_range(PARTS):
+                    at_dim = part * (PADDED // PARTS) + tl.arange(0, PADDED // PARTS)
+                    place = sums + q_row[:, None] * DIM + at_dim[None, :]
+                    mask = used[:, None] & (at_dim < DIM)[None, :]
+                    result = values[part]
+                    if not one:
+                        again = mask & (tl.where(unit > first_unit, DIM, 0) > at_dim)[None, :]
+                        before = tl.load(place, mask=again, other=0.0)
+                        result = tl.fma(before, keep[:, None], result * add[:, None])
+                        if unit < num_units - 1:
+                            tl.store(place, result, mask=mask)
+                    if unit == num_units - 1:
+                        result = result / whole_total[:, None]
+                        tl.store(
+                            out + q_row[:, None] * DIM + at_dim[None, :], result.to(out.dtype.element_ty), mask=mask
+                        )
+                tl.debug_barrier()
+            else:
+                row = (begin_again + lane // GROUP).to(tl.int64)
+                part_row = unit * stride + row * heads + kv_head * GROUP + lane % GROUP
+                store_states(sums, stats, part_row, used, high, total, values, DIM, PADDED)
 
 
 @triton.jit(do_not_specialize=["rows", "path_width"])

@@ -4,33 +4,44 @@ Every output adds k = 0..15, 16..31, ... in that order in fp32, whatever the til
 time into the same accumulator. A deep and narrow weight is summed in two segments of k, added at the end: that is a
 property of the weight, not of the pass, so programs of their own may take them when rows are few. So a row's bits
 depend neither on the rows beside it nor on how many there are. Up to 64 rows share one tile and a pass costs about the
-time to read the weights; more rows take larger tiles. Which operand is the left one makes no difference either.
+time to read the weights; more rows take larger tiles, up to 192 rows of them. Which operand is the left one makes no
+difference either, nor does the way it comes: by pointers, or through the copy engine in boxes.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.models.triton.elementwise import rotate, sum_segments
-from paceline.models.triton.launch import overlapped, release, wait
+from paceline.models.triton.launch import fetch, overlapped, release, wait
 
 FEW_ROWS = 64
+SMALL = 1 << 22  # a weight of no more numbers is asked for before the kernel before is over
+APART_ROWS = 256  # up to so many, segments are summed by programs of their own
 
 
 @dataclass(frozen=True)
 class Tile:
-    m: int
+    m: int  # rows: a power of two, or where boxes are read the sum of two
     n: int
     k: int
     warps: int
     stages: int
     swapped: bool = False  # weights are the tensor cores' left operand, so that few rows need a narrow tile only
+    boxes: bool = False  # both operands come through the copy engine
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Rows that are summed together: a weight is read once for both."""
+        most = 1 << (self.m.bit_length() - 1)
+        return most, self.m - most
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ def linear(
     x = x if x.is_contiguous() else x.contiguous()
     dim, kv_heads = (1, 0) if rotary is None else (rotary.k_cache.shape[2], rotary.k_cache.shape[1])
     width = n // 2 if gated else n - 2 * kv_heads * dim
-    apart = weight.segments > 1 and rows <= FEW_ROWS  # segments are summed by programs of their own
+    apart = weight.segments > 1 and rows <= APART_ROWS
     into = x.new_empty((weight.segments, rows, n), dtype=torch.float32) if apart else out
     if into is None:
         into = x.new_empty((rows, width), dtype=out_dtype or x.dtype)
@@ -91,9 +102,14 @@ def linear(
         return into
     tile = tile or tile_for(rows, n, k, x.element_size())
     length = k // weight.segments
+    part, more = tile.parts
+    boxes = tile.boxes and length % tile.k == 0 and x.data_ptr() % 16 == 0 and dim & (dim - 1) == 0
+    if more and not boxes:
+        tile, more = replace(tile, m=part), 0
     _linear[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n), weight.segments if apart else 1)](
-        x,
-        weight.weight,
+        TensorDescriptor(x, [rows, k], [k, 1], [part, tile.k]) if boxes else x,
+        TensorDescriptor(x, [rows, k], [k, 1], [more, tile.k]) if more else x,
+        _box(weight.weight, tile, gated, dim, kv_heads) if boxes else weight.weight,
         weight.bias if weight.bias is not None else weight.weight,
         into,
         rows,
@@ -101,7 +117,8 @@ def linear(
         k,
         *((x,) * 6 if rotary is None else (rotary.positions, rotary.slots, rotary.cos, rotary.sin)),
         *(() if rotary is None else (rotary.k_cache, rotary.v_cache)),
-        BM=tile.m,
+        BM=part,
+        MORE=more,
         BN=tile.n,
         BK=tile.k,
         GATED=gated,
@@ -109,9 +126,11 @@ def linear(
         KV_HEADS=kv_heads,
         BIASED=weight.bias is not None and not apart,
         EVEN_K=length % tile.k == 0,
+        BOXES=boxes,
         SWAPPED=tile.swapped,
         SEGMENTS=weight.segments,
         APART=apart,
+        LINES=triton.next_power_of_2(triton.cdiv(k, 64)) if n * k <= SMALL else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlapped(overlap),
@@ -119,6 +138,17 @@ def linear(
     if not apart or in_segments:
         return into
     return add_segments(into, weight.bias, out_dtype or x.dtype, out, overlap=overlap)
+
+
+def _box(weight: Tensor, tile: Tile, gated: bool, dim: int, kv_heads: int) -> TensorDescriptor:
+    """A tile's rows of the weight, in the order the kernel wants them: (..., 2, BK) where they come in pairs."""
+    n, k = weight.shape
+    if gated:
+        return TensorDescriptor(weight, [n // 2, 2, k], [k, n // 2 * k, 1], [tile.n // 2, 2, tile.k])
+    if kv_heads:
+        shape, strides = [n // dim, dim // 2, 2, k], [dim * k, k, dim // 2 * k, 1]
+        return TensorDescriptor(weight, shape, strides, [max(tile.n // dim, 1), min(tile.n, dim) // 2, 2, tile.k])
+    return TensorDescriptor(weight, [n, k], [k, 1], [tile.n, tile.k])
 
 
 def add_segments(
@@ -163,16 +193,30 @@ def tile_for(rows: int, n: int, k: int, itemsize: int) -> Tile:
         m = 16 if rows <= 16 else 32
         return Tile(m, 64, _divisor(k, 128), 4, 4 if n >= 16384 else 6, swapped=True)
     if n >= 16384:
-        return Tile(FEW_ROWS, 128, _divisor(k, 128), 8, 4)
-    if n > 4096:
-        return Tile(FEW_ROWS, 64, _divisor(k, 128), 4, 5)
-    return Tile(FEW_ROWS, 64, _divisor(k, 128), 4, 4, swapped=True)
+        return _boxes(FEW_ROWS, 128, k, 128, 4, 4)
+    return _boxes(FEW_ROWS, 64, k, 64, 4, 8) if n > 4096 else _boxes(FEW_ROWS, 64, k, 128, 4, 5)
 
 
 def _many_rows(rows: int, n: int, k: int) -> Tile:
-    if triton.cdiv(rows, 128) * triton.cdiv(n, 128) < 64:  # not half of the chip
+    """A row too many for a tile costs as much as a tile of them, so tiles of 192 serve up to 192 and 384."""
+    if n < 4096 and triton.cdiv(rows, 128) * triton.cdiv(n, 128) < 64:  # not half of the chip
         return Tile(FEW_ROWS, 32, _divisor(k, 128), 4, 4)
-    return Tile(128, 256, _divisor(k, 64), 8, 3) if n >= 16384 else Tile(128, 128, _divisor(k, 64), 8, 4)
+    thrice = 128 < rows <= 192 or 256 < rows <= 384
+    if n >= 16384:
+        if thrice:
+            return _boxes(192, 256, k, 64, 8, 3)
+        return _boxes(128, 256, k, 64, 8, 4) if rows <= 256 or n >= 32768 else _boxes(128, 128, k, 64, 8, 5)
+    if rows <= 128:
+        return _boxes(128, 64, k, 128, 4, 4)
+    if rows <= 192:
+        return _boxes(192, 64, k, 64, 4, 4)
+    if n > 4096:
+        return _boxes(192, 128, k, 64, 8, 4) if thrice else _boxes(128, 128, k, 64, 8, 5)
+    return _boxes(128, 128, k, 128, 8, 3) if rows <= APART_ROWS else _boxes(128, 128, k, 64, 8, 5)
+
+
+def _boxes(m: int, n: int, k: int, step: int, warps: int, stages: int) -> Tile:
+    return Tile(m, n, _divisor(k, step), warps, stages, boxes=True)
 
 
 def _divisor(k: int, most: int) -> int:
@@ -202,9 +246,109 @@ def sum_of_products(x_at, w_at, used, at_k, begin, end, EVEN_K: tl.constexpr, SW
     return total
 
 
+@triton.jit
+def sum_of_boxes(
+    x,
+    more_x,
+    weight,
+    at_m,
+    block_n,
+    begin,
+    end,
+    BM: tl.constexpr,
+    MORE: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GATED: tl.constexpr,
+    DIM: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
+    """The same through descriptors of x and the weight, for BM rows and MORE."""
+    MORE_ROWS: tl.constexpr = MORE if MORE > 0 else 16
+    more = tl.zeros((MORE_ROWS, BN), dtype=tl.float32)
+    total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), dtype=tl.float32)
+    for first in range(begin, end, BK):
+        a = x.load([at_m, first])
+        if GATED:
+            b = tl.reshape(weight.load([block_n * (BN // 2), 0, first]), (BN, BK))
+        elif DIM > 1:
+            at = block_n * (BN // 2)
+            b = tl.reshape(weight.load([at // (DIM // 2), at % (DIM // 2), 0, first]), (BN, BK))
+        else:
+            b = weight.load([block_n * BN, first])
+        if SWAPPED:
+            total = tl.dot(b, tl.trans(a), total, input_precision="ieee")
+        else:
+            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        if MORE > 0:
+            more = tl.dot(more_x.load([at_m + BM, first]), tl.trans(b), more, input_precision="ieee")
+    return total, more
+
+
+@triton.jit
+def finish(
+    total,
+    at_m,
+    at_n,
+    block_n,
+    bias,
+    out,
+    rows,
+    n,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """Gate and store the sums of rows `at_m`."""
+    BM: tl.constexpr = total.shape[0]
+    BN: tl.constexpr = total.shape[1]
+    if BIASED:
+        total += tl.load(bias + at_n).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
+        total = gate / (1.0 + tl.exp(-gate)) * up
+        lane = block_n * (BN // 2) + tl.arange(0, BN // 2)
+        width = n // 2
+    else:
+        lane = block_n * BN + tl.arange(0, BN)
+        width = n
+    row = at_m.to(tl.int64)
+    if APART:
+        row += tl.program_id(1).to(tl.int64) * rows
+    place = out + row[:, None] * width + lane[None, :]
+    mask = (at_m < rows)[:, None] & (lane < width)[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def turn(total, at_m, used, slot, pair, c, s, out, k_cache, v_cache, n, DIM: tl.constexpr, KV_HEADS: tl.constexpr):
+    """Rotate q and k of rows `at_m`; store q, and k and v in their slots."""
+    BM: tl.constexpr = total.shape[0]
+    BN: tl.constexpr = total.shape[1]
+    first, second = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
+    first, second = first.to(out.dtype.element_ty), second.to(out.dtype.element_ty)
+    turned_first, turned_second = rotate(first, second, c, s)
+    head = pair // (DIM // 2)
+    q_heads = n // DIM - 2 * KV_HEADS
+    place = at_m.to(tl.int64)[:, None] * (q_heads * DIM) + (head * DIM + pair % (DIM // 2))[None, :]
+    mine = used[:, None] & (head < q_heads)[None, :]
+    tl.store(out + place, turned_first, mask=mine)
+    tl.store(out + place + DIM // 2, turned_second, mask=mine)
+    kept = (slot >= 0)[:, None]
+    place = slot[:, None] * (KV_HEADS * DIM) + ((head - q_heads) * DIM + pair % (DIM // 2))[None, :]
+    mine = kept & ((head >= q_heads) & (head < q_heads + KV_HEADS))[None, :]
+    tl.store(k_cache + place, turned_first, mask=mine)
+    tl.store(k_cache + place + DIM // 2, turned_second, mask=mine)
+    place -= KV_HEADS * DIM
+    mine = kept & ((head >= q_heads + KV_HEADS) & (pair < n // 2))[None, :]
+    tl.store(v_cache + place, first, mask=mine)
+    tl.store(v_cache + place + DIM // 2, second, mask=mine)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
     x,
+    more_x,
     weight,
     bias,
     out,
@@ -218,6 +362,7 @@ def _linear(
     k_cache,
     v_cache,
     BM: tl.constexpr,
+    MORE: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GATED: tl.constexpr,
@@ -225,14 +370,18 @@ def _linear(
     KV_HEADS: tl.constexpr,
     BIASED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    BOXES: tl.constexpr,
     SWAPPED: tl.constexpr,
     SEGMENTS: tl.constexpr,
     APART: tl.constexpr,
+    LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    tiles_m = tl.cdiv(rows, BM)
-    at_m = (tl.program_id(0) % tiles_m) * BM + tl.arange(0, BM)
+    tiles_m = tl.cdiv(rows, BM + MORE)
+    first_m = (tl.program_id(0) % tiles_m) * (BM + MORE)
+    at_m = first_m + tl.arange(0, BM)
     block_n = tl.program_id(0) // tiles_m
+    tl.static_assert(MORE == 0 or SEGMENTS == 1 or APART)
     column = tl.arange(0, BN)
     ROTATED: tl.constexpr = KV_HEADS > 0
     if GATED:  # gate and up of one output stand side by side, so that one thread holds both
@@ -250,10 +399,11 @@ def _linear(
         at_n = tl.where(inside, lane, 0).to(tl.int64)
     length = k // SEGMENTS
     begin = tl.program_id(1) * length if APART else 0
-    at_k = tl.arange(0, BK)
-    x_at = x + at_m.to(tl.int64)[:, None] * k + at_k[None, :]
-    w_at = weight + at_n[None, :] * k + at_k[:, None]
     used = at_m < rows
+    at_k = tl.arange(0, BK)
+    if not BOXES:
+        x_at = x + at_m.to(tl.int64)[:, None] * k + at_k[None, :]
+        w_at = weight + at_n[None, :] * k + at_k[:, None]
     release(OVERLAP)
     if ROTATED:
         pair = block_n * (BN // 2) + tl.arange(0, BN // 2)
@@ -262,51 +412,45 @@ def _linear(
         angle = position[:, None] * (DIM // 2) + (pair % (DIM // 2))[None, :]
         if BM <= 64:
             c, s = tl.load(cos + angle), tl.load(sin + angle)
+    if OVERLAP and LINES > 0 and not BOXES:
+        fetch(weight + at_n[:, None] * k + tl.minimum(tl.arange(0, LINES) * 64, k - 1)[None, :])
     wait(OVERLAP)
-    if SEGMENTS == 1 or APART:
-        total = sum_of_products(x_at, w_at, used, at_k, begin, begin + length, EVEN_K, SWAPPED, BK)
-    else:
-        total = tl.zeros((BN, BM) if SWAPPED else (BM, BN), dtype=tl.float32)
-        for segment in range(SEGMENTS):
-            at = segment * length
-            total += sum_of_products(x_at, w_at, used, at_k, at, at + length, EVEN_K, SWAPPED, BK)
+    INSIDE: tl.constexpr = 1 if APART else SEGMENTS
+    for segment in tl.static_range(INSIDE):
+        at = begin + segment * length
+        if BOXES:
+            part, more = sum_of_boxes(
+                x, more_x, weight, first_m, block_n, at, at + length, BM, MORE, BN, BK, GATED, DIM, SWAPPED
+            )
+        else:
+            part = sum_of_products(x_at, w_at, used, at_k, at, at + length, EVEN_K, SWAPPED, BK)
+        if segment == 0:
+            total = part
+        else:
+            total += part
     if SWAPPED:
         total = tl.trans(total)
-    if BIASED:
-        total += tl.load(bias + at_n).to(tl.float32)[None, :]
-    if GATED:
-        gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
-        result = gate / (1.0 + tl.exp(-gate)) * up
-        lanes = block_n * (BN // 2) + tl.arange(0, BN // 2)
-        place = out + at_m.to(tl.int64)[:, None] * (n // 2) + lanes[None, :]
-        tl.store(place, result.to(out.dtype.element_ty), mask=used[:, None] & (lanes < n // 2)[None, :])
-    elif ROTATED:
+    if ROTATED:
+        if BIASED:
+            total += tl.load(bias + at_n).to(tl.float32)[None, :]
         if BM > 64:  # they would have taken too many registers meanwhile
             c, s = tl.load(cos + angle), tl.load(sin + angle)
-        first, second = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
-        first, second = first.to(out.dtype.element_ty), second.to(out.dtype.element_ty)
-        turned_first, turned_second = rotate(first, second, c, s)
-        head = pair // (DIM // 2)
-        q_heads = n // DIM - 2 * KV_HEADS
-        place = at_m.to(tl.int64)[:, None] * (q_heads * DIM) + (head * DIM + pair % (DIM // 2))[None, :]
-        mine = used[:, None] & (head < q_heads)[None, :]
-        tl.store(out + place, turned_first, mask=mine)
-        tl.store(out + place + DIM // 2, turned_second, mask=mine)
-        kept = (slot >= 0)[:, None]
-        place = slot[:, None] * (KV_HEADS * DIM) + ((head - q_heads) * DIM + pair % (DIM // 2))[None, :]
-        mine = kept & ((head >= q_heads) & (head < q_heads + KV_HEADS))[None, :]
-        tl.store(k_cache + place, turned_first, mask=mine)
-        tl.store(k_cache + place + DIM // 2, turned_second, mask=mine)
-        place -= KV_HEADS * DIM
-        mine = kept & ((head >= q_heads + KV_HEADS) & (pair < n // 2))[None, :]
-        tl.store(v_cache + place, first, mask=mine)
-        tl.store(v_cache + place + DIM // 2, second, mask=mine)
+        turn(total, at_m, used, slot, pair, c, s, out, k_cache, v_cache, n, DIM, KV_HEADS)
     else:
-        row = at_m.to(tl.int64)
-        if APART:
-            row += tl.program_id(1).to(tl.int64) * rows
-        place = out + row[:, None] * n + lane[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
+        finish(total, at_m, at_n, block_n, bias, out, rows, n, GATED, BIASED, APART)
+    if MORE > 0:
+        at_more = first_m + BM + tl.arange(0, MORE)
+        if ROTATED:
+            if BIASED:
+                more += tl.load(bias + at_n).to(tl.float32)[None, :]
+            more_used = at_more < rows
+            more_slot = tl.load(slots + at_more, mask=more_used, other=-1).to(tl.int64)
+            more_position = tl.load(positions + at_more, mask=more_used, other=0).to(tl.int64)
+            more_angle = more_position[:, None] * (DIM // 2) + (pair % (DIM // 2))[None, :]
+            more_c, more_s = tl.load(cos + more_angle), tl.load(sin + more_angle)
+            turn(more, at_more, more_used, more_slot, pair, more_c, more_s, out, k_cache, v_cache, n, DIM, KV_HEADS)
+        else:
+            finish(more, at_more, at_n, block_n, bias, out, rows, n, GATED, BIASED, APART)
 
 
 @triton.jit(do_not_specialize=["rows"])
