@@ -35,6 +35,7 @@ class Shape(NamedTuple):
 def verifying(sequences: int, most_rows: int, nodes: int) -> Iterator[Shape]:
     """What a target computes for up to so many sequences with up to so many drafted nodes each."""
     for count in _sizes(sequences, most_rows):
+        yield Shape((1,) * count)
         for rows in _totals(count, min(count * (1 + nodes), most_rows)):
             for counts in _spread(count, rows, 1 + nodes):
                 yield Shape(counts)
