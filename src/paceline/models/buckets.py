@@ -1,7 +1,7 @@
 """The shapes passes are padded to: few, since each is recorded once, and apart where padding would cost time.
 
-Products take up to 16, 32 and 64 rows in one tile and more in tiles of 128, so numbers of rows between are padded for
-next to nothing; attention skips tiles without rows, and the width of a tree's paths is only memory.
+Products take up to 16, 32, 64, 128 and 192 rows in one tile and more in several, so numbers of rows between are padded
+for next to nothing; attention skips tiles without rows, and the width of a tree's paths is only memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import bisect
 import functools
 from dataclasses import dataclass
 
-STEPS = (1, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+STEPS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 BEYOND = 512  # of more rows: multiples of this
 TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PATHS = (0, 64)
