@@ -48,6 +48,7 @@ CONFIG = ModelConfig(
     max_positions=96,
     tie_embeddings=True,
 )
+SHALLOW = replace(CONFIG, num_layers=1)  # passes have tests of their own
 CUT = Cut(rows=3, keys=16, splits=4)
 
 
@@ -137,7 +138,7 @@ class Scene:
             torch.testing.assert_close(mine.v, theirs.v, rtol=0.0, atol=0.05)
 
 
-@pytest.mark.parametrize(("length", "lag"), [(2, 1), (2, 2), (15, 1), (16, 2), (17, 1), (40, 2), (65, 1)])
+@pytest.mark.parametrize(("length", "lag"), [(2, 1), (2, 2), (16, 2), (17, 1), (65, 1)])
 def test_it_says_what_passes_say_and_writes_what_they_write(length: int, lag: int) -> None:
     scene = Scene()
     scene.check([scene.row(length, lag, 3)])
@@ -145,7 +146,7 @@ def test_it_says_what_passes_say_and_writes_what_they_write(length: int, lag: in
 
 @pytest.mark.parametrize("by_passes", [False, True])
 def test_rows_of_different_lengths_lags_and_counts_share_a_launch(by_passes: bool) -> None:
-    scene = Scene(by_passes=by_passes)
+    scene = Scene(SHALLOW if by_passes else CONFIG, by_passes=by_passes)
     rows = [scene.row(33, 2, 3), scene.row(2, 1, 3), scene.row(20, 1, 3 if by_passes else 1)]  # passes go on to the end
     scene.check(rows)
     scene.check(rows)  # again, over what it wrote
@@ -153,7 +154,7 @@ def test_rows_of_different_lengths_lags_and_counts_share_a_launch(by_passes: boo
 
 @pytest.mark.parametrize("by_passes", [False, True])
 def test_it_goes_on_behind_what_only_the_device_knows(by_passes: bool) -> None:
-    scene = Scene(by_passes=by_passes)
+    scene = Scene(SHALLOW, by_passes=by_passes)
     rows = [scene.row(length, 2, 3) for length in (20, 18, 33)]
     said, accepted, known = torch.full((4, 4), 77), torch.full((4,), 9), []
     for row, (which, more) in zip(rows, ((2, 1), (0, 4), (3, 2)), strict=True):
@@ -166,8 +167,8 @@ def test_it_goes_on_behind_what_only_the_device_knows(by_passes: bool) -> None:
 
 
 def test_a_row_without_blocks_for_all_that_is_drafted_writes_nowhere_else() -> None:
-    scene = Scene(by_passes=True)
-    short, long = scene.row(15, 1, 1), scene.row(17, 1, 6)
+    scene = Scene(SHALLOW, by_passes=True)
+    short, long = scene.row(15, 1, 1), scene.row(17, 1, 4)
     short = replace(short, blocks=short.blocks[:1])
     before = [layer.k.clone() for layer in scene.caches[1].layers]
     scene.chain.draft([short, long])
