@@ -52,6 +52,7 @@ class Commit:
     first: int  # position of the first computed token
     count: int
     taps: Tensor | None  # (count, T, H)
+    method: str = "none"  # whose draft was judged in this pass
 
 
 @dataclass(frozen=True)

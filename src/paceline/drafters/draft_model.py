@@ -80,7 +80,7 @@ class _Chains:
 class _Ahead:
     """Drafts begun behind a step under way, for the step after it."""
 
-    rows: dict[str, int]  # by sequence: row of the tokens
+    rows: dict[str, tuple[int, int]]  # by sequence: row of the tokens, and how many of them are its own
     tokens: Tensor  # (R, K)
     watch: Stopwatch | None  # None: its time says nothing
     ripe: bool = False  # the step they follow has been committed
@@ -146,6 +146,10 @@ class DraftModelDrafter:
             self._ahead = None if self._ahead.ripe else replace(self._ahead, ripe=True)
         for commit in commits:
             state = self._states[commit.sequence.key]
+            if commit.method != self.name:  # what was drafted here was never judged: its step was interrupted
+                state.unseen = None
+                if self._ahead is not None:
+                    self._ahead.rows.pop(commit.sequence.key, None)
             if state.unseen is not None:  # its own draft was judged, and is in the cache as far as it was accepted
                 state.valid = max(min(commit.first + commit.count, state.valid + state.unseen), state.valid)
                 state.unseen = None
@@ -192,9 +196,12 @@ class DraftModelDrafter:
         fresh = [i for i in greedy if i not in ready]
         if fresh:
             parts.append((fresh, self._by_chain([rows[i] for i in fresh])))
+            if ready and self._times is not None:
+                self._times = replace(self._times, watch=None)  # of two drafts one was timed
         others = [i for i in range(len(rows)) if i not in greedy]
         if others:
             parts.append((others, self._by_passes([rows[i] for i in others])))
+            self._times = None  # the host waited
         return Draft.merge(parts, len(rows), self._model.config.vocab_size)
 
     def draft_ahead(self, rows: SequenceOf[DraftRow], said: Said) -> None:
@@ -207,7 +214,7 @@ class DraftModelDrafter:
         asked = [self._chain_row(row.sequence, lag=READ, count=row.budget) for row in going]
         with Stopwatch(self._model.device) as watch:
             tokens = self._ask(chain, asked, replace(said, rows=[said.rows[at] for at in rows_of]))
-        where = {row.sequence.key: at for at, row in enumerate(going)}
+        where = {row.sequence.key: (at, row.budget) for at, row in enumerate(going)}
         self._ahead = _Ahead(where, tokens, watch if chain.warm else None)
 
     def _may_go_on(self, row: DraftRow) -> bool:
@@ -228,12 +235,15 @@ class DraftModelDrafter:
     def _begun(self, ahead: _Ahead, rows: SequenceOf[DraftRow]) -> Draft:
         """What was drafted ahead, as far as it is wanted."""
         self._times = Times(ahead.watch, ahead.tokens.shape[1], ahead=True)
-        at = [ahead.rows[row.sequence.key] for row in rows]
-        tokens, most = ahead.tokens, ahead.tokens.shape[1]
+        begun = [ahead.rows[row.sequence.key] for row in rows]
+        at, tokens = [at for at, _ in begun], ahead.tokens
         if at != list(range(len(tokens))):
             (index,) = packed_to(tokens.device, torch.tensor(at))
             tokens = tokens[index]
-        counts = [min(self._num_nodes(row), most, self._room(row.sequence) + 1) for row in rows]
+        counts = [
+            min(self._num_nodes(row), count, self._room(row.sequence) + 1)
+            for row, (_, count) in zip(rows, begun, strict=True)
+        ]
         return self._unseen(rows, tokens, counts)
 
     def _by_chain(self, rows: SequenceOf[DraftRow]) -> Draft:
@@ -279,11 +289,15 @@ class DraftModelDrafter:
         return next((chain for chain in self._chains if rows <= chain.most_rows), None)
 
     def _chain_row(self, sequence: Sequence, lag: int, count: int) -> ChainRow:
-        return ChainRow(sequence.tokens[-READ:], len(sequence.tokens) - READ, lag, count, sequence.blocks)
+        return ChainRow(sequence.tokens[-READ:], len(sequence.tokens) - READ, lag, count, self._blocks(sequence))
 
     def _room(self, sequence: Sequence) -> int:
         """Slots behind its tokens."""
-        return len(sequence.blocks) * self._block_size - len(sequence.tokens)
+        return len(self._blocks(sequence)) * self._block_size - len(sequence.tokens)
+
+    def _blocks(self, sequence: Sequence) -> list[int]:
+        """As many as the draft model's context needs: the target's may be longer."""
+        return sequence.blocks[: -(-self._model.config.max_positions // self._block_size)]
 
     def _is_close(self, sequence: Sequence) -> bool:
         """Whether so little is missing, and in one piece, that a chain reads it itself."""
@@ -421,9 +435,9 @@ class DraftModelDrafter:
         return self._model.forward(tokens, plan, self._caches, logit_rows).logits
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
-        width = max(len(sequence.blocks) for sequence in sequences)
-        tables = [sequence.blocks + [-1] * (width - len(sequence.blocks)) for sequence in sequences]
-        return torch.tensor(tables, dtype=torch.int32)
+        blocks = [self._blocks(sequence) for sequence in sequences]
+        width = max(map(len, blocks))
+        return torch.tensor([one + [-1] * (width - len(one)) for one in blocks], dtype=torch.int32)
 
     def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)

@@ -257,8 +257,8 @@ class AdaptivePolicy:
             self._probe(sequences, offers, choices, terms)
         drafting = ((sequences[index].key, choices[index]) for index in open_ended)
         self._drafting_now = {key: choice.method for key, choice in drafting if choice.budget}
-        self._made.drafts, self._made.asked = bool(self._drafting_now), bool(found)
-        if found:
+        self._made.drafts = bool(self._drafting_now)
+        if self._made.asked:
             self._asked_for = size_of(len(sequences))
         taken = self._clock() - began - (self._asking.spent_s - asked)
         if self._made.drafts:
@@ -296,6 +296,7 @@ class AdaptivePolicy:
             rest = [at for at in may if at not in due] if may_take > 0 and len(due) < len(may) else []
             asked = self._asking.in_turn(method, rest, may_take, together=not casts)
             if due or asked:
+                self._made.asked = True
                 with self._asking.timed(method, len(due), len(asked)):
                     for index in (*sorted(due), *asked):
                         if evidence := self._note_evidence(sequences[index], method):

@@ -126,7 +126,6 @@ class BlockManager:
         for sequence in sequences:
             if len(sequence.blocks) * size >= len(sequence.tokens) + size:
                 self.trim(sequence, max(len(sequence.tokens), sequence.reserved))
-                sequence.reserved = 0
             if self.prefix_caching:
                 self.publish(sequence)
 

@@ -47,7 +47,7 @@ class Committer:
         layout, watches, told = flight.layout, self._watches, bool(self._drafters.drafters)
         size, finished = self._scheduler.blocks.block_size, Status.FINISHED
         outputs: list[StepOutput] = []
-        computed: list[tuple[Sequence, int, int, Tensor | None]] = []
+        computed: list[tuple[Sequence, int, int, Tensor | None, str]] = []
         unsettled: list[Sequence] = []
         for index, row in enumerate(layout.rows):
             sequence, first, count, accepted = row.sequence, row.first, row.count, 0
@@ -74,7 +74,7 @@ class Committer:
             if row.budget or end % size < count:  # room was reserved for a draft, or a block is full
                 unsettled.append(sequence)
             if told:
-                computed.append((sequence, first, count, None if taps is None else taps(index, accepted)))
+                computed.append((sequence, first, count, None if taps is None else taps(index, accepted), row.method))
         self._drafters.commit(computed, self._scheduler.blocks)
         self._scheduler.blocks.settle(unsettled)
         for output in outputs:

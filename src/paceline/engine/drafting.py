@@ -75,6 +75,11 @@ class DrafterSet:
             return self._empty(len(rows))
         return Draft.merge(parts, len(rows), self._vocab_size)
 
+    @property
+    def ahead(self) -> frozenset[str]:
+        """Methods that may begin drafts behind a step under way."""
+        return frozenset(drafter.name for drafter in self._working() if isinstance(drafter, DraftsAhead))
+
     def draft_ahead(self, rows: SequenceOf[tuple[Row, int]], said: Said) -> None:
         """Rows whose drafts are judged in a step under way, with the nodes they may have in the next."""
         for drafter in self._working():
@@ -136,15 +141,17 @@ class DrafterSet:
                 with self._guarded(drafter):
                     drafter.overlap()
 
-    def commit(self, commits: SequenceOf[tuple[Sequence, int, int, Tensor | None]], blocks: BlockManager) -> None:
+    def commit(self, commits: SequenceOf[tuple[Sequence, int, int, Tensor | None, str]], blocks: BlockManager) -> None:
         """Tell every drafter what was computed, with its own taps, and mark the blocks it has completed."""
         for drafter in self._working():
             with self._guarded(drafter):
                 columns = [self.taps.index(tap) for tap in drafter.taps]
                 drafter.commit(
                     [
-                        Commit(sequence, first, count, None if taps is None or not columns else taps[:, columns])
-                        for sequence, first, count, taps in commits
+                        Commit(
+                            sequence, first, count, None if taps is None or not columns else taps[:, columns], method
+                        )
+                        for sequence, first, count, taps, method in commits
                     ]
                 )
                 if drafter.kv_layers:

@@ -87,10 +87,17 @@ class Engine:
         self.runs_ahead = model.device.type != "cpu" and not self.drafters.taps
         self._ahead: tuple[Batch, Flight] | None = None
         self._read_at = 0.0  # when the last step had been read
+        self._unfinished = False  # the last step was interrupted
 
     def step(self) -> list[StepOutput]:
         with torch_threads(self.model.torch_threads), says_what_to_lower(), no_collection():
-            return self._step()
+            if self._unfinished:  # a step was interrupted: who had said the last word leaves now
+                for sequence in [one for one in self.scheduler.running if one.finish_reason is not None]:
+                    self.scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
+            self._unfinished = True
+            outputs = self._step()
+            self._unfinished = False
+            return outputs
 
     def _step(self) -> list[StepOutput]:
         started = time.perf_counter()
@@ -104,7 +111,7 @@ class Engine:
             started = self._read_at  # the device went on from there
         ahead = self._launch_ahead(batch, flight)
         if ahead is None and self.runs_ahead and batch.num_drafted and self.policy.drafts_on():
-            self.runner.draft_ahead(flight, self.scheduler.drafting_on(batch))
+            self.runner.draft_ahead(flight, self.scheduler.drafting_on(batch, self.drafters.ahead))
         self.drafters.overlap()  # what may run while the device computes
         self.policy.meanwhile()
         outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish

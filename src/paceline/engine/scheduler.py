@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from paceline.config import EngineConfig
 from paceline.drafters import NONE
@@ -105,14 +105,16 @@ class Scheduler:
             self.blocks.allocate(sequence, len(sequence.tokens) + 1)
         return Batch(rows, num_tokens=len(rows), tables=self.blocks.tables(sequences)), going
 
-    def drafting_on(self, batch: Batch) -> list[tuple[int, int]]:
-        """Rows of a batch still computed that may draft as far again behind it, and how far.
+    def drafting_on(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
+        """Rows of a batch still computed that may draft as far again behind it by one of these methods, and how far.
 
-        Room for that is made where enough is left for everybody, and kept until the next step.
+        Room for that is made where enough is left for everybody, and kept until the next step is planned.
         """
         going = []
         for index, row in enumerate(batch.rows):
             sequence = row.sequence
+            if row.method not in methods:
+                continue
             # It will say one token at least, and the last one is the target's own.
             budget = min(row.budget, sequence.room - 2) if sequence.status is Status.RUNNING else 0
             end = min(len(sequence.tokens) + row.budget + 1 + budget, sequence.max_len)
@@ -134,6 +136,7 @@ class Scheduler:
             self._on_release(sequence)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
+            self._on_release(sequence)  # it may have been asked for a draft after it gave way
         self.blocks.free(sequence)
         self._arrival.pop(sequence.key, None)
         sequence.status = Status.FINISHED
@@ -150,6 +153,7 @@ class Scheduler:
         """Give the sequence its row, at younger ones' cost if need be; `reserved` tokens are promised to others."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
+        sequence.reserved = 0
         left, first = self.config.max_num_batched_tokens - batch.num_tokens, sequence.num_computed
         uncomputed = len(sequence.tokens) - first
         count = min(uncomputed, left)

@@ -129,9 +129,7 @@ class Decoder:
         chains: list[GreedyChain] = [] if at_once is None else [at_once]
         if self.graphs is not None:
             chains.append(PassChain(self.graphs, self.config, caches, block_size))
-        for chain in chains if self.device.type == "cuda" else ():
-            rehearse(chain, self.device)
-        return chains
+        return [chain for chain in chains if self.device.type == "cpu" or rehearse(chain, self.device)]
 
     def compute(
         self,

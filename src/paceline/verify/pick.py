@@ -82,6 +82,8 @@ def pick_seeded_row(logits: np.ndarray[Any, Any], key: int) -> int:
     units, best = unit_row(key, _tokens(logits.shape[0])), int(logits.argmax())
     reached = logits[best] + gumbel_from(units[best : best + 1])[0]
     left = np.flatnonzero(units <= SLACK * np.exp(logits - reached))
+    if not left.size:  # a logit that is no number
+        return best
     return int(left[np.argmax(gumbel_from(units[left]) + logits[left])])
 
 
