@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import pytest
 import torch
 
+from paceline.config import SpeculationConfig
+from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.engine.policy import Choice
 from paceline.models.chain import READ
 from paceline.models.plan import PassPlan
-from tests.drafters.contract_toys import FunctionModel, imitating, make_engine, params, plain, prompt_of, repeating, run
+from paceline.testing import toy_config
+from tests.drafters.contract_toys import (
+    VOCAB,
+    ByRequest,
+    FunctionModel,
+    imitating,
+    make_engine,
+    params,
+    plain,
+    prompt_of,
+    repeating,
+    run,
+)
 
 
 class ChainModel(FunctionModel):
@@ -47,7 +65,7 @@ class ChainModel(FunctionModel):
 
     def _continue(self, tokens, start, row):
         said = []
-        while len(said) < row.count:
+        while len(said) < row.count and start + len(tokens) <= len(row.blocks) * self.block_size:
             said.append(int(self._pass(tokens, start, row.blocks).argmax()))
             tokens, start = said[-1:], start + len(tokens)
         return said
@@ -133,8 +151,8 @@ def test_a_chain_that_fails_is_not_asked_again_and_nothing_of_it_is_trusted():
     assert sequence.stats.num_accepted_tokens > 0
 
 
-def ahead_engine(drafter, **options):
-    engine = make_engine([drafter], **options)
+def ahead_engine(drafter, others=(), **options):
+    engine = make_engine([drafter, *others], **options)
     engine.runs_ahead = True
     return engine
 
@@ -195,3 +213,77 @@ def test_a_draft_begun_for_a_step_that_was_interrupted_is_dropped(monkeypatch):
     assert len(model.asked) > asked, "it was drafted anew"
     request = (0, "a", prompt_of(0, 9), params(max_tokens=24))
     assert sequence.output_tokens == plain([request])["a"].output_tokens
+
+
+class Wavering(ByRequest):
+    """Another k for each sequence and step, and now and then another method or none."""
+
+    def __init__(self, methods, seed):
+        super().__init__({}, Choice())
+        self.methods, self.noise = methods, random.Random(seed)
+
+    def plan(self, sequences, other_rows, others_wait):
+        return [Choice(self.noise.choice(self.methods), self.noise.randint(0, 6)) for _ in sequences]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
+    """The model checks that every position it reads holds the token that stands there."""
+    model = ChainModel(imitating)
+    model.most_rows = 3
+    drafter = DraftModelDrafter(model)
+    other = DRAFTERS["ngram"](DrafterContext(model.config, torch.device("cpu"), SpeculationConfig()))
+    policy = Wavering([drafter.name, drafter.name, drafter.name, other.name], seed)
+    engine = ahead_engine(drafter, policy=policy, others=[other], max_num_seqs=3)
+    requests = [(2 * i, str(i), prompt_of(i, 5 + i), params(max_tokens=40)) for i in range(3)]
+    collect, noise = engine.committer.collect, random.Random(seed)
+
+    def now_and_then(flight):
+        if noise.random() < 0.1:
+            raise KeyboardInterrupt
+        return collect(flight)
+
+    engine.committer.collect = now_and_then
+    step = engine.step
+
+    def again():
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return step()
+
+    engine.step = again
+    sequences, _ = run(engine, requests)
+    assert model.ahead
+    assert engine.drafters.failures == 0
+    told = plain(requests)
+    assert all(sequence.output_tokens == told[name].output_tokens for name, sequence in sequences.items())
+
+
+def test_a_draft_model_with_a_shorter_context_drafts_to_its_end_and_no_further():
+    model = ChainModel(imitating, config=toy_config(VOCAB, max_positions=20))
+    engine = ahead_engine(DraftModelDrafter(model), k=3)
+    request = (0, "a", prompt_of(0, 9), params(max_tokens=30))
+    sequence = run(engine, [request])[0]["a"]
+    assert engine.drafters.failures == 0
+    assert model.ahead
+    assert sequence.output_tokens == plain([request])["a"].output_tokens
+
+
+def test_who_said_the_last_word_in_an_interrupted_step_leaves_at_the_next(monkeypatch):
+    engine = make_engine()
+    (sequence,) = engine.add_request("a", prompt_of(0, 5), params(max_tokens=4))
+    finish = engine.scheduler.finish
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, "finish", interrupted)
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.setattr(engine.scheduler, "finish", finish)
+    engine.step()
+    assert sequence.finished
+    assert not engine.has_work
+    assert sequence.num_output == 4

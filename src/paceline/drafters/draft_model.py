@@ -241,7 +241,7 @@ class DraftModelDrafter:
             (index,) = packed_to(tokens.device, torch.tensor(at))
             tokens = tokens[index]
         counts = [
-            min(self._num_nodes(row), count, self._room(row.sequence) + 1)
+            max(min(self._num_nodes(row), count, self._room(row.sequence) + 1), 0)
             for row, (_, count) in zip(rows, begun, strict=True)
         ]
         return self._unseen(rows, tokens, counts)

@@ -45,6 +45,8 @@ PACE_FADES = 0.9
 CHEAP, DEAR = 0.01, 0.1  # of a plain step: what a token drafted ahead is taken to cost before that was timed
 READ_AT_ONCE = 16  # tokens a drafter with a lag reads in about the time it drafts one
 READ_FOR = 16  # steps that what was read is taken to serve
+LEAVING = 0.95  # of what another method promises where a model drafts for most: its draft may have begun, and it must
+# read what others said when it is back
 PATIENT_TOKENS, SMALL_LAG, LAGS = 2, 8, 64  # a drafter that must read the prompt first does not delay the first tokens
 STANDS, STILL_THERE = 6, 0.9  # steps a plan serves at most, and the share of its sequences that must be left
 MANY = 16  # sequences: planning for them takes so long that a plan serves for two steps at least
@@ -357,6 +359,8 @@ class AdaptivePolicy:
                         if several
                         else float(bool(alive))
                     )
+                    if main not in (NONE, method) and not self._shadows.casts(main):
+                        rate *= LEAVING
                     known[alike] = rate, alive, its
                 if known[alike][0] > best:
                     best, survival, worth = known[alike]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.engine.cost import CostModel, Floats, Lines
+from paceline.engine.cost import CostModel, Floats, Lines, size_of
 
 # What a plan must promise over plain decoding. More in a batch where drafts are found here and there: of many estimates
 # those that promise too much are chosen. A model's drafts are all alike.
@@ -59,6 +59,7 @@ class Budget:
         self._allowance = 0.0  # steps that may be lost to learning what they cost
         self._trials = 0
         self._limit, self._plans = 0, -1  # where drafts that cost passes end
+        self._size = -1  # of the batch that was so for
         self.expected_gain: float | None = None  # what drafting promised over plain decoding
 
     @property
@@ -94,10 +95,11 @@ class Budget:
         """Nodes in order of worth, and the rate with the first 1, 2, ... of them.
 
         A token further ahead may cost its drafter a pass, however few want it: then it must end at some depth, which
-        is sought everywhere now and then, and else a step to either side of the last one.
+        is sought everywhere now and then and for another number of sequences, else a step to either side of the last.
         """
         self._plans += 1
-        near = 1 if self._plans % EVERYWHERE else len(DEPTHS)
+        before, self._size = self._size, size_of(terms.sequences)
+        near = 1 if self._plans % EVERYWHERE and before == self._size else len(DEPTHS)
         limits = range(max(self._limit - near, 0), min(self._limit + near + 1, len(DEPTHS))) if dear else (-1,)
         best: tuple[float, int, Any, Floats] | None = None
         for limit in limits:
