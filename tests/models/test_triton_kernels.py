@@ -216,7 +216,7 @@ def test_rope_and_store_matches_the_reference(
     torch.testing.assert_close(state.cache.k[others], before[others], rtol=0, atol=0, equal_nan=True)
 
 
-MIXED = [(0, 0), (1, 129), (1, 100), (2, 63), (2, 64), (3, 699), (3, 640), (3, 20)]
+MIXED = [(0, 0), (1, 129), (1, 100), (2, 63), (2, 64), (3, 339), (3, 320), (3, 20)]  # 339: the second chunk
 DRAFTED = [1, 3, 0, 9, 2, 40, 1, 5]
 
 
@@ -224,7 +224,7 @@ DRAFTED = [1, 3, 0, 9, 2, 40, 1, 5]
 def test_a_tree_node_has_the_bits_of_the_token_decoded_plainly(
     kernels: TritonKernels, kv_heads: int, group: int, dim: int, window: int | None
 ) -> None:
-    state = scene([1, 130, 66, 700], kv_heads, dim, spare=20)
+    state = scene([1, 130, 66, 340], kv_heads, dim, spare=20)
     q, plan = torch.randn(len(MIXED), kv_heads * group, dim), state.plan(MIXED)
     plain = kernels.attention(q, plan, state.cache, 0.2, window)
     assert_close(plain, reference_attention(q, plan, state.cache, 0.2, window))
@@ -305,7 +305,7 @@ def plan_of(positions: list[int], tables: Tensor) -> PassPlan:
 
 def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slot(kernels: TritonKernels) -> None:
     made = weights()
-    tokens, tables = torch.randint(0, 50, (21,)), torch.arange(3, dtype=torch.int32)[None]
+    tokens, tables = torch.randint(0, 50, (9,)), torch.arange(3, dtype=torch.int32)[None]
     results = []
     for each in (kernels, REFERENCE):
         decoder = Decoder(CONFIG, made, each, device=CPU, dtype=torch.float32)
@@ -313,19 +313,19 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
         for layer in cache.layers:
             layer.k.fill_(7.0)
             layer.v.fill_(7.0)
-        first = decoder.forward(tokens[:18], plan_of(list(range(18)), tables), cache.layers, torch.tensor([17]))
+        first = decoder.forward(tokens[:6], plan_of(list(range(6)), tables), cache.layers, torch.tensor([5]))
         kept = first.logits.clone()
         taps = (1, -1)
-        rest = decoder.forward(tokens[18:], plan_of([18, 19, 20], tables), cache.layers, torch.arange(3), taps)
+        rest = decoder.forward(tokens[6:], plan_of([6, 7, 8], tables), cache.layers, torch.arange(3), taps)
         assert rest.taps is not None
         assert rest.taps.shape == (3, 2, 32)
-        assert all(bool((layer.k[21:] == 7.0).all() and (layer.v[21:] == 7.0).all()) for layer in cache.layers)
+        assert all(bool((layer.k[9:] == 7.0).all() and (layer.v[9:] == 7.0).all()) for layer in cache.layers)
         results.append((kept, rest.logits, rest.taps))
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, 1e-4)
 
 
-@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("rows", [70])
 def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows: int) -> None:
     made, tokens = weights(), torch.randint(0, 50, (rows,))
     plan = plan_of(list(range(rows)), torch.arange(5, dtype=torch.int32)[None])
