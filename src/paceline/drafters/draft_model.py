@@ -420,18 +420,8 @@ class DraftModelDrafter:
         All of it comes from the host but tokens drawn a moment ago.
         """
         blocks = tables[owners, positions // self._block_size]
-        positions = positions.int()
-        plan = PassPlan(
-            positions=positions,
-            slots=blocks * self._block_size + positions % self._block_size,
-            sequence=owners.int(),
-            prefix=positions + 1,
-            path=positions.new_empty(len(positions), 0),
-            path_len=torch.zeros_like(positions),
-            block_tables=tables,
-            block_size=self._block_size,
-            max_len=max_len,
-        )
+        slots = blocks * self._block_size + positions % self._block_size
+        plan = PassPlan.in_order(positions, slots, owners, tables, self._block_size, max_len)
         return self._model.forward(tokens, plan, self._caches, logit_rows).logits
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:

@@ -68,26 +68,13 @@ class PassChain:
         missing = torch.tensor([at >= READ - row.lag for row in rows for at in range(READ)])
         blocks = tables[owners, positions // self._block_size]
         slots = torch.where(missing, blocks * self._block_size + positions % self._block_size, -1)
-        return tokens, self._plan(positions, slots, owners, tables, longest)
+        return tokens, PassPlan.in_order(positions, slots, owners, tables, self._block_size, longest)
 
     def _one_each(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
         """One row for each sequence, to be filled in on the device."""
         nothing = torch.zeros(len(rows), dtype=torch.int64)
-        return nothing, self._plan(nothing, nothing - 1, torch.arange(len(rows)), tables, longest)
-
-    def _plan(self, positions: Tensor, slots: Tensor, owners: Tensor, tables: Tensor, longest: int) -> PassPlan:
-        positions = positions.int()
-        return PassPlan(
-            positions=positions,
-            slots=slots.int(),
-            sequence=owners.int(),
-            prefix=positions + 1,
-            path=positions.new_empty(len(positions), 0),
-            path_len=torch.zeros_like(positions),
-            block_tables=tables,
-            block_size=self._block_size,
-            max_len=longest,
-        )
+        owners = torch.arange(len(rows))
+        return nothing, PassPlan.in_order(nothing, nothing - 1, owners, tables, self._block_size, longest)
 
     @staticmethod
     def _tables(rows: Sequence[ChainRow]) -> Tensor:

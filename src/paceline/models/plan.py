@@ -32,6 +32,24 @@ class PassPlan:
     max_len: int  # the largest positions + 1, known on the host
     work: object = None  # how the kernels cut the pass, where they prepared that beforehand; theirs alone
 
+    @staticmethod
+    def in_order(
+        positions: Tensor, slots: Tensor, sequence: Tensor, block_tables: Tensor, block_size: int, max_len: int
+    ) -> PassPlan:
+        """Of rows without drafted ancestors: each sees what stands before it through the block table."""
+        positions = positions.int()
+        return PassPlan(
+            positions=positions,
+            slots=slots.int(),
+            sequence=sequence.int(),
+            prefix=positions + 1,
+            path=positions.new_empty(len(positions), 0),
+            path_len=torch.zeros_like(positions),
+            block_tables=block_tables,
+            block_size=block_size,
+            max_len=max_len,
+        )
+
     def to(self, device: torch.device) -> PassPlan:
         if self.positions.device == device:
             return self
