@@ -528,13 +528,13 @@ def test_whatever_ends_it_between_answers_keeps_what_was_measured(reason: type[B
 def test_ctrl_c_during_an_answer_ends_it_at_once() -> None:
     main = threading.main_thread().ident
     assert main is not None
-    with FakeServer(tokens=100, chunk_s=0.02) as server:
+    with FakeServer(tokens=1, chunk_s=0.02) as server:
         timer = threading.Timer(0.25, signal.pthread_kill, [main, signal.SIGINT])
-        timer.start()
-        server.behaviour.tokens = 1  # answers that warm up are short, those of prompts are long
 
         def slow_down(done: float, total: float, what: str) -> None:
-            server.behaviour.tokens = 1 if what == "warming up" else 100
+            if done == 1 and what != "warming up":  # the second answer is long, and interrupted well within it
+                server.behaviour.tokens = 100
+                timer.start()
 
         measured = bench(server, prompts(2), max_tokens=100, on_progress=slow_down)
         timer.join()
