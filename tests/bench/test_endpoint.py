@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -525,6 +526,15 @@ def test_whatever_ends_it_between_answers_keeps_what_was_measured(reason: type[B
     assert cell(measured).answers == 2
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that runs the tests in the background has them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_an_answer_ends_it_at_once() -> None:
     main = threading.main_thread().ident
     assert main is not None
