@@ -17,8 +17,10 @@ from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
+from paceline.models.chain import READ
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
+from paceline.models.plan import PassPlan
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.testing import context_logits, toy_config
@@ -74,6 +76,65 @@ class FunctionModel:
         return ModelOutput(torch.tensor(logits, dtype=torch.float32).view(len(contexts), self.config.vocab_size), None)
 
 
+class ChainModel(FunctionModel):
+    """Offers a chain that makes passes of its own, and remembers what it was asked."""
+
+    warm = True
+
+    def __init__(self, logits_of, *, most_rows=2, **options):
+        super().__init__(logits_of, **options)
+        self.most_rows = most_rows
+        self.asked, self.ahead = [], []
+        self.broken = False
+
+    def greedy_chains(self, caches, block_size):
+        self.caches, self.block_size = caches, block_size
+        return [self]
+
+    def check(self):
+        if self.broken:
+            raise RuntimeError("waited in vain")
+
+    def draft(self, rows, said=None):
+        assert len(rows) <= self.most_rows
+        if said is None:
+            self.asked.append([(row.lag, row.count) for row in rows])
+            drafts = [self._continue(list(row.tokens[-row.lag :]), row.start + READ - row.lag, row) for row in rows]
+        else:
+            self.ahead.append([row.count for row in rows])
+            drafts = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
+        count = max(row.count for row in rows)
+        return torch.tensor([draft + [0] * (count - len(draft)) for draft in drafts])
+
+    def _behind(self, row, said, which):
+        more = said.tokens[which, : int(said.num_accepted[which]) + 1].tolist()
+        tokens = [*row.tokens, *more]
+        return self._continue(tokens[-READ:], row.start + len(tokens) - READ, row)
+
+    def _continue(self, tokens, start, row):
+        said = []
+        while len(said) < row.count and start + len(tokens) <= len(row.blocks) * self.block_size:
+            said.append(int(self._pass(tokens, start, row.blocks).argmax()))
+            tokens, start = said[-1:], start + len(tokens)
+        return said
+
+    def _pass(self, tokens, start, blocks):
+        positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
+        tables = torch.tensor([blocks], dtype=torch.int32)
+        plan = PassPlan(
+            positions=positions,
+            slots=tables[0][positions // self.block_size] * self.block_size + positions % self.block_size,
+            sequence=torch.zeros_like(positions),
+            prefix=positions + 1,
+            path=positions.new_empty(len(tokens), 0),
+            path_len=torch.zeros_like(positions),
+            block_tables=tables,
+            block_size=self.block_size,
+            max_len=start + len(tokens),
+        )
+        return self.forward(torch.tensor(tokens), plan, self.caches, torch.tensor([len(tokens) - 1])).logits[0]
+
+
 def read_contexts(plan, caches, rows):
     if not len(rows):
         return []
@@ -125,11 +186,13 @@ def context_for(config, **options):
     )
 
 
+AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
     "suffix": lambda config: DRAFTERS["suffix"](context_for(config)),
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
+    AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
 
 
@@ -155,19 +218,21 @@ class ByRequest(Choosing):
         return self.choices.get(sequence.request_id, self.default)
 
 
-def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, **config):
+def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, ahead=False, **config):
     """The first drafter drafts for everyone, unless a policy says otherwise."""
     model = model or FunctionModel(repeating, toy_config(VOCAB, eos_token_ids=eos))
     if policy is None and drafters:
         policy = ByRequest({}, Choice(drafters[0].name, k))
     defaults = {"block_size": 4, "num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return Engine(
+    engine = Engine(
         model,
         EngineConfig(**{**defaults, **config}),
         drafters=drafters,
         policy=policy,
         tokenizer=tokenizer or Letters(),
     )
+    engine.runs_ahead = ahead
+    return engine
 
 
 def params(**options):

@@ -22,6 +22,7 @@ from paceline.engine.policy import Choice
 from paceline.models.decoder import ModelOutput
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
+    AHEAD,
     MAKERS,
     VOCAB,
     ByRequest,
@@ -42,6 +43,7 @@ from tests.drafters.contract_toys import (
 )
 
 METHODS = list(DRAFTERS)
+WAYS = [*METHODS, AHEAD]
 FALSE_ALARM = 1e-6  # of each statistical test
 
 
@@ -51,7 +53,7 @@ def every(requests):
 
 def check(method, requests, *, k=4, drafter=None, **options):
     """Speculative equals plain, token for token, and both accepts and rejects occurred. Returns the sequences."""
-    engine = make_engine([drafter or make_drafter(method)], k=k, **options)
+    engine = make_engine([drafter or make_drafter(method)], k=k, ahead=method == AHEAD, **options)
     sequences, outputs = run(engine, requests)
     own = {name: value for name, value in options.items() if name in ("eos", "max_model_len")}
     for name, alone in plain(requests, **own).items():
@@ -70,15 +72,18 @@ def test_every_method_can_be_made():
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_greedy_output_is_the_plain_one(method, k):
     requests = every([(prompt_of(i, 3 + 4 * i), params(max_tokens=40)) for i in range(4)])
-    sequences, _ = check(method, requests, k=k)
+    drafter = make_drafter(method)
+    sequences, _ = check(method, requests, k=k, drafter=drafter)
     assert exercised(sequences.values())
+    if method == AHEAD:
+        assert len(drafter._model.ahead) > 2, "drafts were begun behind steps under way"
 
 
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_seed_gives_the_plain_output(method, k):
     requests = every([(prompt_of(i, 9), params(max_tokens=40, temperature=0.7, seed=i)) for i in range(4)])
     sequences, _ = check(method, requests, k=k)
@@ -112,7 +117,7 @@ WISHES = {
 
 
 @pytest.mark.parametrize("wish", WISHES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(method, wish):
     """`plain` decodes one token a pass, through the same parameters."""
     samplings = [{}, {"temperature": 0.8, "seed": 5}, {}, {"temperature": 0.4, "seed": 7}]
@@ -241,7 +246,7 @@ def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(wante
     assert engine.drafters.failures == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_preemption_in_mid_draft_loses_nothing(method):
     requests = every([(prompt_of(i, 6), params(max_tokens=26)) for i in range(4)])
     sequences, _ = check(method, requests, num_blocks=12, max_num_seqs=4)
@@ -280,7 +285,7 @@ def test_a_prefix_hit_changes_nothing(method):
     assert engine.drafters.failures == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_stop_token_inside_an_accepted_run_ends_the_answer_there(method):
     inside = 0
     for stop in range(VOCAB):
@@ -291,7 +296,7 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_answer_there(method):
     assert inside > 0, "no stop token was ever drafted"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_eos_inside_an_accepted_run_ends_the_answer_there(method):
     inside = 0
     for eos in range(VOCAB):
@@ -302,7 +307,7 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(method):
     assert inside > 0, "EOS was never drafted"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_stop_string_inside_an_accepted_run_ends_the_text_there(method):
     request = (prompt_of(0, 12), params(max_tokens=40))
     text = Letters().decode(plain(every([request]))["0"].output_tokens)
@@ -314,14 +319,14 @@ def test_a_stop_string_inside_an_accepted_run_ends_the_text_there(method):
             assert sequences["0"].text == text[: text.index(wish["stop"][0]) + 3 * include]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_every_remainder_of_max_tokens_is_met_exactly(method):
     for max_tokens in range(1, 16):
         sequences, _ = check(method, every([(prompt_of(0, 12), params(max_tokens=max_tokens))]), k=5)
         assert sequences["0"].num_output == max_tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_full_context_ends_the_answer(method):
     for length in range(25, 31):
         sequences, _ = check(method, every([(prompt_of(0, 9), params())]), k=6, max_model_len=length)
@@ -329,7 +334,7 @@ def test_a_full_context_ends_the_answer(method):
         assert sequences["0"].finish_reason == "length"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_prompt_of_one_token(method):
     check(method, every([([token], params(max_tokens=20)) for token in range(4)]))
 

@@ -12,12 +12,11 @@ from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engine.policy import Choice
-from paceline.models.chain import READ
-from paceline.models.plan import PassPlan
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
     VOCAB,
     ByRequest,
+    ChainModel,
     FunctionModel,
     imitating,
     make_engine,
@@ -27,64 +26,6 @@ from tests.drafters.contract_toys import (
     repeating,
     run,
 )
-
-
-class ChainModel(FunctionModel):
-    """Offers a chain that makes passes of its own, and remembers what it was asked."""
-
-    most_rows, warm = 2, True
-
-    def __init__(self, logits_of, **options):
-        super().__init__(logits_of, **options)
-        self.asked, self.ahead = [], []
-        self.broken = False
-
-    def greedy_chains(self, caches, block_size):
-        self.caches, self.block_size = caches, block_size
-        return [self]
-
-    def check(self):
-        if self.broken:
-            raise RuntimeError("waited in vain")
-
-    def draft(self, rows, said=None):
-        assert len(rows) <= self.most_rows
-        if said is None:
-            self.asked.append([(row.lag, row.count) for row in rows])
-            drafts = [self._continue(list(row.tokens[-row.lag :]), row.start + READ - row.lag, row) for row in rows]
-        else:
-            self.ahead.append([row.count for row in rows])
-            drafts = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
-        count = max(row.count for row in rows)
-        return torch.tensor([draft + [0] * (count - len(draft)) for draft in drafts])
-
-    def _behind(self, row, said, which):
-        more = said.tokens[which, : int(said.num_accepted[which]) + 1].tolist()
-        tokens = [*row.tokens, *more]
-        return self._continue(tokens[-READ:], row.start + len(tokens) - READ, row)
-
-    def _continue(self, tokens, start, row):
-        said = []
-        while len(said) < row.count and start + len(tokens) <= len(row.blocks) * self.block_size:
-            said.append(int(self._pass(tokens, start, row.blocks).argmax()))
-            tokens, start = said[-1:], start + len(tokens)
-        return said
-
-    def _pass(self, tokens, start, blocks):
-        positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
-        tables = torch.tensor([blocks], dtype=torch.int32)
-        plan = PassPlan(
-            positions=positions,
-            slots=tables[0][positions // self.block_size] * self.block_size + positions % self.block_size,
-            sequence=torch.zeros_like(positions),
-            prefix=positions + 1,
-            path=positions.new_empty(len(tokens), 0),
-            path_len=torch.zeros_like(positions),
-            block_tables=tables,
-            block_size=self.block_size,
-            max_len=start + len(tokens),
-        )
-        return self.forward(torch.tensor(tokens), plan, self.caches, torch.tensor([len(tokens) - 1])).logits[0]
 
 
 def test_greedy_rows_draft_at_once_and_read_one_or_two_tokens():
