@@ -35,7 +35,7 @@ QUESTIONS = (
 )
 
 
-FIXED_K, ROUNDS = (2, 4, 8), 3
+FIXED_K, ROUNDS = (4, 8, 16), 3
 FORMS = (
     "Explain {} to a child.",
     "Write a short story about {}.",
