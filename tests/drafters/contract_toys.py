@@ -187,6 +187,8 @@ def context_for(config, **options):
 
 
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
+# Steps are launched before the one before is told, as on a device.
+EARLY = {"ngram, launched early": "ngram", "suffix, launched early": "suffix"}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
@@ -194,6 +196,7 @@ MAKERS = {
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
+MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}
 
 
 def make_drafter(method, config=None):

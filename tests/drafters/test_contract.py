@@ -23,6 +23,7 @@ from paceline.models.decoder import ModelOutput
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
     AHEAD,
+    EARLY,
     MAKERS,
     VOCAB,
     ByRequest,
@@ -43,7 +44,8 @@ from tests.drafters.contract_toys import (
 )
 
 METHODS = list(DRAFTERS)
-WAYS = [*METHODS, AHEAD]
+WAYS = [*METHODS, AHEAD, *EARLY]
+DEVICE = {AHEAD, *EARLY}  # ways that run ahead of the host
 FALSE_ALARM = 1e-6  # of each statistical test
 
 
@@ -53,7 +55,7 @@ def every(requests):
 
 def check(method, requests, *, k=4, drafter=None, **options):
     """Speculative equals plain, token for token, and both accepts and rejects occurred. Returns the sequences."""
-    engine = make_engine([drafter or make_drafter(method)], k=k, ahead=method == AHEAD, **options)
+    engine = make_engine([drafter or make_drafter(method)], k=k, ahead=method in DEVICE, **options)
     sequences, outputs = run(engine, requests)
     own = {name: value for name, value in options.items() if name in ("eos", "max_model_len")}
     for name, alone in plain(requests, **own).items():

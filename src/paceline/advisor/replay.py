@@ -31,6 +31,7 @@ from paceline.engine.drafting import READ_AHEAD, DrafterSet
 from paceline.engine.engine import Engine
 from paceline.engine.layout import Layout, Span, lay_out
 from paceline.engine.model_runner import Flight, ModelRunner
+from paceline.engine.policy import StepReport
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
 
@@ -172,12 +173,10 @@ class ReplayEngine(Engine):
         self._host.watch(self.policy, "plan", "observe", "meanwhile")
         self._host.watch(self.drafters, "commit", "overlap")
 
-    def _learn(
-        self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float, *, ahead: bool = False
-    ) -> None:
+    def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> StepReport:
         took = self.runner.step_s + self._host.take()
         self.now += took
-        super()._learn(batch, flight, outputs, took)
+        return super()._report(batch, flight, outputs, took)
 
 
 @dataclass(kw_only=True)

@@ -6,12 +6,12 @@ Tokens past a stop never existed: they are not in the output, the text or the st
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from paceline.drafters import Drafter
 from paceline.engine.batch import StepOutput
-from paceline.engine.drafting import DrafterSet
+from paceline.engine.drafting import Computed, DrafterSet
 from paceline.engine.model_runner import Flight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText
@@ -25,6 +25,16 @@ class _Watch:
     text: OutputText | None
     ends: frozenset[int]  # tokens
     quiet: bool  # nothing but its tokens is asked of it: neither text nor logprobs
+
+
+@dataclass(slots=True)
+class Collected:
+    """A step whose tokens stand, up to those that end their sequence; what they mean is not told yet."""
+
+    flight: Flight
+    outputs: list[StepOutput] = field(default_factory=list)
+    rows: list[tuple[int, int, StepOutput | None]] = field(default_factory=list)  # index, tokens computed, what it said
+    ends: bool = False  # a sequence has said its last
 
 
 class Committer:
@@ -41,78 +51,117 @@ class Committer:
     def forget(self, sequence: Sequence) -> None:
         self._watches.pop(sequence.key, None)
 
-    def collect(self, flight: Flight) -> list[StepOutput]:
-        """The one device-to-host copy of the step, then bookkeeping."""
-        verdicts, taps = flight.read_verdicts(), flight.taps if flight.hidden is not None else None
-        layout, watches, told = flight.layout, self._watches, bool(self._drafters.drafters)
-        size, finished = self._scheduler.blocks.block_size, Status.FINISHED
-        outputs: list[StepOutput] = []
-        computed: list[tuple[Sequence, int, int, Tensor | None, str]] = []
-        unsettled: list[Sequence] = []
+    def collect(self, flight: Flight) -> Collected:
+        """The one device-to-host copy of the step. What follows is all the next step has to wait for."""
+        verdicts, layout, watches, finished = flight.read_verdicts(), flight.layout, self._watches, Status.FINISHED
+        collected = Collected(flight)
+        rows, outputs = collected.rows, collected.outputs
         for index, row in enumerate(layout.rows):
-            sequence, first, count, accepted = row.sequence, row.first, row.count, 0
+            sequence, count, output = row.sequence, row.count, None
             if sequence.status is finished:  # after the flight was launched
                 continue
             if row.samples:
                 tokens, accepted, kinds = verdicts[index]
-                watch = watches.get(sequence.key) or self._watch(sequence)
-                known, drafted = sequence.tokens, layout.num_nodes[index]
-                # By far the most common, and there may be hundreds of it: only tokens are asked for, and it goes on.
-                if watch.quiet and len(known) + len(tokens) < sequence.max_len and watch.ends.isdisjoint(tokens):
+                watch, known = watches.get(sequence.key) or self._watch(sequence), sequence.tokens
+                kept, ends = len(tokens), False
+                if len(known) + kept < sequence.max_len and watch.ends.isdisjoint(tokens):  # by far the most common
                     known += tokens
-                    if drafted:
-                        sequence.stats.add(layout.nodes_by_depth(index), accepted, len(tokens), row.method)
-                    else:
-                        sequence.stats.add_plain()
-                    output = StepOutput(sequence, tokens, "", kinds, False, row.method, drafted, accepted)
+                    count += accepted
                 else:
-                    output = self._extend(flight, index, tokens, accepted, kinds, watch)
-                    accepted = min(accepted, len(output.tokens))
+                    kept = self._append(sequence, tokens)
+                    count += min(accepted, kept)
+                    ends = sequence.finish_reason is not None
+                    collected.ends |= ends
+                    tokens, kinds = tokens[:kept], kinds[:kept]
+                nodes = layout.num_nodes[index]
+                output = StepOutput(sequence, tokens, "", kinds, ends, row.method, nodes, accepted)
                 outputs.append(output)
-                count += accepted
-            sequence.num_computed = end = first + count
-            if row.budget or end % size < count:  # room was reserved for a draft, or a block is full
+            sequence.num_computed = row.first + count
+            rows.append((index, count, output))
+        self._inform(self._drafters.at_once, collected)
+        return collected
+
+    def tell(self, collected: Collected) -> list[StepOutput]:
+        """The rest: text, which may end a sequence before its last token, figures, blocks; who has finished leaves."""
+        flight, layout, size = collected.flight, collected.flight.layout, self._scheduler.blocks.block_size
+        unsettled: list[Sequence] = []
+        ended: list[Sequence] = []
+        for index, count, output in collected.rows:
+            row = layout.rows[index]
+            sequence = row.sequence
+            if output is not None:
+                watch = self._watches[sequence.key]
+                if not watch.quiet:
+                    self._speak(flight, index, output, watch)
+                if output.drafted:
+                    kept = len(output.tokens)
+                    sequence.stats.add(layout.nodes_by_depth(index), min(output.accepted, kept), kept, row.method)
+                else:
+                    sequence.stats.add_plain()
+                if output.finished:
+                    ended.append(sequence)
+            if row.budget or sequence.num_computed % size < count:  # room was reserved for a draft, or a block is full
                 unsettled.append(sequence)
-            if told:
-                computed.append((sequence, first, count, None if taps is None else taps(index, accepted), row.method))
-        self._drafters.commit(computed, self._scheduler.blocks)
+        self._inform(self._drafters.patient, collected)
         self._scheduler.blocks.settle(unsettled)
-        for output in outputs:
-            if output.finished:
-                sequence = output.sequence
-                self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
-        return outputs
-
-    def _extend(
-        self, flight: Flight, index: int, tokens: list[int], accepted: int, kinds: list[int], watch: _Watch
-    ) -> StepOutput:
-        layout = flight.layout
-        row, drafted = layout.rows[index], layout.num_nodes[index]
-        sequence = row.sequence
-        kept = self._append(sequence, tokens, watch)
-        if kept < len(tokens):
-            tokens, kinds = tokens[:kept], kinds[:kept]
-        if sequence.logprobs is not None:
-            sequence.logprobs += flight.logprobs(index)[:kept]
-        by_depth = layout.nodes_by_depth(index) if drafted else ()
-        sequence.stats.add(by_depth, min(accepted, kept), kept, row.method)
-        finished, text, piece = sequence.finish_reason is not None, watch.text, ""
-        if text is not None:
-            if finished:
-                text.finish()
-            piece = text.take()
-            sequence.text += piece
-        if finished:
+        for sequence in ended:
             self.forget(sequence)
-        return StepOutput(sequence, tokens, piece, kinds, finished, row.method, drafted, accepted)
+            self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
+        return collected.outputs
 
-    def _append(self, sequence: Sequence, tokens: list[int], watch: _Watch) -> int:
-        """Up to the first stop; how many."""
+    def _inform(self, drafters: SequenceOf[Drafter], collected: Collected) -> None:
+        if not drafters:
+            return
+        flight, rows = collected.flight, collected.flight.layout.rows
+        computed: list[Computed] = []
+        for index, count, _ in collected.rows:
+            row = rows[index]
+            taps = None if flight.hidden is None else flight.taps(index, count - row.count)
+            computed.append((row.sequence, row.first, count, taps, row.method))
+        self._drafters.commit(drafters, computed, self._scheduler.blocks)
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> int:
+        """Up to the first that ends the sequence, whatever its text; how many."""
+        params = sequence.params
         for kept, token in enumerate(tokens, start=1):
             sequence.tokens.append(token)
-            if self._stops(sequence, token, watch.text):
+            may_stop = sequence.num_output >= params.min_tokens
+            if may_stop and token in params.stop_token_ids:
+                sequence.finish_reason, sequence.stop_reason = "stop", token
+            elif may_stop and token in self._eos and not params.ignore_eos:
+                sequence.finish_reason = "stop"
+            elif sequence.room == 0:
+                sequence.finish_reason = "length"
+            if sequence.finish_reason is not None:
                 return kept
         return len(tokens)
+
+    def _speak(self, flight: Flight, index: int, output: StepOutput, watch: _Watch) -> None:
+        """Text and logprobs. A stop string beats the length limit, and all that follows it."""
+        sequence, text, params = output.sequence, watch.text, output.sequence.params
+        if text is not None:
+            spoken = sequence.num_output - len(output.tokens)
+            for kept, token in enumerate(output.tokens, start=1):
+                if text.push(token, may_stop=spoken + kept >= params.min_tokens):
+                    self._cut(output, kept, text.stop)
+                    break
+            if output.finished:
+                text.finish()
+            output.text = text.take()
+            sequence.text += output.text
+        if sequence.logprobs is not None:
+            sequence.logprobs += flight.logprobs(index)[: len(output.tokens)]
+
+    def _cut(self, output: StepOutput, kept: int, stop: str | None) -> None:
+        """The sequence ends with the first `kept` of these tokens, by a stop string, unless the last is a stop itself."""
+        sequence, beyond = output.sequence, len(output.tokens) - kept
+        if not beyond and sequence.finish_reason == "stop":
+            return
+        sequence.finish_reason, sequence.stop_reason, output.finished = "stop", stop, True
+        if beyond:
+            del sequence.tokens[-beyond:]
+            output.tokens, output.kinds = output.tokens[:kept], output.kinds[:kept]
+            sequence.num_computed = min(sequence.num_computed, len(sequence.tokens))
 
     def _watch(self, sequence: Sequence) -> _Watch:
         eos = frozenset[int]() if sequence.params.ignore_eos else self._eos
@@ -120,18 +169,3 @@ class Committer:
         watch = _Watch(text, ends, quiet=text is None and sequence.logprobs is None)
         self._watches[sequence.key] = watch
         return watch
-
-    def _stops(self, sequence: Sequence, token: int, text: OutputText | None) -> bool:
-        """Note why the sequence ends with this token, if it does."""
-        params = sequence.params
-        may_stop = sequence.num_output >= params.min_tokens
-        stopped_by_text = text is not None and text.push(token, may_stop=may_stop)
-        if may_stop and token in params.stop_token_ids:
-            sequence.finish_reason, sequence.stop_reason = "stop", token
-        elif may_stop and token in self._eos and not params.ignore_eos:
-            sequence.finish_reason = "stop"
-        elif stopped_by_text and text is not None:
-            sequence.finish_reason, sequence.stop_reason = "stop", text.stop
-        elif sequence.room == 0:
-            sequence.finish_reason = "length"
-        return sequence.finish_reason is not None

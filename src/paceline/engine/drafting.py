@@ -30,12 +30,18 @@ from paceline.sequence import Sequence
 log = logging.getLogger("paceline")
 READ_AHEAD = 8  # tokens a drafter may be behind in the ordinary course, on average
 
+Computed = tuple[Sequence, int, int, Tensor | None, str]  # as `Commit`, with the taps of all drafters
+
 
 class DrafterSet:
     def __init__(self, drafters: SequenceOf[Drafter], vocab_size: int) -> None:
         self.drafters = tuple(drafters)
         self._vocab_size = vocab_size
         self._by_name = {drafter.name: drafter for drafter in drafters}
+        # Those on the host look at the tokens when they are asked, so they may be told of them later.
+        self.patient = tuple(drafter for drafter in drafters if isinstance(drafter, HostDrafter))
+        self.at_once = tuple(drafter for drafter in drafters if not isinstance(drafter, HostDrafter))
+        self._on_device = {drafter.name: drafter for drafter in drafters if isinstance(drafter, DraftsAhead)}
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.failures = 0
         self.retired: frozenset[str] = frozenset()  # methods switched off
@@ -78,28 +84,28 @@ class DrafterSet:
     @property
     def ahead(self) -> frozenset[str]:
         """Methods that may begin drafts behind a step under way."""
-        return frozenset(drafter.name for drafter in self._working() if isinstance(drafter, DraftsAhead))
+        return frozenset(self._on_device) - self.retired
 
     def draft_ahead(self, rows: SequenceOf[tuple[Row, int]], said: Said) -> None:
         """Rows whose drafts are judged in a step under way, with the nodes they may have in the next."""
-        for drafter in self._working():
-            mine = [at for at, (row, _) in enumerate(rows) if row.method == drafter.name]
-            if mine and isinstance(drafter, DraftsAhead):
+        for name in self.ahead:
+            drafter, mine = self._on_device[name], [at for at, (row, _) in enumerate(rows) if row.method == name]
+            if mine:
                 wanting = [DraftRow(rows[at][0].sequence, rows[at][1]) for at in mine]
                 try:
                     drafter.draft_ahead(wanting, replace(said, rows=[said.rows[at] for at in mine]))
                 except Exception as problem:
-                    self._complain(drafter, problem)
+                    self._complain(self._by_name[name], problem)
 
     def time_devices(self) -> float:
         """Once a step is over: put what devices took to draft into `seconds`; how much of it was before the step."""
         before = 0.0
-        for drafter in self.drafters:
-            times = drafter.times() if drafter.name in self.seconds and isinstance(drafter, DraftsAhead) else None
+        for name, drafter in self._on_device.items():
+            times = drafter.times() if name in self.seconds else None
             if times is not None:
-                del self.seconds[drafter.name]
+                del self.seconds[name]
                 if times.watch is not None:
-                    self.seconds[drafter.name] = times.depth, times.watch.seconds
+                    self.seconds[name] = times.depth, times.watch.seconds
                     before += times.watch.seconds if times.ahead else 0.0
         return before
 
@@ -136,14 +142,16 @@ class DrafterSet:
 
     def overlap(self) -> None:
         """What may run while the device computes: host-side methods take in what was committed."""
-        for drafter in self._working():
-            if isinstance(drafter, HostDrafter):
+        for drafter in self.patient:
+            if drafter.name not in self.retired:
                 with self._guarded(drafter):
                     drafter.overlap()
 
-    def commit(self, commits: SequenceOf[tuple[Sequence, int, int, Tensor | None, str]], blocks: BlockManager) -> None:
-        """Tell every drafter what was computed, with its own taps, and mark the blocks it has completed."""
-        for drafter in self._working():
+    def commit(self, drafters: SequenceOf[Drafter], commits: SequenceOf[Computed], blocks: BlockManager) -> None:
+        """Tell some drafters what was computed, with their own taps, and mark the blocks they have completed."""
+        for drafter in drafters:
+            if drafter.name in self.retired:
+                continue
             with self._guarded(drafter):
                 columns = [self.taps.index(tap) for tap in drafter.taps]
                 drafter.commit(

@@ -18,7 +18,7 @@ from paceline.drafters import NONE, Drafter
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import Batch, StepOutput
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.commit import Committer
+from paceline.engine.commit import Collected, Committer
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.model_runner import Flight, ModelRunner
 from paceline.engine.policy import AUTO, Policy, StepReport, wish
@@ -34,6 +34,7 @@ from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
+AWAY = 0.1  # of a step's time that the caller may take: more, and it is not known how long the device took
 OBJECTS_A_ROW = 8  # that a step makes and the next one drops, about
 
 
@@ -86,7 +87,8 @@ class Engine:
         # A step may be launched before the one before it is read, whose taps it would overwrite.
         self.runs_ahead = model.device.type != "cpu" and not self.drafters.taps
         self._ahead: tuple[Batch, Flight] | None = None
-        self._read_at = 0.0  # when the last step had been read
+        self._problem: Exception | None = None  # what came of launching a step early
+        self._read_at = self._returned_at = 0.0  # when the last step had been read, and when it was over
         self._unfinished = False  # the last step was interrupted
 
     def step(self) -> list[StepOutput]:
@@ -105,46 +107,75 @@ class Engine:
         batch, flight = under_way or self._launch()
         if flight is None:
             return []
-        if under_way is not None and flight.over:
-            flight.warm = False  # when it ended nobody knows: the caller was away
-        elif under_way is not None:
-            started = self._read_at  # the device went on from there
+        if under_way is not None:
+            if flight.over and started - self._returned_at > AWAY * (started - self._read_at):
+                flight.warm = False  # when it ended nobody knows: the caller was away
+            else:
+                started = self._read_at  # the device went on from there
         ahead = self._launch_ahead(batch, flight)
         if ahead is None and self.runs_ahead and batch.num_drafted and self.policy.drafts_on():
             self.runner.draft_ahead(flight, self.scheduler.drafting_on(batch, self.drafters.ahead))
         self.drafters.overlap()  # what may run while the device computes
         self.policy.meanwhile()
-        outputs = self.committer.collect(flight)  # the one device-to-host copy; append, stop, finish
-        self._ahead = ahead  # not before: where this step is interrupted, what followed it is computed again
+        self.runner.compact(flight)
+        collected = self.committer.collect(flight)  # the one device-to-host copy; append
+        early = self.runs_ahead and ahead is None
+        outputs = [] if early else self.committer.tell(collected)  # text, stop, finish
         read_before, self._read_at = self._read_at, time.perf_counter()
         if batch.num_drafted:  # the device may have been drafting since the step before was read
             started = max(started - self.drafters.time_devices(), min(read_before, started))
-        self._learn(batch, flight, outputs, self._read_at - started, ahead=under_way is not None)
+        report = self._report(batch, flight, collected.outputs, self._read_at - started)
+        self.policy.observe(report)
+        if early:
+            ahead, outputs = self._launch_early(collected)
+        self._ahead = ahead  # not before: where this step is interrupted, what followed it is computed again
+        self._account(batch, flight, report)
+        self._returned_at = time.perf_counter()
         return outputs
 
     def _launch(self) -> tuple[Batch, Flight | None]:
         batch = self.scheduler.schedule()  # prefill chunks and decodes alike
-        return batch, self.runner.launch(batch) if batch.rows else None  # draft, one target pass, verify, compact
+        return batch, self.runner.launch(batch) if batch.rows else None  # draft, one target pass, verify
 
     def _launch_ahead(self, batch: Batch, flight: Flight) -> tuple[Batch, Flight] | None:
         """The step after this one, where nothing in it depends on tokens the host has not seen: the device goes on."""
         following = self.scheduler.ahead(batch) if self.runs_ahead else None
         return None if following is None else (following[0], self.runner.launch_after(flight, *following))
 
+    def _launch_early(self, collected: Collected) -> tuple[tuple[Batch, Flight] | None, list[StepOutput]]:
+        """The step after one whose tokens stand, before they are told: the device goes on meanwhile. Who turns out to
+        have ended, by a stop string, is left out of its result."""
+        batch = flight = None
+        try:
+            batch = self.scheduler.early(ends=collected.ends)
+            flight = self.runner.launch(batch) if batch is not None and batch.rows else None
+        except Exception as problem:  # what was said stands; whoever asks for more is told
+            self._problem = problem
+        finally:
+            outputs = self.committer.tell(collected)
+        for output in outputs:
+            if output.finished:  # it may have learnt of the step already, but not how it ended
+                self.policy.forget(output.sequence)
+        return None if batch is None or flight is None else (batch, flight), outputs
+
     def _under_way(self) -> tuple[Batch, Flight] | None:
         """The step launched ahead, unless all its sequences have ended meanwhile."""
         ahead, self._ahead = self._ahead, None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
         live = ahead is not None and any(not row.sequence.finished for row in ahead[0].rows)
         return ahead if live else None
 
-    def _learn(
-        self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float, *, ahead: bool = False
-    ) -> None:
-        """Timings for the policy and for the user: what the step took, and what it would have taken plainly."""
-        self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
+    def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> StepReport:
         rows = len(flight.layout.tokens)
         took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
-        self.policy.observe(StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, ahead))
+        return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.ahead)
+
+    def _account(self, batch: Batch, flight: Flight, report: StepReport) -> None:
+        """Timings for the user: what the step took, and what it would have taken plainly."""
+        outputs, step_s = report.outputs, report.step_s
+        self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
         if batch.only_decodes:
             sampled = any(not output.sequence.params.greedy for output in outputs)
             plain_s = self.policy.plain_seconds(len(batch.rows), sampled)

@@ -77,6 +77,7 @@ class Flight:
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
     warm: bool = field(default=True, kw_only=True)  # the pass took what its like will take again
+    ahead: bool = field(default=False, kw_only=True)  # it was launched before the step before it was read
 
     @property
     def over(self) -> bool:
@@ -170,16 +171,21 @@ class ModelRunner:
                 sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
             )
             reading = Reading(verdict)
-            if layout.is_tree:
-                self._compact(layout, reading.verdict)
-        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=output.warm)
+        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=output.warm, ahead=ahead > 0)
 
-    def _compact(self, layout: Layout, verdict: HostVerdict) -> None:
-        """Move the K/V of accepted paths to where the block table expects them."""
+    @torch.inference_mode()
+    def compact(self, flight: Flight) -> None:
+        """Once a flight is over: move the K/V of accepted paths to where the block table expects them."""
+        layout = flight.layout
+        if not layout.is_tree or flight.reading is None:
+            return
+        verdict = flight.reading.verdict
         source: list[int] = []
         target: list[int] = []
         for index, path in zip(layout.sampled, verdict.path.tolist(), strict=True):
             sequence = layout.rows[index].sequence
+            if sequence.finished:  # after the flight was launched
+                continue
             length = len(sequence.tokens)
             accepted: SequenceOf[int] = [node for node in path if node >= 0]
             for depth, node in enumerate(accepted):

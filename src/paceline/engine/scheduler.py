@@ -19,6 +19,7 @@ from paceline.engine.policy import Choice, Policy
 from paceline.sequence import Sequence, Status
 
 NO_DRAFT = Choice()
+SPARE = 2  # free blocks for each that runs, at least: then nobody gives way
 
 
 class Scheduler:
@@ -59,7 +60,8 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
+            if sequence.finish_reason is None:  # else it has said its last, and leaves
+                (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
         choices = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
         reserved = len(decodes)
         for sequence in decodes:
@@ -70,6 +72,19 @@ class Scheduler:
         if self.waiting and all(sequence.status is Status.RUNNING for sequence in decodes + prompts):
             self._admit(batch)  # not in a step that had to preempt: the newcomer would be next
         batch.tables = self.blocks.tables([row.sequence for row in batch.rows])
+        return batch
+
+    def early(self, *, ends: bool) -> Batch | None:
+        """The step after one whose tokens stand but are not told yet, where that makes no difference: nobody is to be
+        admitted, and there are blocks for all. `ends`: somebody leaves.
+        """
+        if self.waiting and (ends or self.has_place) or self.blocks.num_free < SPARE * len(self.running):
+            return None
+        if any(sequence.logprobs is not None for sequence in self.running):  # reading them would wait for the device
+            return None
+        batch = self.schedule()
+        for row in batch.rows:  # when this step is told, blocks are taken back that it does not need
+            row.sequence.reserved = row.first + row.count + 1 + row.budget
         return batch
 
     def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
