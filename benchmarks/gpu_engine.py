@@ -222,7 +222,8 @@ def host(subject: Subject) -> dict[str, Any]:
     """What a step takes beyond its pass: the same pass is timed on the device alone."""
     decoder, found = subject.yardstick, {}
     length = 16 if subject.tiny else 100
-    cells = (("none", None, 1), ("ngram", 4, 1), ("draft-model", 4, 1), ("none", None, 64), ("ngram", 2, 64))
+    cells = (("none", None, 1), ("ngram", 4, 1), ("suffix", 4, 1), ("draft-model", 4, 1))
+    cells += (("none", None, 64), ("ngram", 2, 64), ("suffix", 2, 64))
     for method, k, batch in cells:
         runs = Runs(subject, decoder, method, k, batch=batch)
         prompts = prompts_of(subject, batch)

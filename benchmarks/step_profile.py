@@ -25,7 +25,10 @@ from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.batch import StepOutput
+from paceline.engine.commit import Collected
 from paceline.engine.engine import Engine
+from paceline.engine.model_runner import Flight
 from paceline.models.decoder import Model, ModelOutput
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
@@ -45,6 +48,7 @@ class InstantModel:
         self.torch_threads: int | None = 1
         self._logits = torch.zeros(VOCAB, VOCAB)
         self._logits[torch.arange(VOCAB), (torch.arange(VOCAB) + 1) % PERIOD] = 30.0
+        self.begun = 0.0  # when the last pass was asked for
 
     def prepare(self, *_: object) -> bool:
         return False
@@ -57,6 +61,7 @@ class InstantModel:
         logit_rows: torch.Tensor,
         taps: Any = (),
     ) -> ModelOutput:
+        self.begun = time.perf_counter()
         return ModelOutput(self._logits[tokens[logit_rows]], None)
 
 
@@ -85,15 +90,39 @@ def measure(model: Model, cell: str, steps: int, lines: int) -> dict[str, float]
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
     run(engine, 60)
+    waits = watched(engine) if isinstance(model, InstantModel) else []
     times = run(engine, steps)
+    exposed = 1e3 * statistics.median(waits or [0.0])
     profiler = cProfile.Profile()
     profiler.enable()
     run(engine, steps)
     profiler.disable()
-    print(f"== {cell}: {1e3 * statistics.median(times):.3f} ms a step, {1e3 * min(times):.3f} at best", flush=True)
+    spread = f"{1e3 * statistics.median(times):.3f} ms a step, {1e3 * min(times):.3f} at best"
+    print(f"== {cell}: {spread}, {exposed:.3f} from a verdict to the next pass", flush=True)
     if lines:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(lines)
-    return {"median_ms": 1e3 * statistics.median(times), "best_ms": 1e3 * min(times)}
+    return {"median_ms": 1e3 * statistics.median(times), "best_ms": 1e3 * min(times), "exposed_ms": exposed}
+
+
+def watched(engine: Engine) -> list[float]:
+    """What a device would wait for the host in the steps that follow: from reading a verdict to the next pass."""
+    waits: list[float] = []
+    collect, tell, model = engine.committer.collect, engine.committer.tell, engine.model
+    assert isinstance(model, InstantModel)
+    read = 0.0
+
+    def reading(flight: Flight) -> Collected:
+        nonlocal read
+        read = time.perf_counter()
+        return collect(flight)
+
+    def telling(collected: Collected) -> list[StepOutput]:
+        if model.begun > read:  # else it was launched before this step was read
+            waits.append(model.begun - read)
+        return tell(collected)
+
+    engine.committer.collect, engine.committer.tell = reading, telling  # type: ignore[method-assign]
+    return waits
 
 
 def run(engine: Engine, steps: int) -> list[float]:

@@ -153,7 +153,7 @@ class Committer:
             sequence.logprobs += flight.logprobs(index)[: len(output.tokens)]
 
     def _cut(self, output: StepOutput, kept: int, stop: str | None) -> None:
-        """The sequence ends with the first `kept` of these tokens, by a stop string, unless the last is a stop itself."""
+        """The sequence ends with the first `kept` of these tokens, by a stop string, unless the last is one itself."""
         sequence, beyond = output.sequence, len(output.tokens) - kept
         if not beyond and sequence.finish_reason == "stop":
             return

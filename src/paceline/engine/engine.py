@@ -148,7 +148,9 @@ class Engine:
         batch = flight = None
         try:
             batch = self.scheduler.early(ends=collected.ends)
-            flight = self.runner.launch(batch) if batch is not None and batch.rows else None
+            if batch is not None and batch.rows:
+                flight = self.runner.launch(batch)
+                self.scheduler.keep(batch)
         except Exception as problem:  # what was said stands; whoever asks for more is told
             self._problem = problem
         finally:

@@ -106,31 +106,57 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     )
 
 
+@dataclass(frozen=True)
+class _Chains:
+    """Where rows lie when every sequence decodes and has a chain of so many nodes: steps ask for the same again."""
+
+    owner: Ints  # (M,)
+    ahead: Ints  # (M,) how far each row stands behind its sequence's last token
+    begin: Ints  # (B,) each sequence's first row, of the pass and of the logits alike
+    nodes: Ints  # rows that are nodes, in the order of the draft's
+    logit_rows: Tensor
+    logit_row_of: Tensor
+    path: Int32s  # (M, 0)
+    sampled: list[int]
+
+
+@functools.lru_cache(256)
+def _chains(num_nodes: tuple[int, ...], width: int) -> _Chains:
+    every, size = np.arange(len(num_nodes)), np.array(num_nodes, np.int64) + 1
+    owner, begin = every.repeat(size), size.cumsum() - size
+    ahead = np.arange(len(owner)) - begin[owner]
+    row_of = np.arange(width + 1) + begin[:, None]
+    row_of[row_of >= (begin + size)[:, None]] = -1
+    return _Chains(
+        owner,
+        ahead,
+        begin,
+        nodes=np.flatnonzero(ahead),
+        logit_rows=torch.arange(len(owner)),
+        logit_row_of=torch.from_numpy(row_of),
+        path=np.empty((len(owner), 0), np.int32),
+        sampled=every.tolist(),
+    )
+
+
 def _decodes(batch: Batch, draft: Draft, used: Bools, block_size: int, tokens: Tensor | None) -> Layout:
     """The most common batch, in fewer operations: every sequence decodes, its draft a chain or empty."""
-    rows, num_nodes = batch.rows, draft.num_nodes.numpy()
-    owner = every = np.arange(len(rows))
-    stored = first = np.array([row.first for row in rows])
-    row_of = begin = every[:, None]  # (B, 1) each sequence's first row, of the pass and of the logits alike
-    if draft.width:
-        size = num_nodes + 1
-        owner, begin = every.repeat(size), (size.cumsum() - size)[:, None]
-        stored = np.arange(len(owner)) + (first - begin[:, 0])[owner]
-        row_of = np.arange(draft.width + 1) + begin
+    rows, num_nodes = batch.rows, draft.num_nodes.tolist()
+    of = _chains(tuple(num_nodes), draft.width)
+    stored = np.array([row.first for row in rows])[of.owner] + of.ahead
     if tokens is None:
-        said = np.empty(len(owner), np.int64)
-        said[begin[:, 0]] = [row.sequence.tokens[row.first] for row in rows]
-        said[row_of[:, 1:][used]] = _drafted(draft, used)
+        said = np.empty(len(stored), np.int64)
+        said[of.begin] = [row.sequence.tokens[row.first] for row in rows]
+        said[of.nodes] = _drafted(draft, used)
         tokens = torch.from_numpy(said)
-    row_of[:, 1:][~used] = -1
     return Layout(
         tokens=tokens,
-        plan=_plan(batch, _each(batch, owner, stored, block_size), np.empty((len(owner), 0), np.int32), block_size),
-        logit_rows=torch.from_numpy(np.arange(len(owner))),
-        logit_row_of=torch.from_numpy(row_of),
+        plan=_plan(batch, _each(batch, of.owner, stored, block_size), of.path, block_size),
+        logit_rows=of.logit_rows,
+        logit_row_of=of.logit_row_of,
         rows=rows,
-        num_nodes=num_nodes.tolist(),
-        sampled=every.tolist(),
+        num_nodes=num_nodes,
+        sampled=of.sampled,
         trees={},
     )
 

@@ -78,14 +78,16 @@ class Scheduler:
         """The step after one whose tokens stand but are not told yet, where that makes no difference: nobody is to be
         admitted, and there are blocks for all. `ends`: somebody leaves.
         """
-        if self.waiting and (ends or self.has_place) or self.blocks.num_free < SPARE * len(self.running):
+        if (self.waiting and (ends or self.has_place)) or self.blocks.num_free < SPARE * len(self.running):
             return None
         if any(sequence.logprobs is not None for sequence in self.running):  # reading them would wait for the device
             return None
-        batch = self.schedule()
-        for row in batch.rows:  # when this step is told, blocks are taken back that it does not need
+        return self.schedule()
+
+    def keep(self, batch: Batch) -> None:
+        """The room of a step that is under way before the one before it is told, when blocks are taken back."""
+        for row in batch.rows:
             row.sequence.reserved = row.first + row.count + 1 + row.budget
-        return batch
 
     def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
         """The batch after one that is still computed, and which of its rows go on, as if none of them ended there.

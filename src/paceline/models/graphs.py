@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline")
 MAX_GRAPHS = 384  # the least recently used gives way
+KNOWN_TILES = 256  # ways rows belong to sequences that are remembered
 SEQUENCES = 512  # block tables a bucket has room for, if it has that many rows
 ALIGNED = 4  # ints: every view starts at 16 bytes, as the kernels like it
 ROW_FIELDS = ("tokens", "positions", "slots", "sequence", "prefix", "path_len")
@@ -113,7 +114,7 @@ class PassGraphs:
         self._staging = _Staging(decoder.device)
         self._compiled: set[object] = set()  # sets of kernels that passes have used
         self._pool, self._stream = None, None  # type: tuple[Any, Any]
-        self._last_tiles: tuple[Any, tuple[int, Any, Any]] = (np.array([-1]), (0, None, None))
+        self._known_tiles: dict[bytes, tuple[int, Any, Any]] = {}
         self.captured = 0
 
     def forward(
@@ -173,14 +174,16 @@ class PassGraphs:
                 self._compute(of)
 
     def _tiles(self, sequence: Any) -> tuple[int, Any, Any]:
-        """From one step to the next rows mostly belong to sequences as before."""
+        """From one step to the next rows mostly belong to sequences as before, or as not long before."""
         from paceline.models.triton.attention import tiles_of
 
-        last, tiles = self._last_tiles
-        if not np.array_equal(sequence, last):
+        key = sequence.tobytes()
+        tiles = self._known_tiles.get(key)
+        if tiles is None:
             config = self._decoder.config
-            tiles = tiles_of(sequence, config.num_heads // config.num_kv_heads)
-            self._last_tiles = sequence.copy(), tiles
+            if len(self._known_tiles) == KNOWN_TILES:
+                self._known_tiles.clear()
+            tiles = self._known_tiles[key] = tiles_of(sequence, config.num_heads // config.num_kv_heads)
         return tiles
 
     def _pass(
