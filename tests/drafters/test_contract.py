@@ -187,9 +187,11 @@ def test_the_distribution_test_would_notice_a_bias():
     assert g_test(counts, exact) < FALSE_ALARM
 
 
-def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row(ahead):
     choices = {f"{method} {k}": Choice(method, k) for method in METHODS for k in (1, 5)}
-    engine = make_engine([make_drafter(method) for method in METHODS], policy=ByRequest(choices), max_num_seqs=16)
+    drafters = [make_drafter(method) for method in METHODS]
+    engine = make_engine(drafters, policy=ByRequest(choices), max_num_seqs=16, ahead=ahead)
     requests = []
     for i, name in enumerate(["plain", *choices]):
         sampling = {"temperature": 0.7, "seed": i} if i % 2 else {}
@@ -222,8 +224,11 @@ def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row():
     st.integers(13, 40),  # blocks: two of the longest sequences never fit together at the low end
     st.integers(4, 40),  # tokens per step
     st.booleans(),
+    st.booleans(),
 )
-def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(wanted, num_blocks, step_tokens, caching):
+def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(
+    wanted, num_blocks, step_tokens, caching, ahead
+):
     engine = make_engine(
         [make_drafter(method) for method in METHODS],
         policy=ByRequest({str(i): Choice(method, k) for i, (*_, method, k) in enumerate(wanted) if method != "none"}),
@@ -231,6 +236,7 @@ def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(wante
         max_num_seqs=4,
         max_num_batched_tokens=step_tokens,
         prefix_caching=caching,
+        ahead=ahead,
     )
     requests, cancel = [], []
     for i, (arrival, which, length, max_tokens, seed, cancelled, _, _) in enumerate(wanted):
@@ -256,11 +262,11 @@ def test_preemption_in_mid_draft_loses_nothing(method):
     assert exercised(sequences.values())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_cancelling_in_mid_draft_frees_everything_and_disturbs_nobody(method):
     requests = every([(prompt_of(i, 9), params(max_tokens=30)) for i in range(3)])
     for step in range(1, 9, 2):
-        engine = make_engine([make_drafter(method)])
+        engine = make_engine([make_drafter(method)], ahead=method in DEVICE)
         told = answers(engine, requests, cancel=[(step, "1")])
         alone = plain(requests)
         assert told["0"] == alone["0"].output_tokens
@@ -341,7 +347,7 @@ def test_a_prompt_of_one_token(method):
     check(method, every([([token], params(max_tokens=20)) for token in range(4)]))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_a_drafter_that_raises_now_and_then_costs_speculation_never_the_answer(method):
     drafter, calls, chance = make_drafter(method), [0, 0], random.Random(1)
     propose = drafter.propose
@@ -360,7 +366,7 @@ def test_a_drafter_that_raises_now_and_then_costs_speculation_never_the_answer(m
 
     drafter.propose = unreliable
     requests = every([(prompt_of(i, 9), params(max_tokens=40)) for i in range(3)])
-    engine = make_engine([drafter])
+    engine = make_engine([drafter], ahead=method in DEVICE)
     sequences, _ = run(engine, requests)
     for name, alone in plain(requests).items():
         assert sequences[name].output_tokens == alone.output_tokens
@@ -368,17 +374,19 @@ def test_a_drafter_that_raises_now_and_then_costs_speculation_never_the_answer(m
     assert exercised(sequences.values())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_steps_without_speculation_in_between_change_nothing(method):
+    drafter = make_drafter(method)
+
     class NowAndThen(Choosing):
         def __init__(self):
             self.chance = random.Random(3)
 
         def choose(self, sequence):
-            return Choice(method, self.chance.randint(1, 5)) if self.chance.random() < 0.4 else Choice()
+            return Choice(drafter.name, self.chance.randint(1, 5)) if self.chance.random() < 0.4 else Choice()
 
     requests = every([(prompt_of(i, 20), params(max_tokens=40)) for i in range(3)])
-    sequences, _ = check(method, requests, policy=NowAndThen())
+    sequences, _ = check(method, requests, drafter=drafter, policy=NowAndThen())
     assert exercised(sequences.values())
 
 

@@ -1,4 +1,5 @@
-"""Steps launched before the one before them is read: the same answers and figures, whatever happens in between."""
+"""Steps launched before the one before them is read, or before it is told: the same answers and figures, whatever
+happens in between."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.policy import Choice
+from paceline.engine.policy import Choice, LearnsNothing
+from tests.drafters.contract_toys import Letters
 from tests.engine.fakes import ChainDrafter, TapDrafter, TreeDrafter
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
 
@@ -204,3 +206,110 @@ def test_a_step_interrupted_while_it_is_read_loses_no_token():
             continue
     assert launched
     assert said == greedy_alone(prompt_of(0, 5), 12)
+
+
+class Early:
+    """An engine that drafts for everybody, and the order in which passes are asked for, read and told."""
+
+    def __init__(self, tokenizer=None, seats=8, blocks=128, eos=()):
+        self.drafter = ChainDrafter("chain")
+        self.engine = make_engine(
+            drafters=[self.drafter], policy=Always(Choice("chain", 3)), num_blocks=blocks, max_num_seqs=seats, eos=eos
+        )
+        self.engine.tokenizer, self.engine.runs_ahead = tokenizer, True
+        self.events, self.fails = [], {}  # by number of the pass
+        forward, collect, tell = self.engine.model.forward, self.engine.committer.collect, self.engine.committer.tell
+
+        def passing(*args):
+            self.events.append("pass")
+            if self.events.count("pass") in self.fails:
+                raise self.fails[self.events.count("pass")]
+            return forward(*args)
+
+        def reading(flight):
+            self.events.append("read")
+            return collect(flight)
+
+        def telling(collected):
+            self.events.append("told")
+            return tell(collected)
+
+        self.engine.model.forward = passing
+        self.engine.committer.collect, self.engine.committer.tell = reading, telling
+
+    @property
+    def early(self):
+        """Steps that were launched before the one before was told."""
+        return " ".join(self.events).count("read pass told")
+
+
+class Always(LearnsNothing):
+    def __init__(self, choice):
+        self.choice, self.forgotten = choice, []
+
+    def plan(self, sequences, other_rows, others_wait):
+        return [self.choice] * len(sequences)
+
+    def forget(self, sequence):
+        self.forgotten.append(sequence.request_id)
+
+
+def test_with_drafts_the_next_pass_is_asked_for_before_a_step_is_told():
+    toy = Early()
+    sequences = run(toy.engine, [(0, name, prompt_of(i, 6), params(max_tokens=20)) for i, name in enumerate("ab")])
+    for i, name in enumerate("ab"):
+        assert sequences[name][0].output_tokens == greedy_alone(prompt_of(i, 6), 20)
+    assert toy.events.count("pass") == toy.events.count("told") == toy.engine.stats.num_steps, "none was for nothing"
+    assert toy.early >= toy.engine.stats.num_steps - 2, "but the first, and where nobody is left"
+
+
+def test_who_is_found_to_have_ended_by_its_text_is_left_out_of_the_step_launched_with_it():
+    whole = {name: greedy_alone(prompt_of(i, 6), 30) for i, name in enumerate("abc")}
+    text = Letters().decode(whole["b"])
+    stop = text[9:12]
+    toy = Early(tokenizer=Letters())
+    asked = {"a": params(max_tokens=30), "b": params(max_tokens=30, stop=[stop]), "c": params(max_tokens=30)}
+    sequences = run(toy.engine, [(0, name, prompt_of(i, 6), asked[name]) for i, name in enumerate("abc")])
+    assert sequences["a"][0].output_tokens == whole["a"]
+    assert sequences["c"][0].output_tokens == whole["c"]
+    (ended,) = sequences["b"]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+    assert ended.text == text[: text.index(stop)]
+    assert ended.output_tokens == whole["b"][: text.index(stop) + len(stop)]
+    assert ended.stats.num_committed_tokens == ended.num_output
+    assert "b" in toy.engine.policy.forgotten
+    assert toy.engine.blocks.num_free == toy.engine.blocks.num_blocks
+
+
+@pytest.mark.parametrize("problem", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_fails_when_it_is_launched_early_takes_nothing_from_the_step_before(problem):
+    toy = Early(tokenizer=Letters())
+    toy.fails = {3: problem, 6: problem}
+    (sequence,) = toy.engine.add_request("a", prompt_of(0, 6), params(max_tokens=25))
+    said, failed = [], 0
+    while toy.engine.has_work:
+        try:
+            said += [token for output in toy.engine.step() for token in output.tokens]
+        except problem:
+            failed += 1
+    assert failed == 2
+    assert sequence.output_tokens == greedy_alone(prompt_of(0, 6), 25)
+    assert sequence.text == Letters().decode(sequence.output_tokens)
+    assert sequence.stats.num_committed_tokens == sequence.num_output
+    assert problem is KeyboardInterrupt or said == sequence.output_tokens
+
+
+@pytest.mark.parametrize("why", ["logprobs", "somebody waits", "few blocks"])
+def test_a_step_is_told_first_where_that_makes_a_difference(why):
+    toy = Early(seats=1 if why == "somebody waits" else 8, blocks=8 if why == "few blocks" else 128)
+    wanted = params(max_tokens=4, **({"logprobs": 1} if why == "logprobs" else {}))
+    names = "abcd" if why == "few blocks" else "ab" if why == "somebody waits" else "a"
+    sequences = run(toy.engine, [(0, name, prompt_of(i, 4), wanted) for i, name in enumerate(names)])
+    for i, name in enumerate(names):
+        assert sequences[name][0].output_tokens == greedy_alone(prompt_of(i, 4), 4)
+    if why == "somebody waits":  # whoever ends makes room at once
+        last = sequences["a"][0].stats.num_target_passes
+        assert toy.early > 0
+        assert toy.events[3 * last - 2 : 3 * last + 1] == ["read", "told", "pass"]
+    else:
+        assert toy.early == 0
