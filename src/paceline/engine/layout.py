@@ -75,7 +75,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     """`tokens` (M,) where the host does not know them."""
     rows = batch.rows
     used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
-    trees = _trees(draft, used)
+    trees = [] if draft.in_chains else _trees(draft, used)
     rereads = tokens is None and any(row.first < row.sequence.num_cached for row in rows)
     if batch.only_decodes and len(used) == len(rows) and not trees and not rereads:
         return _decodes(batch, draft, used, block_size, tokens)
