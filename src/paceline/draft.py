@@ -114,13 +114,17 @@ class Draft:
         unseen = any(draft.unseen for _, draft in parts)
         return Draft(**{**vars(merged), "tokens": tokens, "q": q, "unseen": unseen})
 
+    @staticmethod
+    def even(tokens: Tensor, source: int) -> Draft:
+        """(B, K) tokens of the host: chains of one length each, in few operations, since many steps ask for them."""
+        parents, depth, num_nodes, sources = _even(*tokens.shape, source)
+        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=sources)
+
     @property
-    def in_chains(self) -> bool:
-        """Known without looking: every row is a chain of all its width."""
-        if not self.parents.is_cpu:
-            return False
-        parents, depth = _full_chains(self.batch, self.width)
-        return self.parents is parents and self.depth is depth
+    def is_even(self) -> bool:
+        """Known without looking: every row is a chain of all the width."""
+        parents, depth, num_nodes, _ = _even(self.batch, self.width, 0)
+        return self.parents is parents and self.depth is depth and self.num_nodes is num_nodes
 
     @property
     def is_planned(self) -> bool:
@@ -145,11 +149,9 @@ class Draft:
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as this module says. Tokens the host has not seen are taken on
         trust, so as not to wait for them; all else is read."""
-        if self.in_chains and self.q is None and not self.unseen:
-            counts, tokens = self.num_nodes.numpy(), self.tokens.numpy()
-            if (counts == self.width).all() and (
-                tokens.view(np.uint64) < vocab_size
-            ).all():  # nor are there negative ones
+        if self.is_even and self.q is None and not self.unseen:
+            tokens = self.tokens.numpy().view(np.uint64)  # so negative ones are large
+            if tokens.max(initial=0) < vocab_size:
                 return
         counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
         tokens = np.zeros_like(parents) if self.unseen else self.tokens.cpu().numpy()
@@ -280,30 +282,26 @@ def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
 
 def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None, unseen: bool) -> Draft:
     """`Draft.chains` in numpy, which takes a fraction of torch's time for small arrays."""
-    index, counts = np.arange(tokens.shape[1]), num_nodes.numpy()
-    sources = torch.from_numpy(np.full(len(counts), source))
-    if (counts == len(index)).all():
-        parents, depth = _full_chains(*tokens.shape)
-        return Draft(
-            tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=sources, q=q, unseen=unseen
-        )
-    used = index < counts[:, None]
+    index = np.arange(tokens.shape[1])
+    used = index < num_nodes.numpy()[:, None]
     return Draft(
         tokens=tokens if unseen else torch.from_numpy(tokens.numpy() * used),
         parents=torch.from_numpy(np.where(used, index - 1, -1)),
         depth=torch.from_numpy((index + 1) * used),
         num_nodes=num_nodes,
-        source=sources,
+        source=torch.from_numpy(np.full(len(used), source)),
         q=q,
         unseen=unseen,
     )
 
 
 @functools.lru_cache(64)
-def _full_chains(batch: int, width: int) -> tuple[Tensor, Tensor]:
-    """Parents and depth where every row is a chain of all the width: most steps', so nobody may write to them."""
+def _even(batch: int, width: int, source: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parents, depth, numbers of nodes and sources of `Draft.even`: made once, so nobody may write to them."""
+    if source:
+        return (*_even(batch, width, 0)[:3], torch.full((batch,), source))
     depth = torch.arange(1, width + 1).repeat(batch, 1)
-    return depth - 2, depth
+    return depth - 2, depth, torch.full((batch,), width), torch.zeros(batch, dtype=torch.int64)
 
 
 def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:

@@ -106,9 +106,11 @@ class NgramDrafter(HostDrafter):
         chains = [self._chain(row.sequence, row.budget) for row in rows]
         counts = [len(chain) for chain in chains]
         width = max(counts, default=0)
+        if counts.count(width) == len(rows):
+            return Draft.even(torch.from_numpy(np.array(chains, np.int64).reshape(len(rows), width)), self.source)
         padded = [chain if len(chain) == width else chain + [0] * (width - len(chain)) for chain in chains]
-        tokens = np.array(padded, np.int64).reshape(len(rows), width)
-        return Draft.chains(torch.from_numpy(tokens), torch.from_numpy(np.array(counts, np.int64)), self.source)
+        tokens = torch.from_numpy(np.array(padded, np.int64))
+        return Draft.chains(tokens, torch.from_numpy(np.array(counts, np.int64)), self.source)
 
     def match_length(self, sequence: Sequence) -> int:
         """Tokens of context that the last proposal's source shares, up to `MATCH_LIMIT`; 0: nothing was found."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft
+from paceline.draft import NO_METHOD, Draft
 from paceline.drafters import Commit, Drafter, DraftRow
 from paceline.drafters.base import DraftsAhead, HostDrafter
 from paceline.engine.batch import Row
@@ -47,7 +47,7 @@ class DrafterSet:
         self.retired: frozenset[str] = frozenset()  # methods switched off
         self._complained: set[tuple[str, type]] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
-        self._empty = functools.lru_cache(64)(lambda batch: Draft.empty(batch))
+        self._empty = functools.lru_cache(64)(_empty)
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -190,3 +190,7 @@ class DrafterSet:
             self.failures += 1
             self.retired |= {drafter.name}
             log.warning("drafter %s failed and is switched off: %r", drafter.name, problem)
+
+
+def _empty(batch: int) -> Draft:
+    return Draft.even(torch.empty(batch, 0, dtype=torch.int64), NO_METHOD)

@@ -74,10 +74,13 @@ class Layout:
 def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None = None) -> Layout:
     """`tokens` (M,) where the host does not know them."""
     rows = batch.rows
-    used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
-    trees = [] if draft.in_chains else _trees(draft, used)
     rereads = tokens is None and any(row.first < row.sequence.num_cached for row in rows)
-    if batch.only_decodes and len(used) == len(rows) and not trees and not rereads:
+    ordinary = batch.only_decodes and draft.batch == len(rows) and not rereads
+    if ordinary and draft.is_even:
+        return _decodes(batch, draft, None, block_size, tokens)
+    used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
+    trees = _trees(draft, used)
+    if ordinary and not trees:
         return _decodes(batch, draft, used, block_size, tokens)
     sampled = [index for index, row in enumerate(rows) if row.samples]
     num_nodes = _num_nodes(draft, sampled, len(rows))
@@ -96,7 +99,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     wanted = node >= -1 if len(sampled) == len(rows) else (node >= -1) & np.isin(owner, sampled)
     return Layout(
         tokens=tokens,
-        plan=_plan(batch, each, path, block_size),
+        plan=_plan(batch, each, torch.from_numpy(path), block_size),
         logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
         logit_row_of=torch.from_numpy(_logit_row_of(used)),
         rows=rows,
@@ -110,13 +113,13 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
 class _Chains:
     """Where rows lie when every sequence decodes and has a chain of so many nodes: steps ask for the same again."""
 
-    owner: Ints  # (M,)
     ahead: Ints  # (M,) how far each row stands behind its sequence's last token
     begin: Ints  # (B,) each sequence's first row, of the pass and of the logits alike
     nodes: Ints  # rows that are nodes, in the order of the draft's
+    each: Int32s  # (5, M) as `_each` says, where that is known
+    path: Tensor  # (M, 0)
     logit_rows: Tensor
     logit_row_of: Tensor
-    path: Int32s  # (M, 0)
     sampled: list[int]
 
 
@@ -125,33 +128,44 @@ def _chains(num_nodes: tuple[int, ...], width: int) -> _Chains:
     every, size = np.arange(len(num_nodes)), np.array(num_nodes, np.int64) + 1
     owner, begin = every.repeat(size), size.cumsum() - size
     ahead = np.arange(len(owner)) - begin[owner]
+    each = np.zeros((5, len(owner)), np.int32)
+    each[2] = owner
     row_of = np.arange(width + 1) + begin[:, None]
     row_of[row_of >= (begin + size)[:, None]] = -1
     return _Chains(
-        owner,
         ahead,
         begin,
         nodes=np.flatnonzero(ahead),
+        each=each,
+        path=torch.empty(len(owner), 0, dtype=torch.int32),
         logit_rows=torch.arange(len(owner)),
         logit_row_of=torch.from_numpy(row_of),
-        path=np.empty((len(owner), 0), np.int32),
         sampled=every.tolist(),
     )
 
 
-def _decodes(batch: Batch, draft: Draft, used: Bools, block_size: int, tokens: Tensor | None) -> Layout:
-    """The most common batch, in fewer operations: every sequence decodes, its draft a chain or empty."""
+def _decodes(batch: Batch, draft: Draft, used: Bools | None, block_size: int, tokens: Tensor | None) -> Layout:
+    """The most common batch, in fewer operations: every sequence decodes, its draft a chain or empty.
+
+    `used` None: all nodes are.
+    """
     rows, num_nodes = batch.rows, draft.num_nodes.tolist()
     of = _chains(tuple(num_nodes), draft.width)
-    stored = np.array([row.first for row in rows])[of.owner] + of.ahead
+    each, owner = of.each.copy(), of.each[2]
+    stored = np.array([row.first for row in rows])[owner] + of.ahead
+    block = stored // block_size
+    each[0] = stored
+    each[1] = batch.tables[owner, block] * block_size + (stored - block * block_size)
+    each[3] = stored + 1
     if tokens is None:
         said = np.empty(len(stored), np.int64)
         said[of.begin] = [row.sequence.tokens[row.first] for row in rows]
-        said[of.nodes] = _drafted(draft, used)
+        if draft.width:
+            said[of.nodes] = _drafted(draft, used)
         tokens = torch.from_numpy(said)
     return Layout(
         tokens=tokens,
-        plan=_plan(batch, _each(batch, of.owner, stored, block_size), of.path, block_size),
+        plan=_plan(batch, each, of.path, block_size),
         logit_rows=of.logit_rows,
         logit_row_of=of.logit_row_of,
         rows=rows,
@@ -169,18 +183,20 @@ def _each(batch: Batch, owner: Ints, stored: Ints, block_size: int) -> Int32s:
     return each
 
 
-def _plan(batch: Batch, each: Int32s, path: Int32s, block_size: int) -> PassPlan:
-    positions, slots, sequence, prefix, path_len = map(torch.from_numpy, each)
+def _plan(batch: Batch, each: Int32s, path: Tensor, block_size: int) -> PassPlan:
+    packed = torch.from_numpy(each)
+    positions, slots, sequence, prefix, path_len = packed.unbind()
     return PassPlan(
         positions=positions,
         slots=slots,
         sequence=sequence,
         prefix=prefix,
-        path=torch.from_numpy(path),
+        path=path,
         path_len=path_len,
         block_tables=torch.from_numpy(batch.tables),
         block_size=block_size,
         max_len=int(each[0].max(initial=-1)) + 1,
+        packed=packed,
     )
 
 
@@ -210,9 +226,12 @@ def _tokens(rows: list[Row], draft: Draft, used: Bools, node: Ints) -> Ints:
     return tokens
 
 
-def _drafted(draft: Draft, used: Bools) -> Ints:
+def _drafted(draft: Draft, used: Bools | None) -> Ints:
     """The nodes' tokens in order, or where they are to be found."""
-    found: Ints = -1 - np.flatnonzero(used) if draft.unseen else draft.tokens.numpy()[used]
+    if used is None:
+        found: Ints = np.arange(-1, -1 - draft.tokens.numel(), -1) if draft.unseen else draft.tokens.numpy().reshape(-1)
+    else:
+        found = -1 - np.flatnonzero(used) if draft.unseen else draft.tokens.numpy()[used]
     return found
 
 

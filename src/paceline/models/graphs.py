@@ -51,6 +51,7 @@ class Placed:
         for name, size in sizes.items():
             self.at[name] = slice(end, end + size)
             end = -(-(end + size) // ALIGNED) * ALIGNED
+        self.row_fields = slice(self.at["positions"].start, self.at["logit_rows"].start)  # each as wide as the others
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
         self.blank = np.zeros(self.at["tables"].start, np.int32)
         self.blank[self.at["slots"]] = -1
@@ -79,16 +80,19 @@ class Placed:
         """One packed copy of everything the pass is; tokens that are already on the device stay there."""
         from paceline.models.triton.attention import HEADER
 
-        staged, event = staging.buffer(len(self.device_ints))
-        host, at, rows = staged.numpy(), self.at, len(plan.positions)
+        staged, host, event = staging.buffer(len(self.device_ints))
+        at, rows = self.at, plan.positions.shape[0]
         host[: len(self.blank)] = self.blank
         tables = plan.block_tables.numpy()
         first = at["tiles"].start
         host[first : first + HEADER] = self.division.header(plan.max_len, tables.shape[1])
         host[first + HEADER : first + HEADER + len(begin)] = begin
         host[first + HEADER + self.bucket.tiles :][: len(count)] = count
-        for name in ROW_FIELDS[1:]:
-            host[at[name].start :][:rows] = getattr(plan, name).numpy()
+        if plan.packed is not None:
+            host[self.row_fields].reshape(len(ROW_FIELDS) - 1, -1)[:, :rows] = plan.packed.numpy()
+        else:
+            for name in ROW_FIELDS[1:]:
+                host[at[name].start :][:rows] = getattr(plan, name).numpy()
         if tokens.device.type == "cpu":
             host[at["tokens"].start :][:rows] = tokens.numpy()
         if self.bucket.logits:
@@ -279,21 +283,23 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring: list[tuple[Tensor, Event]] = []
+        self._ring: list[tuple[Tensor, Any, Event]] = []
 
-    def buffer(self, size: int) -> tuple[Tensor, Event]:
-        """One of at least so many ints that the device has read, and the event to record when it is copied from."""
+    def buffer(self, size: int) -> tuple[Tensor, Any, Event]:
+        """One of at least so many ints that the device has read, the same as an array, and the event to record when it
+        is copied from."""
         if len(self._ring) < 2:
-            self._ring.append((self._made(size), Event(self._device)))
-        buffer, event = self._ring.pop()
+            self._ring.append((*self._made(size), Event(self._device)))
+        buffer, array, event = self._ring.pop()
         event.wait()
-        if len(buffer) < size:
-            buffer = self._made(size)
-        self._ring.insert(0, (buffer, event))
-        return buffer, event
+        if len(array) < size:
+            buffer, array = self._made(size)
+        self._ring.insert(0, (buffer, array, event))
+        return buffer, array, event
 
-    def _made(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+    def _made(self, size: int) -> tuple[Tensor, Any]:
+        buffer = torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        return buffer, buffer.numpy()
 
 
 class Event:

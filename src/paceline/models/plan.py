@@ -30,6 +30,8 @@ class PassPlan:
     block_tables: Tensor  # (S, W) block ids, -1 beyond a sequence's end
     block_size: int
     max_len: int  # the largest positions + 1, known on the host
+    # (5, M): positions, slots, sequence, prefix and path_len where they lie side by side; one copy takes them
+    packed: Tensor | None = None
     work: object = None  # how the kernels cut the pass, where they prepared that beforehand; theirs alone
 
     @staticmethod
