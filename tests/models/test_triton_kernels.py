@@ -325,6 +325,19 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
         assert_close(ours, theirs, 1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_rows_that_lie_side_by_side_are_staged_as_one_by_one(kernels: TritonKernels, rows: int) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+    assert decoder.graphs is not None
+    apart, staged = plan_of(list(range(2, 2 + rows)), torch.zeros((1, 1), dtype=torch.int32)), []
+    packed = torch.stack([apart.positions, apart.slots, apart.sequence, apart.prefix, apart.path_len])
+    for plan in (apart, replace(apart, packed=packed)):
+        of = decoder.graphs.place(torch.arange(rows), plan, cache.layers, torch.arange(rows))
+        staged.append(of.device_ints.clone())
+    assert torch.equal(*staged)
+
+
 @pytest.mark.parametrize("rows", [70])
 def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows: int) -> None:
     made, tokens = weights(), torch.randint(0, 50, (rows,))

@@ -126,7 +126,8 @@ class DrafterSet:
                 raise ValueError("more nodes than the budget of a row")
             if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
                 raise ValueError("q is not finite")
-            if any(part.dtype != torch.int64 for part in (draft.tokens, draft.parents, draft.depth, draft.num_nodes)):
+            parts = draft.tokens, draft.parents, draft.depth, draft.num_nodes
+            if not draft.is_even and any(part.dtype != torch.int64 for part in parts):
                 raise ValueError("tokens, parents, depth and num_nodes must be int64")
         except Exception as problem:  # whatever it is, the answer does not depend on it
             self._complain(drafter, problem)

@@ -170,7 +170,7 @@ class Engine:
         return ahead if live else None
 
     def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> StepReport:
-        rows = len(flight.layout.tokens)
+        rows = flight.layout.tokens.shape[0]
         took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
         return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.ahead)
 

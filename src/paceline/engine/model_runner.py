@@ -58,6 +58,24 @@ class Reading:
         self._arrived.synchronize()
         return unpack(self._packed.numpy(), *of.path.shape)
 
+    def said(self) -> list[tuple[list[int], int, list[int]]]:
+        """By row: committed tokens, how many of them were drafted, and the kind of each."""
+        if self._arrived is None:
+            of = self._verdict
+            tokens, counts, kinds = of.tokens.flatten().tolist(), of.num_accepted.tolist(), of.kinds.flatten().tolist()
+        else:
+            self._arrived.synchronize()
+            packed, (places, _) = self._packed.numpy(), Verdict.places(*self._verdict.path.shape)
+            tokens = packed[: places[1].stop].view(np.int64).tolist()
+            counts, kinds = tokens[places[1].start // 8 :], packed[places[3]].tolist()
+        width, begin = self._verdict.tokens.shape[1], 0
+        rows = []
+        for count in counts:
+            end = begin + count + 1
+            rows.append((tokens[begin:end], count, kinds[begin:end]))
+            begin += width
+        return rows
+
 
 def unpack(packed: np.ndarray[Any, np.dtype[np.uint8]], batch: int, depth: int) -> HostVerdict:
     places, _ = Verdict.places(batch, depth)
@@ -85,14 +103,7 @@ class Flight:
 
     def read_verdicts(self) -> dict[int, tuple[list[int], int, list[int]]]:
         """By row of the batch: committed tokens, how many of them were drafted, and the kind of each."""
-        if self.reading is None:
-            return {}
-        read = self.reading.verdict
-        parts = (part.tolist() for part in (read.tokens, read.num_accepted, read.kinds))
-        columns = zip(self.layout.sampled, *parts, strict=True)
-        if not read.path.size:  # nothing beyond: nothing to cut off
-            return {at: (tokens, count, kinds) for at, tokens, count, kinds in columns}
-        return {at: (tokens[: count + 1], count, kinds[: count + 1]) for at, tokens, count, kinds in columns}
+        return {} if self.reading is None else dict(zip(self.layout.sampled, self.reading.said(), strict=True))
 
     def logprobs(self, span: int) -> list[dict[int, tuple[float, int]]]:
         """Per committed token: the chosen token's and the most likely tokens' (logprob, rank), as many as asked for."""

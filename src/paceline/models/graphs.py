@@ -52,6 +52,7 @@ class Placed:
             self.at[name] = slice(end, end + size)
             end = -(-(end + size) // ALIGNED) * ALIGNED
         self.row_fields = slice(self.at["positions"].start, self.at["logit_rows"].start)  # each as wide as the others
+        self.size = end
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
         self.blank = np.zeros(self.at["tables"].start, np.int32)
         self.blank[self.at["slots"]] = -1
@@ -78,32 +79,34 @@ class Placed:
         self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, begin: Any, count: Any, staging: _Staging
     ) -> None:
         """One packed copy of everything the pass is; tokens that are already on the device stay there."""
-        from paceline.models.triton.attention import HEADER
-
-        staged, host, event = staging.buffer(len(self.device_ints))
+        staged, host, event = staging.buffer(self.size)
         at, rows = self.at, plan.positions.shape[0]
         host[: len(self.blank)] = self.blank
         tables = plan.block_tables.numpy()
-        first = at["tiles"].start
-        host[first : first + HEADER] = self.division.header(plan.max_len, tables.shape[1])
-        host[first + HEADER : first + HEADER + len(begin)] = begin
-        host[first + HEADER + self.bucket.tiles :][: len(count)] = count
+        header = self.division.header(plan.max_len, tables.shape[1])
+        first = at["tiles"].start + len(header)
+        host[first - len(header) : first] = header
+        host[first : first + len(begin)] = begin
+        first += self.bucket.tiles
+        host[first : first + len(count)] = count
         if plan.packed is not None:
             host[self.row_fields].reshape(len(ROW_FIELDS) - 1, -1)[:, :rows] = plan.packed.numpy()
         else:
             for name in ROW_FIELDS[1:]:
                 host[at[name].start :][:rows] = getattr(plan, name).numpy()
-        if tokens.device.type == "cpu":
-            host[at["tokens"].start :][:rows] = tokens.numpy()
+        if tokens.is_cpu:
+            first = at["tokens"].start
+            host[first : first + rows] = tokens.numpy()
         if self.bucket.logits:
             host[at["logit_rows"].start :][: len(logit_rows)] = logit_rows.numpy()
         if self.bucket.path:
             host[at["path"]].reshape(self.bucket.rows, -1)[:rows, : plan.path.shape[1]] = plan.path.numpy()
-        host[at["tables"].start :][: tables.size] = tables.reshape(-1)
-        end = at["tables"].start + tables.size
+        first = at["tables"].start
+        end = first + tables.size
+        host[first:end] = tables.reshape(-1)
         self.device_ints[:end].copy_(staged[:end], non_blocking=True)
         event.record()
-        if tokens.device.type != "cpu":
+        if not tokens.is_cpu:
             self.tokens[:rows].copy_(tokens)
 
 
@@ -179,11 +182,11 @@ class PassGraphs:
 
     def _tiles(self, sequence: Any) -> tuple[int, Any, Any]:
         """From one step to the next rows mostly belong to sequences as before, or as not long before."""
-        from paceline.models.triton.attention import tiles_of
-
         key = sequence.tobytes()
         tiles = self._known_tiles.get(key)
         if tiles is None:
+            from paceline.models.triton.attention import tiles_of
+
             config = self._decoder.config
             if len(self._known_tiles) == KNOWN_TILES:
                 self._known_tiles.clear()
@@ -199,7 +202,7 @@ class PassGraphs:
             self._passes.clear()
             self._pool = None  # it ends with the last graph that was recorded in it
         tile, begin, count = self._tiles(plan.sequence.numpy())
-        rows, wanted = len(plan.positions), len(logit_rows)
+        rows, wanted = plan.positions.shape[0], logit_rows.shape[0]
         # The bucket's numbers may be equal where those asked for are not.
         logits = 0 if wanted == rows else up(wanted)
         bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), logits, taps)
