@@ -171,18 +171,19 @@ class Scheduler:
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
         sequence.reserved = 0
-        left, first = self.config.max_num_batched_tokens - batch.num_tokens, sequence.num_computed
-        uncomputed = len(sequence.tokens) - first
+        length, first = len(sequence.tokens), sequence.num_computed
+        left, uncomputed = self.config.max_num_batched_tokens - batch.num_tokens, length - first
         count = min(uncomputed, left)
         if count <= 0:
             return
         budget = choice.budget
         if budget:  # never past what may be committed: the last token comes from the target itself
-            budget = min(budget, sequence.room - 1, left - count - reserved, self._draft_cap - batch.num_drafted)
+            most = min(left - count - reserved, self._draft_cap - batch.num_drafted)
+            budget = min(budget, sequence.max_len - length - 1, most)
         end = first + count + 1  # one slot more: what the pass commits
         if budget <= 0:
             choice, budget = NO_DRAFT, 0
-        if not self.blocks.holds(sequence, end + budget):
+        if len(sequence.blocks) * self.blocks.block_size < end + budget:
             if budget and not self.blocks.can_allocate(sequence, end + budget):
                 choice, budget = NO_DRAFT, 0  # rather give up the draft than another's cache
             if not self._make_room(sequence, end, batch):
