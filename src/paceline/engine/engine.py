@@ -158,7 +158,10 @@ class Engine:
         for output in outputs:
             if output.finished:  # it may have learnt of the step already, but not how it ended
                 self.policy.forget(output.sequence)
-        return None if batch is None or flight is None else (batch, flight), outputs
+        if batch is None or flight is None:
+            return None, outputs
+        self.scheduler.let_go(batch)
+        return (batch, flight), outputs
 
     def _under_way(self) -> tuple[Batch, Flight] | None:
         """The step launched ahead, unless all its sequences have ended meanwhile."""

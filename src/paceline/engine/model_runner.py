@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -187,22 +186,19 @@ class ModelRunner:
     @torch.inference_mode()
     def compact(self, flight: Flight) -> None:
         """Once a flight is over: move the K/V of accepted paths to where the block table expects them."""
-        layout = flight.layout
+        layout, size = flight.layout, self.cache.block_size
         if not layout.is_tree or flight.reading is None:
             return
-        verdict = flight.reading.verdict
         source: list[int] = []
         target: list[int] = []
-        for index, path in zip(layout.sampled, verdict.path.tolist(), strict=True):
+        for index, path in zip(layout.sampled, flight.reading.verdict.path.tolist(), strict=True):
             sequence = layout.rows[index].sequence
-            if sequence.finished:  # after the flight was launched
+            if index not in layout.trees or sequence.finished:  # after the flight was launched
                 continue
             length = len(sequence.tokens)
-            accepted: SequenceOf[int] = [node for node in path if node >= 0]
-            for depth, node in enumerate(accepted):
-                if node != depth:
-                    source.append(slot(sequence, length + node, self.cache.block_size))
-                    target.append(slot(sequence, length + depth, self.cache.block_size))
+            for depth, node in enumerate(path):
+                if node > depth:
+                    source.append(slot(sequence, length + node, size))
+                    target.append(slot(sequence, length + depth, size))
         if source:
-            device = self.model.device
-            self.cache.move(torch.tensor(source, device=device), torch.tensor(target, device=device))
+            self.cache.move(*packed_to(self.model.device, torch.tensor(source), torch.tensor(target)))

@@ -89,6 +89,10 @@ class Scheduler:
         for row in batch.rows:
             row.sequence.reserved = row.first + row.count + 1 + row.budget
 
+    def let_go(self, batch: Batch) -> None:
+        for row in batch.rows:
+            row.sequence.reserved = 0
+
     def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
         """The batch after one that is still computed, and which of its rows go on, as if none of them ended there.
 
