@@ -99,7 +99,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     wanted = node >= -1 if len(sampled) == len(rows) else (node >= -1) & np.isin(owner, sampled)
     return Layout(
         tokens=tokens,
-        plan=_plan(batch, each, torch.from_numpy(path), block_size),
+        plan=_plan(batch, each, path, block_size),
         logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
         logit_row_of=torch.from_numpy(_logit_row_of(used)),
         rows=rows,
@@ -109,39 +109,32 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Chains:
-    """Where rows lie when every sequence decodes and has a chain of so many nodes: steps ask for the same again."""
+    """Where rows lie when every sequence decodes and its draft is a chain."""
 
-    ahead: Ints  # (M,) how far each row stands behind its sequence's last token
+    owner: Ints  # (M,)
+    index: Ints  # (M,) of each row
     begin: Ints  # (B,) each sequence's first row, of the pass and of the logits alike
     nodes: Ints  # rows that are nodes, in the order of the draft's
-    each: Int32s  # (5, M) as `_each` says, where that is known
-    path: Tensor  # (M, 0)
-    logit_rows: Tensor
-    logit_row_of: Tensor
-    sampled: list[int]
+    row_of: Ints  # (B, N + 1) as `Layout.logit_row_of`
+    path: Int32s  # (M, 0)
 
 
-@functools.lru_cache(256)
-def _chains(num_nodes: tuple[int, ...], width: int) -> _Chains:
-    every, size = np.arange(len(num_nodes)), np.array(num_nodes, np.int64) + 1
-    owner, begin = every.repeat(size), size.cumsum() - size
-    ahead = np.arange(len(owner)) - begin[owner]
-    each = np.zeros((5, len(owner)), np.int32)
-    each[2] = owner
+def _chains(num_nodes: Ints, used: Bools) -> _Chains:
+    batch, width = used.shape
+    size = num_nodes + 1
+    owner, begin = np.arange(batch).repeat(size), size.cumsum() - size
     row_of = np.arange(width + 1) + begin[:, None]
-    row_of[row_of >= (begin + size)[:, None]] = -1
-    return _Chains(
-        ahead,
-        begin,
-        nodes=np.flatnonzero(ahead),
-        each=each,
-        path=torch.empty(len(owner), 0, dtype=torch.int32),
-        logit_rows=torch.arange(len(owner)),
-        logit_row_of=torch.from_numpy(row_of),
-        sampled=every.tolist(),
-    )
+    nodes = row_of[:, 1:][used]
+    row_of[:, 1:][~used] = -1
+    return _Chains(owner, np.arange(len(owner)), begin, nodes, row_of, np.empty((len(owner), 0), np.int32))
+
+
+@functools.lru_cache(64)
+def _even_chains(batch: int, width: int) -> _Chains:
+    """Steps ask for the same again and again."""
+    return _chains(np.full(batch, width), np.ones((batch, width), np.bool_))
 
 
 def _decodes(batch: Batch, draft: Draft, used: Bools | None, block_size: int, tokens: Tensor | None) -> Layout:
@@ -149,14 +142,9 @@ def _decodes(batch: Batch, draft: Draft, used: Bools | None, block_size: int, to
 
     `used` None: all nodes are.
     """
-    rows, num_nodes = batch.rows, draft.num_nodes.tolist()
-    of = _chains(tuple(num_nodes), draft.width)
-    each, owner = of.each.copy(), of.each[2]
-    stored = np.array([row.first for row in rows])[owner] + of.ahead
-    block = stored // block_size
-    each[0] = stored
-    each[1] = batch.tables[owner, block] * block_size + (stored - block * block_size)
-    each[3] = stored + 1
+    rows = batch.rows
+    of = _even_chains(len(rows), draft.width) if used is None else _chains(draft.num_nodes.numpy(), used)
+    stored = of.index + (np.array([row.first for row in rows]) - of.begin)[of.owner]
     if tokens is None:
         said = np.empty(len(stored), np.int64)
         said[of.begin] = [row.sequence.tokens[row.first] for row in rows]
@@ -165,25 +153,26 @@ def _decodes(batch: Batch, draft: Draft, used: Bools | None, block_size: int, to
         tokens = torch.from_numpy(said)
     return Layout(
         tokens=tokens,
-        plan=_plan(batch, each, of.path, block_size),
-        logit_rows=of.logit_rows,
-        logit_row_of=of.logit_row_of,
+        plan=_plan(batch, _each(batch, of.owner, stored, block_size), of.path, block_size),
+        logit_rows=torch.from_numpy(of.index),
+        logit_row_of=torch.from_numpy(of.row_of),
         rows=rows,
-        num_nodes=num_nodes,
-        sampled=of.sampled,
+        num_nodes=draft.num_nodes.tolist(),
+        sampled=list(range(len(rows))),
         trees={},
     )
 
 
 def _each(batch: Batch, owner: Ints, stored: Ints, block_size: int) -> Int32s:
     """(5, M) what is one number a row, as for tokens and chains: position, slot, sequence, prefix and path's length."""
-    block, offset = np.divmod(stored, block_size)
+    block = stored // block_size
     each = np.zeros((5, len(owner)), np.int32)
-    each[0], each[1], each[2], each[3] = stored, batch.tables[owner, block] * block_size + offset, owner, stored + 1
+    each[0], each[2], each[3] = stored, owner, stored + 1
+    each[1] = batch.tables[owner, block] * block_size + (stored - block * block_size)
     return each
 
 
-def _plan(batch: Batch, each: Int32s, path: Tensor, block_size: int) -> PassPlan:
+def _plan(batch: Batch, each: Int32s, path: Int32s, block_size: int) -> PassPlan:
     packed = torch.from_numpy(each)
     positions, slots, sequence, prefix, path_len = packed.unbind()
     return PassPlan(
@@ -191,7 +180,7 @@ def _plan(batch: Batch, each: Int32s, path: Tensor, block_size: int) -> PassPlan
         slots=slots,
         sequence=sequence,
         prefix=prefix,
-        path=path,
+        path=torch.from_numpy(path),
         path_len=path_len,
         block_tables=torch.from_numpy(batch.tables),
         block_size=block_size,

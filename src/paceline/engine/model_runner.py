@@ -186,9 +186,10 @@ class ModelRunner:
     @torch.inference_mode()
     def compact(self, flight: Flight) -> None:
         """Once a flight is over: move the K/V of accepted paths to where the block table expects them."""
-        layout, size = flight.layout, self.cache.block_size
+        layout = flight.layout
         if not layout.is_tree or flight.reading is None:
             return
+        size = self.cache.block_size
         source: list[int] = []
         target: list[int] = []
         for index, path in zip(layout.sampled, flight.reading.verdict.path.tolist(), strict=True):
