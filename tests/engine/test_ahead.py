@@ -299,6 +299,17 @@ def test_a_pass_that_fails_when_it_is_launched_early_takes_nothing_from_the_step
     assert problem is KeyboardInterrupt or said == sequence.output_tokens
 
 
+def test_a_pass_that_failed_early_is_no_concern_of_whoever_comes_after_a_cancellation():
+    toy = Early()
+    toy.fails = {3: RuntimeError}
+    toy.engine.add_request("a", prompt_of(0, 6), params(max_tokens=25))
+    while toy.events.count("pass") < 3:
+        toy.engine.step()
+    toy.engine.cancel("a")
+    sequences = run(toy.engine, [(0, "b", prompt_of(1, 6), params(max_tokens=9))])
+    assert sequences["b"][0].output_tokens == greedy_alone(prompt_of(1, 6), 9)
+
+
 @pytest.mark.parametrize("why", ["logprobs", "somebody waits", "few blocks"])
 def test_a_step_is_told_first_where_that_makes_a_difference(why):
     toy = Early(seats=1 if why == "somebody waits" else 8, blocks=8 if why == "few blocks" else 128)

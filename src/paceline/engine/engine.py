@@ -167,7 +167,7 @@ class Engine:
         """The step launched ahead, unless all its sequences have ended meanwhile."""
         ahead, self._ahead = self._ahead, None
         problem, self._problem = self._problem, None
-        if problem is not None:
+        if problem is not None and self.scheduler.running:  # else it is nobody's any more
             raise problem
         live = ahead is not None and any(not row.sequence.finished for row in ahead[0].rows)
         return ahead if live else None
