@@ -53,7 +53,7 @@ class NgramIndex:
         """
         end, indexed = len(tokens), self.length
         last, bits, longest = tokens[-1], self._bits, self._tables[0][1]
-        if end - indexed > FEW or last in tokens[max(indexed - 1, 0) : end - 1]:
+        if end - indexed > FEW or tokens.index(last, indexed - 1 if indexed else 0) < end - 1:
             self.extend(tokens, end)
         key = self._key
         for token in tokens[self.length :]:
