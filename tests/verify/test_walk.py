@@ -629,3 +629,15 @@ def test_chains_are_walked_as_trees_are(seed, batch, width):
     expected, got = walk(draft, drawn, row_of, width), walk_chains(draft, drawn, row_of)
     for name in ("tokens", "num_accepted", "path", "kinds"):
         assert torch.equal(getattr(expected, name), getattr(got, name)), name
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens", 9), ("tokens", -1), ("parents", 1), ("parents", -2), ("depth", 1), ("num_nodes", 3)]
+)
+def test_a_draft_that_breaks_the_contract_is_refused_among_few_rows_and_many(batch, name, value):
+    draft = Draft.chains(torch.ones(batch, 2, dtype=torch.int64), torch.full((batch,), 2), source=0)
+    draft.validate(9)
+    getattr(draft, name)[(-1, *[-1] * (getattr(draft, name).ndim - 1))] = value
+    with pytest.raises(ValueError, match=f"row {batch - 1}"):
+        draft.validate(9)

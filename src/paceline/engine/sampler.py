@@ -48,7 +48,7 @@ class Sampler:
         `ahead`: tokens every sequence has that the host has not seen.
         """
         controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
-        deepest = int(draft.depth.max()) if draft.width else 0
+        deepest = int(draft.depth.numpy().max()) if draft.width else 0
         if logits.is_cpu and self.shortcut and wanted is None and draft.q is None and not controls.edits:
             voices = None
             if not controls.neutral:

@@ -84,14 +84,14 @@ def walk_on_host(
     """
     values, batch = logits.numpy(), draft.batch
     say = say if values.dtype == np.float32 and values.flags.c_contiguous else None
+    best = values.argmax(-1) if voices is None else None
+    num_accepted = np.zeros(batch, np.int64)
+    if not draft.width and not max_depth and best is not None:
+        kinds = np.full((batch, 1), int(Kind.BONUS), np.uint8)
+        return _verdict(best[row_of.numpy()], num_accepted, np.empty((batch, 0), np.int64), kinds)
     tokens = np.full((batch, max_depth + 1), -1, np.int64)
     kinds = np.full((batch, max_depth + 1), int(Kind.PAD), np.uint8)
     path = np.full((batch, max_depth), -1, np.int64)
-    num_accepted = np.zeros(batch, np.int64)
-    best = values.argmax(-1) if voices is None else None
-    if not draft.width and best is not None:
-        tokens[:, 0], kinds[:, 0] = best[row_of.numpy()[:, 0]], int(Kind.BONUS)
-        return _verdict(tokens, num_accepted, path, kinds)
     drafts = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.num_nodes.tolist(), strict=True)
     for row, (at, (drafted, parents, count)) in enumerate(zip(row_of.tolist(), drafts, strict=True)):
         said = _sayings(values, at, best, None if voices is None else voices[row], say)
