@@ -1,8 +1,9 @@
 """What `suffix` takes of each row at each step: looking up, growing the tree, taking in what was said.
 
-Texts recorded by policy_replay.py are decoded with drafts, `--rows` of them together, on one core and beside a large
-array that is gone through before each step as a pass goes through weights: nothing is left in the caches. Each step is
-timed whole (commit, evidence, propose, overlap) and divided by its rows; the goal is a median of 50 us.
+Texts recorded by policy_replay.py are decoded with drafts, `--rows` of them together, on one core. Each step in which
+all still decode is timed whole (evidence, propose, commit, overlap) and divided by its rows; the goal is a median of 50
+us. Before a step a large array is gone through, as a pass goes through weights, so that nothing is left in the caches;
+`--warm` leaves that out.
 
     python benchmarks/policy_replay.py --record answers.json --temperature 0.7 --prompts mt_bench.jsonl
     python benchmarks/suffix_cost.py answers.json --rows 1 4 16
@@ -40,14 +41,15 @@ def sequence_of(index: int, one: Record) -> Sequence:
     return sequence
 
 
-def decode(drafter: SuffixDrafter, group: list[Record], weights: Any, times: list[float]) -> None:
+def decode(drafter: SuffixDrafter, group: list[Record], weights: Any | None, times: list[float]) -> None:
     live = [(sequence_of(index, one), one["answer"]) for index, one in enumerate(group)]
     for sequence, _ in live:
         drafter.admit(sequence, 0, 0)
         drafter.commit([Commit(sequence, 0, sequence.num_prompt, None)])
     drafter.overlap()
     while live := [(sequence, answer) for sequence, answer in live if sequence.num_output < len(answer)]:
-        weights.sum()
+        if weights is not None:
+            weights.sum()
         started = time.perf_counter()
         for sequence, _ in live:
             drafter.evidence(sequence)
@@ -62,9 +64,12 @@ def decode(drafter: SuffixDrafter, group: list[Record], weights: Any, times: lis
         started = time.perf_counter()
         drafter.commit(commits)
         drafter.overlap()
-        times.append((taken + time.perf_counter() - started) / len(live))
-    for sequence in [sequence_of(index, one) for index, one in enumerate(group)]:
-        drafter.release(sequence)
+        if len(live) == len(group):
+            times.append((taken + time.perf_counter() - started) / len(live))
+        for sequence, answer in live:
+            if sequence.num_output >= len(answer):
+                sequence.finish_reason = "stop"
+                drafter.release(sequence)
 
 
 def main() -> None:
@@ -72,10 +77,11 @@ def main() -> None:
     parser.add_argument("records")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--answers", type=int, default=48)
+    parser.add_argument("--warm", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     records: list[Record] = json.loads(Path(args.records).read_text())[: args.answers]
-    weights, result = np.ones(WEIGHTS, np.float32), {}
+    weights, result = None if args.warm else np.ones(WEIGHTS, np.float32), {}
     for rows in args.rows:
         config = SimpleNamespace(vocab_size=VOCABULARY)
         context = DrafterContext(config, torch.device("cpu"), SpeculationConfig(method="suffix"))  # type: ignore[arg-type]
@@ -87,7 +93,7 @@ def main() -> None:
         cuts = [1e6 * cut for cut in statistics.quantiles(times, n=10)]
         result[rows] = {"median_us": cuts[4], "p10_us": cuts[0], "p90_us": cuts[8], "steps": len(times)}
         print(f"{rows:3} rows: {cuts[4]:6.1f} us a row a step (10 % under {cuts[0]:.1f}, 10 % over {cuts[8]:.1f})")
-    finish("suffix_cost", {"budget": BUDGET, "rows": result})
+    finish("suffix_cost", {"budget": BUDGET, "warm": args.warm, "rows": result})
 
 
 if __name__ == "__main__":
