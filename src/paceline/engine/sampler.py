@@ -27,7 +27,7 @@ WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their o
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, eos_token_ids, device
-        self.shortcut = True  # greedy steps on the host; not while `prove` puts a fault into the long way
+        self.shortcut = True  # steps without edits on the host; not while `prove` puts a fault into the long way
         self._say = kernels.say_of(device)
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._empty = functools.lru_cache(64)(self._plain)

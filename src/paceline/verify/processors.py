@@ -98,11 +98,6 @@ class Controls:
         return any(part is not None for part in parts)
 
     @property
-    def changes(self) -> bool:
-        """Somebody asks for more than a temperature."""
-        return self.edits or self.filters
-
-    @property
     def neutral(self) -> bool:
         """Processing would hand the logits back as they are."""
         return self.temperature is None and not self.edits
