@@ -208,11 +208,13 @@ class SuffixIndex:
         value = context.hashes[level]
         if value is None:
             return []
-        n, rows, mask, text = LEVELS[level], self.rows, self.rows - 1, self.text
-        _, heads, links = self._chains[level]
-        tail, oldest = context.newest_first, max(self.end - rows, 0) + DEPTH
-        found: list[int] = []
+        rows, (_, heads, links) = self.rows, self._chains[level]
+        mask, oldest = rows - 1, max(self.end - rows, 0) + DEPTH
         position = heads[value & mask]
+        if position < oldest:  # most often
+            return []
+        n, text, tail = LEVELS[level], self.text, context.newest_first
+        found: list[int] = []
         for _ in range(2 * LIMIT):
             if position < oldest:
                 break
