@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal, Verdict, packed_to
+from paceline.models import kernels
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
@@ -26,7 +27,8 @@ WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their o
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, eos_token_ids, device
-        self.shortcut = True  # greedy steps on the host; not while `prove` puts a fault into the long way
+        self.shortcut = True  # steps without edits on the host; not while `prove` puts a fault into the long way
+        self._say = kernels.say_of(device)
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._empty = functools.lru_cache(64)(self._plain)
 
@@ -46,10 +48,12 @@ class Sampler:
         `ahead`: tokens every sequence has that the host has not seen.
         """
         controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
-        deepest = int(draft.depth.max()) if draft.width else 0
-        if logits.is_cpu and self.shortcut and wanted is None and draft.q is None and not controls.changes:
-            voices = None if controls.neutral else [_voice(sequence, ahead) for sequence in sequences]
-            return walk_on_host(draft, logits, row_of, deepest, voices)
+        deepest = int(draft.depth.numpy().max()) if draft.width else 0
+        if logits.is_cpu and self.shortcut and wanted is None and draft.q is None and not controls.edits:
+            voices = None
+            if not controls.neutral:
+                voices = [_voice(*one, ahead) for one in zip(sequences, controls.on_host, strict=True)]
+            return walk_on_host(draft, logits, row_of, deepest, voices, self._say)
         owners: SequenceOf[int] = range(draft.batch)
         if draft.width:
             needs_path = controls.penalties is not None or controls.bad_words is not None
@@ -129,6 +133,7 @@ def _bush(width: int) -> Draft:
     return replace(chain, parents=torch.full_like(chain.parents, -1), depth=torch.ones_like(chain.depth))
 
 
-def _voice(sequence: Sequence, ahead: int) -> Voice:
-    temperature = 0.0 if sequence.params.greedy else float(sequence.params.temperature or 0.0)
-    return Voice(temperature, sequence.noise_key, len(sequence.tokens) + ahead, sequence.seed is not None)
+def _voice(sequence: Sequence, asked: tuple[float, int, float, float], ahead: int) -> Voice:
+    temperature, top_k, top_p, min_p = asked
+    committed, seeded = len(sequence.tokens) + ahead, sequence.seed is not None
+    return Voice(temperature, sequence.noise_key, committed, seeded, top_k, top_p, min_p)
