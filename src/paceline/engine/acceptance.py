@@ -127,7 +127,7 @@ class Acceptance:
 
     def trust(self, method: str, *, shadowed: bool = False) -> float:
         """What chosen drafts brought over what they promised: of many estimates the highest are chosen, so they tend to
-        promise too much. Where shadows fill the records too, these know of bad luck already: it does not count twice."""
+        promise too much. Where shadows fill the records too, these know of bad luck already: not counted twice."""
         kept = self._promises.get(method, _Own())
         slack = math.sqrt(kept.expected) if shadowed else 0.0
         return min((kept.hits + slack + TRUST_WEIGHT) / (kept.expected + TRUST_WEIGHT), 1.0)
