@@ -479,7 +479,7 @@ def test_short_matches_that_fail_at_first_are_neither_given_up_nor_blamed_twice(
         acceptance.note_promises({"m": (first, 0)})
     assert acceptance.survival("m", False, 2, 1)[0] > 0.4 * first
     assert acceptance.trust("m") < 0.6
-    assert acceptance.trust("m", shadowed=True) > 0.75
+    assert acceptance.trust("m", shadowed=True) > acceptance.trust("m") + 0.1
     for _ in range(400):
         acceptance.note_promises({"m": (1.0, 0)})
     assert acceptance.trust("m", shadowed=True) < 0.2, "what keeps failing is no bad luck"

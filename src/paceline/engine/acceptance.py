@@ -29,6 +29,7 @@ HOPELESS = 0.01
 BENDS = 32
 OWN_FADES, OWN_WEIGHT = 0.95, 8.0  # how far a sequence's own record may lower the common one
 TRUST_FADES, TRUST_WEIGHT = 0.99, 3.0  # likewise for what was promised against what came of it
+BAD_LUCK = 0.5  # standard deviations: more of it costs batches on slow cores, less costs a single answer
 DOUBT_TOKENS = 20.0
 EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and the next begins
 FIRST_GUESS = (0.0, 0.12, 0.25, 0.4, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
@@ -129,7 +130,7 @@ class Acceptance:
         """What chosen drafts brought over what they promised: of many estimates the highest are chosen, so they tend to
         promise too much. Where shadows fill the records too, these know of bad luck already: not counted twice."""
         kept = self._promises.get(method, _Own())
-        slack = math.sqrt(kept.expected) if shadowed else 0.0
+        slack = BAD_LUCK * math.sqrt(kept.expected) if shadowed else 0.0
         return min((kept.hits + slack + TRUST_WEIGHT) / (kept.expected + TRUST_WEIGHT), 1.0)
 
     @property
