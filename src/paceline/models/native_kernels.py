@@ -83,11 +83,16 @@ def _best_library() -> tuple[Library | None, str]:
 
 @functools.cache
 def open_library(variant: str) -> Library:
-    """Raises OSError when the file is missing or cannot be loaded."""
+    """Raises OSError when the file is missing, cannot be loaded or was built from older sources."""
     path = Path(__file__).parent / "native" / f"kernels_{variant}.so"
     if not path.exists():
         raise OSError(f"{path.name} was not built (installing paceline where there is a C++ compiler builds it)")
-    return Library(variant, path, ctypes.CDLL(str(path)))
+    handle = ctypes.CDLL(str(path))
+    if missing := [name for name in _SIGNATURES if not hasattr(handle, f"paceline_{name}")]:
+        raise OSError(
+            f"{path.name} is older than the sources: it has no {missing[0]}; install paceline again to build it"
+        )
+    return Library(variant, path, handle)
 
 
 def native_say(library: Library | None) -> Callable[..., int | None] | None:
