@@ -8,9 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("triton.experimental.gluon", reason="triton has no Gluon")
+
+from paceline.models.triton import attention
 
 POINTERS = {
     **dict.fromkeys(("q", "k_cache", "v_cache"), "*bf16"),
@@ -47,3 +50,21 @@ def test_the_kernel_compiles_for_hopper_and_two_programs_fit_a_multiprocessor() 
     sizes = [int(line) for line in done.stdout.split()]
     assert len(sizes) == 2
     assert all(2 * (size + 1024) <= MULTIPROCESSOR for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "capability", "expected"),
+    [
+        (128, torch.bfloat16, (9, 0), True),
+        (64, torch.float16, (9, 0), True),
+        (96, torch.bfloat16, (9, 0), False),
+        (128, torch.float32, (9, 0), False),
+        (128, torch.bfloat16, (8, 0), False),
+    ],
+)
+def test_other_numbers_and_devices_keep_to_the_kernel_that_serves_all(
+    monkeypatch: pytest.MonkeyPatch, dim: int, dtype: torch.dtype, capability: tuple[int, int], expected: bool
+) -> None:
+    monkeypatch.setattr(attention, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert attention.pipelines(torch.empty(1, 2, dim, dtype=dtype)) is expected
