@@ -84,7 +84,7 @@ class ChainModel(FunctionModel):
     def __init__(self, logits_of, *, most_rows=2, **options):
         super().__init__(logits_of, **options)
         self.most_rows = most_rows
-        self.asked, self.ahead = [], []
+        self.asked, self.ahead, self.picked = [], [], 0
         self.broken = False
 
     def greedy_chains(self, caches, block_size):
@@ -97,26 +97,37 @@ class ChainModel(FunctionModel):
 
     def draft(self, rows, said=None):
         assert len(rows) <= self.most_rows
+        return self._draft(rows, said, lambda logits, depth: logits.argmax(-1))
+
+    def draft_by(self, pick, rows, said=None):
+        self.picked += 1
+        return self._draft(rows, said, pick)
+
+    def _draft(self, rows, said, pick):
         if said is None:
             self.asked.append([(row.lag, row.count) for row in rows])
-            drafts = [self._continue(list(row.tokens[-row.lag :]), row.start + READ - row.lag, row) for row in rows]
+            begun = [(list(row.tokens[-row.lag :]), row.start + READ - row.lag) for row in rows]
         else:
             self.ahead.append([row.count for row in rows])
-            drafts = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
-        count = max(row.count for row in rows)
-        return torch.tensor([draft + [0] * (count - len(draft)) for draft in drafts])
+            begun = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
+        drafts = []
+        for depth in range(max(row.count for row in rows)):
+            logits = [self._logits(*here, row, depth) for here, row in zip(begun, rows, strict=True)]
+            drafts.append(pick(torch.stack(logits), depth))
+            ends = [start + len(tokens) for tokens, start in begun]
+            begun = [([token], end) for token, end in zip(drafts[-1].tolist(), ends, strict=True)]
+        return torch.stack(drafts, 1)
 
     def _behind(self, row, said, which):
         more = said.tokens[which, : int(said.num_accepted[which]) + 1].tolist()
         tokens = [*row.tokens, *more]
-        return self._continue(tokens[-READ:], row.start + len(tokens) - READ, row)
+        return tokens[-READ:], row.start + len(tokens) - READ
 
-    def _continue(self, tokens, start, row):
-        said = []
-        while len(said) < row.count and start + len(tokens) <= len(row.blocks) * self.block_size:
-            said.append(int(self._pass(tokens, start, row.blocks).argmax()))
-            tokens, start = said[-1:], start + len(tokens)
-        return said
+    def _logits(self, tokens, start, row, depth):
+        """Where a row has had enough, or comes to the end of its blocks, it says anything."""
+        if depth >= row.count or start + len(tokens) > len(row.blocks) * self.block_size:
+            return torch.zeros(self.config.vocab_size)
+        return self._pass(tokens, start, row.blocks)
 
     def _pass(self, tokens, start, blocks):
         positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
