@@ -112,8 +112,7 @@ class ChainModel(FunctionModel):
             begun = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
         drafts = []
         for depth in range(max(row.count for row in rows)):
-            logits = [self._logits(*here, row, depth) for here, row in zip(begun, rows, strict=True)]
-            drafts.append(pick(torch.stack(logits), depth))
+            drafts.append(pick(self._logits(begun, rows, depth), depth))
             ends = [start + len(tokens) for tokens, start in begun]
             begun = [([token], end) for token, end in zip(drafts[-1].tolist(), ends, strict=True)]
         return torch.stack(drafts, 1)
@@ -123,27 +122,29 @@ class ChainModel(FunctionModel):
         tokens = [*row.tokens, *more]
         return tokens[-READ:], row.start + len(tokens) - READ
 
-    def _logits(self, tokens, start, row, depth):
+    def _logits(self, begun, rows, depth):
         """Where a row has had enough, or comes to the end of its blocks, it says anything."""
-        if depth >= row.count or start + len(tokens) > len(row.blocks) * self.block_size:
-            return torch.zeros(self.config.vocab_size)
-        return self._pass(tokens, start, row.blocks)
+        logits = torch.zeros(len(rows), self.config.vocab_size)
+        going = [
+            (at, tokens, start, row.blocks)
+            for at, ((tokens, start), row) in enumerate(zip(begun, rows, strict=True))
+            if depth < row.count and start + len(tokens) <= len(row.blocks) * self.block_size
+        ]
+        if going:
+            logits[[at for at, *_ in going]] = self._pass([rest for _, *rest in going])
+        return logits
 
-    def _pass(self, tokens, start, blocks):
-        positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
-        tables = torch.tensor([blocks], dtype=torch.int32)
-        plan = PassPlan(
-            positions=positions,
-            slots=tables[0][positions // self.block_size] * self.block_size + positions % self.block_size,
-            sequence=torch.zeros_like(positions),
-            prefix=positions + 1,
-            path=positions.new_empty(len(tokens), 0),
-            path_len=torch.zeros_like(positions),
-            block_tables=tables,
-            block_size=self.block_size,
-            max_len=start + len(tokens),
-        )
-        return self.forward(torch.tensor(tokens), plan, self.caches, torch.tensor([len(tokens) - 1])).logits[0]
+    def _pass(self, rows):
+        """rows: (tokens, position of the first, block ids)."""
+        owners = torch.tensor([owner for owner, (tokens, *_) in enumerate(rows) for _ in tokens])
+        positions = torch.tensor([start + at for tokens, start, _ in rows for at in range(len(tokens))])
+        width = max(len(blocks) for *_, blocks in rows)
+        tables = torch.tensor([[*blocks, *[-1] * (width - len(blocks))] for *_, blocks in rows], dtype=torch.int32)
+        slots = tables[owners, positions // self.block_size] * self.block_size + positions % self.block_size
+        plan = PassPlan.in_order(positions, slots, owners, tables, self.block_size, int(positions.max()) + 1)
+        tokens = torch.tensor([token for tokens, *_ in rows for token in tokens])
+        last = torch.tensor([len(tokens) for tokens, *_ in rows]).cumsum(0) - 1
+        return self.forward(tokens, plan, self.caches, last).logits
 
 
 def read_contexts(plan, caches, rows):
