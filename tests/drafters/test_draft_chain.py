@@ -10,9 +10,11 @@ import torch
 
 from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.drafters.booths import Booths
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.voices import Drafted, Voices
 from paceline.engine.policy import Choice
+from paceline.sequence import Sequence
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
     VOCAB,
@@ -88,8 +90,8 @@ def test_rows_that_sample_draft_by_the_same_coins_whichever_way_they_go(sampling
 def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkeypatch):
     """The test above would notice coins of another length: here they are those of the step before."""
 
-    def stale(self, builder, sequences, said):
-        real(self, builder, sequences, None)
+    def stale(self, booths, sequences, count, said):
+        real(self, booths, sequences, count, None)
 
     requests = [(0, "a", prompt_of(0, 9), params(max_tokens=40, temperature=1.3))]
     told = []
@@ -132,6 +134,21 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
     assert len(sampled) > 5
     for q in sampled:
         torch.testing.assert_close(q.sum(1), torch.ones(len(q)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("asked", [{}, {"seed": 3}, {"top_k": 40, "top_p": 0.9}])
+def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
+    device, vocab, wanted = torch.device("cuda"), 5000, params(temperature=0.7, **asked)
+    booths = Booths(vocab, device)
+    for rows in (1, 3, 1):
+        sequences = [Sequence(str(row), [0] * (3 + row), wanted, max_len=99) for row in range(rows)]
+        one, other = (Voices(booths, sequences, 4, None) for _ in "ab")
+        other._booth = None
+        for depth in range(4):
+            logits = 3 * torch.randn(rows, vocab, device=device)
+            assert torch.equal(one(logits, depth), other(logits, depth))
+        assert torch.equal(one._q, other._q)
 
 
 def test_rows_that_look_back_at_what_was_said_go_by_passes():

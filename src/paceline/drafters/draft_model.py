@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal
 from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow, Times
+from paceline.drafters.booths import Booths
 from paceline.drafters.stopwatch import Stopwatch
 from paceline.drafters.voices import Drafted, Voices, is_plain, rehearse
 from paceline.errors import InvalidParameter
@@ -105,8 +106,8 @@ class DraftModelDrafter:
         self.kv_layers: tuple[KVSpec, ...] = tuple(model.kv_specs)
         self._model, self._catch_up = model, catch_up
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        # Each keeps what it built last.
-        self._by_hand, self._by_device = (ControlsBuilder(config.vocab_size, self._eos, model.device) for _ in "ab")
+        self._builder = ControlsBuilder(config.vocab_size, self._eos, model.device)
+        self._booths = Booths(config.vocab_size, model.device)
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
@@ -137,8 +138,8 @@ class DraftModelDrafter:
         if isinstance(self._model, OffersGreedyChains):
             self._chains = self._model.greedy_chains(caches, block_size)
             self._picking = [chain for chain in self._chains if isinstance(chain, PicksTokens)]
-            if self._picking and self._model.device.type == "cuda":
-                rehearse(self._model.config.vocab_size, self._model.device)
+            if self._picking and self._model.device.type == "cuda" and not rehearse(self._booths):
+                self._picking = []
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         # Where only later blocks are known, the ones before are filled although others may share them: whoever did so
@@ -283,7 +284,7 @@ class DraftModelDrafter:
             if all(sequence.params.greedy for sequence in sequences):
                 return Drafted(chain.draft(rows, said))
             assert isinstance(chain, PicksTokens)
-            voices = Voices(self._by_device, sequences, said)
+            voices = Voices(self._booths, sequences, max(row.count for row in rows), said)
             return voices.drafted(chain.draft_by(voices, rows, said))
         except Exception:  # whatever it wrote is not to be trusted
             self._chains.remove(chain)
@@ -324,11 +325,11 @@ class DraftModelDrafter:
         chains, logits = self._read(rows)
         if not chains.rows:
             return Draft.empty(len(rows))
-        controls, tables = self._by_hand.controls(chains.sequences), self._tables(chains.sequences)
+        controls, tables = self._builder.controls(chains.sequences), self._tables(chains.sequences)
         active = 0
         for depth in range(chains.counts[0]):
             if active != (active := chains.active(depth)):
-                draws = self._by_hand.draws(chains.sequences, range(active))
+                draws = self._builder.draws(chains.sequences, range(active))
             if depth:
                 logits = self._extend(chains, active, depth, tables)
             chains.tokens[:active, depth], q = propose(logits, controls, draws, chains.nodes(active, depth))

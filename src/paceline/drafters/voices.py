@@ -6,6 +6,7 @@ it: the tokens before that step, those it accepts, and one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,14 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal, packed_to
+from paceline.drafters.booths import MOST_ROWS, Booths
 from paceline.models.chain import Said
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, propose
 
-KINDS: tuple[dict[str, float], ...] = ({}, {"seed": 0}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1})
+log = logging.getLogger("paceline")
+KINDS: tuple[dict[str, float], ...] = ({}, {"seed": 0}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9})
 
 
 @dataclass(frozen=True)
@@ -49,44 +51,68 @@ class Drafted:
 
 
 class Voices:
-    """The `pick` of one chain: a token for each row, under its request's parameters; q is kept."""
+    """The `pick` of one chain of up to `count` tokens, each row's under its request's parameters; q is kept."""
 
-    def __init__(self, builder: ControlsBuilder, sequences: SequenceOf[Sequence], said: Said | None) -> None:
-        self._controls = builder.controls(sequences)
-        self._draws = builder.draws(sequences, range(len(sequences)))
-        self._seq = torch.arange(len(sequences), device=self._draws.key.device)
+    def __init__(self, booths: Booths, sequences: SequenceOf[Sequence], count: int, said: Said | None) -> None:
+        self._controls = booths.builder.controls(sequences)
+        self._draws = booths.builder.draws(sequences, range(len(sequences)))
         if said is not None:
             (rows,) = packed_to(said.num_accepted.device, torch.tensor(said.rows))
             committed = self._draws.committed + said.num_accepted[rows] + 1
             self._draws = replace(self._draws, committed=committed)
         self._coins = tuple(at for at, one in enumerate(sequences) if not one.params.greedy and one.params.seed is None)
-        self._q: list[Tensor] = []
+        self._seq = torch.arange(len(sequences), device=booths.device)
+        self._q = torch.empty(count if self._coins else 0, len(self._coins), booths.vocab_size, device=booths.device)
+        self._booth = booths.of(self._controls, self._draws)
+        if self._booth is not None:
+            self._booth.begin(self._controls, self._draws)
 
     def __call__(self, logits: Tensor, depth: int) -> Tensor:
+        tokens, q = self._propose(logits, depth) if self._booth is None else self._booth.say(logits)
+        if q is not None:
+            self._q[depth] = q
+        return tokens
+
+    def _propose(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """What is no number counts as 0: so q is finite, and what was drawn from, without anybody looking."""
         depths = torch.full_like(self._seq, depth)
         nodes = Nodes(seq=self._seq, node=depths - 1, depth=depths, path=depths.new_empty(len(depths), 0))
-        tokens, q = propose(logits.nan_to_num(), self._controls, self._draws, nodes)
-        if q is not None:
-            self._q.append(q)
-        return tokens
+        return propose(logits.nan_to_num(), self._controls, self._draws, nodes)
 
     def drafted(self, tokens: Tensor) -> Drafted:
-        return Drafted(tokens, torch.cat(self._q), self._coins) if self._q else Drafted(tokens)
+        return Drafted(tokens, self._q.flatten(0, 1), self._coins) if self._coins else Drafted(tokens)
 
 
-def rehearse(vocab_size: int, device: torch.device) -> None:
-    """Draw by made-up logits in every common way: the kernels it takes get compiled, several at a time."""
+def rehearse(booths: Booths) -> bool:
+    """Draw by made-up logits in every common way, so that nobody waits for it later; False: it does not work here."""
+    try:
+        _rehearse(booths)
+    except Exception as problem:  # drafts by passes with the host between them serve
+        log.warning("rows that sample are drafted pass by pass: %r", problem)
+        return False
+    return True
 
-    def draw(kind: dict[str, float]) -> None:
+
+@torch.inference_mode()
+def _rehearse(booths: Booths) -> None:
+    """Kernels get compiled, several at a time, and all of it recorded."""
+    logits = torch.zeros(2 * MOST_ROWS, booths.vocab_size, device=booths.device)
+
+    def draw(kind: dict[str, float], rows: int, booths: Booths) -> None:
         params = SamplingParams(**{"temperature": 0.7, **kind}).resolve({})  # type: ignore[arg-type]
-        builder = ControlsBuilder(vocab_size, frozenset(), device)
-        with torch.inference_mode(), torch.cuda.device(device):
-            Voices(builder, [Sequence("rehearsal", [0], params, max_len=4)], None)(logits, 0)
+        sequences = [Sequence("rehearsal", [0], params, max_len=4) for _ in range(rows)]
+        Voices(booths, sequences, 1, None)(logits[:rows], 0)
 
-    logits = torch.zeros(1, vocab_size, device=device)
+    @torch.inference_mode()
+    def compile_for(kind: dict[str, float]) -> None:
+        with torch.cuda.device(booths.device):
+            draw(kind, len(logits), Booths(booths.vocab_size, booths.device))
+
     with ThreadPoolExecutor() as pool:
-        list(pool.map(draw, KINDS))
+        list(pool.map(compile_for, KINDS))
+    for kind in KINDS[:-1]:
+        for power in range(MOST_ROWS.bit_length()):
+            draw(kind, 1 << power, booths)
 
 
 def is_plain(sequence: Sequence) -> bool:
