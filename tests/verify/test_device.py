@@ -226,7 +226,8 @@ def test_a_drafter_says_what_it_says_on_the_host(kernels_alone, monkeypatch):
     size, vocab = 24, 90
     logits = torch.randn(size, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 3
     nodes = replace(Nodes.roots(size), node=torch.arange(size) % 4, depth=torch.arange(size) % 4 + 1)
-    controls, every = controls_of(asked_in_many_ways(size), vocab), torch.arange(size)
+    asked = [Asked(temperature=0.5 + row / size, min_p=0.02 * (row % 5), bias={3: 2.0}) for row in range(size)]
+    controls, every = controls_of(asked, vocab), torch.arange(size)
     for coins, seeded in ((every[::3], every[1::3]), (None, every)):
         draws = Draws(key=every * 7, committed=every + 20, coins=coins, seeded=seeded)
         with monkeypatch.context() as patched:
