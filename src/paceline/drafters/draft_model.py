@@ -259,7 +259,7 @@ class DraftModelDrafter:
         sequences = [row.sequence for row in going]
         chain = self._chain_for(sequences)
         if not ready or chain is None:
-            return Draft.empty(len(rows)) if not ready else self._by_passes(rows)
+            return Draft.empty(len(rows)) if not ready else _finite(self._by_passes(rows))
         asked = [
             self._chain_row(row.sequence, self.lag(row.sequence), count)
             for row, count in zip(going, counts, strict=True)
