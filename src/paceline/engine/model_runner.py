@@ -76,7 +76,7 @@ class Flight:
     reading: Reading | None  # the same, once it is on the host
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
-    warm: bool = field(default=True, kw_only=True)  # the pass took what its like will take again
+    warm: bool = field(default=True, kw_only=True)  # it took what its like will take again
 
     @property
     def over(self) -> bool:
@@ -165,14 +165,15 @@ class ModelRunner:
         model_s = time.perf_counter() - started
         sequences = [layout.rows[index].sequence for index in layout.sampled]
         verdict = reading = None
+        warm = output.warm
         if sequences:
             verdict = self.sampler.verify(
                 sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
             )
-            reading = Reading(verdict)
+            reading, warm = Reading(verdict), warm and self.sampler.warm
             if layout.is_tree:
                 self._compact(layout, reading.verdict)
-        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=output.warm)
+        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm)
 
     def _compact(self, layout: Layout, verdict: HostVerdict) -> None:
         """Move the K/V of accepted paths to where the block table expects them."""

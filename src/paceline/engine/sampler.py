@@ -20,6 +20,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
 from paceline.verify.host import Voice, walk_on_host
+from paceline.verify.recorded import Recorded
 
 WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their own
 
@@ -27,10 +28,16 @@ WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their o
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, eos_token_ids, device
-        self.shortcut = True  # steps without edits on the host; not while `prove` puts a fault into the long way
+        self.shortcut = True  # on the host without edits, or recorded; not while `prove` puts in a fault
         self._say = kernels.say_of(device)
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._empty = functools.lru_cache(64)(self._plain)
+        self._recorded = Recorded(device)
+
+    @property
+    def warm(self) -> bool:
+        """The last step took what its like will take again."""
+        return self._recorded.warm
 
     def verify(
         self,
@@ -57,20 +64,15 @@ class Sampler:
         owners: SequenceOf[int] = range(draft.batch)
         if draft.width:
             needs_path = controls.penalties is not None or controls.bad_words is not None
-            owners, draft, row_of, nodes = self._on_device(draft, row_of, deepest, needs_path)
+            logits = self._padded(logits)
+            owners, draft, row_of, nodes = self._on_device(draft, row_of, len(logits), deepest, needs_path)
         else:
             draft, row_of, nodes = self._empty(draft.batch)
-        return verify(
-            draft,
-            logits,
-            row_of,
-            nodes,
-            controls,
-            self._builder.draws(sequences, owners, ahead),
-            max_depth=deepest,
-            num_logprobs=wanted,
-            only_chains=only_chains,
-        )
+        judged = draft, logits, row_of, nodes, controls, self._builder.draws(sequences, owners, ahead)
+        options = {"max_depth": deepest, "num_logprobs": wanted, "only_chains": only_chains}
+        if not self.shortcut:
+            return verify(*judged, **options)  # type: ignore[arg-type]
+        return self._recorded(verify, *judged, standing=logits, **options)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -102,11 +104,25 @@ class Sampler:
         q = torch.full((width, self._vocab_size), 1 / self._vocab_size, device=self._device)
         return replace(_chain(width), q=Proposal(probs=q, row_of=torch.tensor([[*range(width), -1]])))
 
+    def _padded(self, logits: Tensor) -> Tensor:
+        """Numbers of rows that differ little are judged as one, where a pass leaves room behind its logits: what stands
+        there belongs to no slot."""
+        rows, vocab = logits.shape
+        step = 1 << max((rows - 1).bit_length() - 3, 0)
+        padded = -(-rows // step) * step
+        room = logits.untyped_storage().nbytes() // logits.itemsize - logits.storage_offset()
+        if not self._recorded.records or not logits.is_contiguous() or padded * vocab > room:
+            return logits
+        return logits.as_strided((padded, vocab), (vocab, 1))
+
     def _on_device(
-        self, draft: Draft, row_of: Tensor, deepest: int, needs_path: bool
+        self, draft: Draft, row_of: Tensor, rows: int, deepest: int, needs_path: bool
     ) -> tuple[list[int], Draft, Tensor, Nodes]:
-        """The owner of every row of logits, on the host, and the rest where the logits are."""
+        """The owner of every row of logits, on the host, and the rest where the logits are. Rows beyond the draft's are
+        taken for more of the last one's."""
         seq, slots = np.nonzero(row_of.numpy() >= 0)  # rows lie in order of sequence and slot
+        if beyond := rows - len(seq):
+            seq, slots = np.append(seq, seq[-1:].repeat(beyond)), np.append(slots, [0] * beyond)
         depth = np.where(slots, draft.depth.numpy()[seq, slots - 1], 0)
         on_host = (torch.from_numpy(part) for part in (seq, slots - 1, depth))
         draft = draft.to(self._device)
