@@ -54,9 +54,9 @@ class Recorded:
         if known.refused:
             return work(*given, **options)
         if known.recording is None:
-            inputs = self._inputs(tensors)
-            _copy(inputs, tensors)
-            given, options = _with((given, options), iter(inputs), standing)
+            inputs = _Inputs(self._places(tensors))
+            inputs.fill(tensors)
+            given, options = _with((given, options), iter(inputs.places), standing)
             result = work(*given, **options)  # compiled, if it was not for tensors that lie like these
             known.recording = self._recording(functools.partial(work, *given, **options), inputs)
             known.refused = known.recording is None
@@ -66,7 +66,7 @@ class Recorded:
     def __len__(self) -> int:
         return sum(known.recording is not None for known in self._known.values())
 
-    def _inputs(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _places(self, tensors: list[Tensor]) -> list[Tensor]:
         """Where a recording reads its tensors: small ones each for itself, large ones side by side."""
         places, end = {}, 0
         for index, tensor in enumerate(tensors):
@@ -84,7 +84,7 @@ class Recorded:
             for index, tensor in enumerate(tensors)
         ]
 
-    def _recording(self, work: Callable[[], Any], inputs: list[Tensor]) -> _Recording | None:
+    def _recording(self, work: Callable[[], Any], inputs: _Inputs) -> _Recording | None:
         started, before = time.perf_counter(), self._reserved()
         try:
             graph, result = self._capture(work)
@@ -92,7 +92,7 @@ class Recorded:
             log.warning("cannot be recorded, and runs as it is: %s", str(problem).partition("\n")[0])
             return None
         took, grown = 1e3 * (time.perf_counter() - started), (self._reserved() - before) / 1e6
-        log.debug("recorded work of %d inputs in %.0f ms, %.0f MB; %d before it", len(inputs), took, grown, len(self))
+        log.debug("recorded in %.0f ms, %.0f MB; %d before it", took, grown, len(self))
         return _Recording(graph, inputs, result)
 
     def _capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
@@ -121,10 +121,26 @@ class _Known:
     refused: bool = False
 
 
+class _Inputs:
+    """Where a recording reads, filled in with one launch for each type of numbers."""
+
+    def __init__(self, places: list[Tensor]) -> None:
+        self.places = places
+        kinds: dict[torch.dtype, list[int]] = {}
+        for index, place in enumerate(places):
+            if place.numel():
+                kinds.setdefault(place.dtype, []).append(index)
+        self._kinds = [(indices, [places[index] for index in indices]) for indices in kinds.values()]
+
+    def fill(self, tensors: list[Tensor]) -> None:
+        for indices, places in self._kinds:
+            torch._foreach_copy_(places, [tensors[index] for index in indices])
+
+
 class _Recording:
     """A graph, where it reads, and where it writes."""
 
-    def __init__(self, graph: Any, inputs: list[Tensor], result: Any) -> None:
+    def __init__(self, graph: Any, inputs: _Inputs, result: Any) -> None:
         self._graph, self._inputs, self._result = graph, inputs, result
         self._outputs: list[Tensor] = []
         _sort(result, self._outputs, None)
@@ -135,7 +151,7 @@ class _Recording:
         self._block_of = [at.get(tensor.untyped_storage().data_ptr(), -1) for tensor in self._outputs]
 
     def play(self, tensors: list[Tensor]) -> Any:
-        _copy(self._inputs, tensors)
+        self._inputs.fill(tensors)
         self._graph.replay()
         blocks = [block.clone() for block in self._blocks]
         return _with(self._result, (self._out(blocks, at) for at in range(len(self._outputs))), None)
@@ -153,21 +169,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _copy(inputs: list[Tensor], tensors: list[Tensor]) -> None:
-    """One launch for all of a kind."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for into, tensor in zip(inputs, tensors, strict=True):
-        if tensor.numel():
-            targets, sources = kinds.setdefault(tensor.dtype, ([], []))
-            targets.append(into)
-            sources.append(tensor)
-    for targets, sources in kinds.values():
-        torch._foreach_copy_(targets, sources)
-
-
 def _sort(part: Any, tensors: list[Tensor], standing: Tensor | None) -> Hashable:
     """What holds as long as the same recording serves; the tensors come out in order."""
-    if isinstance(part, Tensor):
+    if part is None:
+        return None
+    if part.__class__ is Tensor or isinstance(part, Tensor):
         if part is standing:
             return part.shape, part.dtype, part.stride(), part.data_ptr()
         tensors.append(part)
