@@ -102,7 +102,7 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
     if case.q is not None:
         is_chain = case.children == 1
         routes = Routes(walk=None, chain=everyone if is_chain else None, tree=None if is_chain else everyone)
-    recorded = Recorded(DEVICE)
+    recorded = Recorded(DEVICE, first=1)
 
     def replayed() -> object:
         return recorded(verify, *given, max_depth=max(depth), routes=routes, standing=logits)

@@ -37,7 +37,7 @@ class Graph:
 
 class Recorder(Recorded):
     def __init__(self, **options):
-        super().__init__(torch.device("cpu"), **options)
+        super().__init__(torch.device("cpu"), **{"first": 1, **options})
         self.records, self.captures = True, 0
 
     def _capture(self, work):
@@ -67,8 +67,16 @@ def test_the_third_call_of_a_kind_is_replayed_with_what_it_was_given():
     for value in (1.0, 2.0, 3.0, 4.0):
         got = recorded(work, Given(numbers(value, value)), offset, sign=-1)
         assert got["sum"].tolist() == [10 - value, 20 - value]
-        assert recorded.warm == (value > 2)
+        assert recorded.warm == (value != 2)  # when it was recorded
     assert recorded.captures == len(recorded) == 1
+
+
+def test_what_comes_a_few_times_only_is_not_recorded():
+    recorded, work = Recorder(first=3), Work()
+    for turn in range(5):
+        recorded(work, Given(numbers(1.0)), numbers(0.0))
+        assert recorded.warm == (turn != 3)
+        assert len(recorded) == (turn >= 3)
 
 
 def test_results_stay_as_they_were_when_the_recording_is_played_again():
@@ -92,8 +100,8 @@ def test_other_structures_shapes_values_and_work_are_recorded_for_themselves():
         for given, options in calls:
             assert torch.equal(recorded(work, given, offset, **options)["sum"], Work()(given, offset, **options)["sum"])
     assert len(recorded) == len(calls)
-    recorded(Work(), *calls[0][:1], offset)
-    assert not recorded.warm
+    recorded(Work(), calls[0][0], offset)
+    assert len(recorded._known) == len(calls) + 1
 
 
 def test_a_standing_tensor_is_read_where_it_lies_and_known_by_its_place():
@@ -104,7 +112,7 @@ def test_a_standing_tensor_is_read_where_it_lies_and_known_by_its_place():
         assert recorded(work, Given(here), numbers(0.0), standing=here)["sum"] == value
     assert work.seen[-1] is here
     assert recorded(work, Given(there), numbers(0.0), standing=there)["sum"] == 5
-    assert not recorded.warm
+    assert work.seen[-1] is there
 
 
 def test_no_more_than_so_many_are_kept():
@@ -113,10 +121,9 @@ def test_no_more_than_so_many_are_kept():
         for _ in range(3):
             recorded(work, Given(torch.ones(size)), torch.ones(size))
     assert len(recorded) == 2
-    recorded(work, Given(torch.ones(3)), torch.ones(3))
-    assert recorded.warm
-    recorded(work, Given(torch.ones(1)), torch.ones(1))
-    assert not recorded.warm
+    recorded(work, Given(torch.ones(2)), torch.ones(2))
+    recorded(work, Given(torch.ones(1)), torch.ones(1))  # in the place of the three
+    assert [key[1][0][0][1][0] for key in recorded._known] == [torch.Size([2]), torch.Size([1])]
 
 
 def test_large_inputs_of_all_recordings_lie_in_one_place(monkeypatch):
@@ -182,8 +189,7 @@ def test_steps_are_judged_alike_recorded_or_not(asked, draft):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recording, plain = (Sampler(40, frozenset({2}), device) for _ in range(2))
     plain._recorded.records = False
-    if device.type == "cpu":
-        recording._recorded = Recorder()
+    recording._recorded = Recorder() if device.type == "cpu" else Recorded(device, first=1)
     generator, batch = torch.Generator().manual_seed(7), 3
     logits = torch.full((40, 40), torch.nan, device=device)
     sequences = steps.sequences_of(asked, batch)

@@ -1,9 +1,10 @@
 """Work of tensors in, tensors out on a CUDA device, recorded by shape and replayed: one launch for many.
 
-What is given is sorted into a key (structure, shapes, plain values) and tensors. A key's first call runs as it is; the
-second compiles what the recording takes, and records it; later ones copy the tensors to where the recording reads
-them, replay it and copy the results out, so nobody minds the next replay. What cannot be recorded stays as it is.
-Recordings share one pool of memory and one stretch for large inputs: a replay's scratch is over with the replay.
+What is given is sorted into a key (structure, shapes, plain values) and tensors. The first calls of a key run as they
+are: what comes a few times only is not worth recording. The next one is recorded too; later ones copy the tensors to
+where the recording reads them, replay it and copy the results out, so nobody minds the next replay. What cannot be
+recorded stays as it is. Recordings share one pool of memory and one stretch for large inputs: a replay's scratch is
+over with the replay.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 log = logging.getLogger("paceline")
 MOST = 256  # recordings; the least recently used gives way
+FIRST = 3  # calls of a key before it is recorded
 LARGE = 1 << 16  # bytes: inputs from here on lie in one stretch for all recordings
 ALIGNED = 512  # bytes: where an input may begin
 T = TypeVar("T")
@@ -29,10 +31,10 @@ T = TypeVar("T")
 class Recorded:
     """One call at a time, on one stream."""
 
-    def __init__(self, device: torch.device, most: int = MOST) -> None:
+    def __init__(self, device: torch.device, most: int = MOST, first: int = FIRST) -> None:
         self.records = device.type == "cuda"
-        self.warm = True  # the last call took what its like will take again
-        self._most = most
+        self.warm = True  # the last call took what its like will take again: it was not recorded
+        self._most, self._first = most, first
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
         self._large: Tensor | None = None
         self._pool, self._stream = None, None  # type: tuple[Any, Any]
@@ -42,26 +44,27 @@ class Recorded:
         if not self.records:
             return work(*given, **options)
         tensors: list[Tensor] = []
-        key = (work, _sort((given, options), tensors, standing))
-        known = self._known.get(key)
-        self.warm = known is not None and (known.refused or known.recording is not None)
-        if known is None:
-            self._known[key] = _Known()
-            if len(self._known) > self._most:
-                self._known.popitem(last=False)
+        known = self._of((work, _sort((given, options), tensors, standing)))
+        self.warm = known.refused or known.recording is not None or known.calls < self._first
+        if known.recording is not None:
+            return known.recording.play(tensors)  # type: ignore[no-any-return]
+        known.calls += 1
+        if self.warm:
             return work(*given, **options)
+        inputs = _Inputs(self._places(tensors))
+        inputs.fill(tensors)
+        given, options = _with((given, options), iter(inputs.places), standing)
+        result = work(*given, **options)  # which compiles it, if it was not for tensors that lie like these
+        known.recording = self._recording(functools.partial(work, *given, **options), inputs)
+        known.refused = known.recording is None
+        return result
+
+    def _of(self, key: Hashable) -> _Known:
+        known = self._known.setdefault(key, _Known())
         self._known.move_to_end(key)
-        if known.refused:
-            return work(*given, **options)
-        if known.recording is None:
-            inputs = _Inputs(self._places(tensors))
-            inputs.fill(tensors)
-            given, options = _with((given, options), iter(inputs.places), standing)
-            result = work(*given, **options)  # compiled, if it was not for tensors that lie like these
-            known.recording = self._recording(functools.partial(work, *given, **options), inputs)
-            known.refused = known.recording is None
-            return result
-        return known.recording.play(tensors)  # type: ignore[no-any-return]
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+        return known
 
     def __len__(self) -> int:
         return sum(known.recording is not None for known in self._known.values())
@@ -117,6 +120,9 @@ class Recorded:
 
 @dataclasses.dataclass
 class _Known:
+    """What is known of a key."""
+
+    calls: int = 0
     recording: _Recording | None = None
     refused: bool = False
 
