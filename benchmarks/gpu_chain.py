@@ -1,4 +1,5 @@
-"""Greedy chains of smollm2, in one launch and by passes: tokens against those of ordinary passes, and time per token.
+"""Chains of smollm2, in one launch and by passes: tokens against those of ordinary passes, and time per token; then
+the same by passes with tokens sampled between them.
 
 python benchmarks/gpu_chain.py                    # with the cuts in use
 python benchmarks/gpu_chain.py --weights random --cuts "Cut(keys=128)" "Cut(head_tile=8)"
@@ -16,9 +17,12 @@ from typing import Any
 
 import torch
 from common import finish
-from gpu_engine import prompts_of
+from gpu_engine import SAMPLED, prompts_of
 from gpu_subject import SMALL, Subject, random_weights
 
+from paceline import SamplingParams
+from paceline.drafters.booths import Booths
+from paceline.drafters.voices import Voices
 from paceline.models.chain import READ, ChainRow, GreedyChain
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights, kernels_for
@@ -26,6 +30,7 @@ from paceline.models.kv_cache import KVCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
 from paceline.models.triton.greedy_chain import Cut, TritonChain
+from paceline.sequence import Sequence
 
 BLOCK = 16
 
@@ -92,7 +97,9 @@ def check(subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain
     return f"{same} of {total} tokens as by passes"
 
 
-def timed(subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain, number: int, context: int) -> Any:
+def timed(
+    subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain | Sampling, number: int, context: int
+) -> Any:
     count = 16
     rows = rows_at(subject, decoder, cache, number, context, count)
     for _ in range(3):
@@ -109,6 +116,21 @@ def timed(subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain
         torch.cuda.synchronize()
         spans.append(begin.elapsed_time(end))
     return {"token_ms": statistics.median(spans) / count, "host_ms": 1e3 * statistics.median(launches)}
+
+
+class Sampling:
+    """A chain whose tokens are picked between its passes, as a chain."""
+
+    def __init__(self, chain: PassChain, decoder: Decoder, asked: dict[str, Any]) -> None:
+        self._chain, self._params = chain, SamplingParams(**asked).resolve({})
+        self._booths = Booths(decoder.config.vocab_size, decoder.device)
+        self._sequences: list[Sequence] = []
+
+    def draft(self, rows: list[ChainRow]) -> torch.Tensor:
+        if len(self._sequences) != len(rows):
+            self._sequences = [Sequence(str(at), [0], self._params, max_len=100) for at in range(len(rows))]
+        voices = Voices(self._booths, self._sequences, max(row.count for row in rows), None)
+        return voices.drafted(self._chain.draft_by(voices, rows)).tokens
 
 
 def measure(
@@ -176,6 +198,11 @@ def main() -> None:
     assert decoder.graphs is not None
     passes = PassChain(decoder.graphs, decoder.config, cache.layers, BLOCK)
     result |= measure(subject, decoder, cache, passes, "passes", args.rows)
+    for kind, asked in SAMPLED.items():
+        for number in args.rows:
+            got = timed(subject, decoder, cache, Sampling(passes, decoder, asked), number, 100)
+            result[f"passes {kind} x{number}"] = got
+            print(f"passes, {kind}, {number} rows: {got}", flush=True)
     finish("gpu_chain", result)
 
 

@@ -37,6 +37,11 @@ QUESTIONS = (
 
 
 FIXED_K, ROUNDS = (4, 8, 16), 3
+SAMPLED: dict[str, dict[str, Any]] = {
+    "T=0.7": {"temperature": 0.7},
+    "T=0.7 seeded": {"temperature": 0.7, "seed": 7},
+    "T=0.7 top_p=0.9": {"temperature": 0.7, "top_p": 0.9},
+}
 FORMS = (
     "Explain {} to a child.",
     "Write a short story about {}.",
@@ -283,6 +288,7 @@ def draft(subject: Subject) -> dict[str, Any]:
         found[f"draft-model k={k}"] = got
         gain = got["tokens_per_second"] / base["tokens_per_second"]
         print(f"   draft-model k={k}: {gain:.2f}x, τ {got['tau']:.2f}, step {got['step_ms']:.2f} ms", flush=True)
+    found |= draft_sampled(subject, length)
     if subject.random:
         return found
     copies = [
@@ -298,10 +304,33 @@ def draft(subject: Subject) -> dict[str, Any]:
     return found
 
 
-def speed(runs: Runs, prompts: list[list[int]], length: int, ignore_eos: bool = True) -> dict[str, float]:
-    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=ignore_eos).resolve({})
-    runs.answer(prompts[:1], params)  # captures its graphs
-    each = [runs.answer([prompt], params) for prompt in prompts]
+def draft_sampled(subject: Subject, length: int) -> dict[str, Any]:
+    """The same at a temperature: q is sampled on the device (unseeded), or the seed's noise added (seeded)."""
+    decoder, found = subject.yardstick, {}
+    many = 2 if subject.tiny else 16
+    graphs = Runs(subject, decoder, "draft-model", 4, batch=many)
+    for kind, asked in SAMPLED.items():
+        for together, ks in ((1, (2,) if subject.tiny else FIXED_K), (many, FIXED_K[:1])):
+            base = 0.0
+            for k in (None, *ks):
+                runs = Runs(subject, decoder, "none" if k is None else "draft-model", k, together, graphs)
+                prompts = many_prompts(subject, 0, max(3, together))
+                got = speed(runs, prompts, length, together=together, **asked)
+                base = base or got["tokens_per_second"]
+                name = f"{kind} x{together} " + ("plain" if k is None else f"draft-model k={k}")
+                found[name] = {**got, "over_plain": got["tokens_per_second"] / base}
+                what = f"{got['tokens_per_second']:.0f} tok/s, {got['tokens_per_second'] / base:.2f}x"
+                print(f"   {name}: {what}, τ {got['tau']:.2f}, step {got['step_ms']:.2f} ms", flush=True)
+    return found
+
+
+def speed(
+    runs: Runs, prompts: list[list[int]], length: int, ignore_eos: bool = True, together: int = 1, **asked: Any
+) -> dict[str, float]:
+    params = SamplingParams(**{"temperature": 0, **asked}, max_tokens=length, ignore_eos=ignore_eos).resolve({})
+    runs.answer(prompts[:together], params)  # captures its graphs
+    groups = [prompts[at : at + together] for at in range(0, len(prompts), together)]
+    each = [runs.answer(group, params) for group in groups]
     return {
         "tokens_per_second": statistics.harmonic_mean([one["tokens_per_second"] or 1.0 for one in each]),
         "tau": statistics.mean(one["tau"] for one in each),

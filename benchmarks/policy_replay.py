@@ -9,6 +9,7 @@ the first shows a cold policy.
 
     python benchmarks/policy_replay.py --record answers.json --temperature 0 --prompts mt_bench.jsonl gsm8k.jsonl
     python benchmarks/policy_replay.py answers.json --batches 1 4 16 32
+    python benchmarks/policy_replay.py answers.json --steep 4 --noise --deciding  # nine rows cost twice what one does
     python benchmarks/policy_replay.py answers.json --clock gpu --batches 1 2 4 8 16 32 64 128
 """
 
@@ -70,6 +71,7 @@ class Clock:
     pass_s: dict[int, float]  # by rows
     padded: bool  # to the next number of rows in the table; otherwise what lies between is interpolated
     step_s: float
+    plan_s: float  # deciding where somebody has something to say, questions aside
     row_s: float  # each sequence
     drafted_s: float  # a step with drafts in it
     node_s: float
@@ -77,6 +79,11 @@ class Clock:
     prior: PassPrior
     waits: bool  # the host does nothing else during a pass, and no step is launched ahead
     fixed: list[tuple[str, int]]  # settings to compare with
+
+    def steeper(self, times: float) -> Clock:
+        """A machine with slower cores: the policy's prior does not know."""
+        one = self.pass_s[1]
+        return replace(self, pass_s={rows: one + times * (seconds - one) for rows, seconds in self.pass_s.items()})
 
     def step(self, sequences: int, nodes: int, *, ahead: bool = False) -> float:
         """`ahead`: launched before the one before was read, so that the host's work hides behind the device's."""
@@ -114,6 +121,7 @@ CLOCKS = {
         pass_s={rows: 25e-3 * share for rows, share in RELATIVE.items()},
         padded=False,
         step_s=0.8e-3,
+        plan_s=0.4e-3,
         row_s=0.06e-3,
         drafted_s=0.4e-3,
         node_s=0.08e-3,
@@ -126,6 +134,7 @@ CLOCKS = {
         pass_s={rows: 1e-3 * ms for rows, ms in H200.items()},
         padded=True,
         step_s=0.55e-3,
+        plan_s=0.0,
         row_s=7e-6,
         drafted_s=0.3e-3,
         node_s=5e-6,
@@ -234,8 +243,18 @@ class Replay:
         self.clock, self.times, self.deciding = clock, times, deciding
         self.policy = AdaptivePolicy(self.drafters, method, k, clock.prior, lambda: self.asked_s)
         self.asked_s, self.resting = 0.0, False
+        self._count_plans()
         for drafter in self.drafters:
             self._count_questions(drafter)
+
+    def _count_plans(self) -> None:
+        spread = self.policy._budget.spread
+
+        def counted(*args: Any) -> list[int]:
+            self.asked_s += self.clock.plan_s
+            return spread(*args)
+
+        self.policy._budget.spread = counted  # type: ignore[method-assign]
 
     def _count_questions(self, drafter: Drafter) -> None:
         """Deciding takes what its questions take; answers are looked up once for evidence and guess alike."""
@@ -344,7 +363,9 @@ def main() -> None:
     parser.add_argument("--noise", action="store_true")
     parser.add_argument("--clock", choices=list(CLOCKS), default="cpu")
     parser.add_argument("--deciding", action="store_true")
+    parser.add_argument("--steep", type=float, default=1.0, help="times what rows beyond the first add to a pass")
     parser.add_argument("--files", nargs="*")
+    parser.add_argument("--category", help="only this one, from a cold policy")
     args = parser.parse_args()
     if args.record:
         Path(args.record).write_text(json.dumps(record(args.prompts, args.temperature, args.seed)))
@@ -353,9 +374,10 @@ def main() -> None:
         parser.error("give a file of records, or --record FILE to make one")
     records: list[Record] = json.loads(Path(args.records).read_text())
     records = [{**one, "answer": one["answer"][: args.max_tokens]} for one in records]
-    rows, clock = [], CLOCKS[args.clock]
+    rows, clock = [], CLOCKS[args.clock].steeper(args.steep)
     for file in args.files or dict.fromkeys(one["file"] for one in records):
         mine = sorted((one for one in records if one["file"] == file), key=lambda one: one["category"])
+        mine = [one for one in mine if args.category in (None, one["category"])]
         for batch in args.batches:
             groups = [mine[start : start + batch] for start in range(0, len(mine), batch)]
             taken = {}
@@ -364,7 +386,8 @@ def main() -> None:
                 taken[method if k is None else f"{method} k={k}"] = [replay.seconds(group) for group in groups]
             rows.append({"file": file, "batch": batch, "groups": len(groups), **judged(taken)})
             print(f"{file:10} batch {batch:3}, {len(groups):3} groups: {rows[-1].pop('said')}", flush=True)
-    finish("policy_replay", {"clock": args.clock, "noise": args.noise, "deciding": args.deciding, "rows": rows})
+    setting = {"clock": args.clock, "steep": args.steep, "noise": args.noise, "deciding": args.deciding}
+    finish("policy_replay", {**setting, "rows": rows})
 
 
 def judged(taken: dict[str, list[float]]) -> dict[str, Any]:

@@ -5,8 +5,12 @@ once: no answer is memorised. Prompts are interleaved: all configurations answer
 requests are seeded, so all give the same tokens and the comparison is paired. EOS is respected. Answers that repeat a
 16-gram are looping and are reported apart, since loops flatter lookup.
 
+`auto` starts cold. Users' policies are remembered between runs: `--remembered` adds an `auto` whose policy has answered
+other prompts before, with a suffix store that is empty all the same.
+
     python benchmarks/speculation.py                                   # copy-heavy prompts
     python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --batch 4
+    python benchmarks/speculation.py --prompts mt_bench.jsonl --remembered gsm8k_train.jsonl
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from paceline.models.hub import resolve
 from paceline.models.runtime import LoadedModel, load_model
 
 NO_LOOPS = "all but loops"
+REMEMBERED = "auto remembered"
 
 
 class Configuration:
@@ -45,9 +50,9 @@ class Configuration:
         context = DrafterContext(loaded.config, loaded.decoder.device, SpeculationConfig(method=method, k=k))
         names = [] if method == "none" else ["ngram", "suffix"] if method == "auto" else [method]
         drafters = [DRAFTERS[name](context) for name in names]
-        policy = AdaptivePolicy(drafters, method, k)
+        self.policy = AdaptivePolicy(drafters, method, k)
         config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29)
-        self.engine = Engine(loaded.decoder, config, drafters=drafters, policy=policy)
+        self.engine = Engine(loaded.decoder, config, drafters=drafters, policy=self.policy)
         self.overhead: list[float] = []
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, list[list[int]], Any]:
@@ -72,7 +77,7 @@ class Configuration:
 
 def read_prompts(paths: Sequence[str], per_category: int | None) -> list[dict[str, Any]]:
     if paths:
-        lines = [line for path in paths for line in Path(path).read_text().splitlines()]
+        lines = [line for path in paths for line in Path(path).read_text().split("\n")]
         prompts = [json.loads(line) for line in lines if line.strip()]
     else:
         prompts = copy_prompts()
@@ -82,6 +87,27 @@ def read_prompts(paths: Sequence[str], per_category: int | None) -> list[dict[st
     for prompt in prompts:
         kept.setdefault(prompt["category"], []).append(prompt)
     return [prompt for category in kept.values() for prompt in category[:per_category]]
+
+
+def remembered(
+    loaded: LoadedModel, others: Sequence[dict[str, Any]], params: SamplingParams, batch: int
+) -> Configuration:
+    """`auto` with what a policy learnt from the first turns of other prompts, and nothing else of it."""
+    before = Configuration(loaded, "auto", None)
+    asked = [loaded.tokenizer.apply_chat_template([{"role": "user", "content": one["turns"][0]}]) for one in others]
+    for start in range(0, len(asked), batch):
+        before.answer(asked[start : start + batch], params)
+    made = Configuration(loaded, "auto", None)
+    made.name = REMEMBERED
+    made.policy.load(json.loads(json.dumps(before.policy.state())))
+    return made
+
+
+def other_prompts(paths: Sequence[str], count: int, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """So many, from all over the files; none of those that are measured."""
+    first = {prompt["turns"][0] for prompt in measured}
+    others = [prompt for prompt in read_prompts(paths, None) if prompt["turns"][0] not in first]
+    return others[:: max(len(others) // count, 1)][:count]
 
 
 def speedup(rows: list[dict[str, Any]], name: str) -> dict[str, float] | None:
@@ -104,6 +130,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
+    parser.add_argument("--remembered", nargs="+", default=[], help="files of other prompts that a policy learnt from")
+    parser.add_argument("--remembered-answers", type=int, default=24)
     args = parser.parse_args()
 
     loaded = load_model(resolve("smollm2"), dtype="float32", device="cpu")
@@ -113,11 +141,22 @@ def main() -> None:
         prompts = [{"category": "mixed", "turns": prompt["turns"][:1]} for prompt in prompts]
         random.Random(0).shuffle(prompts)
     result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens, "cells": []}
+    others = other_prompts(args.remembered, args.remembered_answers, prompts) if args.remembered else []
+    if others:
+        result["remembered"] = {"answers": len(others), "of": [Path(path).name for path in args.remembered]}
+        print(f"auto starts cold; {REMEMBERED}: its policy has answered {len(others)} other prompts before")
     for temperature in args.temperature:
         configurations = [Configuration(loaded, m, k) for m, k in [("none", None), ("auto", None), *fixed]]
+        if others:
+            configurations.append(remembered(loaded, others, sampling(temperature, args), args.batch))
         rows = run(configurations, loaded, prompts, temperature, args)
         report(configurations, rows, temperature, result)
     finish("speculation", result)
+
+
+def sampling(temperature: float, args: argparse.Namespace) -> SamplingParams:
+    seed = args.seed if temperature else None
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=args.max_tokens).resolve({})
 
 
 def run(
@@ -129,9 +168,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """One row per batch of conversations and turn; the second turn continues from plain decoding's first answer."""
     noise, rows = random.Random(0), []
-    params = SamplingParams(
-        temperature=temperature, seed=args.seed if temperature else None, max_tokens=args.max_tokens
-    ).resolve({})
+    params = sampling(temperature, args)
     for configuration in configurations:  # warm up: the first passes fault pages in
         configuration.answer([loaded.tokenizer.encode("Hello there, how are you today?")] * args.batch, params)
     by_category: dict[str, list[dict[str, Any]]] = {}

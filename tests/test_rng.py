@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline import rng
-from paceline.rng import Lane, bits, coin, gumbel, gumbel_of, uniform
+from paceline.rng import Lane, bits, bits_of, coin, coin_of, gumbel, gumbel_of, uniform
 
 SIGMAS = 5.0
 KNOWN_BITS = [1826112205991530872]
@@ -172,3 +172,10 @@ def test_the_noise_of_chosen_tokens_is_the_noise_of_all():
     seeds, positions = ints(1, 2), ints(8, 9)
     tokens = torch.tensor([[4, 999, 17], [0, 0, 512]])
     assert torch.equal(gumbel_of(seeds, positions, tokens), gumbel(seeds, positions, 1000).gather(1, tokens))
+
+
+@pytest.mark.parametrize(("key", "committed", "node"), [(7, 12, -1), (-5, 0, 3), (2**63 - 1, 10**6, 31)])
+def test_the_bits_and_the_coin_of_plain_numbers_are_those_of_arrays(key, committed, node):
+    words = ints(key), ints(committed)
+    assert bits_of(Lane.GUMBEL, key, committed) == int(bits(Lane.GUMBEL, *words)) % 2**64
+    assert coin_of(Lane.WALK, key, committed, node) == float(coin(Lane.WALK, *words, ints(node)))

@@ -61,6 +61,19 @@ def coin(lane: Lane, key: Tensor, committed: Tensor, node: Tensor) -> Tensor:
     return uniform(lane, key, committed, node + 1)
 
 
+def bits_of(lane: Lane, *words: int) -> int:
+    """`bits` of one row, unsigned. A handful of plain numbers, where arrays would take longer to make."""
+    state = words[0] * _GOLDEN + _lane_constant(lane)
+    for word in words[1:]:
+        state = _mix(state) + word * _GOLDEN
+    return _mix(state)
+
+
+def coin_of(lane: Lane, key: int, committed: int, node: int) -> float:
+    """`coin` of one row."""
+    return ((bits_of(lane, key, committed, node + 1) >> 12) + 0.5) * 2.0**-52
+
+
 def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """(R, V) float32 standard Gumbel noise of every token at each row's (seed, position)."""
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device)
@@ -157,9 +170,15 @@ def _signed(value: int, width: int) -> int:
     return value - (1 << width) if value >> (width - 1) else value
 
 
+@functools.cache
 def _lane_constant(lane: int) -> int:
-    """The same mix on a plain number, so that lanes start far apart."""
-    state = lane * _GOLDEN % 2**64
+    """Lanes start far apart."""
+    return _mix(lane * _GOLDEN)
+
+
+def _mix(state: int) -> int:
+    """The same mix on a plain number."""
+    state %= 2**64
     state = (state ^ (state >> 30)) * _MIX_1 % 2**64
     state = (state ^ (state >> 27)) * _MIX_2 % 2**64
     return state ^ (state >> 31)

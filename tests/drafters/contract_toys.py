@@ -84,7 +84,7 @@ class ChainModel(FunctionModel):
     def __init__(self, logits_of, *, most_rows=2, **options):
         super().__init__(logits_of, **options)
         self.most_rows = most_rows
-        self.asked, self.ahead = [], []
+        self.asked, self.ahead, self.picked = [], [], 0
         self.broken = False
 
     def greedy_chains(self, caches, block_size):
@@ -97,42 +97,54 @@ class ChainModel(FunctionModel):
 
     def draft(self, rows, said=None):
         assert len(rows) <= self.most_rows
+        return self._draft(rows, said, lambda logits, depth: logits.argmax(-1))
+
+    def draft_by(self, pick, rows, said=None):
+        self.picked += 1
+        return self._draft(rows, said, pick)
+
+    def _draft(self, rows, said, pick):
         if said is None:
             self.asked.append([(row.lag, row.count) for row in rows])
-            drafts = [self._continue(list(row.tokens[-row.lag :]), row.start + READ - row.lag, row) for row in rows]
+            begun = [(list(row.tokens[-row.lag :]), row.start + READ - row.lag) for row in rows]
         else:
             self.ahead.append([row.count for row in rows])
-            drafts = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
-        count = max(row.count for row in rows)
-        return torch.tensor([draft + [0] * (count - len(draft)) for draft in drafts])
+            begun = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
+        drafts = []
+        for depth in range(max(row.count for row in rows)):
+            drafts.append(pick(self._logits(begun, rows, depth), depth))
+            ends = [start + len(tokens) for tokens, start in begun]
+            begun = [([token], end) for token, end in zip(drafts[-1].tolist(), ends, strict=True)]
+        return torch.stack(drafts, 1)
 
     def _behind(self, row, said, which):
         more = said.tokens[which, : int(said.num_accepted[which]) + 1].tolist()
         tokens = [*row.tokens, *more]
-        return self._continue(tokens[-READ:], row.start + len(tokens) - READ, row)
+        return tokens[-READ:], row.start + len(tokens) - READ
 
-    def _continue(self, tokens, start, row):
-        said = []
-        while len(said) < row.count and start + len(tokens) <= len(row.blocks) * self.block_size:
-            said.append(int(self._pass(tokens, start, row.blocks).argmax()))
-            tokens, start = said[-1:], start + len(tokens)
-        return said
+    def _logits(self, begun, rows, depth):
+        """Where a row has had enough, or comes to the end of its blocks, it says anything."""
+        logits = torch.zeros(len(rows), self.config.vocab_size)
+        going = [
+            (at, tokens, start, row.blocks)
+            for at, ((tokens, start), row) in enumerate(zip(begun, rows, strict=True))
+            if depth < row.count and start + len(tokens) <= len(row.blocks) * self.block_size
+        ]
+        if going:
+            logits[[at for at, *_ in going]] = self._pass([rest for _, *rest in going])
+        return logits
 
-    def _pass(self, tokens, start, blocks):
-        positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
-        tables = torch.tensor([blocks], dtype=torch.int32)
-        plan = PassPlan(
-            positions=positions,
-            slots=tables[0][positions // self.block_size] * self.block_size + positions % self.block_size,
-            sequence=torch.zeros_like(positions),
-            prefix=positions + 1,
-            path=positions.new_empty(len(tokens), 0),
-            path_len=torch.zeros_like(positions),
-            block_tables=tables,
-            block_size=self.block_size,
-            max_len=start + len(tokens),
-        )
-        return self.forward(torch.tensor(tokens), plan, self.caches, torch.tensor([len(tokens) - 1])).logits[0]
+    def _pass(self, rows):
+        """rows: (tokens, position of the first, block ids)."""
+        owners = torch.tensor([owner for owner, (tokens, *_) in enumerate(rows) for _ in tokens])
+        positions = torch.tensor([start + at for tokens, start, _ in rows for at in range(len(tokens))])
+        width = max(len(blocks) for *_, blocks in rows)
+        tables = torch.tensor([[*blocks, *[-1] * (width - len(blocks))] for *_, blocks in rows], dtype=torch.int32)
+        slots = tables[owners, positions // self.block_size] * self.block_size + positions % self.block_size
+        plan = PassPlan.in_order(positions, slots, owners, tables, self.block_size, int(positions.max()) + 1)
+        tokens = torch.tensor([token for tokens, *_ in rows for token in tokens])
+        last = torch.tensor([len(tokens) for tokens, *_ in rows]).cumsum(0) - 1
+        return self.forward(tokens, plan, self.caches, last).logits
 
 
 def read_contexts(plan, caches, rows):

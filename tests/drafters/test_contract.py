@@ -88,8 +88,11 @@ def test_greedy_output_is_the_plain_one(method, k):
 @pytest.mark.parametrize("method", WAYS)
 def test_a_seed_gives_the_plain_output(method, k):
     requests = every([(prompt_of(i, 9), params(max_tokens=40, temperature=0.7, seed=i)) for i in range(4)])
-    sequences, _ = check(method, requests, k=k)
+    drafter = make_drafter(method)
+    sequences, _ = check(method, requests, k=k, drafter=drafter)
     assert exercised(sequences.values())
+    if method == AHEAD:
+        assert len(drafter._model.ahead) > 2, "drafts were begun behind steps under way"
 
 
 WISHES = {
@@ -134,6 +137,7 @@ def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(me
 
 SAMPLED = {
     "temperature": {"temperature": 2.5},
+    "filters": {"temperature": 2.0, "top_p": 0.9, "min_p": 0.1},
     "all": {
         "temperature": 2.0,
         "top_p": 0.9,
@@ -145,16 +149,22 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("wish", SAMPLED)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "wish"),
+    [(method, wish) for method in METHODS for wish in ("temperature", "all")] + [(AHEAD, "filters")],
+)
 def test_unseeded_output_is_distributed_as_the_target_says(method, wish):
     """The joint of five tokens (three steps at least) of many answers; a false alarm once in a million times."""
     vocab, length, answered = 3, 5, 1200
     prompt = [0, 1, 2, 0, 1, 2, 0, 1]
     config = toy_config(vocab)
+    drafter = make_drafter(method, config)
+    if method == AHEAD:
+        drafter._model.most_rows = 100
     engine = make_engine(
-        [make_drafter(method, config)],
+        [drafter],
         k=2,
+        ahead=method == AHEAD,
         model=FunctionModel(repeating, config),
         num_blocks=600,
         max_num_seqs=100,
@@ -166,6 +176,9 @@ def test_unseeded_output_is_distributed_as_the_target_says(method, wish):
         engine.step()
     assert engine.drafters.failures == 0
     assert exercised(sequences)
+    if method == AHEAD:
+        assert drafter._model.picked > 5
+        assert len(drafter._model.ahead) > 5
     exact = exact_joint(repeating, vocab, prompt, wanted, length)
     said = collections.Counter(tuple(sequence.output_tokens) for sequence in sequences)
     assert g_test(said, exact) > FALSE_ALARM

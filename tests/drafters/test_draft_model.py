@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -22,7 +23,7 @@ from paceline.models.runtime import load_model
 from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
 from paceline.testing import toy_config
-from paceline.verify import Nodes, probabilities, process
+from paceline.verify import Nodes, probabilities, process, propose
 from tests.drafters.contract_toys import (
     VOCAB,
     ByRequest,
@@ -258,7 +259,7 @@ def test_every_coin_is_drawn_once_and_from_its_own_lane(monkeypatch):
         tossed.extend((lane, *each) for each in zip(*(word.tolist() for word in words), strict=True))
         return coin(lane, *words)
 
-    monkeypatch.setattr(draft_model, "coin", noted)
+    monkeypatch.setattr(draft_model, "propose", functools.partial(propose, source=noted))
     engine = make_engine([DraftModelDrafter(FunctionModel(imitating))], k=3)
     sequences, _ = run(engine, [(0, str(i), prompt_of(i, 5), params(max_tokens=30, temperature=1.0)) for i in range(3)])
     assert {lane for lane, *_ in tossed} == {Lane.DRAFT}

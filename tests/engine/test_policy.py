@@ -19,6 +19,7 @@ from paceline.engine.cost import FINE, CostModel, DraftTimes
 from paceline.engine.policy import Choice, StepReport
 from paceline.engine.value import token_values
 from paceline.errors import InvalidParameter
+from paceline.models.pass_prior import CPU as CPU_PRIOR
 from paceline.models.pass_prior import GPU
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
@@ -452,6 +453,36 @@ def test_costs_follow_the_machine_and_keep_their_shape():
     assert cost.seconds(1) == pytest.approx(3 * seconds_of(STEEP, 1), rel=0.1)
     assert cost.seconds(16) / cost.seconds(1) == pytest.approx(before, rel=0.5)
     assert cost.seconds(2 * FINE[-1]) == pytest.approx(2 * cost.seconds(FINE[-1]))
+
+
+def test_a_slow_spell_that_begins_with_new_numbers_of_rows_is_not_put_down_to_them_for_long():
+    dear = {}
+    for drifts in (False, True):
+        cost = CostModel(replace(CPU_PRIOR, drifts=drifts))
+        for _ in range(40):
+            cost.observe(1, 0.02)
+        for rows in (2, 3, 5):
+            cost.observe(rows, 0.04, drafted=True)
+        for _ in range(3):
+            cost.observe(5, 0.08, drafted=True)
+            cost.observe(1, 0.04)
+        dear[drifts] = float(cost.seconds_with(1, 4)[3]) / cost.seconds(1)
+    assert dear[True] < 2.7, "two in truth"
+    assert dear[False] > 3.5
+
+
+def test_short_matches_that_fail_at_first_are_neither_given_up_nor_blamed_twice():
+    acceptance = Acceptance()
+    first = acceptance.survival("m", False, 2, 1)[0]
+    for _ in range(12):
+        acceptance.note("s", "m", False, 2, drafted=1, accepted=0)
+        acceptance.note_promises({"m": (first, 0)})
+    assert acceptance.survival("m", False, 2, 1)[0] > 0.4 * first
+    assert acceptance.trust("m") < 0.6
+    assert acceptance.trust("m", shadowed=True) > acceptance.trust("m") + 0.1
+    for _ in range(400):
+        acceptance.note_promises({"m": (1.0, 0)})
+    assert acceptance.trust("m", shadowed=True) < 0.2, "what keeps failing is no bad luck"
 
 
 def test_acceptance_is_counted_by_position_reached():

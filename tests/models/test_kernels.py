@@ -460,6 +460,12 @@ def test_without_a_library_torch_serves_and_says_why(monkeypatch: pytest.MonkeyP
         kernels_for(torch.device("cpu"))
 
 
+def test_a_library_older_than_the_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(native_kernels._SIGNATURES, "made_tomorrow", (None, []))
+    with pytest.raises(OSError, match="older than the sources: it has no made_tomorrow; install paceline again"):
+        open_library.__wrapped__(runnable_variants()[0])
+
+
 # ---- a whole stack of layers -----------------------------------------------------------------------------------------
 
 

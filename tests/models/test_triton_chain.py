@@ -166,6 +166,25 @@ def test_it_goes_on_behind_what_only_the_device_knows(by_passes: bool) -> None:
     scene.check(rows, known, Said(said, accepted, [2, 0, 3]))
 
 
+def test_tokens_may_be_picked_between_passes() -> None:
+    """What is picked is read by the next pass, stands in the cache, and is what was drafted."""
+    scene, asked = Scene(SHALLOW, by_passes=True), []
+    rows = [scene.row(20, 2, 2), scene.row(17, 1, 2)]
+
+    def pick(logits: torch.Tensor, depth: int) -> torch.Tensor:
+        asked.append(logits.clone())
+        return torch.tensor([5 + depth, 40 + depth])
+
+    assert scene.chain.draft_by(pick, rows).tolist() == [[5, 6], [40, 41]]
+    for at, row in enumerate(rows):
+        tokens, start = list(row.tokens)[READ - row.lag :], row.start + READ - row.lag
+        for depth, logits in enumerate(asked):
+            torch.testing.assert_close(logits[at], scene._pass(tokens, start, row.blocks), rtol=0.0, atol=1e-3)
+            tokens, start = [(5, 40)[at] + depth], start + len(tokens)
+    for mine, theirs in zip(scene.caches[1].layers, scene.caches[0].layers, strict=True):
+        torch.testing.assert_close(mine.k, theirs.k, rtol=0.0, atol=1e-3)
+
+
 def test_a_row_without_blocks_for_all_that_is_drafted_writes_nowhere_else() -> None:
     scene = Scene(SHALLOW, by_passes=True)
     short, long = scene.row(15, 1, 1), scene.row(17, 1, 4)

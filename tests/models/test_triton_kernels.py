@@ -27,9 +27,9 @@ from paceline.models.kernels import LayerByLayer, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.rehearse import Shape
-from paceline.models.triton import attention as attention_module
+from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
-from paceline.models.triton.attention import tiles_of
+from paceline.models.triton.division import tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import TritonKernels
 from tests.models.test_kernels import (
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after the other: a grid for a small chip."""
     torch.manual_seed(0)
-    monkeypatch.setattr(attention_module, "PROGRAMS", 16)
+    monkeypatch.setattr(division, "PROGRAMS", 16)
 
 
 @pytest.fixture
@@ -243,12 +243,12 @@ def test_where_the_work_is_cut_does_not_matter(
     rows = [(0, 1199), (1, 39)]
     q, plan, results = torch.randn(2, 2, 16), state.plan(rows), []
     for blocks in (1, 1000):
-        monkeypatch.setattr(attention_module, "PROGRAMS", programs)
-        monkeypatch.setattr(attention_module, "SPLIT_BLOCKS", blocks)
+        monkeypatch.setattr(division, "PROGRAMS", programs)
+        monkeypatch.setattr(division, "SPLIT_BLOCKS", blocks)
         results.append(kernels.attention(q, replace(plan), state.cache, 0.2, window))
-    monkeypatch.setattr(attention_module, "PROGRAMS", 4)
+    monkeypatch.setattr(division, "PROGRAMS", 4)
     results.append(kernels.attention(q, replace(plan), state.cache, 0.2, window))
-    monkeypatch.setattr(attention_module, "PROGRAMS", 16)
+    monkeypatch.setattr(division, "PROGRAMS", 16)
     results.append(kernels.attention(q, state.branch(rows, [70, 5]), state.cache, 0.2, window))
     assert all(torch.equal(result, results[0]) for result in results)
     assert_close(results[0], reference_attention(q, plan, state.cache, 0.2, window))

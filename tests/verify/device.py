@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-NAMES = ("verify", "process", "probabilities", "draw")
+NAMES = ("verify", "process", "probabilities", "draw", "propose")
 
 
 def missing():

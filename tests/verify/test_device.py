@@ -15,7 +15,7 @@ from paceline.draft import Draft, Kind, Proposal
 from paceline.engine import sampler
 from paceline.engine.sampler import Sampler
 from paceline.rng import Lane
-from paceline.verify import Controls, Draws, Nodes, draw, probabilities, process, route, verify
+from paceline.verify import Controls, Draws, Nodes, draw, probabilities, process, propose, route, verify
 from tests.verify.device import interpreted, moved
 from tests.verify.enumeration import Fixed, Setting, Toy, chains, check
 from tests.verify.test_processors import Asked, controls_of
@@ -222,6 +222,24 @@ def test_coins_at_the_very_ends_pick_tokens_that_can_be_said(kernels, small_spli
     assert said.tolist() == [20, 41, 20, 41]
 
 
+def test_a_drafter_says_what_it_says_on_the_host(kernels_alone, monkeypatch):
+    size, vocab = 24, 90
+    logits = torch.randn(size, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 3
+    nodes = replace(Nodes.roots(size), node=torch.arange(size) % 4, depth=torch.arange(size) % 4 + 1)
+    asked = [Asked(temperature=0.5 + row / size, min_p=0.02 * (row % 5), bias={3: 2.0}) for row in range(size)]
+    controls, every = controls_of(asked, vocab), torch.arange(size)
+    for coins, seeded in ((every[::3], every[1::3]), (None, every)):
+        draws = Draws(key=every * 7, committed=every + 20, coins=coins, seeded=seeded)
+        with monkeypatch.context() as patched:
+            host, p = propose(logits, controls, draws, nodes)
+            patched.setattr("paceline.verify.seam.kernels", lambda tensor: _served(kernels_alone))
+            device, q = propose(logits, controls, draws, nodes)
+        assert torch.equal(host, device)
+        assert (q is None) == (p is None) == (coins is None)
+        if q is not None:
+            torch.testing.assert_close(q, p, rtol=1e-12, atol=0.0)
+
+
 # --- randomness ---
 
 
@@ -263,10 +281,13 @@ def test_a_draft_from_the_target_itself_is_accepted_whole(kernels):
     for dtype in (torch.float32, torch.float64):
         draft, logits, row_of, nodes, controls, draws = sampled_batch(50, [chains(4)] * 50, spread=0.0, dtype=dtype)
         assert torch.equal(row_of, draft.q.row_of.where(draft.q.row_of >= 0, row_of))
-        draft = replace(draft, q=Proposal(probs=probabilities(logits), row_of=draft.q.row_of))
-        verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=4, source=hostile)
-        assert (verdict.num_accepted == 4).all()
-        assert (verdict.kinds[:, 4] == Kind.BONUS).all()
+        tempered = replace(controls, temperature=torch.full((50,), 0.7))
+        _, q = propose(logits, tempered, draws, nodes)
+        for asked, probs in ((controls, probabilities(logits)), (tempered, q)):
+            draft = replace(draft, q=Proposal(probs=probs, row_of=draft.q.row_of))
+            verdict = verify(draft, logits, row_of, nodes, asked, draws, max_depth=4, source=hostile)
+            assert (verdict.num_accepted == 4).all()
+            assert (verdict.kinds[:, 4] == Kind.BONUS).all()
 
 
 @pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])

@@ -33,8 +33,18 @@ CHECKS = {
 
 MUTATIONS = {
     # the coins
-    "a key without the committed length": ("rng", "(lane, key, committed, node + 1)", "(lane, key, node + 1)", "block"),
-    "a key without the node": ("rng", "(lane, key, committed, node + 1)", "(lane, key, committed)", "block"),
+    "a key without the committed length": (
+        "rng",
+        "uniform(lane, key, committed, node + 1)",
+        "uniform(lane, key, node + 1)",
+        "block",
+    ),
+    "a key without the node": (
+        "rng",
+        "uniform(lane, key, committed, node + 1)",
+        "uniform(lane, key, committed)",
+        "block",
+    ),
     "acceptance coins of the last step": ("chain", "committed[whose], node)", "0 * committed[whose], node)", "block"),
     "the same, in a tree": ("chain", "committed[whose], node)", "0 * committed[whose], node)", "tree"),
     "one coin for every node": ("chain", "committed[whose], node)", "committed[whose], 0 * node)", "block"),

@@ -330,7 +330,7 @@ def test_thresholds_for_whole_batches_equal_those_row_by_row(rows):
     for row, (_, asked) in enumerate(rows):
         reference_filters(logits[row].tolist(), asked)  # leaves out values too near a border
     wanted = zip(logits.numpy(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
-    one = torch.tensor([[processors._threshold(*row)] for row in wanted], dtype=torch.float64)
+    one = torch.tensor([[processors.threshold(*row)] for row in wanted], dtype=torch.float64)
     other = processors._torch_thresholds(logits, top_k, top_p, min_p)[:, None]
     assert torch.equal(logits < one, logits < other)
 

@@ -7,6 +7,7 @@ import random
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from paceline import rng
 from paceline.draft import Draft, Kind, Proposal, ancestors
+from paceline.models.native_kernels import native_say, open_library, runnable_variants
+from paceline.rng import gumbel_from, unit_row
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
-from paceline.verify.host import walk_on_host
+from paceline.verify.host import Voice, walk_on_host
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
 from paceline.verify.walk import walk_chains
 
@@ -246,7 +249,17 @@ def mutant(text):
     return module
 
 
-def check_host_against_the_long_way(host):
+FILTERS = {
+    "unfiltered": {},
+    "filtered": {
+        "top_k": torch.tensor([3, 0, 0, 4]),
+        "top_p": torch.tensor([1.0, 0.8, 0.9, 0.95], dtype=torch.float64),
+        "min_p": torch.tensor([0.0, 0.3, 0.1, 0.2]),
+    },
+}
+
+
+def check_host_against_the_long_way(host, say=None, filters=FILTERS["unfiltered"]):
     """Trees of sequences that are greedy, seeded and drawn by coins, at several temperatures: the same verdict."""
     noise, generator = random.Random(3), torch.Generator().manual_seed(3)
     temperatures = [0.7, 1.0, 0.0, 1.6]
@@ -266,37 +279,91 @@ def check_host_against_the_long_way(host):
             key, committed = torch.arange(4) + 10 * trial, torch.arange(4) * 7 + trial
             seeded = [trial % 2 == index % 2 for index in range(4)]
             draws = Draws.of(key, committed, nodes.seq.tolist(), [t == 0 for t in temperatures], seeded)
-            controls = Controls(temperature=torch.tensor(temperatures), fallback=torch.zeros(4, dtype=torch.int64))
+            controls = Controls(
+                temperature=torch.tensor(temperatures), fallback=torch.zeros(4, dtype=torch.int64), **filters
+            )
             told = verify(draft, logits, row_of, nodes, controls, draws, max_depth=7)
-            voices = [
-                host.Voice(*of) for of in zip(temperatures, key.tolist(), committed.tolist(), seeded, strict=True)
-            ]
-            found = host.walk_on_host(draft, logits, row_of, 7, voices)
+            given = zip(controls.on_host, key.tolist(), committed.tolist(), seeded, strict=True)
+            voices = [host.Voice(temperature, *rest, *asked) for (temperature, *asked), *rest in given]
+            found = host.walk_on_host(draft, logits, row_of, 7, voices, say)
             for name in ("tokens", "num_accepted", "path", "kinds"):
                 assert getattr(found, name).tolist() == getattr(told, name).tolist()
 
 
-def test_the_walk_on_the_host_says_what_the_long_way_says():
-    check_host_against_the_long_way(inspect.getmodule(walk_on_host))
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("variant", [None, *runnable_variants()])
+def test_the_walk_on_the_host_says_what_the_long_way_says(variant, filters):
+    say = None if variant is None else native_say(library(variant))
+    check_host_against_the_long_way(inspect.getmodule(walk_on_host), say, FILTERS[filters])
+
+
+def library(variant):
+    try:
+        return open_library(variant)
+    except OSError as problem:
+        pytest.skip(str(problem))
+
+
+@pytest.mark.parametrize("variant", runnable_variants())
+@pytest.mark.parametrize("size", [1, 7, 300, 5003])
+def test_the_kernel_that_says_a_token_names_the_one_numpy_finds_or_none(variant, size):
+    """Flat, peaked, tied and banned rows; and it must not give up where nothing is near a boundary."""
+    say, noise = native_say(library(variant)), np.random.default_rng(size)
+    rows = [(noise.standard_normal(size) * spread).astype(np.float32) for spread in (0.0, 1.0, 3.0, 9.0) for _ in "ab"]
+    rows += [np.round(row) for row in rows]
+    for row in rows[::3]:
+        row[noise.random(size) < 0.3] = -np.inf
+        row[-1] = 0.5
+    asked = [(0, 1.0, 0.0), (0, 0.9, 0.0), (2, 1.0, 0.0), (0, 1.0, 0.05), (40, 0.95, 0.02), (3, 0.5, 0.3)]
+    decided = []
+    for trial, (row, (top_k, top_p, min_p)) in enumerate(itertools.product(rows, asked)):
+        for temperature, seeded in itertools.product((0.02, 0.7, 1.0), (False, True)):
+            voice = Voice(temperature, trial, 11, seeded, top_k, top_p, min_p)
+            named = []
+            voice.says(row, 2, 1, lambda *given, named=named: named.append(say(*given)))
+            assert named[0] in (None, voice.says(row, 2, 1))
+            decided.append(named[0] is not None)
+    assert sum(decided) > 0.6 * len(decided)
+
+
+@pytest.mark.parametrize("variant", runnable_variants())
+def test_the_kernel_gives_up_where_rounding_could_decide(variant):
+    say, even = native_say(library(variant)), np.zeros(4, np.float32)
+    off = (0, 1.0)  # top_k, top_p
+    assert say(even, 1.0, -math.inf, *off, 0.6, 0) == 2
+    assert say(even, 1.0, -math.inf, *off, 0.5 - 1e-7, 0) is None  # between two tokens
+    assert say(even, 1.0, -math.inf, 0, 0.5 + 1e-7, 0.6, 0) is None  # of equals all stay or none
+    assert say(np.array([0, np.nan, 1], np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
+    assert say(np.array([0, np.inf, 1], np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
+    assert say(np.full(40, -np.inf, np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
+    key = 12345
+    units = unit_row(key, np.arange(2, dtype=np.uint32))
+    apart = float(np.diff(gumbel_from(units))[0])
+    for gap, named in ((1e-4, None), (0.1, 0)):
+        assert say(np.array([apart + gap, 0], np.float32), 1.0, -math.inf, *off, -1.0, key) is named
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("committed + depth", "committed"),
-        ("torch.tensor([node])", "torch.tensor([depth])"),
+        ("self.committed + depth", "self.committed"),
+        ("self.committed, node)", "self.committed, depth)"),
         ("Lane.GUMBEL", "Lane.WALK"),
-        ("self.temperature != 1", "self.temperature > 1"),
+        ("temperature != 1", "temperature > 1"),
         ("values[at[node + 1]]", "values[node + 1]"),
         ("voices[row]", "voices[0]"),
         ("self.temperature == 0", "self.temperature < 0.8"),
+        ("tempered < lowest", "tempered <= lowest"),
+        ("self.top_k, self.top_p, self.min_p)", "0, self.top_p, self.min_p)"),
+        ("self.top_k, self.top_p, self.min_p)", "self.top_k, 1.0, self.min_p)"),
+        ("self.top_k, self.top_p, self.min_p)", "self.top_k, self.top_p, 0.0)"),
     ],
 )
 def test_a_mutation_of_what_is_drawn_on_the_host_is_noticed(old, new):
     text = inspect.getsource(inspect.getmodule(walk_on_host))
     assert text.count(old) == 1
     with pytest.raises((AssertionError, IndexError)):
-        check_host_against_the_long_way(mutant(text.replace(old, new)))
+        check_host_against_the_long_way(mutant(text.replace(old, new)), filters=FILTERS["filtered"])
 
 
 def test_the_greedy_walk_of_nothing_drafted_is_plain_decoding():
@@ -562,3 +629,15 @@ def test_chains_are_walked_as_trees_are(seed, batch, width):
     expected, got = walk(draft, drawn, row_of, width), walk_chains(draft, drawn, row_of)
     for name in ("tokens", "num_accepted", "path", "kinds"):
         assert torch.equal(getattr(expected, name), getattr(got, name)), name
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens", 9), ("tokens", -1), ("parents", 1), ("parents", -2), ("depth", 1), ("num_nodes", 3)]
+)
+def test_a_draft_that_breaks_the_contract_is_refused_among_few_rows_and_many(batch, name, value):
+    draft = Draft.chains(torch.ones(batch, 2, dtype=torch.int64), torch.full((batch,), 2), source=0)
+    draft.validate(9)
+    getattr(draft, name)[(-1, *[-1] * (getattr(draft, name).ndim - 1))] = value
+    with pytest.raises(ValueError, match=f"row {batch - 1}"):
+        draft.validate(9)

@@ -6,8 +6,8 @@ tokens is ever trusted, for the engine may have lent those blocks to others betw
 
 Greedy and seeded rows draft what the drafter itself would say (law 3: with the request's own Gumbel noise); other rows
 sample from q, and q goes to verification (Leviathan et al. 2023, Chen et al. 2023). Where the model offers chains,
-greedy rows are drafted without the host: their tokens stay on the device, and the next draft may begin behind a step
-that is still under way (`draft_ahead`).
+rows are drafted without the host, unless they look back at what was said (penalties and the like): tokens and q stay on
+the device, and the next draft may begin behind a step that is still under way (`draft_ahead`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ import torch
 from torch import Tensor
 
 from paceline.controls import ControlsBuilder
-from paceline.draft import Draft, Proposal, packed_to
+from paceline.draft import Draft, Proposal
 from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow, Times
+from paceline.drafters.booths import Booths
 from paceline.drafters.stopwatch import Stopwatch
+from paceline.drafters.voices import Drafted, Voices, is_plain, rehearse
 from paceline.errors import InvalidParameter
-from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, Said
+from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, PicksTokens, Said
 from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.rehearse import drafting
 from paceline.models.runtime import LoadedModel, load_model
-from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
-from paceline.verify import Nodes, draw, pick_weighted, probabilities, process
+from paceline.verify import Nodes, propose
 
 PREPARED = 128  # sequences drafted for at once, whose passes are compiled and recorded beforehand
 CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps
@@ -80,8 +81,8 @@ class _Chains:
 class _Ahead:
     """Drafts begun behind a step under way, for the step after it."""
 
-    rows: dict[str, tuple[int, int]]  # by sequence: row of the tokens, and how many of them are its own
-    tokens: Tensor  # (R, K)
+    rows: dict[str, tuple[int, int]]  # by sequence: its row, and how many of the tokens are its own
+    drafted: Drafted
     watch: Stopwatch | None  # None: its time says nothing
     ripe: bool = False  # the step they follow has been committed
 
@@ -106,10 +107,12 @@ class DraftModelDrafter:
         self._model, self._catch_up = model, catch_up
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._builder = ControlsBuilder(config.vocab_size, self._eos, model.device)
+        self._booths = Booths(config.vocab_size, model.device)
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
         self._chains: list[GreedyChain] = []
+        self._picking: list[PicksTokens] = []  # those of them that serve rows that sample
         self._ahead: _Ahead | None = None
         self._times: Times | None = None  # of the last draft, where the device made it
 
@@ -134,6 +137,9 @@ class DraftModelDrafter:
             self._catch_up = max(self._catch_up, FAST_CATCH_UP)
         if isinstance(self._model, OffersGreedyChains):
             self._chains = self._model.greedy_chains(caches, block_size)
+            self._picking = [chain for chain in self._chains if isinstance(chain, PicksTokens)]
+            if self._picking and self._model.device.type == "cuda" and not rehearse(self._booths):
+                self._picking = []
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         # Where only later blocks are known, the ones before are filled although others may share them: whoever did so
@@ -182,40 +188,41 @@ class DraftModelDrafter:
         return len(self._missing(sequence))
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
-        """Rows that want what the model finds most probable need no host between their tokens; the others do."""
+        """Rows that only look at the logits need no host between their tokens; the others do."""
         ahead, self._ahead, self._times = self._ahead, None, None
-        greedy = [index for index, row in enumerate(rows) if _is_plainly_greedy(row.sequence)] if self._chains else []
-        if not greedy:
+        going = [index for index, row in enumerate(rows) if self._goes_by_chain(row.sequence)]
+        if not going:
             return self._by_passes(rows)
         parts: list[tuple[list[int], Draft]] = []
         ready: list[int] = []
         if ahead is not None and ahead.ripe:
-            ready = [i for i in greedy if self._follows(rows[i].sequence, ahead)]
+            ready = [i for i in going if self._follows(rows[i].sequence, ahead)]
             if ready:
                 parts.append((ready, self._begun(ahead, [rows[i] for i in ready])))
-        fresh = [i for i in greedy if i not in ready]
+        fresh = [i for i in going if i not in ready]
         if fresh:
             parts.append((fresh, self._by_chain([rows[i] for i in fresh])))
             if ready and self._times is not None:
                 self._times = replace(self._times, watch=None)  # of two drafts one was timed
-        others = [i for i in range(len(rows)) if i not in greedy]
+        others = [i for i in range(len(rows)) if i not in going]
         if others:
-            parts.append((others, self._by_passes([rows[i] for i in others])))
+            parts.append((others, _finite(self._by_passes([rows[i] for i in others]))))
             self._times = None  # the host waited
         return Draft.merge(parts, len(rows), self._model.config.vocab_size)
 
     def draft_ahead(self, rows: SequenceOf[DraftRow], said: Said) -> None:
         """Begin drafts behind what a step under way says, for rows whose draft is judged in it."""
         rows_of = [at for at, row in enumerate(rows) if self._may_go_on(row)]
-        chain = self._chain_for(len(rows_of))
+        going = [rows[at] for at in rows_of]
+        chain = self._chain_for([row.sequence for row in going])
         if chain is None or not rows_of:
             return
-        going = [rows[at] for at in rows_of]
         asked = [self._chain_row(row.sequence, lag=READ, count=row.budget) for row in going]
+        behind = replace(said, rows=[said.rows[at] for at in rows_of])
         with Stopwatch(self._model.device) as watch:
-            tokens = self._ask(chain, asked, replace(said, rows=[said.rows[at] for at in rows_of]))
+            drafted = self._ask(chain, [row.sequence for row in going], asked, behind)
         where = {row.sequence.key: (at, row.budget) for at, row in enumerate(going)}
-        self._ahead = _Ahead(where, tokens, watch if chain.warm else None)
+        self._ahead = _Ahead(where, drafted, watch if chain.warm else None)
 
     def _may_go_on(self, row: DraftRow) -> bool:
         """Its K/V are whole up to the step under way, and its draft is this drafter's, so at most one token is missing
@@ -226,7 +233,7 @@ class DraftModelDrafter:
             and state.unseen is not None
             and state.valid == len(row.sequence.tokens) >= READ
             and row.budget > 0
-            and _is_plainly_greedy(row.sequence)
+            and self._goes_by_chain(row.sequence)
         )
 
     def _follows(self, sequence: Sequence, ahead: _Ahead) -> bool:
@@ -234,17 +241,13 @@ class DraftModelDrafter:
 
     def _begun(self, ahead: _Ahead, rows: SequenceOf[DraftRow]) -> Draft:
         """What was drafted ahead, as far as it is wanted."""
-        self._times = Times(ahead.watch, ahead.tokens.shape[1], ahead=True)
+        self._times = Times(ahead.watch, ahead.drafted.tokens.shape[1], ahead=True)
         begun = [ahead.rows[row.sequence.key] for row in rows]
-        at, tokens = [at for at, _ in begun], ahead.tokens
-        if at != list(range(len(tokens))):
-            (index,) = packed_to(tokens.device, torch.tensor(at))
-            tokens = tokens[index]
         counts = [
             max(min(self._num_nodes(row), count, self._room(row.sequence) + 1), 0)
             for row, (_, count) in zip(rows, begun, strict=True)
         ]
-        return self._unseen(rows, tokens, counts)
+        return self._unseen(rows, ahead.drafted, [at for at, _ in begun], counts)
 
     def _by_chain(self, rows: SequenceOf[DraftRow]) -> Draft:
         """Drafted from the beginning, by whichever chain is the fastest for so many."""
@@ -252,41 +255,51 @@ class DraftModelDrafter:
             self._read(rows)
         counts = [self._num_nodes(row) if self._is_close(row.sequence) else 0 for row in rows]
         ready = [index for index, count in enumerate(counts) if count]
-        chain = self._chain_for(len(ready))
-        if not ready or chain is None:
-            return Draft.empty(len(rows)) if not ready else self._by_passes(rows)
         going, counts = [rows[index] for index in ready], [counts[index] for index in ready]
+        sequences = [row.sequence for row in going]
+        chain = self._chain_for(sequences)
+        if not ready or chain is None:
+            return Draft.empty(len(rows)) if not ready else _finite(self._by_passes(rows))
         asked = [
             self._chain_row(row.sequence, self.lag(row.sequence), count)
             for row, count in zip(going, counts, strict=True)
         ]
         with Stopwatch(self._model.device) as watch:
-            tokens = self._ask(chain, asked, None)
-        self._times = Times(watch if chain.warm else None, tokens.shape[1])
-        drafted = self._unseen(going, tokens, counts)
-        return Draft.merge([(ready, drafted)], len(rows), self._model.config.vocab_size)
+            drafted = self._ask(chain, sequences, asked, None)
+        self._times = Times(watch if chain.warm else None, drafted.tokens.shape[1])
+        draft = self._unseen(going, drafted, list(range(len(going))), counts)
+        return Draft.merge([(ready, draft)], len(rows), self._model.config.vocab_size)
 
-    def _unseen(self, rows: SequenceOf[DraftRow], tokens: Tensor, counts: list[int]) -> Draft:
+    def _unseen(self, rows: SequenceOf[DraftRow], drafted: Drafted, at: list[int], counts: list[int]) -> Draft:
         """Chains whose tokens stay where they are; the K/V of all but the last are computed."""
         for row, count in zip(rows, counts, strict=True):
             state = self._states[row.sequence.key]
             state.valid, state.drafted = len(row.sequence.tokens), []
             state.unseen = max(min(count - 1, self._room(row.sequence)), 0)
-        width = max(counts)
-        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), source=2, unseen=True)
+        return drafted.chains(at, counts, source=2)
 
-    def _ask(self, chain: GreedyChain, rows: list[ChainRow], said: Said | None) -> Tensor:
+    def _ask(self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], said: Said | None) -> Drafted:
         try:
             chain.check()
-            return chain.draft(rows, said)
+            if all(sequence.params.greedy for sequence in sequences):
+                return Drafted(chain.draft(rows, said))
+            assert isinstance(chain, PicksTokens)
+            voices = Voices(self._booths, sequences, max(row.count for row in rows), said)
+            return voices.drafted(chain.draft_by(voices, rows, said))
         except Exception:  # whatever it wrote is not to be trusted
             self._chains.remove(chain)
+            self._picking = [other for other in self._picking if other is not chain]
             for state in self._states.values():
                 state.valid, state.shared, state.unseen = 0, (0, 0), None
             raise
 
-    def _chain_for(self, rows: int) -> GreedyChain | None:
-        return next((chain for chain in self._chains if rows <= chain.most_rows), None)
+    def _chain_for(self, sequences: list[Sequence]) -> GreedyChain | None:
+        greedy = all(sequence.params.greedy for sequence in sequences)
+        chains: SequenceOf[GreedyChain] = self._chains if greedy else self._picking
+        return next((chain for chain in chains if len(sequences) <= chain.most_rows), None)
+
+    def _goes_by_chain(self, sequence: Sequence) -> bool:
+        return bool(self._chains if sequence.params.greedy else self._picking) and is_plain(sequence)
 
     def _chain_row(self, sequence: Sequence, lag: int, count: int) -> ChainRow:
         return ChainRow(sequence.tokens[-READ:], len(sequence.tokens) - READ, lag, count, self._blocks(sequence))
@@ -319,15 +332,10 @@ class DraftModelDrafter:
                 draws = self._builder.draws(chains.sequences, range(active))
             if depth:
                 logits = self._extend(chains, active, depth, tables)
-            nodes = chains.nodes(active, depth)
-            processed = process(logits, controls, nodes)
-            drawn = draw(processed, replace(draws, coins=None), nodes)
-            if (at := draws.coins) is not None:
-                q = probabilities(processed[at])
-                drawn[at] = pick_weighted(q, coin(Lane.DRAFT, draws.key[at], draws.committed[at], nodes.node[at]))
+            chains.tokens[:active, depth], q = propose(logits, controls, draws, chains.nodes(active, depth))
+            if q is not None and draws.coins is not None:
                 chains.probs.append(q)
-                chains.drawn += [(row, depth) for row in at.tolist()]
-            chains.tokens[:active, depth] = drawn
+                chains.drawn += [(row, depth) for row in draws.coins.tolist()]
         return self._finish(chains, len(rows))
 
     def _read(self, rows: SequenceOf[DraftRow]) -> tuple[_Chains, Tensor]:
@@ -443,11 +451,11 @@ def _padded(rows: list[int], chains: list[list[int]], batch: int) -> tuple[Tenso
     return torch.from_numpy(tokens), torch.from_numpy(counts)
 
 
-def _is_plainly_greedy(sequence: Sequence) -> bool:
-    """What it says next is the most probable token, and nothing it asked for bends the probabilities."""
-    params = sequence.params
-    bent = params.penalised or params.logit_bias or sequence.bad_words or sequence.num_output < params.min_tokens
-    return params.greedy and not bent
+def _finite(draft: Draft) -> Draft:
+    """Beside drafts the host has not seen nobody else will look."""
+    if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
+        raise ValueError("q is not finite")
+    return draft
 
 
 def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from paceline.draft import Draft
@@ -56,22 +57,15 @@ class SuffixDrafter(HostDrafter):
         trees = [self._best_tree(row.sequence, row.budget) for row in rows]
         for row, tree in zip(rows, trees, strict=True):
             self._states[row.sequence.key].match = tree.match
-        width = max((len(tree.tokens) for tree in trees), default=0)
-
-        table = torch.zeros(3, len(rows), width, dtype=torch.int64)
-        if width:
-            table = torch.tensor(
-                [
-                    [one + [filler] * (width - len(one)) for one in lists]
-                    for lists, filler in (
-                        ([tree.tokens for tree in trees], 0),
-                        ([tree.parents for tree in trees], -1),
-                        ([tree.depths for tree in trees], 0),
-                    )
-                ]
-            )
-        counts = torch.tensor([[len(tree.tokens) for tree in trees], [self.source] * len(rows)], dtype=torch.int64)
-        return Draft(tokens=table[0], parents=table[1], depth=table[2], num_nodes=counts[0], source=counts[1])
+        counts = [len(tree.tokens) for tree in trees]
+        width = max(counts, default=0)
+        lists = [([tree.tokens for tree in trees], 0), ([tree.parents for tree in trees], -1)]
+        lists.append(([tree.depths for tree in trees], 0))
+        table = [[one + [filler] * (width - len(one)) for one in each] for each, filler in lists]
+        # Through numpy: after a pass has swept the caches, torch.tensor takes several times as long.
+        tokens, parents, depth = map(torch.from_numpy, np.array(table, np.int64).reshape(3, len(rows), width))
+        num_nodes, source = map(torch.from_numpy, np.array([counts, [self.source] * len(rows)], np.int64))
+        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source)
 
     def match_length(self, sequence: Sequence) -> int:
         """Tokens of context that the last proposal's best source shares; 0: nothing was found."""

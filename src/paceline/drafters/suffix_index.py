@@ -8,6 +8,7 @@ have been compared. `END` separates texts and is never proposed.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence as SequenceOf
 
@@ -36,12 +37,16 @@ class Context:
     def __init__(self, tokens: SequenceOf[int]) -> None:
         tail = tokens[-DEPTH:]
         self.newest_first = [*reversed(tail), _STRANGER]
-        self.packed = memoryview(array("i", tail)).cast("B")
         value, values = 0, [0]
         for token in self.newest_first[: min(LEVELS[0], len(tail))]:
             value = (value * _BASE + token) % _PRIME
             values.append(value)
         self.hashes = [values[n] if n < len(values) else None for n in LEVELS]  # None: there are not so many tokens
+
+    @functools.cached_property
+    def packed(self) -> memoryview:
+        """All of them as bytes, where there are `DEPTH`."""
+        return memoryview(array("i", self.newest_first[-2::-1])).cast("B")
 
     def before(self) -> Context:
         """The context of the last token, to be looked up by two tokens alone."""
@@ -203,11 +208,13 @@ class SuffixIndex:
         value = context.hashes[level]
         if value is None:
             return []
-        n, rows, mask, text = LEVELS[level], self.rows, self.rows - 1, self.text
-        _, heads, links = self._chains[level]
-        tail, oldest = context.newest_first, max(self.end - rows, 0) + DEPTH
-        found: list[int] = []
+        rows, (_, heads, links) = self.rows, self._chains[level]
+        mask, oldest = rows - 1, max(self.end - rows, 0) + DEPTH
         position = heads[value & mask]
+        if position < oldest:  # most often
+            return []
+        n, text, tail = LEVELS[level], self.text, context.newest_first
+        found: list[int] = []
         for _ in range(2 * LIMIT):
             if position < oldest:
                 break

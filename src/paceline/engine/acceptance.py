@@ -22,11 +22,14 @@ from paceline.drafters.base import LEARNED
 POSITIONS = 16  # deeper ones count as the last
 NOTHING = (0.0,) * POSITIONS
 MEMORY = 400.0  # trials after which old ones fade
-PRIOR_TRIALS = 4.0
+# Trials that the first guess counts for, by bucket: more for short matches, a dozen of which may fail in a row.
+PRIOR_TRIALS = (12.0,) * 4 + (4.0,) * 4
+RAISE_TRIALS = 4.0
 HOPELESS = 0.01
 BENDS = 32
 OWN_FADES, OWN_WEIGHT = 0.95, 8.0  # how far a sequence's own record may lower the common one
 TRUST_FADES, TRUST_WEIGHT = 0.99, 3.0  # likewise for what was promised against what came of it
+BAD_LUCK = 0.5  # standard deviations: more of it costs batches on slow cores, less costs a single answer
 DOUBT_TOKENS = 20.0
 EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and the next begins
 FIRST_GUESS = (0.0, 0.12, 0.25, 0.4, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
@@ -65,11 +68,12 @@ class Record:
 
     def raised(self, guess: Floats) -> Floats:
         """The guess, higher at every position if drafts held better than that all in all."""
-        scale = (self.hit.sum() + PRIOR_TRIALS) / ((self.tried * guess).sum() + PRIOR_TRIALS)
+        scale = (self.hit.sum() + RAISE_TRIALS) / ((self.tried * guess).sum() + RAISE_TRIALS)
         return guess * scale if scale > 1 else guess
 
-    def rates(self, guess: Floats) -> Floats:
-        return (self.hit + PRIOR_TRIALS * guess) / (self.tried + PRIOR_TRIALS)
+    def rates(self, guess: Floats, trials: float) -> Floats:
+        """`trials`: so many the guess counts for."""
+        return (self.hit + trials * guess) / (self.tried + trials)
 
 
 @dataclass
@@ -101,7 +105,7 @@ class Acceptance:
         record = self._records.get((method, sampled, at))
         rates = prior(at)
         if record is not None:  # where much is known, positions are alike: those not reached yet are as good
-            rates = record.rates(record.raised(rates) if at >= bucket(LEARNED) else rates)
+            rates = record.rates(record.raised(rates) if at >= bucket(LEARNED) else rates, PRIOR_TRIALS[at])
         alive = np.cumprod(np.minimum(rates[:depth] * bend, 0.99))
         return [float(one) for one in alive[alive >= least]]
 
@@ -111,8 +115,8 @@ class Acceptance:
             return
         key = (method, sampled, bucket(evidence))
         record = self._records.setdefault(key, Record())
-        guess = FIRST_GUESS[key[2]]
-        expected = float((record.hit[0] + PRIOR_TRIALS * guess) / (record.tried[0] + PRIOR_TRIALS))
+        guess, trials = FIRST_GUESS[key[2]], PRIOR_TRIALS[key[2]]
+        expected = float((record.hit[0] + trials * guess) / (record.tried[0] + trials))
         record.note(drafted, accepted)
         own = self._own.setdefault((sequence_key, method), _Own())
         own.hits = OWN_FADES * own.hits + (accepted > 0)
@@ -122,11 +126,12 @@ class Acceptance:
         bend = min((own.hits + slack + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
         own.bend = round(bend * BENDS) / BENDS
 
-    def trust(self, method: str) -> float:
+    def trust(self, method: str, *, shadowed: bool = False) -> float:
         """What chosen drafts brought over what they promised: of many estimates the highest are chosen, so they tend to
-        promise too much."""
+        promise too much. Where shadows fill the records too, these know of bad luck already: not counted twice."""
         kept = self._promises.get(method, _Own())
-        return min((kept.hits + TRUST_WEIGHT) / (kept.expected + TRUST_WEIGHT), 1.0)
+        slack = BAD_LUCK * math.sqrt(kept.expected) if shadowed else 0.0
+        return min((kept.hits + slack + TRUST_WEIGHT) / (kept.expected + TRUST_WEIGHT), 1.0)
 
     @property
     def doubt(self) -> float:

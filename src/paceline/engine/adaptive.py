@@ -338,7 +338,7 @@ class AdaptivePolicy:
         row = (terms.with_nodes / terms.plain_s - 1) / np.arange(1, len(terms.with_nodes) + 1)
         least = max(0.5 * float(row.min()) * terms.sequences, HOPELESS)
         together = min(len(self._drafting_now), terms.sequences) or len(found)
-        trust = {method: self._acceptance.trust(method) for method in terms.drafting}
+        trust = {name: self._acceptance.trust(name, shadowed=self._shadows.casts(name)) for name in terms.drafting}
         main, spent = self._main(together, terms)
         known: dict[Any, tuple[float, list[float], Floats]] = {}
         offers = []

@@ -22,7 +22,10 @@ import numpy.typing as npt
 from paceline.models.pass_prior import CPU, PassPrior
 
 FINE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
-SCALE_RATE, SHAPE_RATE = 0.1, 0.02
+SHAPE_RATE = 0.02
+# How fast the scale moves, and how often a guess counts as seen: a step that is slow because the machine has become so
+# must not make its number of rows look dear.
+STEADY, DRIFTING = (0.1, 0.0), (0.2, 0.5)
 OUTLIER = 3.0  # a step this many times off says more about the machine than about the rows
 RECENT = 3
 TRIED = 0.8  # of so many rows as were tried: that is another number of rows
@@ -63,19 +66,22 @@ class _Curve:
         self.factors.insert(place, factor)
         self.seen[point] = times
 
-    def observe(self, point: int, factor: float) -> float:
-        """Take in one measurement; returns how far off, by the middle of the last few, the estimate was."""
+    def observe(self, point: int, factor: float, guess: float, weight: float) -> float:
+        """Take in one measurement; returns how far off, by the middle of the last few, the estimate was.
+
+        At a point never seen that is `guess`, which counts as if seen `weight` times.
+        """
         recent = self._recent.setdefault(point, [])
         recent.append(factor)
         del recent[:-RECENT]
         factor = sorted(recent)[(len(recent) - 1) // 2]
         if point not in self.seen:
-            self.add(point, min(factor, OUTLIER * self.at(point)) if self.points else factor, times=1)
-            return 1.0
+            self.add(point, guess, times=0)
         place = bisect.bisect_left(self.points, point)
         ratio = min(max(factor / self.factors[place], 1 / OUTLIER), OUTLIER)
-        fresh = 1 / (1 + self.seen[point])
-        self.factors[place] *= ratio ** (1.0 if self.seen[point] < RECENT else max(SHAPE_RATE, fresh))
+        fresh = 1 / (1 + self.seen[point] + weight)
+        at_once = not weight and self.seen[point] < RECENT
+        self.factors[place] *= ratio ** (1.0 if at_once else max(SHAPE_RATE, fresh))
         self.seen[point] += 1
         return float(ratio ** (1 - fresh))
 
@@ -153,8 +159,10 @@ class CostModel:
         share = float(self._share[min(rows, MOST_ROWS)])
         if self.scale is None:
             self.scale = seconds / share
-        curve = self._drafted if drafted else self._plain
-        self.scale *= curve.observe(self._at(rows), seconds / (self.scale * share)) ** SCALE_RATE
+        curve, at = self._drafted if drafted else self._plain, self._at(rows)
+        guess = float(np.interp(at, *self._with_drafts())) if drafted and self._plain.points else curve.at(at)
+        rate, weight = DRIFTING if self.prior.drifts else STEADY
+        self.scale *= curve.observe(at, seconds / (self.scale * share), guess, weight) ** rate
         if drafted:
             self._unsure[self._point[min(rows, MOST_ROWS)]] = self._drafted.seen[self._at(rows)] < RECENT
 

@@ -242,6 +242,8 @@ def _logit_row_of(used: Bools) -> Ints:
 
 def _trees(draft: Draft, used: Bools) -> list[int]:
     """The rows of the draft in which some node hangs from another than the one before."""
+    if not draft.width:
+        return []
     astray = used & (draft.parents.numpy() != np.arange(-1, draft.width - 1))
     return np.flatnonzero(astray.any(1)).tolist() if astray.any() else []
 

@@ -93,7 +93,7 @@ class Flight:
     reading: Reading | None  # the same, once it is on the host
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
-    warm: bool = field(default=True, kw_only=True)  # the pass took what its like will take again
+    warm: bool = field(default=True, kw_only=True)  # it took what its like will take again
     ahead: bool = field(default=False, kw_only=True)  # it was launched before the step before it was read
 
     @property
@@ -176,12 +176,13 @@ class ModelRunner:
         model_s = time.perf_counter() - started
         sequences = [layout.rows[index].sequence for index in layout.sampled]
         verdict = reading = None
+        warm = output.warm
         if sequences:
             verdict = self.sampler.verify(
                 sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
             )
-            reading = Reading(verdict)
-        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=output.warm, ahead=ahead > 0)
+            reading, warm = Reading(verdict), warm and self.sampler.warm
+        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, ahead=ahead > 0)
 
     @torch.inference_mode()
     def compact(self, flight: Flight) -> None:

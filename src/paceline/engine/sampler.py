@@ -15,10 +15,12 @@ from torch import Tensor
 
 from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal, Verdict, packed_to
+from paceline.models import kernels
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
 from paceline.verify.host import Voice, walk_on_host
+from paceline.verify.recorded import Recorded
 
 WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their own
 
@@ -26,9 +28,16 @@ WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their o
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, eos_token_ids, device
-        self.shortcut = True  # greedy steps on the host; not while `prove` puts a fault into the long way
+        self.shortcut = True  # on the host without edits, or recorded; not while `prove` puts in a fault
+        self._say = kernels.say_of(device)
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._empty = functools.lru_cache(64)(self._plain)
+        self._recorded = Recorded(device)
+
+    @property
+    def warm(self) -> bool:
+        """The last step took what its like will take again."""
+        return self._recorded.warm
 
     def verify(
         self,
@@ -46,27 +55,24 @@ class Sampler:
         `ahead`: tokens every sequence has that the host has not seen.
         """
         controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
-        deepest = int(draft.depth.max()) if draft.width else 0
-        if logits.is_cpu and self.shortcut and wanted is None and draft.q is None and not controls.changes:
-            voices = None if controls.neutral else [_voice(sequence, ahead) for sequence in sequences]
-            return walk_on_host(draft, logits, row_of, deepest, voices)
+        deepest = int(draft.depth.numpy().max()) if draft.width else 0
+        if logits.is_cpu and self.shortcut and wanted is None and draft.q is None and not controls.edits:
+            voices = None
+            if not controls.neutral:
+                voices = [_voice(*one, ahead) for one in zip(sequences, controls.on_host, strict=True)]
+            return walk_on_host(draft, logits, row_of, deepest, voices, self._say)
         owners: SequenceOf[int] = range(draft.batch)
         if draft.width:
             needs_path = controls.penalties is not None or controls.bad_words is not None
-            owners, draft, row_of, nodes = self._on_device(draft, row_of, deepest, needs_path)
+            logits = self._padded(logits)
+            owners, draft, row_of, nodes = self._on_device(draft, row_of, len(logits), deepest, needs_path)
         else:
             draft, row_of, nodes = self._empty(draft.batch)
-        return verify(
-            draft,
-            logits,
-            row_of,
-            nodes,
-            controls,
-            self._builder.draws(sequences, owners, ahead),
-            max_depth=deepest,
-            num_logprobs=wanted,
-            only_chains=only_chains,
-        )
+        judged = draft, logits, row_of, nodes, controls, self._builder.draws(sequences, owners, ahead)
+        options = {"max_depth": deepest, "num_logprobs": wanted, "only_chains": only_chains}
+        if not self.shortcut:
+            return verify(*judged, **options)  # type: ignore[arg-type]
+        return self._recorded(verify, *judged, standing=logits, **options)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -98,11 +104,25 @@ class Sampler:
         q = torch.full((width, self._vocab_size), 1 / self._vocab_size, device=self._device)
         return replace(_chain(width), q=Proposal(probs=q, row_of=torch.tensor([[*range(width), -1]])))
 
+    def _padded(self, logits: Tensor) -> Tensor:
+        """Numbers of rows that differ little are judged as one, where a pass leaves room behind its logits: what stands
+        there belongs to no slot."""
+        rows, vocab = logits.shape
+        step = 1 << max((rows - 1).bit_length() - 3, 0)
+        padded = -(-rows // step) * step
+        room = logits.untyped_storage().nbytes() // logits.itemsize - logits.storage_offset()
+        if not self._recorded.records or not logits.is_contiguous() or padded * vocab > room:
+            return logits
+        return logits.as_strided((padded, vocab), (vocab, 1))
+
     def _on_device(
-        self, draft: Draft, row_of: Tensor, deepest: int, needs_path: bool
+        self, draft: Draft, row_of: Tensor, rows: int, deepest: int, needs_path: bool
     ) -> tuple[list[int], Draft, Tensor, Nodes]:
-        """The owner of every row of logits, on the host, and the rest where the logits are."""
+        """The owner of every row of logits, on the host, and the rest where the logits are. Rows beyond the draft's are
+        taken for more of the last one's."""
         seq, slots = np.nonzero(row_of.numpy() >= 0)  # rows lie in order of sequence and slot
+        if beyond := rows - len(seq):
+            seq, slots = np.append(seq, seq[-1:].repeat(beyond)), np.append(slots, [0] * beyond)
         depth = np.where(slots, draft.depth.numpy()[seq, slots - 1], 0)
         on_host = (torch.from_numpy(part) for part in (seq, slots - 1, depth))
         draft = draft.to(self._device)
@@ -129,6 +149,7 @@ def _bush(width: int) -> Draft:
     return replace(chain, parents=torch.full_like(chain.parents, -1), depth=torch.ones_like(chain.depth))
 
 
-def _voice(sequence: Sequence, ahead: int) -> Voice:
-    temperature = 0.0 if sequence.params.greedy else float(sequence.params.temperature or 0.0)
-    return Voice(temperature, sequence.noise_key, len(sequence.tokens) + ahead, sequence.seed is not None)
+def _voice(sequence: Sequence, asked: tuple[float, int, float, float], ahead: int) -> Voice:
+    temperature, top_k, top_p, min_p = asked
+    committed, seeded = len(sequence.tokens) + ahead, sequence.seed is not None
+    return Voice(temperature, sequence.noise_key, committed, seeded, top_k, top_p, min_p)

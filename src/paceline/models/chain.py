@@ -1,4 +1,4 @@
-"""Greedy continuation by a model that needs no logits back: what a drafter may ask of a decoder, where it offers it.
+"""Continuation by a model without the host between its tokens: what a drafter may ask of a decoder, where it offers it.
 
 Nobody waits: the tokens stay where the model is, and a continuation may begin with tokens that only the device knows.
 """
@@ -60,6 +60,19 @@ class GreedyChain(Protocol):
         """Raise if the last draft failed, which may be found out only once it is over."""
 
 
+class Pick(Protocol):
+    def __call__(self, logits: Tensor, depth: int) -> Tensor:
+        """(R,) int64 where the logits (R, V) are: what each row says, `depth` tokens behind where its chain begins."""
+
+
+@runtime_checkable
+class PicksTokens(GreedyChain, Protocol):
+    """A chain that may also have its tokens picked, between its passes."""
+
+    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+        """As `draft`; `pick` is asked once for every depth, for all rows, and nobody waits for what it says."""
+
+
 def rehearse(chain: GreedyChain, device: torch.device) -> bool:
     """Have it compile its kernels, before anything is in its caches; False: it does not work here."""
     row = ChainRow([0] * READ, 0, READ, 2, [0] * (READ + 2))
@@ -67,6 +80,8 @@ def rehearse(chain: GreedyChain, device: torch.device) -> bool:
     try:
         chain.draft([row])
         chain.draft([row], Said(nothing, nothing[:, 0], [0]))
+        if isinstance(chain, PicksTokens):
+            chain.draft_by(lambda logits, depth: nothing[:, 0], [row])
     except Exception as problem:  # drafts by passes with the host between them serve
         log.warning("%s is not used for drafting: %r", type(chain).__name__, problem)
         return False

@@ -7,7 +7,7 @@ summation for every row, so a row's bits do not depend on what shares its pass, 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -188,3 +188,12 @@ def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None
             raise DeviceError(f"PACELINE_KERNELS=triton: {problem}; pip install triton") from None
         return None
     return FastKernels(device) if numerics == "fast" else TritonKernels(device)
+
+
+def say_of(device: torch.device) -> Callable[..., int | None] | None:
+    """What draws tokens on this device in one call, for `verify.host`, or None."""
+    if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
+        return None
+    from paceline.models.native_kernels import load_library, native_say
+
+    return native_say(load_library())

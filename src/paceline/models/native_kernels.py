@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from ctypes import c_float, c_int, c_int64, c_long, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_long, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, get_num_threads
 
@@ -36,6 +37,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int] * 2),
+    "say": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
 }
 
 
@@ -81,11 +83,29 @@ def _best_library() -> tuple[Library | None, str]:
 
 @functools.cache
 def open_library(variant: str) -> Library:
-    """Raises OSError when the file is missing or cannot be loaded."""
+    """Raises OSError when the file is missing, cannot be loaded or was built from older sources."""
     path = Path(__file__).parent / "native" / f"kernels_{variant}.so"
     if not path.exists():
         raise OSError(f"{path.name} was not built (installing paceline where there is a C++ compiler builds it)")
-    return Library(variant, path, ctypes.CDLL(str(path)))
+    handle = ctypes.CDLL(str(path))
+    if missing := [name for name in _SIGNATURES if not hasattr(handle, f"paceline_{name}")]:
+        raise OSError(
+            f"{path.name} is older than the sources: it has no {missing[0]}; install paceline again to build it"
+        )
+    return Library(variant, path, handle)
+
+
+def native_say(library: Library | None) -> Callable[..., int | None] | None:
+    """What a row of logits says, for `verify.host`; None without a library."""
+    if library is None:
+        return None
+    say = library.function("say")
+
+    def said(logits: np.ndarray[Any, Any], *asked: float) -> int | None:
+        token: int = say(logits.ctypes.data, logits.shape[0], *asked)
+        return None if token < 0 else token
+
+    return said
 
 
 @dataclass(frozen=True)

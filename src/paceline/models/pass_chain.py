@@ -1,8 +1,8 @@
-"""Greedy chains by ordinary passes, one after the other, without the host between them.
+"""Chains by ordinary passes, one after the other, without the host between them.
 
 The first pass reads the last tokens of every row, the others one token each; between them a kernel picks the most
-probable token and moves the row on. Passes are replayed from the decoder's own graphs, so drafting k tokens for any
-number of rows is k launches of each, and nothing is waited for.
+probable token, or takes the one picked before it, and moves the row on. Passes are replayed from the decoder's own
+graphs, so drafting k tokens for any number of rows is k launches of each, and nothing is waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.draft import sent
-from paceline.models.chain import READ, ChainRow, Said
+from paceline.models.chain import READ, ChainRow, Pick, Said
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
@@ -31,6 +31,12 @@ class PassChain:
         self.warm = True  # the last draft met no shape of a pass for the first time
 
     def draft(self, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+        return self._draft(rows, said, None)
+
+    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+        return self._draft(rows, said, pick)
+
+    def _draft(self, rows: Sequence[ChainRow], said: Said | None, pick: Pick | None) -> Tensor:
         from paceline.models.triton.follow import begin_after, follow, known_of
 
         count, most = max(row.count for row in rows), 0 if said is None else said.most
@@ -51,10 +57,13 @@ class PassChain:
         logits = graphs.run(first).logits
         second = graphs.place(*self._one_each(rows, tables, longest), self._caches, torch.arange(len(rows)))
         drafted = torch.empty(len(rows), count, dtype=torch.int64, device=graphs.device)
-        follow(logits, known, drafted, 0, first, READ, second)
-        for depth in range(1, count):
-            self.warm &= graphs.is_warm(second)
-            follow(graphs.run(second).logits, known, drafted, depth, second, 1, second)
+        seen, each = first, READ
+        for depth in range(count):
+            if depth:
+                self.warm &= graphs.is_warm(second)
+                logits, seen, each = graphs.run(second).logits, second, 1
+            chosen = None if pick is None else pick(logits[: len(rows)], depth)
+            follow(logits, chosen, known, drafted, depth, seen, each, second)
         return drafted
 
     def check(self) -> None:

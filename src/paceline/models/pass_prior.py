@@ -15,6 +15,7 @@ from paceline.models.decoder import Decoder
 class PassPrior:
     times: tuple[tuple[int, float], ...]  # (rows, time against one row), linear between, proportional to rows beyond
     padded_to: tuple[int, ...] = ()  # a pass of fewer rows takes what the next of these takes; (): no padding
+    drifts: bool = False  # other work slows the machine down, for seconds at a time
 
 
 # A memory-bound CPU, as measured on two cores.
@@ -22,7 +23,8 @@ CPU = PassPrior(
     (
         *((1, 1.0), (2, 1.04), (4, 1.09), (8, 1.25), (12, 1.35), (16, 1.65), (24, 1.95), (32, 2.3)),
         *((64, 4.0), (128, 7.5), (512, 28.0)),
-    )
+    ),
+    drifts=True,
 )
 # A large GPU: flat while the weights take longer from memory than the products do, as measured on an H200.
 GPU = PassPrior(

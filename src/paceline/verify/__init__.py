@@ -29,6 +29,7 @@ from paceline.verify.processors import (
     probabilities,
     process,
 )
+from paceline.verify.propose import propose
 from paceline.verify.routes import Routes, route
 from paceline.verify.tree import tree
 from paceline.verify.walk import CoinSource, Draws, descend, draw, walk, walk_chains
@@ -49,6 +50,7 @@ __all__ = [
     "pick_weighted",
     "probabilities",
     "process",
+    "propose",
     "route",
     "verify",
     "walk",

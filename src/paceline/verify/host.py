@@ -1,12 +1,13 @@
-"""The walk on the host where no filter, penalty or bias changes the logits: a token is drawn only where it comes by.
+"""The walk on the host where no penalty, bias or ban changes the logits: a token is drawn only where it comes by.
 
 A step's other work runs from caches the pass has emptied, where a small tensor operation takes many times as long as
 it should; this is the most common step, so it takes as few of them as it can. Every token is the very one the long way
-draws.
+draws: also by `Say`, a kernel that knows where its rounding might name another one, and then names none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,13 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Kind, Verdict
-from paceline.rng import Lane, bits, coin
+from paceline.rng import Lane, bits_of, coin_of
 from paceline.verify.pick import pick, pick_seeded_row
+from paceline.verify.processors import threshold
 
 Row = np.ndarray[Any, Any]  # (V,) logits
+# Of a row of float32: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.
+Say = Callable[[Row, float, float, int, float, float, int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,40 +34,67 @@ class Voice:
     key: int
     committed: int  # tokens when the step starts
     seeded: bool
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
 
-    def says(self, logits: Row, node: int, depth: int) -> int:
+    def says(self, logits: Row, node: int, depth: int, say: Say | None = None) -> int:
         """At a node of its draft, whose depth that is; -1 and 0 at the root."""
         if self.temperature == 0:
             return int(logits.argmax())
-        tempered = logits - logits.max()
-        if self.temperature != 1:
-            info = np.finfo(tempered.dtype)
-            tempered /= tempered.dtype.type(min(max(self.temperature, float(info.tiny)), float(info.max)))
-        key, committed = torch.tensor([self.key]), torch.tensor([self.committed])
+        info = np.finfo(logits.dtype)
+        temperature = min(max(self.temperature, float(info.tiny)), float(info.max))
+        coin, key = -1.0, 0
         if self.seeded:  # the noise belongs to the position the token will take
-            return pick_seeded_row(tempered, int(bits(Lane.GUMBEL, key, committed + depth)))
-        return int(pick(torch.from_numpy(tempered)[None], coin(Lane.WALK, key, committed, torch.tensor([node]))))
+            key = bits_of(Lane.GUMBEL, self.key, self.committed + depth)
+        else:
+            coin = coin_of(Lane.WALK, self.key, self.committed, node)
+        if say is not None:
+            least = math.log(self.min_p) if self.min_p > 0 else -math.inf
+            token = say(logits, temperature, least, self.top_k, self.top_p, coin, key)
+            if token is not None:
+                return token
+        tempered = self._tempered(logits, temperature)
+        if self.seeded:
+            return pick_seeded_row(tempered, key)
+        return int(pick(torch.from_numpy(tempered)[None], torch.tensor([coin], dtype=torch.float64)))
+
+    def _tempered(self, logits: Row, temperature: float) -> Row:
+        """-inf where a filter leaves a token out."""
+        tempered: Row = logits - logits.max()
+        if temperature != 1:
+            tempered /= tempered.dtype.type(temperature)
+        lowest = threshold(tempered, self.top_k, self.top_p, self.min_p)
+        if lowest > -math.inf:
+            tempered[tempered < lowest] = -math.inf
+        return tempered
 
 
 def walk_on_host(
-    draft: Draft, logits: Tensor, row_of: Tensor, max_depth: int, voices: Sequence[Voice] | None
+    draft: Draft,
+    logits: Tensor,
+    row_of: Tensor,
+    max_depth: int,
+    voices: Sequence[Voice] | None,
+    say: Say | None = None,
 ) -> Verdict:
     """`walk` by what is said of raw logits (R, V) in the host's memory; of equal siblings the first one counts.
 
     `voices` by row of the draft; None: all are greedy.
     """
     values, batch = logits.numpy(), draft.batch
+    say = say if values.dtype == np.float32 and values.flags.c_contiguous else None
+    best = values.argmax(-1) if voices is None else None
+    num_accepted = np.zeros(batch, np.int64)
+    if not draft.width and not max_depth and best is not None:
+        kinds = np.full((batch, 1), int(Kind.BONUS), np.uint8)
+        return _verdict(best[row_of.numpy()], num_accepted, np.empty((batch, 0), np.int64), kinds)
     tokens = np.full((batch, max_depth + 1), -1, np.int64)
     kinds = np.full((batch, max_depth + 1), int(Kind.PAD), np.uint8)
     path = np.full((batch, max_depth), -1, np.int64)
-    num_accepted = np.zeros(batch, np.int64)
-    best = values.argmax(-1) if voices is None else None
-    if not draft.width and best is not None:
-        tokens[:, 0], kinds[:, 0] = best[row_of.numpy()[:, 0]], int(Kind.BONUS)
-        return _verdict(tokens, num_accepted, path, kinds)
     drafts = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.num_nodes.tolist(), strict=True)
     for row, (at, (drafted, parents, count)) in enumerate(zip(row_of.tolist(), drafts, strict=True)):
-        said = _sayings(values, at, best, None if voices is None else voices[row])
+        said = _sayings(values, at, best, None if voices is None else voices[row], say)
         node, depth, is_leaf, wanted = -1, 0, True, said(-1, 0)
         for child in range(count):  # nodes come after their parents
             if parents[child] != node:
@@ -78,12 +109,14 @@ def walk_on_host(
     return _verdict(tokens, num_accepted, path, kinds)
 
 
-def _sayings(values: Row, at: Sequence[int], best: Row | None, voice: Voice | None) -> Callable[[int, int], int]:
+def _sayings(
+    values: Row, at: Sequence[int], best: Row | None, voice: Voice | None, say: Say | None
+) -> Callable[[int, int], int]:
     """What is said at a node of a certain depth; `at`: which row of logits belongs to which node."""
     if voice is None:
         assert best is not None
         return lambda node, depth: int(best[at[node + 1]])
-    return lambda node, depth: voice.says(values[at[node + 1]], node, depth)
+    return lambda node, depth: voice.says(values[at[node + 1]], node, depth, say)
 
 
 def _verdict(

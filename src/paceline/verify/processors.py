@@ -98,11 +98,6 @@ class Controls:
         return any(part is not None for part in parts)
 
     @property
-    def changes(self) -> bool:
-        """Somebody asks for more than a temperature."""
-        return self.edits or self.filters
-
-    @property
     def neutral(self) -> bool:
         """Processing would hand the logits back as they are."""
         return self.temperature is None and not self.edits
@@ -301,7 +296,7 @@ def _sharpen_rows(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor)
         if temperature != 1:
             target.div_(min(max(temperature, info.tiny), info.max))
         if controls.filters:
-            _keep_(target, _threshold(target.numpy(), top_k, top_p, min_p))
+            _keep_(target, threshold(target.numpy(), top_k, top_p, min_p))
     return out
 
 
@@ -324,15 +319,15 @@ def _keep_(logits: Tensor, threshold: float) -> None:
         torch.threshold_(logits, float(under), -math.inf)
 
 
-def _threshold(logits: np.ndarray[Any, Any], top_k: int, top_p: float, min_p: float) -> float:
+def threshold(logits: np.ndarray[Any, Any], top_k: int, top_p: float, min_p: float) -> float:
     """The lowest logit of one row (V,) that stays, on the host, where numpy selects and sorts faster than torch."""
     vocab = logits.shape[0]
-    threshold = float(logits.dtype.type(math.log(min_p))) if min_p > 0 else -math.inf
+    lowest = float(logits.dtype.type(math.log(min_p))) if min_p > 0 else -math.inf
     if 0 < top_k < vocab:
-        threshold = max(threshold, float(np.partition(logits, vocab - top_k)[vocab - top_k]))
+        lowest = max(lowest, float(np.partition(logits, vocab - top_k)[vocab - top_k]))
     if top_p >= 1:
-        return threshold
-    kept = logits if threshold == -math.inf else logits[np.flatnonzero(logits >= threshold)]
+        return lowest
+    kept = logits if lowest == -math.inf else logits[np.flatnonzero(logits >= lowest)]
     weights = np.exp(kept)
     total = float(weights.sum())
     goal = top_p * total

@@ -6,6 +6,7 @@
 // rows are computed together.
 
 #include "layers.h"
+#include "sampling.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -55,4 +56,10 @@ EXPORT int paceline_attention(const Plan* plan, const Heads* heads, const float*
 EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* layers, long count, float* residual,
                            float* added, int first, int threads) {
     return run_layers(*plan, *heads, layers, count, residual, added, first, threads);
+}
+
+// The token a row of V logits says, or UNDECIDED; see sampling.h.
+EXPORT long paceline_say(const float* logits, long V, float temperature, float least, long top_k, double top_p, double coin,
+                         uint64_t key) {
+    return say(logits, V, {temperature, least, top_k, top_p, coin, key});
 }

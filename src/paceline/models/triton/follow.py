@@ -1,4 +1,5 @@
-"""From one pass of a chain to the next without the host: the most probable token of each row becomes its next row.
+"""From one pass of a chain to the next without the host: a token of each row becomes its next row, the most probable
+one or one chosen before.
 
 Positions, slots and what a row may see move on with it. A row that comes to the end of its blocks stays there and is
 written nowhere: what it says from then on is of no use, and does no harm.
@@ -36,14 +37,24 @@ def begin_after(said: Said, known: Tensor, into: Placed) -> None:
     )
 
 
-def follow(logits: Tensor, known: Tensor, drafted: Tensor, depth: int, seen: Placed, each: int, into: Placed) -> None:
+def follow(
+    logits: Tensor,
+    chosen: Tensor | None,
+    known: Tensor,
+    drafted: Tensor,
+    depth: int,
+    seen: Placed,
+    each: int,
+    into: Placed,
+) -> None:
     """Draw column `depth` of what is drafted, (R, K), from the rows of a pass that has been run with `each` rows for a
-    sequence, and place it as the next pass, one row for a sequence."""
+    sequence, and place it as the next pass, one row for a sequence. `chosen`: (R,) tokens, drawn already."""
     plan = into.plan
     _follow[(len(drafted),)](
         logits,
         logits.stride(0),
         logits.shape[1],
+        chosen,
         drafted,
         drafted.shape[1],
         depth,
@@ -98,6 +109,7 @@ def _follow(
     logits,
     stride,
     vocab,
+    chosen,
     drafted,
     width,
     depth,
@@ -115,15 +127,18 @@ def _follow(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    best = float("-inf")
     token = tl.program_id(0) * 0
-    for first in range(0, vocab, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        logit = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf"))
-        highest = tl.max(logit, 0)
-        place = first + tl.argmax(logit, 0)
-        token = tl.where(highest > best, place, token)
-        best = tl.maximum(highest, best)
+    if chosen is not None:
+        token = tl.load(chosen + row)
+    else:
+        best = float("-inf")
+        for first in range(0, vocab, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            logit = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf"))
+            highest = tl.max(logit, 0)
+            place = first + tl.argmax(logit, 0)
+            token = tl.where(highest > best, place, token)
+            best = tl.maximum(highest, best)
     tl.store(drafted + row * width + depth, token.to(tl.int64))
     tl.store(tokens + row, token.to(tl.int32))
     position = tl.load(seen + row * EACH + EACH - 1).to(tl.int64) + 1

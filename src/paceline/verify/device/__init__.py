@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Verdict
+from paceline.rng import Lane
 from paceline.verify.chain import Rule, node_coins
 from paceline.verify.device import rules
 from paceline.verify.device.lens import Lens
@@ -37,6 +38,19 @@ def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource) -> Tens
     """As walk.draw."""
     lens = _plain(logits)
     return said(lens if draws.coins is None else lens.weighed(totals=False), draws, nodes, source)
+
+
+def propose(
+    logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource
+) -> tuple[Tensor, Tensor | None]:
+    """As propose.propose. A token is drawn by the weights q is made of, as the walk draws by those of p."""
+    lens = Lens.of(edit(logits, controls, nodes), controls, nodes).filtered(controls, nodes)
+    if draws.coins is None:
+        return said(lens, draws, nodes, source), None
+    lens = lens.weighed()
+    q = lens.write(probabilities=True)
+    tokens = said(lens, draws, nodes, lambda lane, *words: source(Lane.DRAFT, *words))
+    return tokens, q if draws.coins.shape[0] == q.shape[0] else q[draws.coins]
 
 
 def verify(

@@ -2,7 +2,8 @@
 
 Traversal judges one node after another, and each deletion is a sum over the vocabulary that the next judgement needs:
 one kernel a turn, N + 1 turns. Each of its programs works out for itself what the turn before it left, from what that
-wrote, and the first one writes it down for those to come; no program reads what another of its own turn writes.
+wrote, and the first one writes it down for those to come; no program reads what another of its own turn writes. A
+turn is launched while the one before it runs, and waits for it on the chip.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.verify.chain import Rule
 from paceline.verify.device import tiles
@@ -41,7 +43,7 @@ def tree(found: Sampled, rows: Tensor, coins: Tensor) -> None:
     for turn in range(trees.width + 1):
         _turn[tile.grid(count)](
             *found[:3], rows, coins, judged, turn, count, trees.stop.shape[0], tile.splits,
-            turn == 0, tile.dtype, tiles.ROWS, tile.block, tile.padded, num_warps=8,
+            turn == 0, tile.dtype, tiles.ROWS, tile.block, tile.padded, num_warps=8, **tiles.overlapped(),
         )  # fmt: skip
 
 
@@ -149,8 +151,12 @@ def _turn(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Judge the next node in postorder; the first one accepted ends it, one rejected is deleted."""
+    if OVERLAP:
+        gdc_wait()  # for the turn before, and so for all before it
+        gdc_launch_dependents()
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0

@@ -18,7 +18,8 @@ from torch import Tensor
 BLOCK = 4096
 STEPS = (1, 16, 64)
 # Rows a program takes. The interpreter pays by the program, a device by the row.
-ROWS = 4096 if triton.knobs.runtime.interpret else 1
+INTERPRETED = triton.knobs.runtime.interpret
+ROWS = 4096 if INTERPRETED else 1
 
 
 class P(NamedTuple):
@@ -68,6 +69,11 @@ def programs(rows: int) -> int:
 def kernel(function):
     """A kernel that is launched; how many rows or nodes there are is no reason to compile it again."""
     return triton.jit(function, do_not_specialize=["rows", "count", "batch", "turn", "width", "depth"])
+
+
+def overlapped() -> dict[str, bool]:
+    """Launch options of a kernel that starts before the one before it is over; the interpreter knows none."""
+    return {"OVERLAP": False} if INTERPRETED else {"OVERLAP": True, "launch_pdl": True}
 
 
 @triton.jit

@@ -1,0 +1,282 @@
+// One token of one row of logits, as `paceline.verify.host` says it: temperature, min_p, top_k, top_p, then a coin against
+// cumulative p or a seed's Gumbel noise.
+//
+// Weights and noise are computed to float precision, not to the same last bit as there. So a token is named only where no
+// rounding could have made it another one; the few rows that come too close to a boundary are UNDECIDED and go the long way.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long UNDECIDED = -1;
+constexpr double CLOSE = 2e-5;  // of a sum of weights: nearer to a boundary than this, rounding may decide
+constexpr double CLOSE_SUM = 1e-3;  // of logit and noise
+constexpr long STRETCH = 256;  // tokens summed as floats before they join a double
+constexpr int BINS = 256;
+
+struct Asked {
+    float temperature, least;  // least: log min_p, or -inf
+    int64_t top_k;             // 0: off
+    double top_p;              // 1: off
+    double coin;               // negative: by seed
+    uint64_t key;              // of the seed's noise at this position
+};
+
+struct Kept {
+    float logit, weight;  // tempered, and e to that
+    int token;
+};
+
+inline bool any(ivec wanted) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)wanted, (__m512i)wanted);
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)wanted);
+#else
+    int32_t found = 0;
+    for (int lane = 0; lane < VL; lane++) found |= wanted[lane];
+    return found;
+#endif
+}
+
+// Logits of one row, tempered: (x - highest) / temperature; -inf beyond the end.
+struct Row {
+    const float* logits;
+    long size;
+    float highest, temperature;
+
+    vec at(long i) const {
+        vec x = splat(-INFINITY);
+        if (i + VL <= size)
+            x = load(logits + i);
+        else
+            memcpy(&x, logits + i, (size - i) * sizeof(float));
+        return (x - splat(highest)) / splat(temperature);
+    }
+};
+
+// NaN where there is one, since it wins no comparison but must not be lost.
+inline float highest_of(const float* logits, long size) {
+    vec best = splat(-INFINITY), strange = {};
+    long i = 0;
+    for (; i + VL <= size; i += VL) {
+        const vec x = load(logits + i);
+        best = larger(x, best);
+        strange += x - x;  // 0, or NaN of NaN and of the infinities
+        strange = (vec)((ivec)strange & ~(ivec)(x == splat(-INFINITY)));
+    }
+    float most = max_lanes(best), rest = sum_lanes(strange);
+    for (; i < size; i++) {
+        most = logits[i] > most ? logits[i] : most;
+        rest += logits[i] == -INFINITY ? 0.0f : logits[i] - logits[i];
+    }
+    return most + rest;
+}
+
+inline double weight_of(const Row& row, long from, long to) {
+    vec sum = {};
+    for (long i = from; i < to; i += VL) sum += vexp(row.at(i));
+    return sum_lanes(sum);
+}
+
+// The k-th highest; -inf where k is more than the blocks that are looked at first.
+inline float kth_highest(const Row& row, long k, std::vector<float>& values) {
+    constexpr long BLOCK = 4 * VL;
+    values.clear();
+    for (long i = 0; i < row.size; i += BLOCK) {
+        vec best = row.at(i);
+        for (long j = i + VL; j < std::min(i + BLOCK, row.size); j += VL) best = larger(row.at(j), best);
+        values.push_back(max_lanes(best));
+    }
+    if (k > (long)values.size()) return -INFINITY;
+    const auto higher = [](float a, float b) { return a > b; };
+    std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), higher);
+    const float bound = values[k - 1];  // so many blocks have a token at or above it
+    values.clear();
+    for (long i = 0; i < row.size; i += VL) {
+        const vec x = row.at(i);
+        if (!any(x >= splat(bound))) continue;
+        for (int lane = 0; lane < VL && i + lane < row.size; lane++)
+            if (x[lane] >= bound) values.push_back(x[lane]);
+    }
+    std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), higher);
+    return values[k - 1];
+}
+
+inline void keep(const Row& row, float least, std::vector<Kept>& kept) {
+    kept.clear();
+    const vec bound = splat(least);
+    for (long i = 0; i < row.size; i += VL) {
+        const vec x = row.at(i);
+        const ivec above = x >= bound;
+        if (!any(above)) continue;
+        const vec weights = vexp(x);
+        for (int lane = 0; lane < VL && i + lane < row.size; lane++)
+            if (above[lane]) kept.push_back({x[lane], weights[lane], (int)(i + lane)});
+    }
+}
+
+// The lowest logit top_p leaves, of what is kept (all that matters of `total`); false where rounding may decide.
+inline bool nucleus(const std::vector<Kept>& kept, float lowest, double total, double top_p, std::vector<float>& values,
+                    float& least) {
+    double sums[BINS] = {}, held = 0;
+    const float scale = lowest < 0 ? BINS / -lowest : 0.0f;
+    const auto bin_of = [&](float logit) { return std::min((int)(-logit * scale), BINS - 1); };
+    for (const Kept& one : kept) sums[bin_of(one.logit)] += one.weight;
+    const double goal = top_p * total;
+    int bin = 0;
+    while (bin < BINS && held + sums[bin] < goal) held += sums[bin++];
+    if (bin == BINS) return false;
+    values.clear();
+    for (const Kept& one : kept)
+        if (bin_of(one.logit) == bin) values.push_back(one.logit);
+    std::sort(values.begin(), values.end(), [](float a, float b) { return a > b; });
+    for (const float value : values) {
+        const double before = held;
+        held += vexp(value);
+        if (held < goal) continue;
+        least = value;
+        return goal - before > CLOSE * total && held - goal > CLOSE * total;
+    }
+    return false;
+}
+
+inline uint32_t token_bits(uint64_t key, uint32_t token) {
+    uint32_t x = token ^ (uint32_t)key;
+    x ^= x >> 17, x *= 0xED5AD4BBu;
+    x ^= x >> 11, x += (uint32_t)(key >> 32), x *= 0xAC4C1B51u;
+    x ^= x >> 15, x *= 0x31848BABu;
+    return x ^ x >> 14;
+}
+
+inline uvec token_bits(uint64_t key, uvec x) {
+    x ^= (uint32_t)key;
+    x ^= x >> 17, x *= 0xED5AD4BBu;
+    x ^= x >> 11, x += (uint32_t)(key >> 32), x *= 0xAC4C1B51u;
+    x ^= x >> 15, x *= 0x31848BABu;
+    return x ^ x >> 14;
+}
+
+constexpr float UNIT = 4.656612873077393e-10f * 0.99999994f;  // as rng.py: the largest stays below 1
+
+inline float unit(uint32_t bits) { return fabsf((float)(int32_t)bits + 0.25f) * UNIT; }
+
+// The highest sum of logit and noise, and whether another came near.
+struct Best {
+    double sum = -INFINITY, second = -INFINITY;
+    long token = UNDECIDED;
+
+    void offer(float logit, float unit, long index) {
+        const double of = logit - log(-log1p(-(double)unit));
+        if (of > sum)
+            second = sum, sum = of, token = index;
+        else if (of > second)
+            second = of;
+    }
+    long said() const { return sum - second > CLOSE_SUM ? token : UNDECIDED; }
+};
+
+inline long by_seed(const Row& row, uint64_t key) {
+    Best best;
+    uvec tokens;
+    for (int lane = 0; lane < VL; lane++) tokens[lane] = lane;
+    float bound = -INFINITY;
+    for (long i = 0; i < row.size; i += VL, tokens += (uint32_t)VL) {
+        const vec x = row.at(i);
+        const vec noise = __builtin_convertvector((ivec)token_bits(key, tokens), vec) + splat(0.25f);
+        const vec units = (vec)((ivec)noise & 0x7fffffff) * splat(UNIT);
+        // Noise above g takes a unit below e^-g: all that can come near the best so far.
+        const vec over = x - splat(bound);
+        const ivec likely = units <= vexp(over < splat(0.0f) ? over : vec{}) * splat(1.01f);
+        if (!any(likely)) continue;
+        for (int lane = 0; lane < VL && i + lane < row.size; lane++)
+            if (likely[lane]) best.offer(x[lane], units[lane], i + lane);
+        bound = (float)best.sum;
+    }
+    return best.said();
+}
+
+inline long by_seed(const std::vector<Kept>& kept, float least, uint64_t key) {
+    Best best;
+    for (const Kept& one : kept)
+        if (one.logit >= least) best.offer(one.logit, unit(token_bits(key, one.token)), one.token);
+    return best.said();
+}
+
+// The point and both ends of the stretch it lies in, apart by more than rounding.
+inline bool clear(double before, double point, double after, double total) {
+    return point - before > CLOSE * total && after - point > CLOSE * total;
+}
+
+inline long by_coin(const Row& row, double coin, std::vector<double>& sums) {
+    sums.clear();
+    double total = 0, held = 0;
+    for (long i = 0; i < row.size; i += STRETCH) {
+        sums.push_back(weight_of(row, i, std::min(i + STRETCH, row.size)));
+        total += sums.back();
+    }
+    const double point = coin * total;
+    size_t block = 0;
+    while (block + 1 < sums.size() && held + sums[block] <= point) held += sums[block++];
+    for (long i = block * STRETCH; i < row.size; i += VL) {
+        const vec weights = vexp(row.at(i));
+        for (int lane = 0; lane < VL && i + lane < row.size; lane++) {
+            const double before = held;
+            held += weights[lane];
+            if (held > point) return clear(before, point, held, total) ? i + lane : UNDECIDED;
+        }
+    }
+    return UNDECIDED;
+}
+
+inline long by_coin(const std::vector<Kept>& kept, float least, double coin) {
+    double total = 0, held = 0;
+    for (const Kept& one : kept)
+        if (one.logit >= least) total += one.weight;
+    const double point = coin * total;
+    for (const Kept& one : kept) {
+        if (one.logit < least) continue;
+        const double before = held;
+        held += one.weight;
+        if (held > point) return clear(before, point, held, total) ? one.token : UNDECIDED;
+    }
+    return UNDECIDED;
+}
+
+inline long say(const float* logits, long size, const Asked& asked) {
+    static thread_local std::vector<float> values;
+    static thread_local std::vector<double> sums;
+    static thread_local std::vector<Kept> kept;
+    const Row row{logits, size, highest_of(logits, size), asked.temperature};
+    if (!(row.highest > -INFINITY && row.highest < INFINITY)) return UNDECIDED;
+    float least = asked.least;
+    if (asked.top_k > 0 && asked.top_k < size) {
+        const float kth = kth_highest(row, asked.top_k, values);
+        if (kth == -INFINITY) return UNDECIDED;
+        least = std::max(least, kth);
+    }
+    if (asked.top_p >= 1 && least == -INFINITY)
+        return asked.coin < 0 ? by_seed(row, asked.key) : by_coin(row, asked.coin, sums);
+    if (least > -INFINITY) keep(row, least, kept);
+    if (asked.top_p < 1) {
+        double total = 0;
+        float lowest = least;
+        if (least > -INFINITY) {
+            for (const Kept& one : kept) total += one.weight;
+        } else {
+            for (long i = 0; i < size; i += STRETCH) total += weight_of(row, i, std::min(i + STRETCH, size));
+            // Tokens this rare are worth less than 1 - top_p all together.
+            lowest = std::max((float)log((1 - asked.top_p) * total / size), -80.0f) - 0.01f;
+            keep(row, lowest, kept);
+        }
+        if (!nucleus(kept, lowest, total, asked.top_p, values, least)) return UNDECIDED;
+    }
+    return asked.coin < 0 ? by_seed(kept, least, asked.key) : by_coin(kept, least, asked.coin);
+}
+
+}  // namespace

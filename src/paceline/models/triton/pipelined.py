@@ -1,0 +1,211 @@
+"""`attend_shared` in Gluon, Triton's language with layouts and copies in hand: for numbers of 16 bits on Hopper.
+
+The same arithmetic in the same order, so the same bits. What Triton's own pipelining does not reach: the next block of
+keys and values is on its way while one is computed, in two buffers, so that there is room for two programs on a
+multiprocessor (Triton's loops load behind their products, and two buffers hide nothing there); and the next block may
+be another unit's.
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from paceline.models.triton.launch import release, wait
+from paceline.models.triton.states import chunk_of, first_of, joined, levels
+
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its older name
+WIDTH = gl.constexpr(64)  # dimensions of a value that one product takes, to spare registers
+PROGRAMS = 264  # two for every multiprocessor, as many as there is room for
+
+
+@gluon.jit
+def places_of(
+    table,
+    block,
+    last,
+    kv_head,
+    DIM: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    KEYS: gl.constexpr,
+    WIDE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Where a block's keys begin in the cache, and which of them there are."""
+    key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    page = gl.load(table + key // BLOCK_SIZE, mask=key < last, other=0)
+    if WIDE:
+        page = page.to(gl.int64)
+    return (page * BLOCK_SIZE + key % BLOCK_SIZE) * (KV_HEADS * DIM) + kv_head * DIM, key < last
+
+
+@gluon.jit
+def start_copy(buffer, cache, at, there, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+    copy_async(buffer, cache + (at[:, None] + dim[None, :]), mask=there[:, None])
+
+
+@gluon.jit
+def ends_of(
+    positions,
+    prefix,
+    begin,
+    count,
+    TILE: gl.constexpr,
+    GROUP: gl.constexpr,
+    KEYS: gl.constexpr,
+    TREE: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """How many keys each row reads through the block table: its tail blocks excepted."""
+    lane = gl.arange(0, TILE, layout=ROW)
+    used = (lane // GROUP) < count
+    row = begin + lane // GROUP
+    end = gl.load(positions + row, mask=used, other=-1) + 1
+    if TREE:
+        shared = gl.load(prefix + row, mask=used, other=0)
+        end = gl.where(shared < end, shared // KEYS * KEYS, end)
+    return end
+
+
+@gluon.jit
+def span_of(nth, num_units, num_blocks, by_block, EARLY: gl.constexpr, CHUNK: gl.constexpr):
+    """(unit, its first block, the block behind its last) of the nth turn: the short units come last."""
+    short = gl.where(num_blocks - first_of(num_units - 1, EARLY, CHUNK) < CHUNK // 2, 1, 0)
+    unit = (2 * num_units - 1 - nth - short) % num_units
+    first = gl.where(by_block, unit, first_of(unit, EARLY, CHUNK))
+    end = gl.minimum(gl.where(by_block, unit + 1, first_of(unit + 1, EARLY, CHUNK)), num_blocks)
+    dealt = nth < num_units
+    return unit, gl.where(dealt, first, num_blocks), gl.where(dealt, end, num_blocks)
+
+
+@gluon.jit(do_not_specialize=["rows", "num_tiles"])
+def attend_pipelined(
+    q,
+    k_cache,
+    v_cache,
+    positions,
+    sequence,
+    prefix,
+    tables,
+    tiles,
+    sums,
+    stats,
+    log2_scale,
+    rows,
+    num_tiles,
+    TILE: gl.constexpr,
+    WIDE: gl.constexpr,
+    DIM: gl.constexpr,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    KEYS: gl.constexpr,
+    EARLY: gl.constexpr,
+    CHUNK: gl.constexpr,
+    TREE: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    WARPS: gl.constexpr = TILE // 16
+    PARTS: gl.constexpr = DIM // WIDTH
+    HEADS: gl.constexpr = KV_HEADS * GROUP
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    turn = gl.program_id(0)
+    splits = gl.minimum(gl.num_programs(0), gl.load(tiles + 2))
+    if turn >= splits:
+        return
+    tile = gl.program_id(1) // KV_HEADS
+    kv_head = gl.program_id(1) % KV_HEADS
+    table_width = gl.load(tiles)
+    by_block = gl.load(tiles + 1) == 1
+    begin = gl.load(tiles + 4 + tile)
+    count = gl.load(tiles + 4 + num_tiles + tile)
+    end = ends_of(positions, prefix, begin, count, TILE, GROUP, KEYS, TREE, ROW)
+    used = (gl.arange(0, TILE, layout=ROW) // GROUP) < count
+    last = gl.max(end, 0)
+    full = gl.min(gl.where(used, end, 2147483647), 0) // KEYS  # blocks all rows of the tile see all of
+    table = tables + gl.load(sequence + begin, mask=count > 0, other=0).to(gl.int64) * table_width
+    num_blocks = gl.cdiv(last, KEYS)
+    num_units = gl.maximum(gl.where(by_block, num_blocks, chunk_of(num_blocks - 1, EARLY, CHUNK) + 1), 1)
+    unit, block, unit_end = span_of(turn, num_units, num_blocks, by_block, EARLY, CHUNK)
+    at, there = places_of(table, block, last, kv_head, DIM, KV_HEADS, BLOCK_SIZE, KEYS, WIDE, COPY)
+    queries = gl.allocate_shared_memory(q.dtype.element_ty, [TILE, DIM], SHARED)
+    keys = gl.allocate_shared_memory(q.dtype.element_ty, [2, KEYS, DIM], SHARED)
+    values = gl.allocate_shared_memory(q.dtype.element_ty, [2, KEYS, DIM], SHARED)
+    q_lane = gl.arange(0, TILE, layout=gl.SliceLayout(1, COPY))
+    q_row = (begin + q_lane // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + q_lane % GROUP
+    q_dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPY))
+    wait(OVERLAP)
+    start_copy(keys.index(0), k_cache, at, there, DIM, COPY)
+    start_copy(values.index(0), v_cache, at, there, DIM, COPY)
+    async_copy.commit_group()
+    q_there = ((q_lane // GROUP) < count)[:, None]
+    queries.store(gl.load(q + q_row[:, None] * DIM + q_dim[None, :], mask=q_there, other=0.0))
+    fence_async_shared()
+    release(OVERLAP)  # not before: programs of the next kernel would take the place of some of this one's
+    nothing = gl.full([TILE, KEYS], 0.0, gl.float32, layout=MMA)
+    step = 0
+    for first_nth in range(0, num_units, splits):
+        mine = unit_end > block
+        # Dealt there and back again, so that those with a long chunk of one round get a short one of the next.
+        next_turn = gl.where(first_nth // splits % 2 == 0, splits - 1 - turn, turn)
+        next_unit, next_block, next_end = span_of(
+            first_nth + splits + next_turn, num_units, num_blocks, by_block, EARLY, CHUNK
+        )
+        high = gl.full([TILE], float("-inf"), gl.float32, layout=ROW)
+        total = gl.full([TILE], 0.0, gl.float32, layout=ROW)
+        folded = ()
+        for _ in gl.static_range(PARTS):
+            folded = joined(folded, gl.full([TILE, WIDTH], 0.0, gl.float32, layout=MMA))
+        for now in range(block, unit_end):
+            follow = gl.where(now + 1 < unit_end, now + 1, next_block)
+            at, there = places_of(table, follow, last, kv_head, DIM, KV_HEADS, BLOCK_SIZE, KEYS, WIDE, COPY)
+            async_copy.wait_group(0)
+            held = step % 2
+            scores = warpgroup_mma(queries, keys.index(held).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            start_copy(keys.index(1 - held), k_cache, at, there, DIM, COPY)
+            start_copy(values.index(1 - held), v_cache, at, there, DIM, COPY)
+            async_copy.commit_group()
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            if now >= full:
+                begin_again = gl.load(tiles + 4 + tile, volatile=True)  # again, to spare registers meanwhile
+                end = ends_of(positions, prefix, begin_again, count, TILE, GROUP, KEYS, TREE, ROW)
+                key = now * KEYS + gl.arange(0, KEYS, layout=COLUMN)
+                scores = gl.where(key[None, :] < end[:, None], scores, float("-inf"))
+            more_high = gl.max(scores, 1) * log2_scale
+            level = gl.where(more_high == float("-inf"), 0.0, more_high)
+            weights = gl.exp2(gl.fma(scores, log2_scale, -level[:, None]))
+            high, keep, add = levels(high, more_high)
+            total = gl.fma(total, keep, gl.sum(weights, 1) * add)
+            weights = gl.convert_layout(weights.to(q.dtype.element_ty), gl.DotOperandLayout(0, MMA, 2))
+            before = folded
+            folded = ()
+            for part in gl.static_range(PARTS):
+                v = values.index(held).slice(part * WIDTH, WIDTH, dim=1)
+                more = warpgroup_mma(weights, v, nothing, use_acc=False, is_async=True)
+                more = warpgroup_mma_wait(0, deps=(more,))
+                folded = joined(folded, gl.fma(before[part], keep[:, None], more * add[:, None]))
+            step += 1
+        lane = gl.arange(0, TILE, layout=ROW)
+        stored = (lane // GROUP) < gl.where(mine, count, 0)
+        begin_again = gl.load(tiles + 4 + tile, volatile=True)
+        row = (begin_again + lane // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + lane % GROUP
+        row += unit * (gl.cast(rows, gl.int64) * HEADS)
+        dim = gl.arange(0, WIDTH, layout=COLUMN)
+        for part in gl.static_range(PARTS):
+            gl.store(sums + row[:, None] * DIM + (part * WIDTH + dim)[None, :], folded[part], mask=stored[:, None])
+        gl.store(stats + row * 2, high, mask=stored)
+        gl.store(stats + row * 2 + 1, total, mask=stored)
+        unit, block, unit_end = next_unit, next_block, next_end
+    async_copy.wait_group(0)

@@ -1,0 +1,80 @@
+"""Steps of all kinds as the engine has them judged: what each asks for, and drafts made up at random."""
+
+from dataclasses import fields
+
+import torch
+
+from paceline.draft import Draft, Proposal
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+
+ASKED = {
+    "greedy": [{"temperature": 0.0}],
+    "sampled": [{"temperature": 0.7}],
+    "top-p": [{"temperature": 0.7, "top_p": 0.9}],
+    "all filters": [{"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01}],
+    "seeded": [{"temperature": 0.7, "seed": 3}],
+    "seeded, top-p": [{"temperature": 0.7, "seed": 3, "top_p": 0.9}],
+    "logprobs": [{"temperature": 0.7, "logprobs": 3}],
+    "penalties": [{"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {3: 2.0}}],
+    "each its own": [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "seed": 3}],
+}
+DRAFTS = ("nothing", "chains", "trees", "sampled chains", "sampled trees")
+
+
+def sequences_of(asked, count):
+    every = [SamplingParams(max_tokens=400, **ASKED[asked][at % len(ASKED[asked])]).resolve({}) for at in range(count)]
+    return [Sequence(str(at), [1, 2, 3 + at], params, max_len=500) for at, params in enumerate(every)]
+
+
+def step(draft, batch, width, logits, shape, generator):
+    """A draft, which row of logits is whose, and the logits: written where they always stand, a draft's tokens likely.
+
+    Rows draft from 1 to `width` nodes; how many, and below which others, is the seed `shape`'s to say.
+    """
+    vocab, device, shaping = logits.shape[1], logits.device, torch.Generator().manual_seed(shape)
+
+    logits.copy_(torch.randn(logits.shape, generator=generator) * 2)
+    if draft == "nothing":
+        return Draft.empty(batch), logits[:batch], torch.arange(batch)[:, None]
+    counts = torch.randint(1, width + 1, (batch,), generator=shaping)
+    node = torch.arange(width)
+    used = node < counts[:, None]
+    parents = (node - 1).expand(batch, width)
+    if "trees" in draft:
+        parents = torch.minimum(torch.randint(width, (batch, width), generator=shaping), node) - 1
+    depth = torch.zeros(batch, width + 1, dtype=torch.int64)
+    for at in range(width):
+        depth[:, at + 1] = depth.gather(1, parents[:, at : at + 1] + 1)[:, 0] + 1
+    row_of = torch.full((batch, width + 1), -1)
+    there = torch.cat((torch.ones(batch, 1, dtype=torch.bool), used), 1)
+    row_of[there] = torch.arange(int(there.sum()))
+    tokens, q = torch.randint(vocab, (batch, width), generator=generator), None
+    if "sampled" in draft:
+        probs = torch.softmax(torch.randn(int(there.sum()), vocab, generator=generator) * 2, -1)
+        above = row_of.gather(1, parents + 1).clamp_min(0)
+        tokens = torch.multinomial(probs[above.flatten()], 1, generator=generator).view(batch, width)
+        q = Proposal(probs=probs.to(device), row_of=row_of)
+    chosen = used & (torch.rand(batch, width, generator=generator) < 0.7)
+    logits[row_of.gather(1, parents + 1)[chosen].to(device), tokens[chosen].to(device)] += 6
+    made = Draft(
+        tokens=tokens * used,
+        parents=torch.where(used, parents, -1),
+        depth=depth[:, 1:] * used,
+        num_nodes=counts,
+        source=torch.zeros_like(counts),
+        q=q,
+    )
+    return made, logits[: int(there.sum())], row_of
+
+
+def unlike(one, other):
+    """Names of what differs in what two verdicts commit, logprobs included."""
+    counts = one.num_accepted
+    depth = torch.arange(one.tokens.shape[1], device=counts.device)
+    meant = depth <= counts[:, None]  # beyond it logprobs are not meant to be read
+    parts = [(name, getattr(one, name), getattr(other, name)) for name in ("tokens", "num_accepted", "path", "kinds")]
+    if one.logprobs is not None:
+        for field in fields(one.logprobs):
+            parts.append((field.name, *(getattr(each.logprobs, field.name)[meant] for each in (one, other))))
+    return [name for name, mine, theirs in parts if not torch.equal(mine, theirs)]
