@@ -25,7 +25,7 @@ from paceline.drafters import NONE, Drafter
 from paceline.engine.acceptance import HOPELESS, Acceptance, bucket
 from paceline.engine.asking import Asking, Purse
 from paceline.engine.batch import StepOutput
-from paceline.engine.budget import DEEPEST, MAX_NODES, Budget, Offer, Terms
+from paceline.engine.budget import DEEPEST, MAX_NODES, Budget, Offer, Terms, prospect_of
 from paceline.engine.cost import NOTHING_S, CostModel, DraftTimes, Floats, size_of
 from paceline.engine.policy import AUTO, Choice, StepReport, wish
 from paceline.engine.shadows import Shadows
@@ -253,7 +253,9 @@ class AdaptivePolicy:
             values = [1.0] * len(sequences) if others_wait else self._values(sequences, cost)
             terms = self._terms(cost, base, values, found)
             offers = self._offers(sequences, open_ended, found, values, terms)
-            for offer, depth in zip(offers, self._budget.spread(offers, terms) if offers else (), strict=True):
+            prospect = prospect_of(offers, terms) if offers else None
+            depths = self._budget.spread(prospect, terms) if prospect else ()
+            for offer, depth in zip(offers, depths, strict=prospect is not None):
                 if depth:
                     choices[offer.sequence] = _choice(offer.method, depth)
             self._probe(sequences, offers, choices, terms)

@@ -250,11 +250,11 @@ class Lines:
     def slope(self) -> float:
         return float(self.b[-1])
 
-    def seconds(self, its: npt.NDArray[np.bool_], depth: npt.NDArray[np.int64]) -> Floats:
-        """When the first 1, 2, ... of some nodes are drafted, of which `its` are the method's."""
+    def seconds(self, its: npt.NDArray[np.bool_], depth: npt.NDArray[np.int64], limit: Any = math.inf) -> Floats:
+        """When the first 1, 2, ... of some nodes are drafted, of which `its` are the method's, down to `limit`."""
         rows = np.cumsum(its & (depth == 1))
         size = np.frexp(np.maximum(rows - 1, 0))[1]
-        deepest = np.maximum.accumulate(np.where(its, depth, 0))
+        deepest = np.minimum(np.maximum.accumulate(np.where(its, depth, 0)), limit)
         return np.where(rows > 0, self.a[size] + self.b[size] * deepest + rows * self.each_s, 0.0)
 
     def at(self, rows: int, depth: Any) -> Any:
