@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from paceline.drafters import NONE, Drafter
 from paceline.engine.acceptance import HOPELESS, Acceptance, bucket
 from paceline.engine.asking import Asking, Purse
 from paceline.engine.batch import StepOutput
-from paceline.engine.budget import DEEPEST, MAX_NODES, Budget, Offer, Terms, prospect_of
+from paceline.engine.budget import DEEPEST, MAX_NODES, Budget, Offer, Prospect, Terms, prospect_of
 from paceline.engine.cost import NOTHING_S, CostModel, DraftTimes, Floats, size_of
 from paceline.engine.policy import AUTO, Choice, StepReport, wish
 from paceline.engine.shadows import Shadows
@@ -55,6 +56,7 @@ LOOKUPS = 4  # one in so many of those that draft may do so by lookup
 NEWCOMERS, NEWCOMERS_SHARE = 16, 0.05  # asked in one step at least, and for what share of its time more of them
 
 Candidate = tuple[str, int]  # method, evidence
+Open = dict[int, tuple[str, int]]  # sequence -> (method or auto, most nodes)
 
 
 @cache
@@ -89,6 +91,23 @@ class _Plan:
     drafts: bool = False  # of the policy's own choosing
     seconds: float = 0.0  # that it took
     asked: bool = False  # somebody was asked
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a plan is asked for."""
+
+    sequences: SequenceOf[Sequence]
+    open_ended: Open
+    others_wait: bool
+    cost: CostModel
+    base: int  # rows without prompts and without the drafts in question
+    other_rows: int  # of prompts
+    said: int = 0  # tokens that each will have said more by then, at least
+
+    def patient(self, sequence: Sequence) -> bool:
+        """Its first tokens do not wait for a drafter that must read the prompt."""
+        return sequence.num_output + self.said < PATIENT_TOKENS
 
 
 @dataclass
@@ -135,9 +154,14 @@ class AdaptivePolicy:
         self._heard: set[str] = set()  # sequences that were asked
         self._drafting_now: dict[str, str] = {}  # sequences the last plan drafted for -> method
         self._standing: _Standing | None = None
+        self._live: list[Sequence] = []  # that were planned for
+        self._others_wait = False
+        self._on_device = bool(prior.padded_to)  # passes are replayed, and drafts by models begin ahead
+        self._led_by: dict[int, str] = {}  # by size of the batch: the method that most drafted by
         self._since_tried: dict[str, int] = {}  # looks since a method that casts no shadow was asked for a draft
         self._pace: dict[str, float] = {}  # tokens per step, by sequence
         self._turn = self._since_plain = 0
+        self._waiting = False  # a method for somebody to have said its first tokens
         self._plain_due = PLAIN_EVERY  # steps from one that was plain to see what that takes to the next
         self._asked_for = 0  # size of the batch when somebody was last asked
         self._checking = False  # what plain steps take
@@ -157,7 +181,7 @@ class AdaptivePolicy:
         choices = [_choice(NONE, 0)] * len(sequences)
         if not self._drafters:
             return choices
-        open_ended: dict[int, tuple[str, int]] = {}  # sequence -> (method or auto, most nodes)
+        open_ended: Open = {}
         common = self._method, self._k
         for index, sequence in enumerate(sequences):
             method, k = common if sequence.params.speculation is None else self._wish(sequence)
@@ -168,16 +192,47 @@ class AdaptivePolicy:
                 open_ended[index] = method, most
             else:
                 choices[index] = self._surest(sequence, method, most)
+        self._live = [sequences[index] for index in open_ended]
+        self._others_wait = others_wait
         if open_ended:
-            if self._costs.prior.padded_to and self._acceptance.doubt > DOUBTED:
-                self.meanwhile()  # on a device drafts begin large: what the first ones brought is not waited for
-            base = len(sequences) + other_rows + sum(choice.budget for choice in choices)
+            if self._on_device and self._acceptance.doubt > DOUBTED:
+                self._learn()  # on a device drafts begin large: what the first ones brought is not waited for
+            base = len(sequences) + sum(choice.budget for choice in choices)
             cost = self._costs.of(len(sequences), _any_sampled(sequences))
-            if self._knows_plain(cost, base) and not self._stands(sequences, open_ended, choices):
-                self._choose(sequences, open_ended, others_wait, choices, cost, base)
+            if self._knows_plain(cost, base + other_rows) and not self._stands(sequences, open_ended, choices):
+                self._choose(_Question(sequences, open_ended, others_wait, cost, base, other_rows), choices)
                 self._let_stand(sequences, open_ended, choices)
         plan.seconds = self._clock() - began
         return choices
+
+    def _plan_ahead(self) -> None:
+        """Where drafts begin behind a step under way, so does the plan for the step after it, once the last has served
+        or many have ended. Nobody waits for it, and how deep drafts go was decided with the plan before anyway."""
+        last = self._standing
+        if last is None or not self._on_device or self._acceptance.doubt > DOUBTED:
+            return
+        if last.left and len(self._live) >= STILL_THERE * len(last.choices):
+            return
+        going: list[Sequence] = []
+        open_ended: Open = {}
+        for sequence in self._live:
+            # Who is likely to end keeps what it had.
+            room = sequence.room - round(self._pace.get(sequence.key, 1.0))
+            if room > 1 and sequence.key in last.choices:
+                open_ended[len(going)] = self._wish(sequence)[0], min(MAX_K, room - 1)
+                going.append(sequence)
+        if not going:
+            return
+        made, self._made = self._made, _Plan()
+        choices = [_choice(NONE, 0)] * len(going)
+        cost = self._costs.of(len(going), _any_sampled(going))
+        self._choose(_Question(going, open_ended, self._others_wait, cost, len(going), 0, said=1), choices)
+        self._let_stand(going, open_ended, choices)
+        if self._standing is not None:
+            self._standing.left += 1  # it has not served yet
+            before = {one.key: last.choices[one.key] for one in self._live if one.key in last.choices}
+            self._standing.choices = {**before, **self._standing.choices}
+        self._made = made
 
     def rests(self, sequences: SequenceOf[Sequence]) -> bool:
         """While nobody drafts, all were asked once and no time is saved up to ask again; and for one step at each check
@@ -209,9 +264,12 @@ class AdaptivePolicy:
     def _stands(
         self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]], choices: list[Choice]
     ) -> bool:
-        """Whether the last plan serves once more: nobody is new, and few have ended."""
+        """Whether the last plan serves once more: nobody is new, and few have ended, which matters little where drafts
+        have begun."""
         last = self._standing
-        if last is None or not last.left or len(open_ended) < STILL_THERE * len(last.choices):
+        if last is None or not last.left:
+            return False
+        if not self._on_device and len(open_ended) < STILL_THERE * len(last.choices):
             return False
         found = {index: last.choices.get(sequences[index].key) for index in open_ended}
         if None in found.values():
@@ -235,27 +293,22 @@ class AdaptivePolicy:
             made = {sequences[index].key: choices[index] for index in open_ended}
             least = 2 if len(made) >= MANY and self._acceptance.doubt < DOUBTED else 1
             steps = min(2 * last.steps, STANDS) if last is not None and last.like(made) else least
+            if self._budget.explores or self._waiting:
+                steps = 1
             self._standing = _Standing(made, self._made, steps, left=steps - 1)
 
-    def _choose(
-        self,
-        sequences: SequenceOf[Sequence],
-        open_ended: dict[int, tuple[str, int]],
-        others_wait: bool,
-        choices: list[Choice],
-        cost: CostModel,
-        base: int,
-    ) -> None:
+    def _choose(self, asked: _Question, choices: list[Choice]) -> None:
         """For those whose method or k is open."""
-        began, asked = self._clock(), self._asking.spent_s
-        found = self._candidates(sequences, open_ended, cost.seconds(base))
+        sequences, open_ended = asked.sequences, asked.open_ended
+        began, spent = self._clock(), self._asking.spent_s
+        found = self._candidates(asked)
         if found:
-            values = [1.0] * len(sequences) if others_wait else self._values(sequences, cost)
-            terms = self._terms(cost, base, values, found)
-            offers = self._offers(sequences, open_ended, found, values, terms)
-            prospect = prospect_of(offers, terms) if offers else None
-            depths = self._budget.spread(prospect, terms) if prospect else ()
-            for offer, depth in zip(offers, depths, strict=prospect is not None):
+            values = [1.0] * len(sequences) if asked.others_wait else self._values(sequences, asked.cost)
+            terms = self._terms(asked, values, found)
+            offers, prospect = self._best_offers(asked, found, values, terms)
+            depths = self._budget.spread(prospect, terms) if prospect else [0] * len(offers)
+            for offer, depth in zip(offers, depths, strict=True):
+                self._made.promises[sequences[offer.sequence].key] = offer.survival
                 if depth:
                     choices[offer.sequence] = _choice(offer.method, depth)
             self._probe(sequences, offers, choices, terms)
@@ -264,32 +317,35 @@ class AdaptivePolicy:
         self._made.drafts = bool(self._drafting_now)
         if self._made.asked:
             self._asked_for = size_of(len(sequences))
-        taken = self._clock() - began - (self._asking.spent_s - asked)
+        taken = self._clock() - began - (self._asking.spent_s - spent)
         if self._made.drafts:
-            self._overhead_s += OVERHEAD_RATE * (taken - self._overhead_s)
+            self._led_by[size_of(len(sequences))] = _most_common(self._drafting_now.values())
+            if not asked.said:  # else it hides behind a pass
+                self._overhead_s += OVERHEAD_RATE * (taken - self._overhead_s)
         elif found:
             self._asking.purse.empty()
             self._asking.purse.pay(taken)
             self._hear(sequences, open_ended)  # some speak for all; the others in turn
 
-    def _candidates(
-        self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]], plain_s: float
-    ) -> dict[int, list[Candidate]]:
+    def _candidates(self, asked: _Question) -> dict[int, list[Candidate]]:
         """Methods that have something to say. Asked are newcomers, those that draft, and some of the others in turn."""
+        sequences, open_ended = asked.sequences, asked.open_ended
         found: dict[int, list[Candidate]] = {}
         methods = self._allowed(AUTO)
         may_take = self._asking.purse.seconds / max(len(methods), 1)
         shrank = self._shrank(len(sequences))
         new = [at for at in open_ended if shrank or sequences[at].key not in self._heard]
+        leads = self._leader(len(sequences)) != NONE
         early: set[int] = set()  # of a crowd: what they begin with is taken in while a pass is under way
-        if len(new) > NEWCOMERS:
-            early = {at for at in new if sequences[at].num_output < PATIENT_TOKENS}
+        if len(new) > NEWCOMERS or leads:
+            early = {at for at in new if asked.patient(sequences[at])}
             new = [at for at in new if at not in early]
+        self._waiting = bool(leads and early)
         if may_take <= 0 and not self._drafting_now and not new:
             return found
         current = {at: self._drafting_now.get(sequences[at].key) for at in open_ended if at not in early}
         each_s = max(map(self._asking.each_s, methods), default=0.0) or NOTHING_S
-        some = new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * plain_s / each_s))]
+        some = [] if leads else new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * asked.cost.seconds(asked.base) / each_s))]
         for method in methods:
             casts = self._shadows.casts(method)
             may = [at for at in current if open_ended[at][0] in (AUTO, method)]
@@ -298,15 +354,23 @@ class AdaptivePolicy:
                 due.update(may)  # a pass of a model serves many at little more than one
             due.update({*may}.intersection(some if casts else new))
             rest = [at for at in may if at not in due] if may_take > 0 and len(due) < len(may) else []
-            asked = self._asking.in_turn(method, rest, may_take, together=not casts)
-            if due or asked:
+            others = self._asking.in_turn(method, rest, may_take, together=not casts)
+            if due or others:
                 self._made.asked = True
-                with self._asking.timed(method, len(due), len(asked)):
-                    for index in (*sorted(due), *asked):
-                        if evidence := self._note_evidence(sequences[index], method):
+                with self._asking.timed(method, len(due), len(others)):
+                    for index in (*sorted(due), *others):
+                        if evidence := self._note_evidence(sequences[index], method, asked.patient(sequences[index])):
                             found.setdefault(index, []).append((method, evidence))
-        self._hear(sequences, some)
+        self._hear(sequences, new if leads else some)
         return found
+
+    def _leader(self, num_sequences: int) -> str:
+        """The model that drafts for most and begins ahead: leaving it costs more than lookups can bring to a few."""
+        if not self._on_device or not self._led_by:
+            return NONE
+        size = size_of(num_sequences)
+        method = self._led_by[min(self._led_by, key=lambda known: abs(known - size))]
+        return NONE if self._shadows.casts(method) or method in self._retired else method
 
     def _shrank(self, num_sequences: int) -> bool:
         """What did not pay for many may pay for fewer."""
@@ -316,24 +380,41 @@ class AdaptivePolicy:
         """A drafter that has to read the prompt says nothing at first."""
         self._heard.update(sequences[at].key for at in asked if sequences[at].num_output >= PATIENT_TOKENS)
 
-    def _terms(
-        self, cost: CostModel, base: int, values: SequenceOf[float], found: Mapping[int, list[Candidate]]
-    ) -> Terms:
+    def _terms(self, asked: _Question, values: SequenceOf[float], found: Mapping[int, list[Candidate]]) -> Terms:
+        cost, base = asked.cost, asked.base
         plain, drafting = cost.seconds(base), {}
         for name in {method for candidates in found.values() for method, _ in candidates}:
             # Before it was timed, what casts no shadow is taken to run a model.
             guess = (CHEAP if self._shadows.casts(name) else DEAR) * plain
             drafting[name] = self._draft_times.lines(name, len(values), guess, self._asking.each_s(name))
-        with_nodes = cost.seconds_with(base, min(len(values) * DEEPEST, MAX_NODES)) + self._overhead_s
-        return Terms(cost, base, len(values), sum(values), self._acceptance.doubt, with_nodes, drafting)
+        most = min(len(values) * DEEPEST, MAX_NODES)
+        with_nodes = cost.seconds_with(base + asked.other_rows, most) + self._overhead_s
+        if asked.other_rows:  # prompts are read once, whatever is drafted beside them: that does not count
+            with_nodes -= cost.seconds_with(base + asked.other_rows - 1, 1) - cost.seconds_with(base - 1, 1)
+        doubt = self._acceptance.doubt
+        return Terms(cost, base, len(values), sum(values), doubt, with_nodes, drafting, self._on_device)
+
+    def _best_offers(
+        self, asked: _Question, found: Mapping[int, list[Candidate]], values: SequenceOf[float], terms: Terms
+    ) -> tuple[list[Offer], Prospect | None]:
+        """Where a model leads, all leave it or nobody does."""
+        leader = self._leader(len(asked.sequences))
+        if leader not in terms.drafting:
+            offers = self._offers(asked, found, values, terms)
+            return offers, prospect_of(offers, terms)
+        led = {at: [one for one in each if one[0] == leader] or each for at, each in found.items()}
+        offers = self._offers(asked, led, values, terms)
+        prospect = prospect_of(offers, terms)
+        free = {at: rest for at, each in found.items() if (rest := [one for one in each if one[0] != leader])}
+        if len(free) == len(found):
+            others = self._offers(asked, free, values, terms)
+            other = prospect_of(others, terms)
+            if other is not None and (prospect is None or LEAVING * other.rate > prospect.rate):
+                return others, other
+        return offers, prospect
 
     def _offers(
-        self,
-        sequences: SequenceOf[Sequence],
-        open_ended: dict[int, tuple[str, int]],
-        found: Mapping[int, list[Candidate]],
-        values: SequenceOf[float],
-        terms: Terms,
+        self, asked: _Question, found: Mapping[int, list[Candidate]], values: SequenceOf[float], terms: Terms
     ) -> list[Offer]:
         """The best each sequence could have."""
         # What a node must be worth to pay for its row; half of it, since costs are estimates and tokens may weigh more.
@@ -345,7 +426,8 @@ class AdaptivePolicy:
         known: dict[Any, tuple[float, list[float], Floats]] = {}
         offers = []
         for index, candidates in found.items():
-            sequence, sampled, several = sequences[index], not sequences[index].params.greedy, len(candidates) > 1
+            sequence, several = asked.sequences[index], len(candidates) > 1
+            sampled = not sequence.params.greedy
             best = 0.0
             for method, evidence in candidates:
                 bend = self._acceptance.bend(sequence.key, method)
@@ -368,11 +450,10 @@ class AdaptivePolicy:
                     best, survival, worth = known[alike]
                     chosen = method
             if best:
-                most = open_ended[index][1]
+                most = asked.open_ended[index][1]
                 if most < DEEPEST:
                     worth = np.where(np.arange(DEEPEST) < most, worth, 0.0)
-                self._made.promises[sequence.key] = survival
-                offers.append(Offer(index, chosen, worth * (trust[chosen] * values[index])))
+                offers.append(Offer(index, chosen, worth * (trust[chosen] * values[index]), survival))
         return offers
 
     def _rate(
@@ -392,7 +473,7 @@ class AdaptivePolicy:
     def _main(self, together: int, terms: Terms) -> tuple[str, float]:
         """The method that most draft by, and what that takes whether or not one more does."""
         by = list(self._drafting_now.values())
-        main = max({*by}, key=by.count, default=NONE)
+        main = _most_common(by)
         if main not in terms.drafting or 2 * by.count(main) <= together:
             return NONE, 0.0
         return main, float(terms.drafting[main].at(together, self._budget.limit))
@@ -447,12 +528,14 @@ class AdaptivePolicy:
         names = self._drafters if method == AUTO else [method]
         return [name for name in names if name not in self._retired]
 
-    def _note_evidence(self, sequence: Sequence, method: str) -> int:
+    def _note_evidence(self, sequence: Sequence, method: str, patient: bool | None = None) -> int:
         """A drafter that fails to answer has nothing to say; the answer under way does not suffer."""
         evidence = 0
+        if patient is None:
+            patient = sequence.num_output < PATIENT_TOKENS
         try:
             drafter = self._drafters[method]
-            if sequence.num_output >= PATIENT_TOKENS or drafter.lag(sequence) <= SMALL_LAG:
+            if not patient or drafter.lag(sequence) <= SMALL_LAG:
                 evidence = drafter.evidence(sequence)
         except Exception as problem:
             self._complain(method, problem)
@@ -467,14 +550,19 @@ class AdaptivePolicy:
     # -- learning
 
     def observe(self, report: StepReport) -> None:
-        self.meanwhile()
+        self._learn()
         self._retired = report.retired
         judged = report.outputs if self._drafters else ()
         starts = [len(output.sequence.tokens) - len(output.tokens) for output in judged]
         self._lesson, self._made = (self._made, report, starts), _Plan()  # a step launched ahead has no plan
 
     def meanwhile(self) -> None:
-        """Learn from the last step: there is time for it while a pass is under way."""
+        """There is time for it while a pass is under way."""
+        self._learn()
+        self._plan_ahead()
+
+    def _learn(self) -> None:
+        """From the last step."""
         lesson, self._lesson = self._lesson, None
         if lesson is None:
             return
@@ -565,7 +653,7 @@ class AdaptivePolicy:
     # -- between runs
 
     def state(self) -> dict[str, Any]:
-        self.meanwhile()
+        self._learn()
         costs = [
             {"sampled": sampled, "size": size, **model.as_dict()}
             for (sampled, size), model in self._costs.models.items()
@@ -580,7 +668,11 @@ class AdaptivePolicy:
         acceptance = Acceptance()
         acceptance.load(state["acceptance"])
         self._costs, self._draft_times, self._acceptance = _Costs(prior, models), times, acceptance
-        self._lesson = None
+        self._lesson, self._standing, self._led_by = None, None, {}
+
+
+def _most_common(methods: Iterable[str]) -> str:
+    return max(Counter(methods).items(), key=lambda each: each[1], default=(NONE, 0))[0]
 
 
 def _any_sampled(sequences: Iterable[Sequence]) -> bool:

@@ -26,6 +26,8 @@ EXPLORE_WITHIN, EXPLORE_MOST = 0.15, 4.0  # no more than that of one step; steps
 TRIALS = 4  # plans by models that are followed although what they promise is doubted
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # where drafts may end
 ENDS = np.array(DEPTHS)[:, None]
+FIRST = 1e6  # more than any node is worth
+SHORTER = 0.03  # of the rate, for a draft that ends sooner: answers end amid drafts
 TRIED = 256  # numbers of nodes
 DEEPEST, MAX_NODES = DEPTHS[-1], 1024  # how far ahead a plan looks, and how many nodes one step may take
 DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
@@ -40,6 +42,7 @@ class Offer(NamedTuple):
     sequence: int
     method: str
     worth: Floats  # (DEEPEST,) of its nodes, 0 where there are none
+    survival: list[float]  # how likely it is to get how far
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Terms:
     doubt: float  # in what is promised: from 1 at first to 0
     with_nodes: Floats  # seconds of the step by nodes, from 1
     drafting: Mapping[str, Lines]  # by method: seconds of drafting, by size of the number of sequences
+    in_step: bool = False  # drafts that cost passes begin ahead, for those only that have one now
 
     @property
     def plain_s(self) -> float:
@@ -78,16 +82,24 @@ def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
 
     A token further ahead may cost its drafter a pass, however few want it: then it must end at some depth.
     """
+    if not offers:
+        return None
     worth = np.stack([offer.worth for offer in offers]).ravel()
-    order = np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]
+    methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
+    lines = [terms.drafting[name] for name in methods]
+    by = np.array([methods[offer.method] for offer in offers])
+    dear = np.array([line.slope > DEAR * terms.plain_s for line in lines])
+    first = worth
+    if terms.in_step:  # whoever falls out of step has the whole draft made for it alone
+        first = worth.copy()
+        first[::DEEPEST][dear[by] & (worth[::DEEPEST] > 0)] += FIRST
+    order = np.argsort(-first, kind="stable")[: np.count_nonzero(worth)]
     if not len(order):
         return None
-    methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
-    by = np.array([methods[offer.method] for offer in offers])[order // DEEPEST]
-    lines = [terms.drafting[name] for name in methods]
+    by = by[order // DEEPEST]
     depth = order % DEEPEST + 1
     limit = 0
-    if max(line.slope for line in lines) > DEAR * terms.plain_s:
+    if dear.any():
         limit = _best_limit(depth, worth[order], by, lines, terms)
         some = depth <= limit
         order, by, depth = order[some], by[some], depth[some]
@@ -101,19 +113,21 @@ def _best_limit(depth: Ints, worth: Floats, by: Ints, lines: SequenceOf[Lines], 
     """The depth to end at, of nodes in order of worth; of many nodes some of the numbers are tried."""
     taken = depth <= ENDS  # (limits, nodes)
     number, gain = np.cumsum(taken, axis=1), np.cumsum(np.where(taken, worth, 0.0), axis=1)
-    drafting = sum(line.seconds(by == method, depth, ENDS) for method, line in enumerate(lines))
+    drafting = sum((line.seconds(by == method, depth, ENDS) for method, line in enumerate(lines)), np.zeros(1))
     each = -(-len(depth) // TRIED)
     some, most = slice((len(depth) - 1) % each, None, each), len(terms.with_nodes)
     number = number[:, some]
     rates = (terms.value + gain[:, some]) / (terms.with_nodes[np.minimum(number, most) - 1] + drafting[:, some])
     rates[number > most] = 0.0
-    return DEPTHS[int(rates.max(axis=1).argmax())]
+    best = rates.max(axis=1)
+    return DEPTHS[int((best >= (1 - SHORTER) * best.max()).argmax())]
 
 
 class Budget:
     def __init__(self) -> None:
         self._allowance = 0.0  # steps that may be lost to learning what they cost
         self._trials = 0
+        self.explores = False  # the last plan is for what it teaches
         self._limit = DEPTHS[0]  # where drafts that cost passes ended last
         self.expected_gain: float | None = None  # what drafting promised over plain decoding
 
@@ -138,6 +152,7 @@ class Budget:
 
     def _best_number(self, rates: Floats, terms: Terms, dear: bool) -> int:
         """How many nodes, in their order, give the most tokens per second; now and then a number of unknown cost."""
+        self.explores = False
         plain = terms.value / terms.plain_s
         best = int(rates.argmax())
         self.expected_gain = float(rates[best]) / plain
@@ -156,6 +171,7 @@ class Budget:
             unseen = int(np.where(unsure, rates, 0.0).argmax())
             regret = 1 - float(rates[unseen] / rates[best])
             if regret <= EXPLORE_WITHIN and self.afford(regret):
+                self.explores = True
                 return unseen + 1
         return best + 1
 
