@@ -217,7 +217,7 @@ class AdaptivePolicy:
         open_ended: Open = {}
         for sequence in self._live:
             # Who is likely to end keeps what it had.
-            room = sequence.room - round(self._pace.get(sequence.key, 1.0))
+            room = max(sequence.room - round(self._pace.get(sequence.key, 1.0)), sequence.room // 2)
             if room > 1 and sequence.key in last.choices:
                 open_ended[len(going)] = self._wish(sequence)[0], min(MAX_K, room - 1)
                 going.append(sequence)
@@ -584,7 +584,8 @@ class AdaptivePolicy:
             if output.drafted:
                 drafted[output.method] = drafted.get(output.method, 0) + 1
         for method, (depth, seconds) in report.draft_s.items():
-            self._draft_times.observe(method, drafted.get(method, 1), depth, seconds)
+            passes = not self._shadows.casts(method)
+            self._draft_times.observe(method, drafted.get(method, 1), depth, seconds, passes=passes)
         # A drafter that had to catch up is not timed, and its step says nothing of such steps.
         whole = len(report.outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
         taken = report.step_s - plan.seconds - sum(seconds for _, seconds in report.draft_s.values())
