@@ -320,8 +320,8 @@ class AdaptivePolicy:
         taken = self._clock() - began - (self._asking.spent_s - spent)
         if self._made.drafts:
             self._led_by[size_of(len(sequences))] = _most_common(self._drafting_now.values())
-            if not asked.said:  # else it hides behind a pass
-                self._overhead_s += OVERHEAD_RATE * (taken - self._overhead_s)
+            exposed = 0.0 if asked.said else taken  # else it hides behind a pass
+            self._overhead_s += OVERHEAD_RATE * (exposed - self._overhead_s)
         elif found:
             self._asking.purse.empty()
             self._asking.purse.pay(taken)
@@ -588,7 +588,9 @@ class AdaptivePolicy:
             self._draft_times.observe(method, drafted.get(method, 1), depth, seconds, passes=passes)
         # A drafter that had to catch up is not timed, and its step says nothing of such steps.
         whole = len(report.outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
-        taken = report.step_s - plan.seconds - sum(seconds for _, seconds in report.draft_s.values())
+        drafting = sum(seconds for _, seconds in report.draft_s.values())
+        hidden = drafting if self._on_device else 0.0  # deciding hides behind drafts that have begun
+        taken = report.step_s - drafting - max(plan.seconds - hidden, 0.0)
         if not (report.warm and whole and report.outputs and taken > 0):
             return
         cost = self._costs.of(len(report.outputs), _any_sampled(output.sequence for output in report.outputs))
