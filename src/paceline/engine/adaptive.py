@@ -50,6 +50,7 @@ LEAVING = 0.95  # of what another method promises where a model drafts for most:
 # read what others said when it is back
 PATIENT_TOKENS, SMALL_LAG, LAGS = 2, 8, 64  # a drafter that must read the prompt first does not delay the first tokens
 STANDS, STILL_THERE = 6, 0.9  # steps a plan serves at most, and the share of its sequences that must be left
+SHOWN = 0.02  # of a step: deciding that takes longer may show in it
 MANY = 16  # sequences: planning for them takes so long that a plan serves for two steps at least
 DOUBTED = 0.5  # not while so little is known of what promises are worth
 LOOKUPS = 4  # one in so many of those that draft may do so by lookup
@@ -588,12 +589,12 @@ class AdaptivePolicy:
             self._draft_times.observe(method, drafted.get(method, 1), depth, seconds, passes=passes)
         # A drafter that had to catch up is not timed, and its step says nothing of such steps.
         whole = len(report.outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
-        drafting = sum(seconds for _, seconds in report.draft_s.values())
-        hidden = drafting if self._on_device else 0.0  # deciding hides behind drafts that have begun
-        taken = report.step_s - drafting - max(plan.seconds - hidden, 0.0)
+        taken = report.step_s - plan.seconds - sum(seconds for _, seconds in report.draft_s.values())
         if not (report.warm and whole and report.outputs and taken > 0):
             return
         cost = self._costs.of(len(report.outputs), _any_sampled(output.sequence for output in report.outputs))
+        if plan.drafts and self._on_device and plan.seconds > SHOWN * report.step_s and cost.sure_of(report.rows):
+            return  # how much of that hid behind a draft that had begun nobody knows
         if plan.drafts or report.ahead or not self._runs_ahead or not cost.plain_seen(report.rows):
             cost.observe(report.rows, taken, drafted=plan.drafts)
         elif plan.asked and cost.scale is not None:  # it could have been launched ahead, had nobody been asked

@@ -24,12 +24,11 @@ COLD_EACH, COLD_MOST = 0.005, 0.1  # on top of that while nothing is known of wh
 EXPLORE_SHARE = 0.005  # of the time: what putting guessed costs to the test may cost
 EXPLORE_WITHIN, EXPLORE_MOST = 0.15, 4.0  # no more than that of one step; steps that may be saved up for it
 TRIALS = 4  # plans by models that are followed although what they promise is doubted
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # where drafts may end
-ENDS = np.array(DEPTHS)[:, None]
+DEEPEST, MAX_NODES = 16, 1024  # how far ahead a plan looks, and how many nodes one step may take
+ENDS = np.arange(1, DEEPEST + 1)[:, None]  # where drafts that cost passes may end
 FIRST = 1e6  # more than any node is worth
-SHORTER = 0.03  # of the rate, for a draft that ends sooner: answers end amid drafts
+SHORTER = 0.02  # of the rate, for a draft that ends sooner: answers end amid drafts
 TRIED = 256  # numbers of nodes
-DEEPEST, MAX_NODES = DEPTHS[-1], 1024  # how far ahead a plan looks, and how many nodes one step may take
 DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
 
 
@@ -120,7 +119,7 @@ def _best_limit(depth: Ints, worth: Floats, by: Ints, lines: SequenceOf[Lines], 
     rates = (terms.value + gain[:, some]) / (terms.with_nodes[np.minimum(number, most) - 1] + drafting[:, some])
     rates[number > most] = 0.0
     best = rates.max(axis=1)
-    return DEPTHS[int((best >= (1 - SHORTER) * best.max()).argmax())]
+    return int((best >= (1 - SHORTER) * best.max()).argmax()) + 1
 
 
 class Budget:
@@ -128,7 +127,7 @@ class Budget:
         self._allowance = 0.0  # steps that may be lost to learning what they cost
         self._trials = 0
         self.explores = False  # the last plan is for what it teaches
-        self._limit = DEPTHS[0]  # where drafts that cost passes ended last
+        self._limit = 1  # where drafts that cost passes ended last
         self.expected_gain: float | None = None  # what drafting promised over plain decoding
 
     @property
@@ -167,7 +166,7 @@ class Budget:
         self._trials += doubted
         unsure = terms.cost.unsure_with(terms.base, len(rates))
         unsure[: best + 1] = False
-        if unsure.any():
+        if unsure.any() and not terms.in_step:  # what has begun cannot grow
             unseen = int(np.where(unsure, rates, 0.0).argmax())
             regret = 1 - float(rates[unseen] / rates[best])
             if regret <= EXPLORE_WITHIN and self.afford(regret):

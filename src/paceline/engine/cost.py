@@ -133,6 +133,10 @@ class CostModel:
         unsure: npt.NDArray[np.bool_] = self._unsure[self._point[self._with(base, nodes)]]
         return unsure
 
+    def sure_of(self, rows: int) -> bool:
+        """Whether the cost of a step of so many rows with drafts is more than a guess."""
+        return not self._unsure[self._point[min(rows, MOST_ROWS)]]
+
     def fewer_than_tried(self, base: int) -> int:
         """Nodes on top of `base` rows that are fewer than any step with drafts had; 0 before there was one."""
         tried = self._drafted.points
