@@ -50,6 +50,7 @@ LEAVING = 0.95  # of what another method promises where a model drafts for most:
 # read what others said when it is back
 PATIENT_TOKENS, SMALL_LAG, LAGS = 2, 8, 64  # a drafter that must read the prompt first does not delay the first tokens
 STANDS, STILL_THERE = 6, 0.9  # steps a plan serves at most, and the share of its sequences that must be left
+TRIAL = 3  # steps that a plan for what it teaches serves, where the drafts of the first have begun before it
 SHOWN = 0.02  # of a step: deciding that takes longer may show in it
 MANY = 16  # sequences: planning for them takes so long that a plan serves for two steps at least
 DOUBTED = 0.5  # not while so little is known of what promises are worth
@@ -92,6 +93,7 @@ class _Plan:
     drafts: bool = False  # of the policy's own choosing
     seconds: float = 0.0  # that it took
     asked: bool = False  # somebody was asked
+    ahead: bool = False  # it was made behind a pass
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class AdaptivePolicy:
                 going.append(sequence)
         if not going:
             return
-        made, self._made = self._made, _Plan()
+        made, self._made = self._made, _Plan(ahead=True)
         choices = [_choice(NONE, 0)] * len(going)
         cost = self._costs.of(len(going), _any_sampled(going))
         self._choose(_Question(going, open_ended, self._others_wait, cost, len(going), 0, said=1), choices)
@@ -294,8 +296,10 @@ class AdaptivePolicy:
             made = {sequences[index].key: choices[index] for index in open_ended}
             least = 2 if len(made) >= MANY and self._acceptance.doubt < DOUBTED else 1
             steps = min(2 * last.steps, STANDS) if last is not None and last.like(made) else least
-            if self._budget.explores or self._waiting:
+            if self._waiting:
                 steps = 1
+            elif self._budget.explores:
+                steps = TRIAL if self._made.ahead else 1
             self._standing = _Standing(made, self._made, steps, left=steps - 1)
 
     def _choose(self, asked: _Question, choices: list[Choice]) -> None:
@@ -392,8 +396,10 @@ class AdaptivePolicy:
         with_nodes = cost.seconds_with(base + asked.other_rows, most) + self._overhead_s
         if asked.other_rows:  # prompts are read once, whatever is drafted beside them: that does not count
             with_nodes -= cost.seconds_with(base + asked.other_rows - 1, 1) - cost.seconds_with(base - 1, 1)
-        doubt = self._acceptance.doubt
-        return Terms(cost, base, len(values), sum(values), doubt, with_nodes, drafting, self._on_device)
+        doubt, trial = self._acceptance.doubt, 1
+        if self._leader(len(values)) in drafting:  # drafts that have begun cannot grow, and none has for newcomers
+            trial = TRIAL if asked.said else 0
+        return Terms(cost, base, len(values), sum(values), doubt, with_nodes, drafting, self._on_device, trial)
 
     def _best_offers(
         self, asked: _Question, found: Mapping[int, list[Candidate]], values: SequenceOf[float], terms: Terms

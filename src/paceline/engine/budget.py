@@ -27,7 +27,7 @@ TRIALS = 4  # plans by models that are followed although what they promise is do
 DEEPEST, MAX_NODES = 16, 1024  # how far ahead a plan looks, and how many nodes one step may take
 ENDS = np.arange(1, DEEPEST + 1)[:, None]  # where drafts that cost passes may end
 FIRST = 1e6  # more than any node is worth
-SHORTER = 0.02  # of the rate, for a draft that ends sooner: answers end amid drafts
+SHORTER = 0.01  # of the rate, for a draft that ends sooner: answers end amid drafts
 TRIED = 256  # numbers of nodes
 DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
 
@@ -56,6 +56,7 @@ class Terms:
     with_nodes: Floats  # seconds of the step by nodes, from 1
     drafting: Mapping[str, Lines]  # by method: seconds of drafting, by size of the number of sequences
     in_step: bool = False  # drafts that cost passes begin ahead, for those only that have one now
+    trial: int = 1  # steps that a number of nodes of unknown cost would be tried for; 0: not now
 
     @property
     def plain_s(self) -> float:
@@ -166,10 +167,10 @@ class Budget:
         self._trials += doubted
         unsure = terms.cost.unsure_with(terms.base, len(rates))
         unsure[: best + 1] = False
-        if unsure.any() and not terms.in_step:  # what has begun cannot grow
+        if unsure.any() and terms.trial:
             unseen = int(np.where(unsure, rates, 0.0).argmax())
             regret = 1 - float(rates[unseen] / rates[best])
-            if regret <= EXPLORE_WITHIN and self.afford(regret):
+            if regret <= EXPLORE_WITHIN and self.afford(terms.trial * regret):
                 self.explores = True
                 return unseen + 1
         return best + 1
