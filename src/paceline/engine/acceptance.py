@@ -23,6 +23,7 @@ POSITIONS = 16  # deeper ones count as the last
 NOTHING = (0.0,) * POSITIONS
 MEMORY = 400.0  # trials after which old ones fade
 PRIOR_TRIALS = 4.0
+ALIKE_TRIALS = 16.0  # that a model's record at all positions counts for at each
 HOPELESS = 0.01
 BENDS = 32
 OWN_FADES, OWN_WEIGHT = 0.95, 8.0  # how far a sequence's own record may lower the common one
@@ -63,13 +64,14 @@ class Record:
             self.tried[over] /= 2
             self.hit[over] /= 2
 
-    def raised(self, guess: Floats) -> Floats:
-        """The guess, higher at every position if drafts held better than that all in all."""
+    def scaled(self, guess: Floats) -> Floats:
+        """The guess, higher or lower at every position by how drafts held all in all."""
         scale = (self.hit.sum() + PRIOR_TRIALS) / ((self.tried * guess).sum() + PRIOR_TRIALS)
-        return guess * scale if scale > 1 else guess
+        return guess * scale
 
-    def rates(self, guess: Floats) -> Floats:
-        return (self.hit + PRIOR_TRIALS * guess) / (self.tried + PRIOR_TRIALS)
+    def rates(self, guess: Floats, trials: float) -> Floats:
+        """`trials`: so many the guess counts for."""
+        return (self.hit + trials * guess) / (self.tried + trials)
 
 
 @dataclass
@@ -100,8 +102,10 @@ class Acceptance:
         at = bucket(evidence)
         record = self._records.get((method, sampled, at))
         rates = prior(at)
-        if record is not None:  # where much is known, positions are alike: those not reached yet are as good
-            rates = record.rates(record.raised(rates) if at >= bucket(LEARNED) else rates)
+        if record is not None and at >= bucket(LEARNED):  # positions are alike: those seldom reached are as good
+            rates = record.rates(record.scaled(rates), ALIKE_TRIALS)
+        elif record is not None:
+            rates = record.rates(rates, PRIOR_TRIALS)
         alive = np.cumprod(np.minimum(rates[:depth] * bend, 0.99))
         return [float(one) for one in alive[alive >= least]]
 
