@@ -315,7 +315,7 @@ def test_of_a_crowd_of_newcomers_some_are_asked_once_their_prompts_were_taken_in
 
 def test_a_smaller_batch_on_a_device_needs_no_plain_step_to_know_what_plain_steps_take():
     policy = AdaptivePolicy([], "auto", prior=replace(GPU, padded_to=tuple(DEVICE)))
-    costs = policy._costs
+    costs = policy._known.costs
     for _ in range(3):
         costs.of(64, False).observe(64, 5e-3)
     smaller = costs.of(8, False)
@@ -402,7 +402,7 @@ def test_a_slow_first_timing_of_a_draft_does_not_end_drafting():
     good, many = Guesser("good", 0.95, seconds=0.001, shadow=False), [sequence("a")]
     policy = timeless([good], "auto")
     for _ in range(3):
-        policy._draft_times.observe("good", 1, 1, 0.9)
+        policy._known.draft_times.observe("good", 1, 1, 0.9)
     simulate(policy, [good], FLAT, many, 300)
     assert simulate(policy, [good], FLAT, many, 300) > 1.3 / seconds_of(FLAT, 1)
 

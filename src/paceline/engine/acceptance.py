@@ -67,7 +67,8 @@ class Record:
     def scaled(self, guess: Floats) -> Floats:
         """The guess, higher or lower at every position by how drafts held all in all."""
         scale = (self.hit.sum() + PRIOR_TRIALS) / ((self.tried * guess).sum() + PRIOR_TRIALS)
-        return guess * scale
+        scaled: Floats = guess * scale
+        return scaled
 
     def rates(self, guess: Floats, trials: float) -> Floats:
         """`trials`: so many the guess counts for."""
