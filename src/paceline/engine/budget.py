@@ -7,6 +7,7 @@ candidate and wins ties.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ TRIALS = 4  # plans by models that are followed although what they promise is do
 DEEPEST, MAX_NODES = 16, 1024  # how far ahead a plan looks, and how many nodes one step may take
 ENDS = np.arange(1, DEEPEST + 1)[:, None]  # where drafts that cost passes may end
 FIRST = 1e6  # more than any node is worth
-SHORTER = 0.01  # of the rate, for a draft that ends sooner: answers end amid drafts
+AMID = 0.4  # of a draft is for nothing: an answer ends amid its last one
 TRIED = 256  # numbers of nodes
 DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
 
@@ -56,6 +57,7 @@ class Terms:
     with_nodes: Floats  # seconds of the step by nodes, from 1
     drafting: Mapping[str, Lines]  # by method: seconds of drafting, by size of the number of sequences
     in_step: bool = False  # drafts that cost passes begin ahead, for those only that have one now
+    room: float = math.inf  # tokens that a sequence may still say, on average
     trial: int = 1  # steps that a number of nodes of unknown cost would be tried for; 0: not now
 
     @property
@@ -119,8 +121,8 @@ def _best_limit(depth: Ints, worth: Floats, by: Ints, lines: SequenceOf[Lines], 
     number = number[:, some]
     rates = (terms.value + gain[:, some]) / (terms.with_nodes[np.minimum(number, most) - 1] + drafting[:, some])
     rates[number > most] = 0.0
-    best = rates.max(axis=1)
-    return int((best >= (1 - SHORTER) * best.max()).argmax()) + 1
+    best = rates.max(axis=1) * (1 - AMID * ENDS[:, 0] / terms.room)
+    return int(best.argmax()) + 1
 
 
 class Budget:

@@ -24,6 +24,8 @@ from paceline.engine.value import token_values
 from paceline.sequence import Sequence
 
 BELIEF = 0.65  # in what a token is worth to a job, against a token being a token: who will be the last is a guess
+LED_BELIEF = 0.3  # the same where a model leads, whose drafts are as long for all: a few must not make them long
+LEAST_ROOM = 32.0  # where less is left, drafts are cut to it anyway
 FAR = 256  # an answer's end is not foreseen further than that
 CHEAP, DEAR = 0.01, 0.1  # of a plain step: what a token drafted ahead is taken to cost before that was timed
 READ_AT_ONCE = 16  # tokens a drafter with a lag reads in about the time it drafts one
@@ -45,6 +47,7 @@ class Offers:
         values, jobs = [1.0] * len(sequences), dict[str, list[int]]()
         for index, sequence in enumerate(sequences):
             jobs.setdefault(sequence.job, []).append(index)
+        belief = BELIEF if self._lead.leader(len(sequences)) == NONE else LED_BELIEF
         for members in jobs.values() if len(jobs) < len(sequences) else ():
             if len(members) > 1:
                 row_s = max(cost.seconds(len(members)) - cost.seconds(1), 0.0) / (len(members) - 1)
@@ -52,7 +55,7 @@ class Offers:
                 rooms = [min(sequences[index].room, FAR) for index in members]
                 worth = token_values(paces, rooms, pass_s=max(cost.seconds(1) - row_s, 0.0), row_s=row_s)
                 for index, value in zip(members, worth, strict=True):
-                    values[index] = 1 - BELIEF + BELIEF * value
+                    values[index] = 1 - belief + belief * value
         return values
 
     def terms(self, asked: Question, values: SequenceOf[float], found: Mapping[int, list[Candidate]]) -> Terms:
@@ -69,7 +72,9 @@ class Offers:
         doubt, trial = self._known.acceptance.doubt, 1
         if self._lead.leader(len(values)) in drafting:  # drafts that have begun cannot grow, and none has for newcomers
             trial = TRIAL if asked.said else 0
-        return Terms(cost, base, len(values), sum(values), doubt, with_nodes, drafting, self._known.on_device, trial)
+        room = max(sum(sequence.room for sequence in asked.sequences) / len(asked.sequences), LEAST_ROOM)
+        in_step = self._known.on_device
+        return Terms(cost, base, len(values), sum(values), doubt, with_nodes, drafting, in_step, room, trial)
 
     def best(
         self, asked: Question, found: Mapping[int, list[Candidate]], values: SequenceOf[float], terms: Terms
