@@ -130,7 +130,9 @@ class Runs:
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
         """Decoding time starts when every prompt has its first token."""
-        sequences = [self.engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]
+        # They are waited for as a whole.
+        asked = [self.engine.add_request(str(i), prompt, params, job="answer") for i, prompt in enumerate(prompts)]
+        sequences = [one for one, *_ in asked]
         while any(sequence.num_output == 0 for sequence in sequences):
             self.engine.step()
         already, steps = sum(sequence.num_output for sequence in sequences), []
@@ -342,7 +344,8 @@ def batches(subject: Subject) -> dict[str, Any]:
     """Plain, fixed k and auto in turn, every round with prompts of its own: the suffix store must not know the answers.
 
     All run on one cache, so that they share its graphs. `cold` is the first answer under a policy that knows nothing,
-    `auto` are the rounds after it, `drift` is plain decoding in the last round over the first.
+    everything else the rounds after it, so that the same prompts are compared; `drift` is plain decoding in the last
+    round over the first.
     """
     decoder, found = subject.yardstick, {}
     sizes = (1, 4) if subject.tiny else BATCHES
@@ -360,8 +363,7 @@ def batches(subject: Subject) -> dict[str, Any]:
                 rate = one.answer(prompts, greedy(length))["tokens_per_second"]
                 if turn:  # in the first, prompts of new sizes are met
                     rates[name].append(rate)
-        found[str(batch)] = {name: statistics.median(each) for name, each in rates.items()} | {
-            "auto": statistics.median(rates["auto"][1:]),
+        found[str(batch)] = {name: statistics.median(each[1:]) for name, each in rates.items()} | {
             "cold": rates["auto"][0],
             "drift": rates["plain"][-1] / rates["plain"][0],
             "rounds": rates,

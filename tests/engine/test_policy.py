@@ -15,7 +15,8 @@ from paceline.drafters.base import HostDrafter
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput
-from paceline.engine.cost import FINE, CostModel, DraftTimes
+from paceline.engine.budget import DEEPEST, Budget, Offer, Terms, prospect_of
+from paceline.engine.cost import FINE, CostModel, DraftTimes, Lines
 from paceline.engine.policy import Choice, StepReport
 from paceline.engine.value import token_values
 from paceline.errors import InvalidParameter
@@ -299,6 +300,104 @@ def test_a_plan_that_models_draft_by_stands_for_some_steps_and_not_for_newcomers
     assert max(choices[-1].budget for choices in plans) >= 4, "a newcomer gets its draft at once"
 
 
+def led_by_a_model(num_sequences):
+    """A policy on a device that knows a good model and a lookup method, and what each was asked where."""
+    model, lookup = Guesser("model", 0.95, evidence=6, shadow=False), Guesser("lookup", 0.6)
+    asked = {"planning": [], "behind a pass": []}
+    where = ["behind a pass"]
+    for one in (model, lookup):
+        one.evidence = lambda sequence, one=one: asked[where[0]].append((one.name, sequence.key)) or one._evidence
+    policy = timeless([model, lookup], "auto", None, replace(GPU, padded_to=tuple(DEVICE)))
+    plan = policy.plan
+
+    def planned(*args):
+        where[0] = "planning"
+        choices = plan(*args)
+        where[0] = "behind a pass"
+        return choices
+
+    policy.plan = planned
+    sequences = [sequence(f"s{i}") for i in range(num_sequences)]
+    on_a_device(policy, model, sequences, 60)
+    return policy, model, sequences, asked
+
+
+def test_where_a_model_leads_plans_are_made_behind_passes_and_lookups_ask_no_newcomer():
+    policy, model, sequences, asked = led_by_a_model(8)
+    for questions in asked.values():
+        questions.clear()
+    on_a_device(policy, model, sequences, 24)
+    assert not asked["planning"]
+    assert asked["behind a pass"]
+    new = sequence("new")  # for which a model would have to read the prompt
+    choices = policy.plan([*sequences, new], 0, False)
+    assert [choice.method for choice in choices] == ["model"] * 8 + ["none"]
+    assert ("lookup", new.key) not in asked["planning"]
+    new.tokens += [1]
+    assert policy.plan([*sequences, new], 0, False)[-1].method == "model"
+
+
+def test_a_batch_that_shrinks_keeps_its_plan_where_drafts_have_begun():
+    policy, model, sequences, asked = led_by_a_model(8)
+    on_a_device(policy, model, sequences, 2)
+    asked["planning"].clear()
+    choices = policy.plan(sequences[:3], 0, False)
+    assert [choice.method for choice in choices] == ["model"] * 3
+    assert not asked["planning"]
+    policy.meanwhile()
+    assert len(policy._standing.choices) == 3, "and has another one for the step after it"
+
+
+def test_prompts_beside_them_do_not_make_drafts_longer():
+    policy, _, sequences, _ = led_by_a_model(8)
+    policy._standing = None
+    alone = policy.plan(sequences, 0, False)
+    policy._standing = None
+    beside = policy.plan(sequences, 900, False)
+    assert max(choice.budget for choice in beside) <= max(choice.budget for choice in alone)
+
+
+def test_whoever_drafts_in_step_with_others_has_one_node_at_least():
+    curve = replace(GPU, padded_to=(8, 31, 4096))
+    cost = CostModel(curve)
+    cost.observe(8, 4e-3)
+    line = Lines(np.zeros(4), np.full(4, 1e-4))
+    good, bad = np.cumprod(np.full(DEEPEST, 0.98)), np.cumprod(np.full(DEEPEST, 0.3))
+    offers = [Offer(i, "model", bad if i == 3 else good, []) for i in range(4)]
+    in_step = Terms(cost, 4, 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), {"model": line}, in_step=True)
+    each_alone = replace(in_step, in_step=False)
+    assert Budget().spread(prospect_of(offers, each_alone), each_alone)[3] == 0
+    depths = Budget().spread(prospect_of(offers, in_step), in_step)
+    assert depths[3] == 1
+    assert sum(depths) == 27, "and the others what is left of the bucket"
+
+
+def test_drafts_are_shorter_where_answers_end_soon():
+    cost = CostModel(replace(GPU, padded_to=(8, 64)))
+    cost.observe(8, 4e-3)
+    worth = np.cumprod(np.full(DEEPEST, 0.95))
+    far = Terms(cost, 1, 1, 1.0, 0.0, cost.seconds_with(1, DEEPEST), {"m": Lines(np.zeros(1), np.full(1, 3e-4))})
+    limits = [prospect_of([Offer(0, "m", worth, [])], replace(far, room=room)).limit for room in (1e6, 40.0)]
+    assert limits[0] > limits[1] >= 4
+
+
+def test_a_models_draft_half_as_deep_is_taken_to_cost_half():
+    times = DraftTimes()
+    for _ in range(8):
+        times.observe("m", 4, 16, 0.016, passes=True)
+    assert times.lines("m", 4, 1.0, 0.0).at(4, 8) == pytest.approx(0.008, rel=0.06)
+
+
+def test_one_bad_step_at_one_depth_does_not_end_a_models_drafts_there():
+    acceptance = Acceptance()
+    for _ in range(60):
+        acceptance.note("s", "m", False, 6, drafted=4, accepted=4)
+    for _ in range(4):
+        acceptance.note("s", "m", False, 6, drafted=8, accepted=4)
+    alive = acceptance.survival("m", False, 6, 16)
+    assert alive[4] > 0.7 * alive[3]
+
+
 def test_of_a_crowd_of_newcomers_some_are_asked_once_their_prompts_were_taken_in():
     asked, guesser = [], Guesser("g", 0.05)
     guesser.evidence = lambda sequence: asked.append(sequence.key) or 2
@@ -316,7 +415,7 @@ def test_of_a_crowd_of_newcomers_some_are_asked_once_their_prompts_were_taken_in
 
 def test_a_smaller_batch_on_a_device_needs_no_plain_step_to_know_what_plain_steps_take():
     policy = AdaptivePolicy([], "auto", prior=replace(GPU, padded_to=tuple(DEVICE)))
-    costs = policy._costs
+    costs = policy._known.costs
     for _ in range(3):
         costs.of(64, False).observe(64, 5e-3)
     smaller = costs.of(8, False)
@@ -403,7 +502,7 @@ def test_a_slow_first_timing_of_a_draft_does_not_end_drafting():
     good, many = Guesser("good", 0.95, seconds=0.001, shadow=False), [sequence("a")]
     policy = timeless([good], "auto")
     for _ in range(3):
-        policy._draft_times.observe("good", 1, 1, 0.9)
+        policy._known.draft_times.observe("good", 1, 1, 0.9)
     simulate(policy, [good], FLAT, many, 300)
     assert simulate(policy, [good], FLAT, many, 300) > 1.3 / seconds_of(FLAT, 1)
 

@@ -25,12 +25,13 @@ from paceline.bench.prompts import Prompt
 from paceline.config import MAX_K, EngineConfig, ModelConfig
 from paceline.draft import Draft, Kind
 from paceline.drafters import Drafter
-from paceline.engine.adaptive import READ_AT_ONCE, AdaptivePolicy
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import Batch, Row, StepOutput
 from paceline.engine.drafting import READ_AHEAD, DrafterSet
 from paceline.engine.engine import Engine
 from paceline.engine.layout import Layout, Span, lay_out
 from paceline.engine.model_runner import Flight, ModelRunner
+from paceline.engine.offers import READ_AT_ONCE
 from paceline.engine.policy import StepReport
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec

@@ -24,7 +24,8 @@ NOTHING = (0.0,) * POSITIONS
 MEMORY = 400.0  # trials after which old ones fade
 # Trials that the first guess counts for, by bucket: more for short matches, a dozen of which may fail in a row.
 PRIOR_TRIALS = (12.0,) * 4 + (4.0,) * 4
-RAISE_TRIALS = 4.0
+SCALE_TRIALS = 4.0  # the same of how drafts held all in all
+ALIKE_TRIALS = 16.0  # that a model's record at all positions counts for at each
 HOPELESS = 0.01
 BENDS = 32
 OWN_FADES, OWN_WEIGHT = 0.95, 8.0  # how far a sequence's own record may lower the common one
@@ -66,10 +67,11 @@ class Record:
             self.tried[over] /= 2
             self.hit[over] /= 2
 
-    def raised(self, guess: Floats) -> Floats:
-        """The guess, higher at every position if drafts held better than that all in all."""
-        scale = (self.hit.sum() + RAISE_TRIALS) / ((self.tried * guess).sum() + RAISE_TRIALS)
-        return guess * scale if scale > 1 else guess
+    def scaled(self, guess: Floats) -> Floats:
+        """The guess, higher or lower at every position by how drafts held all in all."""
+        scale = (self.hit.sum() + SCALE_TRIALS) / ((self.tried * guess).sum() + SCALE_TRIALS)
+        scaled: Floats = guess * scale
+        return scaled
 
     def rates(self, guess: Floats, trials: float) -> Floats:
         """`trials`: so many the guess counts for."""
@@ -104,8 +106,10 @@ class Acceptance:
         at = bucket(evidence)
         record = self._records.get((method, sampled, at))
         rates = prior(at)
-        if record is not None:  # where much is known, positions are alike: those not reached yet are as good
-            rates = record.rates(record.raised(rates) if at >= bucket(LEARNED) else rates, PRIOR_TRIALS[at])
+        if record is not None and at >= bucket(LEARNED):  # positions are alike: those seldom reached are as good
+            rates = record.rates(record.scaled(rates), ALIKE_TRIALS)
+        elif record is not None:
+            rates = record.rates(rates, PRIOR_TRIALS[at])
         alive = np.cumprod(np.minimum(rates[:depth] * bend, 0.99))
         return [float(one) for one in alive[alive >= least]]
 

@@ -7,14 +7,16 @@ candidate and wins ties.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from paceline.engine.cost import CostModel, Floats, Lines, size_of
+from paceline.engine.cost import CostModel, Floats, Lines
 
 # What a plan must promise over plain decoding. More in a batch where drafts are found here and there: of many estimates
 # those that promise too much are chosen. A model's drafts are all alike.
@@ -23,10 +25,15 @@ COLD_EACH, COLD_MOST = 0.005, 0.1  # on top of that while nothing is known of wh
 EXPLORE_SHARE = 0.005  # of the time: what putting guessed costs to the test may cost
 EXPLORE_WITHIN, EXPLORE_MOST = 0.15, 4.0  # no more than that of one step; steps that may be saved up for it
 TRIALS = 4  # plans by models that are followed although what they promise is doubted
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # where drafts may end
-DEEPEST, MAX_NODES = DEPTHS[-1], 1024  # how far ahead a plan looks, and how many nodes one step may take
-EVERYWHERE = 8  # plans after which all of these are tried
+DEEPEST, MAX_NODES = 16, 1024  # how far ahead a plan looks, and how many nodes one step may take
+ENDS = np.arange(1, DEEPEST + 1)[:, None]  # where drafts that cost passes may end
+FIRST = 1e6  # more than any node is worth
+AMID = 0.4  # of a draft is for nothing: an answer ends amid its last one
+TRIED = 256  # numbers of nodes
 DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
+
+
+Ints = npt.NDArray[np.int64]
 
 
 class Offer(NamedTuple):
@@ -35,6 +42,7 @@ class Offer(NamedTuple):
     sequence: int
     method: str
     worth: Floats  # (DEEPEST,) of its nodes, 0 where there are none
+    survival: list[float]  # how likely it is to get how far
 
 
 @dataclass(frozen=True)
@@ -48,38 +56,93 @@ class Terms:
     doubt: float  # in what is promised: from 1 at first to 0
     with_nodes: Floats  # seconds of the step by nodes, from 1
     drafting: Mapping[str, Lines]  # by method: seconds of drafting, by size of the number of sequences
+    in_step: bool = False  # drafts that cost passes begin ahead, for those only that have one now
+    room: float = math.inf  # tokens that a sequence may still say, on average
+    trial: int = 1  # steps that a number of nodes of unknown cost would be tried for; 0: not now
 
     @property
     def plain_s(self) -> float:
         return self.cost.seconds(self.base)
 
 
+@dataclass(frozen=True)
+class Prospect:
+    """What offers promise: their nodes in order of worth, and the rate with the first 1, 2, ... of them."""
+
+    offers: int
+    order: Ints
+    rates: Floats
+    limit: int  # the depth where drafts end that cost passes; 0: none does
+
+    @property
+    def rate(self) -> float:
+        return float(self.rates.max())
+
+
+def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
+    """None: not a node is worth anything.
+
+    A token further ahead may cost its drafter a pass, however few want it: then it must end at some depth.
+    """
+    if not offers:
+        return None
+    worth = np.stack([offer.worth for offer in offers]).ravel()
+    methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
+    lines = [terms.drafting[name] for name in methods]
+    by = np.array([methods[offer.method] for offer in offers])
+    dear = np.array([line.slope > DEAR * terms.plain_s for line in lines])
+    first = worth
+    if terms.in_step:  # whoever falls out of step has the whole draft made for it alone
+        first = worth.copy()
+        first[::DEEPEST][dear[by] & (worth[::DEEPEST] > 0)] += FIRST
+    order = np.argsort(-first, kind="stable")[: np.count_nonzero(worth)]
+    if not len(order):
+        return None
+    by = by[order // DEEPEST]
+    depth = order % DEEPEST + 1
+    limit = 0
+    if dear.any():
+        limit = _best_limit(depth, worth[order], by, lines, terms)
+        some = depth <= limit
+        order, by, depth = order[some], by[some], depth[some]
+    order, by, depth = order[:MAX_NODES], by[:MAX_NODES], depth[:MAX_NODES]
+    drafting = sum(line.seconds(by == method, depth) for method, line in enumerate(lines))
+    rates = (terms.value + np.cumsum(worth[order])) / (terms.with_nodes[: len(order)] + drafting)
+    return Prospect(len(offers), order, rates, limit)
+
+
+def _best_limit(depth: Ints, worth: Floats, by: Ints, lines: SequenceOf[Lines], terms: Terms) -> int:
+    """The depth to end at, of nodes in order of worth; of many nodes some of the numbers are tried."""
+    taken = depth <= ENDS  # (limits, nodes)
+    number, gain = np.cumsum(taken, axis=1), np.cumsum(np.where(taken, worth, 0.0), axis=1)
+    drafting = sum((line.seconds(by == method, depth, ENDS) for method, line in enumerate(lines)), np.zeros(1))
+    each = -(-len(depth) // TRIED)
+    some, most = slice((len(depth) - 1) % each, None, each), len(terms.with_nodes)
+    number = number[:, some]
+    rates = (terms.value + gain[:, some]) / (terms.with_nodes[np.minimum(number, most) - 1] + drafting[:, some])
+    rates[number > most] = 0.0
+    best = rates.max(axis=1) * (1 - AMID * ENDS[:, 0] / terms.room)
+    return int(best.argmax()) + 1
+
+
 class Budget:
     def __init__(self) -> None:
         self._allowance = 0.0  # steps that may be lost to learning what they cost
         self._trials = 0
-        self._limit, self._plans = 0, -1  # where drafts that cost passes end
-        self._size = -1  # of the batch that was so for
+        self.explores = False  # the last plan is for what it teaches
+        self._limit = 1  # where drafts that cost passes ended last
         self.expected_gain: float | None = None  # what drafting promised over plain decoding
 
     @property
     def limit(self) -> int:
         """The depth where drafts that cost passes ended last."""
-        return DEPTHS[self._limit]
+        return self._limit
 
-    def spread(self, offers: SequenceOf[Offer], terms: Terms) -> list[int]:
-        """Nodes for each offer."""
-        worth = np.stack([offer.worth for offer in offers]).ravel()
-        order = np.argsort(-worth, kind="stable")[: np.count_nonzero(worth)]
-        if not len(order):
-            return [0] * len(offers)
-        methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
-        by = np.array([methods[offer.method] for offer in offers])
-        lines = [terms.drafting[name] for name in methods]
-        dear = max(line.slope for line in lines) > DEAR * terms.plain_s
-        order, rates = self._best_order(order, worth, by, lines, terms, dear)
-        taken = order[: self._best_number(rates, terms, dear)]
-        depths: list[int] = np.bincount(taken // DEEPEST, minlength=len(offers)).tolist()
+    def spread(self, prospect: Prospect, terms: Terms) -> list[int]:
+        """Nodes for each of its offers."""
+        self._limit = prospect.limit or self._limit
+        taken = prospect.order[: self._best_number(prospect.rates, terms, prospect.limit > 0)]
+        depths: list[int] = np.bincount(taken // DEEPEST, minlength=prospect.offers).tolist()
         return depths
 
     def afford(self, steps: float) -> bool:
@@ -89,33 +152,9 @@ class Budget:
         self._allowance -= max(steps, 0.0)
         return True
 
-    def _best_order(
-        self, order: Any, worth: Floats, by: Any, lines: SequenceOf[Lines], terms: Terms, dear: bool
-    ) -> tuple[Any, Floats]:
-        """Nodes in order of worth, and the rate with the first 1, 2, ... of them.
-
-        A token further ahead may cost its drafter a pass, however few want it: then it must end at some depth, which
-        is sought everywhere now and then and for another number of sequences, else a step to either side of the last.
-        """
-        self._plans += 1
-        before, self._size = self._size, size_of(terms.sequences)
-        near = 1 if self._plans % EVERYWHERE and before == self._size else len(DEPTHS)
-        limits = range(max(self._limit - near, 0), min(self._limit + near + 1, len(DEPTHS))) if dear else (-1,)
-        best: tuple[float, int, Any, Floats] | None = None
-        for limit in limits:
-            some = (order[order % DEEPEST < DEPTHS[limit]] if dear else order)[:MAX_NODES]
-            who, depth = by[some // DEEPEST], some % DEEPEST + 1
-            drafting = sum(line.seconds(who == method, depth) for method, line in enumerate(lines))
-            rates = (terms.value + np.cumsum(worth[some])) / (terms.with_nodes[: len(some)] + drafting)
-            if best is None or rates.max() > best[0]:
-                best = float(rates.max()), limit, some, rates
-        assert best is not None
-        if dear:
-            self._limit = best[1]
-        return best[2:]
-
     def _best_number(self, rates: Floats, terms: Terms, dear: bool) -> int:
         """How many nodes, in their order, give the most tokens per second; now and then a number of unknown cost."""
+        self.explores = False
         plain = terms.value / terms.plain_s
         best = int(rates.argmax())
         self.expected_gain = float(rates[best]) / plain
@@ -130,10 +169,11 @@ class Budget:
         self._trials += doubted
         unsure = terms.cost.unsure_with(terms.base, len(rates))
         unsure[: best + 1] = False
-        if unsure.any():
+        if unsure.any() and terms.trial:
             unseen = int(np.where(unsure, rates, 0.0).argmax())
             regret = 1 - float(rates[unseen] / rates[best])
-            if regret <= EXPLORE_WITHIN and self.afford(regret):
+            if regret <= EXPLORE_WITHIN and self.afford(terms.trial * regret):
+                self.explores = True
                 return unseen + 1
         return best + 1
 

@@ -38,6 +38,7 @@ FIRST_DRAFTS = 2  # of a method with so many rows: they compile, capture and all
 DRAFTS_FADE = 0.9
 FOR_FEWER = 0.8  # what a draft for half as many sequences is taken to cost before one was timed
 NOTHING_S = 1e-7
+SOME_GROWS, ALL_GROWS = 0.5, 0.95  # share of a draft's time that grows with its depth, before that was seen
 A_PRIORI = 0.1  # how much spread of depths (squared) weighs as much as the guess
 
 Floats = npt.NDArray[np.float64]
@@ -138,6 +139,10 @@ class CostModel:
         unsure: npt.NDArray[np.bool_] = self._unsure[self._point[self._with(base, nodes)]]
         return unsure
 
+    def sure_of(self, rows: int) -> bool:
+        """Whether the cost of a step of so many rows with drafts is more than a guess."""
+        return not self._unsure[self._point[min(rows, MOST_ROWS)]]
+
     def fewer_than_tried(self, base: int) -> int:
         """Nodes on top of `base` rows that are fewer than any step with drafts had; 0 before there was one."""
         tried = self._drafted.points
@@ -204,6 +209,7 @@ class _Line:
         self.sums, self._trials = list(sums), trials  # of 1, d, d d, s, s d
         self._recent: list[float] = []  # measured over expected
         self._first: tuple[int, float] | None = None  # not believed alone: it may be a slow one
+        self.grows = SOME_GROWS
         self.a, self.b = self._fit()
 
     @property
@@ -211,12 +217,12 @@ class _Line:
         return self.sums[0] > 0
 
     def _fit(self) -> tuple[float, float]:
-        """While only one depth was seen, half of the time is taken to grow with it."""
+        """While only one depth was seen, a share of the time is taken to grow with it."""
         one, d, dd, s, sd = self.sums
         if not one:
             return 0.0, 0.0
         mean, spread = d / one, dd / one - (d / one) ** 2
-        guess = 0.5 * s / d
+        guess = self.grows * s / d
         b = max((sd / one - s / one * mean + A_PRIORI * guess) / (spread + A_PRIORI), 0.0)
         a = s / one - b * mean
         return (a, b) if a > 0 else (0.0, s / d)
@@ -258,11 +264,11 @@ class Lines:
     def slope(self) -> float:
         return float(self.b[-1])
 
-    def seconds(self, its: npt.NDArray[np.bool_], depth: npt.NDArray[np.int64]) -> Floats:
-        """When the first 1, 2, ... of some nodes are drafted, of which `its` are the method's."""
+    def seconds(self, its: npt.NDArray[np.bool_], depth: npt.NDArray[np.int64], limit: Any = math.inf) -> Floats:
+        """When the first 1, 2, ... of some nodes are drafted, of which `its` are the method's, down to `limit`."""
         rows = np.cumsum(its & (depth == 1))
         size = np.frexp(np.maximum(rows - 1, 0))[1]
-        deepest = np.maximum.accumulate(np.where(its, depth, 0))
+        deepest = np.minimum(np.maximum.accumulate(np.where(its, depth, 0)), limit)
         return np.where(rows > 0, self.a[size] + self.b[size] * deepest + rows * self.each_s, 0.0)
 
     def at(self, rows: int, depth: Any) -> Any:
@@ -289,8 +295,11 @@ class DraftTimes:
         a, b = (np.array([getattr(known[one], part) for one in nearest]) * less for part in "ab")
         return Lines(a, b, each_s)
 
-    def observe(self, method: str, rows: int, depth: int, seconds: float) -> None:
-        self._lines.setdefault(method, {}).setdefault(size_of(rows), _Line()).observe(depth, seconds)
+    def observe(self, method: str, rows: int, depth: int, seconds: float, *, passes: bool = False) -> None:
+        """`passes`: every token ahead takes one of a model."""
+        line = self._lines.setdefault(method, {}).setdefault(size_of(rows), _Line())
+        line.grows = ALL_GROWS if passes else SOME_GROWS
+        line.observe(depth, seconds)
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,39 @@
+"""Who drafts by what, and whether a model leads: it drafts for most, and its drafts begin behind the step under way.
+
+Then leaving it costs more than lookups can bring to a few: those have a draft of their own made when they are back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from paceline.drafters import NONE
+from paceline.engine.cost import size_of
+
+
+class Lead:
+    def __init__(self, can_lead: Callable[[str], bool]) -> None:
+        self._can_lead = can_lead
+        self.now: dict[str, str] = {}  # sequences the last plan drafted for -> method
+        self._by_size: dict[int, str] = {}  # of the batch: the method that most drafted by
+
+    def follow(self, now: dict[str, str], num_sequences: int) -> None:
+        self.now = now
+        if now:
+            self._by_size[size_of(num_sequences)] = self.main[0]
+
+    @property
+    def main(self) -> tuple[str, int]:
+        """The method that most draft by, and how many."""
+        return max(Counter(self.now.values()).items(), key=lambda each: each[1], default=(NONE, 0))
+
+    def leader(self, num_sequences: int) -> str:
+        """The model that leads where there are about so many sequences."""
+        size = size_of(num_sequences)
+        nearest = min(self._by_size, key=lambda known: abs(known - size), default=None)
+        method = NONE if nearest is None else self._by_size[nearest]
+        return method if method != NONE and self._can_lead(method) else NONE
+
+    def forget(self) -> None:
+        self._by_size = {}

@@ -1,0 +1,51 @@
+"""The methods at hand: which of them a request may use, and what each says it knows.
+
+A drafter that fails to answer has nothing to say; the answer under way does not suffer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as SequenceOf
+
+from paceline.drafters import Drafter
+from paceline.engine.policy import AUTO, wish
+from paceline.sequence import Sequence
+
+log = logging.getLogger("paceline")
+PATIENT_TOKENS, SMALL_LAG = 2, 8  # a drafter that must read the prompt first does not delay the first tokens
+
+
+def is_patient(sequence: Sequence, said: int = 0) -> bool:
+    """Its first tokens do not wait for a drafter that must read the prompt. `said`: tokens it will have said more."""
+    return sequence.num_output + said < PATIENT_TOKENS
+
+
+class Methods:
+    def __init__(self, drafters: SequenceOf[Drafter], method: str, k: int | None) -> None:
+        self.drafters = {drafter.name: drafter for drafter in drafters}
+        self._method, self._k = method, k
+        self.retired: frozenset[str] = frozenset()
+        self._complained: set[tuple[str, type]] = set()
+
+    def wish(self, sequence: Sequence) -> tuple[str, int | None]:
+        return wish(sequence, self._method, self._k)
+
+    def allowed(self, method: str) -> SequenceOf[str]:
+        names = self.drafters if method == AUTO else [method]
+        return [name for name in names if name not in self.retired]
+
+    def evidence(self, sequence: Sequence, method: str, patient: bool) -> int:
+        """`patient`: a drafter that is far behind is not asked yet."""
+        try:
+            drafter = self.drafters[method]
+            if not patient or drafter.lag(sequence) <= SMALL_LAG:
+                return drafter.evidence(sequence)
+        except Exception as problem:
+            self.complain(method, problem)
+        return 0
+
+    def complain(self, method: str, problem: Exception) -> None:
+        if (method, type(problem)) not in self._complained:  # said once: it may fail at every step
+            log.warning("drafter %s failed to say what it knows: %r", method, problem)
+            self._complained.add((method, type(problem)))

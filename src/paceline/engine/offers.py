@@ -1,0 +1,161 @@
+"""What sequences could have drafted: by which method, and what each node of it would be worth.
+
+Where a model leads (`lead`), all leave it or nobody does; elsewhere each sequence has the method that promises it most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+
+from paceline.drafters import NONE
+from paceline.engine.acceptance import HOPELESS, bucket
+from paceline.engine.asking import Asking
+from paceline.engine.budget import DEEPEST, MAX_NODES, Budget, Offer, Prospect, Terms, prospect_of
+from paceline.engine.cost import CostModel, Floats
+from paceline.engine.experience import Experience
+from paceline.engine.lead import Lead
+from paceline.engine.methods import SMALL_LAG, Methods
+from paceline.engine.plans import Question
+from paceline.engine.value import token_values
+from paceline.sequence import Sequence
+
+BELIEF = 0.65  # in what a token is worth to a job, against a token being a token: who will be the last is a guess
+LED_BELIEF = 0.3  # the same where a model leads, whose drafts are as long for all: a few must not make them long
+LEAST_ROOM = 32.0  # where less is left, drafts are cut to it anyway
+FAR = 256  # an answer's end is not foreseen further than that
+CHEAP, DEAR = 0.01, 0.1  # of a plain step: what a token drafted ahead is taken to cost before that was timed
+READ_AT_ONCE = 16  # tokens a drafter with a lag reads in about the time it drafts one
+READ_FOR, LAGS = 16, 64  # steps that what was read is taken to serve; lags are told apart so far
+LEAVING = 0.95  # of what another method promises where a model drafts for most: its draft may have begun, and it must
+# read what others said when it is back
+TRIAL = 3  # steps that a plan for what it teaches serves, where the drafts of the first have begun before it
+
+Candidate = tuple[str, int]  # method, evidence
+
+
+class Offers:
+    def __init__(self, methods: Methods, known: Experience, lead: Lead, asking: Asking, budget: Budget) -> None:
+        self._methods, self._known, self._lead, self._asking, self._budget = methods, known, lead, asking, budget
+        self.overhead_s = 0.0  # what deciding takes where somebody drafts, questions aside
+
+    def values(self, sequences: SequenceOf[Sequence], cost: CostModel) -> list[float]:
+        """By sequence: what a token of it is worth to whoever waits for all answers of its job."""
+        values, jobs = [1.0] * len(sequences), dict[str, list[int]]()
+        for index, sequence in enumerate(sequences):
+            jobs.setdefault(sequence.job, []).append(index)
+        belief = BELIEF if self._lead.leader(len(sequences)) == NONE else LED_BELIEF
+        for members in jobs.values() if len(jobs) < len(sequences) else ():
+            if len(members) > 1:
+                row_s = max(cost.seconds(len(members)) - cost.seconds(1), 0.0) / (len(members) - 1)
+                paces = [self._known.pace.get(sequences[index].key, 1.0) for index in members]
+                rooms = [min(sequences[index].room, FAR) for index in members]
+                worth = token_values(paces, rooms, pass_s=max(cost.seconds(1) - row_s, 0.0), row_s=row_s)
+                for index, value in zip(members, worth, strict=True):
+                    values[index] = 1 - belief + belief * value
+        return values
+
+    def terms(self, asked: Question, values: SequenceOf[float], found: Mapping[int, list[Candidate]]) -> Terms:
+        cost, base = asked.cost, asked.base
+        plain, drafting = cost.seconds(base), {}
+        for name in {method for candidates in found.values() for method, _ in candidates}:
+            # Before it was timed, what casts no shadow is taken to run a model.
+            guess = (CHEAP if self._known.shadows.casts(name) else DEAR) * plain
+            drafting[name] = self._known.draft_times.lines(name, len(values), guess, self._asking.each_s(name))
+        most = min(len(values) * DEEPEST, MAX_NODES)
+        with_nodes = cost.seconds_with(base + asked.other_rows, most) + self.overhead_s
+        if asked.other_rows:  # prompts are read once, whatever is drafted beside them: that does not count
+            with_nodes -= cost.seconds_with(base + asked.other_rows - 1, 1) - cost.seconds_with(base - 1, 1)
+        doubt, trial = self._known.acceptance.doubt, 1
+        if self._lead.leader(len(values)) in drafting:  # drafts that have begun cannot grow, and none has for newcomers
+            trial = TRIAL if asked.said else 0
+        room = max(sum(sequence.room for sequence in asked.sequences) / len(asked.sequences), LEAST_ROOM)
+        in_step = self._known.on_device
+        return Terms(cost, base, len(values), sum(values), doubt, with_nodes, drafting, in_step, room, trial)
+
+    def best(
+        self, asked: Question, found: Mapping[int, list[Candidate]], values: SequenceOf[float], terms: Terms
+    ) -> tuple[list[Offer], Prospect | None]:
+        """Where a model leads, all leave it or nobody does."""
+        leader = self._lead.leader(len(asked.sequences))
+        if leader not in terms.drafting:
+            offers = self._offers(asked, found, values, terms)
+            return offers, prospect_of(offers, terms)
+        led = {at: [one for one in each if one[0] == leader] or each for at, each in found.items()}
+        offers = self._offers(asked, led, values, terms)
+        prospect = prospect_of(offers, terms)
+        free = {at: rest for at, each in found.items() if (rest := [one for one in each if one[0] != leader])}
+        if len(free) == len(found):
+            others = self._offers(asked, free, values, terms)
+            other = prospect_of(others, terms)
+            if other is not None and (prospect is None or LEAVING * other.rate > prospect.rate):
+                return others, other
+        return offers, prospect
+
+    def _offers(
+        self, asked: Question, found: Mapping[int, list[Candidate]], values: SequenceOf[float], terms: Terms
+    ) -> list[Offer]:
+        """The best each sequence could have."""
+        # What a node must be worth to pay for its row; half of it, since costs are estimates and tokens may weigh more.
+        row = (terms.with_nodes / terms.plain_s - 1) / np.arange(1, len(terms.with_nodes) + 1)
+        least = max(0.5 * float(row.min()) * terms.sequences, HOPELESS)
+        together = min(len(self._lead.now), terms.sequences) or len(found)
+        casts = self._known.shadows.casts
+        trust = {method: self._known.acceptance.trust(method, shadowed=casts(method)) for method in terms.drafting}
+        main, spent = self._main(together, terms)
+        known: dict[Any, tuple[float, list[float], Floats]] = {}
+        offers = []
+        for index, candidates in found.items():
+            sequence, several = asked.sequences[index], len(candidates) > 1
+            sampled = not sequence.params.greedy
+            best = 0.0
+            for method, evidence in candidates:
+                bend = self._known.acceptance.bend(sequence.key, method)
+                lag = self._methods.drafters[method].lag(sequence) if several else 0
+                lag = -(-lag // LAGS) * LAGS if lag > SMALL_LAG else 0
+                alike = method, bucket(evidence), sampled, bend, lag, several
+                if alike not in known:
+                    alive = self._known.acceptance.survival(method, sampled, evidence, DEEPEST, least, bend)
+                    its = np.zeros(DEEPEST)
+                    its[: len(alive)] = alive
+                    rate = (
+                        self._rate(method, its * trust[method], lag, together, main, spent, terms)
+                        if several
+                        else float(bool(alive))
+                    )
+                    if main not in (NONE, method) and not self._known.shadows.casts(main):
+                        rate *= LEAVING
+                    known[alike] = rate, alive, its
+                if known[alike][0] > best:
+                    best, survival, worth = known[alike]
+                    chosen = method
+            if best:
+                most = asked.open_ended[index][1]
+                if most < DEEPEST:
+                    worth = np.where(np.arange(DEEPEST) < most, worth, 0.0)
+                offers.append(Offer(index, chosen, worth * (trust[chosen] * values[index]), survival))
+        return offers
+
+    def _rate(
+        self, method: str, worth: Floats, lag: int, together: int, main: str, spent: float, terms: Terms
+    ) -> float:
+        """Tokens per second if all that are likely to draft did so by this method, as well as this sequence."""
+        if not worth[0]:
+            return 0.0
+        line, most = terms.drafting[method], max(len(terms.with_nodes) // together, 1)
+        reading = line.at(together, 1) * lag / READ_AT_ONCE / READ_FOR
+        depth = np.arange(1, min(len(worth), most) + 1)
+        tokens = terms.sequences + together * np.cumsum(worth[:most])
+        seconds = terms.with_nodes[np.minimum(together * depth, len(terms.with_nodes)) - 1]
+        drafting = np.maximum(line.at(together, depth), spent) if main == method else line.at(together, depth) + spent
+        return float((tokens / (seconds + drafting + reading)).max())
+
+    def _main(self, together: int, terms: Terms) -> tuple[str, float]:
+        """The method that most draft by, and what that takes whether or not one more does."""
+        main, number = self._lead.main
+        if main not in terms.drafting or 2 * number <= together:
+            return NONE, 0.0
+        return main, float(terms.drafting[main].at(together, self._budget.limit))
