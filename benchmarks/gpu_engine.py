@@ -36,7 +36,7 @@ QUESTIONS = (
 )
 
 
-FIXED_K, ROUNDS = (4, 8, 16), 3
+FIXED_K, ROUNDS = (4, 8, 16), 4
 SAMPLED: dict[str, dict[str, Any]] = {
     "T=0.7": {"temperature": 0.7},
     "T=0.7 seeded": {"temperature": 0.7, "seed": 7},
