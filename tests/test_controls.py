@@ -7,6 +7,7 @@ import torch
 from paceline.controls import ControlsBuilder
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
+from paceline.verify import Nodes, draw, process
 
 
 def test_every_sequence_has_its_own_parameters_whoever_shares_them():
@@ -34,3 +35,13 @@ def test_every_sequence_has_its_own_parameters_whoever_shares_them():
     assert draws.coins.tolist() == [3, 6]
     assert draws.seeded.tolist() == [0, 4, 5, 7]
     assert draws.key.tolist() == [sequence.noise_key for sequence in sequences]
+
+
+def test_a_temperature_too_low_for_float32_is_not_taken_for_none():
+    sequence = Sequence("a", [1], SamplingParams(temperature=1e-46).resolve({}), max_len=9)
+    builder = ControlsBuilder(11, frozenset({4}), torch.device("cpu"))
+    controls, draws = builder.controls([sequence]), builder.draws([sequence], range(1))
+    logits = torch.arange(11.0)[None] * 1e-3
+    for committed in range(20):
+        draws.committed.fill_(committed)
+        assert draw(process(logits, controls, Nodes.roots(1)), draws, Nodes.roots(1)) == 10

@@ -21,6 +21,7 @@ from paceline.sequence import Sequence
 from paceline.verify import BadWords, Bias, Controls, Draws, MinTokens, Penalties
 
 _GREEDY, _COINS, _SEEDED = range(3)  # how a sequence draws
+_COLDEST = torch.finfo(torch.float32).tiny  # a lower temperature could round to 0, which stands for greedy
 
 
 @dataclass
@@ -110,7 +111,7 @@ class ControlsBuilder:
 
         fallback = self._eos[0] if self._eos else 0
         controls = Controls(
-            temperature=spread(_floats([p.temperature for p in sets], 0.0)),
+            temperature=spread(_floats([p.temperature and max(p.temperature, _COLDEST) for p in sets], 0.0)),
             top_k=spread(_top_k(sets)),
             top_p=spread(_floats([p.top_p for p in sets], 1.0, torch.float64)),
             min_p=spread(_floats([p.min_p for p in sets], 0.0)),

@@ -10,12 +10,14 @@ import torch
 
 from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.drafters.booths import Booths
+from paceline.drafters.booths import Booth, Booths
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.voices import Drafted, Voices
 from paceline.engine.policy import Choice
+from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
 from paceline.testing import toy_config
+from paceline.verify import pick_weighted
 from tests.drafters.contract_toys import (
     VOCAB,
     ByRequest,
@@ -149,6 +151,43 @@ def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
             logits = 3 * torch.randn(rows, vocab, device=device)
             assert torch.equal(one(logits, depth), other(logits, depth))
         assert torch.equal(one._q, other._q)
+
+
+class Again:
+    """A recording by hand: the booth's work once more, into where it wrote first."""
+
+    def __init__(self, work):
+        self.work, self.result = work, tuple(part.clone() for part in work())
+
+    def replay(self):
+        for into, value in zip(self.result, self.work(), strict=True):
+            into.copy_(value)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeypatch):
+    """What a replay gives is over with the next one, so q must have been copied; rows nobody needs have no say."""
+
+    def capture(booth):
+        captured.append(booth)
+        if fails:
+            raise RuntimeError("no memory left\nfor a recording")
+        depth = booth._depth.clone()
+        graph = Again(booth._propose)
+        booth._depth.copy_(depth)  # what is recorded does not run
+        return graph, graph.result
+
+    captured, booths, wanted = [], Booths(50, torch.device("cpu")), params(temperature=0.7)
+    monkeypatch.setattr(Booth, "_capture", capture)
+    for rows in (3, 4, 3):
+        sequences = [Sequence(str(row), [0] * (3 + row), wanted, max_len=99) for row in range(rows)]
+        one, other = (Voices(booths, sequences, 4, None) for _ in "ab")
+        one._booth._records, other._booth = one._booth._graph is None and not captured, None
+        for depth in range(4):
+            logits = 3 * torch.randn(rows, 50, generator=torch.Generator().manual_seed(10 * rows + depth))
+            assert torch.equal(one(logits, depth), other(logits, depth))
+        assert torch.equal(one._q, other._q)
+    assert len(captured) == 1
 
 
 def test_rows_that_look_back_at_what_was_said_go_by_passes():
@@ -286,6 +325,7 @@ def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
     engine = ahead_engine(drafter, policy=policy, others=[other], max_num_seqs=3)
     kinds = [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.2}]  # one cannot be told from its answer alone
     requests = [(2 * i, str(i), prompt_of(i, 5 + i), params(max_tokens=40, **kinds[(i + seed) % 3])) for i in range(3)]
+    drawn = watch_q(engine)
     collect, noise = engine.committer.collect, random.Random(seed)
 
     def now_and_then(flight):
@@ -308,6 +348,47 @@ def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
     told = plain([request for request in requests if request[3].greedy or request[3].seed is not None])
     assert len(told) == 2
     assert all(sequences[name].output_tokens == alone.output_tokens for name, alone in told.items())
+    assert len(drawn) > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_token_was_drawn_from_the_q_that_goes_with_it_whatever_is_left_of_its_draft(seed):
+    model = ChainModel(imitating, most_rows=4)
+    drafter = DraftModelDrafter(model)
+    engine = ahead_engine(drafter, policy=Wavering([drafter.name], seed), max_num_seqs=4)
+    kinds = [{"temperature": 0.8}, {}, {"temperature": 1.2}, {"temperature": 1.7}, {"temperature": 1.0, "seed": 3}]
+    lengths = [24, 30, 12, 18, 24]
+    requests = [(i, str(i), prompt_of(i, 5), params(max_tokens=lengths[i], **one)) for i, one in enumerate(kinds)]
+    drawn = watch_q(engine)
+    run(engine, requests)
+    assert engine.drafters.failures == 0
+    assert len(model.ahead) > 5
+    assert len(drawn) > 20
+
+
+def watch_q(engine):
+    """Every token drawn by a coin, as it is proposed: from its own q, by the coin of the step it is judged in."""
+    propose, drawn = engine.drafters.propose, []
+
+    def watched(rows):
+        draft = propose(rows)
+        for at, row in enumerate(rows):
+            sequence, wanted = row.sequence, row.sequence.params
+            if row.method != DraftModelDrafter.name or wanted.greedy or wanted.seed is not None:
+                continue
+            tokens = draft.tokens[at, : draft.num_nodes[at]].tolist()
+            for node, token in enumerate(tokens):
+                logits = torch.tensor(imitating((*sequence.tokens, *tokens[:node])))
+                q = draft.q.probs[draft.q.row_of[at, node]][None]
+                torch.testing.assert_close(q[0], torch.softmax(logits / wanted.temperature, 0))
+                key = (sequence.noise_key, len(sequence.tokens), node - 1)
+                coins = coin(Lane.DRAFT, *(torch.tensor([word]) for word in key))
+                assert pick_weighted(q, coins).tolist() == [token]
+                drawn.append(token)
+        return draft
+
+    engine.drafters.propose = watched
+    return drawn
 
 
 def test_a_draft_model_with_a_shorter_context_drafts_to_its_end_and_no_further():

@@ -336,11 +336,21 @@ def test_the_kernel_gives_up_where_rounding_could_decide(variant):
     assert say(np.array([0, np.nan, 1], np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
     assert say(np.array([0, np.inf, 1], np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
     assert say(np.full(40, -np.inf, np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
+    banned = np.full(70, -np.inf, np.float32)
+    banned[[1, 2]] = np.nan, 0
+    assert say(banned, 1.0, -math.inf, *off, -1.0, 7) is None  # what comes behind it does not hide it
     key = 12345
     units = unit_row(key, np.arange(2, dtype=np.uint32))
     apart = float(np.diff(gumbel_from(units))[0])
     for gap, named in ((1e-4, None), (0.1, 0)):
         assert say(np.array([apart + gap, 0], np.float32), 1.0, -math.inf, *off, -1.0, key) is named
+
+
+@pytest.mark.parametrize("variant", runnable_variants())
+@pytest.mark.parametrize("temperature", [1e30, 3e38])
+def test_the_kernel_bears_a_temperature_that_makes_all_tokens_alike(variant, temperature):
+    row, voice = np.arange(1000, dtype=np.float32), Voice(temperature, 1, 11, False, top_k=5, top_p=0.9)
+    assert voice.says(row, 2, 1, native_say(library(variant))) == voice.says(row, 2, 1)
 
 
 @pytest.mark.parametrize(

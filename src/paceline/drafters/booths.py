@@ -6,6 +6,8 @@ device has so much to do that launching kernel by kernel hides behind it.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from paceline.controls import ControlsBuilder
 from paceline.verify import Controls, Draws, Nodes, propose
 
+log = logging.getLogger("paceline")
 MOST_ROWS = 16
 CONTROLS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -65,6 +68,7 @@ class Booth:
             key=self._key, committed=self._committed, coins=None if seeded else every, seeded=every if seeded else None
         )
         self._pool, self._graph, self._recorded = pool, None, None  # type: tuple[Any, Any, Any]
+        self._records = logits.is_cuda
 
     def begin(self, controls: Controls, draws: Draws) -> None:
         """What is said next belongs to these requests, and nothing is drafted yet."""
@@ -85,26 +89,36 @@ class Booth:
             tokens, q = self._recorded
         else:
             tokens, q = self._propose()
-            if logits.is_cuda:
+            if self._records:
                 self._record()
         return tokens[:rows], None if q is None else q[:rows]
 
     def _propose(self) -> tuple[Tensor, Tensor | None]:
         depth = self._depth.clone()
         nodes = Nodes(seq=self._every, node=depth - 1, depth=depth, path=depth.new_empty(len(depth), 0))
-        said = propose(self._logits, self._controls, self._draws, nodes)
+        controls = replace(self._controls)  # which remember, on a host, what their numbers were when first read
+        said = propose(self._logits, controls, self._draws, nodes)
         self._depth += 1
         return said
 
     def _record(self) -> None:
-        """Its kernels have just run, so they are compiled and loaded."""
+        """Its kernels have just run, so they are compiled and loaded. What cannot be recorded runs as it is."""
+        self._records = False
+        try:
+            self._graph, self._recorded = self._capture()
+        except RuntimeError as problem:
+            log.warning(
+                "a way to draw drafts cannot be recorded, and runs as it is: %s", str(problem).partition("\n")[0]
+            )
+
+    def _capture(self) -> tuple[Any, Any]:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=self._pool)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._recorded = self._propose()
+                result = self._propose()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = graph
+        return graph, result

@@ -67,8 +67,8 @@ inline float highest_of(const float* logits, long size) {
     for (; i + VL <= size; i += VL) {
         const vec x = load(logits + i);
         best = larger(x, best);
-        strange += x - x;  // 0, or NaN of NaN and of the infinities
-        strange = (vec)((ivec)strange & ~(ivec)(x == splat(-INFINITY)));
+        // 0, or NaN of NaN and of infinity; -inf is nothing strange.
+        strange += (vec)((ivec)(x - x) & ~(ivec)(x == splat(-INFINITY)));
     }
     float most = max_lanes(best), rest = sum_lanes(strange);
     for (; i < size; i++) {
@@ -125,7 +125,7 @@ inline void keep(const Row& row, float least, std::vector<Kept>& kept) {
 inline bool nucleus(const std::vector<Kept>& kept, float lowest, double total, double top_p, std::vector<float>& values,
                     float& least) {
     double sums[BINS] = {}, held = 0;
-    const float scale = lowest < 0 ? BINS / -lowest : 0.0f;
+    const float scale = lowest < -1e-30f ? BINS / -lowest : 0.0f;  // finite, even where a temperature levels all
     const auto bin_of = [&](float logit) { return std::min((int)(-logit * scale), BINS - 1); };
     for (const Kept& one : kept) sums[bin_of(one.logit)] += one.weight;
     const double goal = top_p * total;
