@@ -682,3 +682,29 @@ def test_behind_a_pass_nobody_asks_about_those_that_have_left():
     assert asked["behind a pass"]
     assert gone.key not in {key for _, key in asked["behind a pass"]}
     assert gone.key not in policy._heard
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.002, 0.02])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(slope, in_step):
+    noise, nothing = np.random.default_rng(3), Offer(1, "a", np.zeros(DEEPEST), [])
+    for nodes in range(DEEPEST + 1):
+        cost, worth = CostModel(), np.cumprod(noise.uniform(0.6, 1.0, DEEPEST)) * (np.arange(DEEPEST) < nodes)
+        with_nodes = cost.seconds_with(2, 2 * DEEPEST)
+        line = Lines(noise.uniform(0, 0.1, 2), np.full(2, slope), 1e-3)
+        terms = Terms(cost, 2, 2, 2.0, 0.0, with_nodes, {"a": line}, in_step, room=noise.uniform(32, 99))
+        offer = Offer(0, "a", worth, [])
+        alone, beside = prospect_of([offer], terms), prospect_of([offer, nothing], terms)
+        assert (alone is None) == (beside is None) == (nodes == 0)
+        if alone is not None:
+            assert alone.limit == beside.limit
+            assert alone.order.tolist() == beside.order.tolist()
+            assert alone.rates.tolist() == beside.rates.tolist()
+
+
+def test_a_method_that_cannot_say_how_far_behind_it_is_costs_no_step():
+    guessers = [Guesser("a", 0.9), Guesser("b", 0.9)]
+    guessers[0].lag = lambda sequence: 1 // 0
+    sequences = [sequence(f"s{i}") for i in range(2)]
+    simulate(timeless(guessers, "auto"), guessers, FLAT, sequences, 40)
+    assert len(sequences[0].tokens) > 60, "they draft all the same"
