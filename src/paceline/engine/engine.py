@@ -123,7 +123,7 @@ class Engine:
         early = self.runs_ahead and ahead is None
         outputs = [] if early else self.committer.tell(collected)  # text, stop, finish
         try:
-            report = self._report(batch, flight, collected.outputs, started)
+            report = self._observe(batch, flight, collected.outputs, started)
         except BaseException:
             if early:
                 self.committer.tell(collected)  # what was said stands
@@ -174,16 +174,19 @@ class Engine:
         live = ahead is not None and any(not row.sequence.finished for row in ahead[0].rows)
         return ahead if live else None
 
-    def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], started: float) -> StepReport:
+    def _observe(self, batch: Batch, flight: Flight, outputs: list[StepOutput], started: float) -> StepReport:
         """A step was read: the policy may learn from it."""
         read_before, self._read_at = self._read_at, time.perf_counter()
         if batch.num_drafted:  # the device may have been drafting since the step before was read
             started = max(started - self.drafters.time_devices(), min(read_before, started))
-        rows, step_s = flight.layout.tokens.shape[0], self._read_at - started
-        took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
-        report = StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.ahead)
+        report = self._report(batch, flight, outputs, self._read_at - started)
         self.policy.observe(report)
         return report
+
+    def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> StepReport:
+        rows = flight.layout.tokens.shape[0]
+        took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
+        return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.ahead)
 
     def _account(self, batch: Batch, flight: Flight, report: StepReport) -> None:
         """Timings for the user: what the step took, and what it would have taken plainly."""
