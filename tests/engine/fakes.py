@@ -97,6 +97,13 @@ class GreedyBudgetDrafter(ChainDrafter):
         return Draft.chains(torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows),), width), source=0)
 
 
+class NarrowDrafter(FakeDrafter):
+    """Even chains of int32 tokens, two of which look like one int64."""
+
+    def propose(self, rows):
+        return Draft.even(torch.zeros(len(rows), 2, dtype=torch.int32), source=0)
+
+
 class TapDrafter(TappedDrafter):
     """Writes (tap of t, token t + 1) into slot t + 1 and checks all it ever wrote whenever it is asked."""
 

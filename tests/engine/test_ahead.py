@@ -211,10 +211,15 @@ def test_a_step_interrupted_while_it_is_read_loses_no_token():
 class Early:
     """An engine that drafts for everybody, and the order in which passes are asked for, read and told."""
 
-    def __init__(self, tokenizer=None, seats=8, blocks=128, eos=()):
+    def __init__(self, tokenizer=None, seats=8, blocks=128, eos=(), most_tokens=32):
         self.drafter = ChainDrafter("chain")
         self.engine = make_engine(
-            drafters=[self.drafter], policy=Always(Choice("chain", 3)), num_blocks=blocks, max_num_seqs=seats, eos=eos
+            drafters=[self.drafter],
+            policy=Always(Choice("chain", 3)),
+            num_blocks=blocks,
+            max_num_seqs=seats,
+            max_num_batched_tokens=most_tokens,
+            eos=eos,
         )
         self.engine.tokenizer, self.engine.runs_ahead = tokenizer, True
         self.events, self.fails = [], {}  # by number of the pass
@@ -324,3 +329,121 @@ def test_a_step_is_told_first_where_that_makes_a_difference(why):
         assert toy.events[3 * last - 2 : 3 * last + 1] == ["read", "told", "pass"]
     else:
         assert toy.early == 0
+
+
+def test_nobody_gives_way_to_a_step_launched_before_the_last_one_is_told():
+    """A prompt read in two chunks, for the second of which there may be no room: others said something meanwhile."""
+    toy = Early(blocks=32, most_tokens=64)
+    preempt, preempted = toy.engine.scheduler._preempt, []
+
+    def preempting(sequence, batch):
+        preempted.append(toy.events[-1])
+        return preempt(sequence, batch)
+
+    toy.engine.scheduler._preempt = preempting
+    asked = [(0, "a", prompt_of(0, 4), 40), (2, "b", prompt_of(1, 110), 8)]
+    sequences = run(toy.engine, [(at, name, prompt, params(max_tokens=most)) for at, name, prompt, most in asked])
+    for _, name, prompt, most in asked:
+        assert sequences[name][0].output_tokens == greedy_alone(prompt, most)
+    assert "read" not in preempted, "what was said is told first"
+    assert toy.early > 0
+
+
+def test_a_step_interrupted_before_it_is_told_is_told_all_the_same():
+    toy = Early(tokenizer=Letters())
+    observe, reports = toy.engine.policy.observe, []
+
+    def interrupted(report):
+        reports.append(report)
+        if len(reports) in (3, 6):
+            raise KeyboardInterrupt
+        observe(report)
+
+    toy.engine.policy.observe = interrupted
+    (sequence,) = toy.engine.add_request("a", prompt_of(0, 6), params(max_tokens=25))
+    while toy.engine.has_work:
+        try:
+            toy.engine.step()
+        except KeyboardInterrupt:
+            continue
+    assert len(reports) > 6
+    assert sequence.output_tokens == greedy_alone(prompt_of(0, 6), 25)
+    assert sequence.text == Letters().decode(sequence.output_tokens)
+    assert sequence.stats.num_committed_tokens == sequence.num_output
+
+
+def test_whoever_ended_in_an_interrupted_step_leaves_nothing_to_the_next_of_its_name():
+    toy = Early(tokenizer=Letters())
+    tell = toy.engine.committer.tell
+
+    def interrupted(collected):
+        if collected.ends:
+            raise KeyboardInterrupt
+        return tell(collected)
+
+    toy.engine.committer.tell = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(toy.engine, [(0, "a", prompt_of(0, 6), params(max_tokens=9))])
+    assert toy.engine.step() == []
+    toy.engine.committer.tell = tell
+    assert "a" in toy.engine.policy.forgotten
+    (sequence,) = run(toy.engine, [(0, "a", prompt_of(1, 6), params(max_tokens=9))])["a"]
+    assert sequence.text == Letters().decode(greedy_alone(prompt_of(1, 6), 9))
+
+
+early_strategy = st.lists(
+    st.tuples(
+        st.integers(0, 12),  # arrival
+        st.integers(0, 2),  # which shared beginning
+        st.integers(1, 30),  # prompt length
+        st.integers(1, 25),  # max_tokens
+        st.sampled_from([None, 5]),  # seed; None is greedy
+        st.integers(0, 60),  # cancelled at this step, if under 20
+        st.sampled_from([{}, {}, {"stop": ["ab", "ke", "c"]}, {"stop": ["hi"], "min_tokens": 4}, {"logprobs": 1}]),
+        st.sampled_from(["none", "chain", "tree"]),
+        st.integers(1, 6),  # budget
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(early_strategy, st.integers(14, 60), st.integers(4, 40), st.integers(1, 4), st.booleans())
+def test_launching_early_changes_no_answer_and_no_figure(wanted, num_blocks, step_tokens, seats, prefix_caching):
+    drafted = {str(i): Choice(method, budget) for i, (*_, method, budget) in enumerate(wanted) if method != "none"}
+    drafters = [ChainDrafter("chain"), TreeDrafter("tree")]
+    engine, _ = ahead_engine(
+        drafters=drafters,
+        policy=ByRequest(drafted),
+        num_blocks=num_blocks,
+        max_num_seqs=seats,
+        max_num_batched_tokens=step_tokens,
+        prefix_caching=prefix_caching,
+        eos=(EOS,),
+    )
+    engine.tokenizer = Letters()
+    requests, cancel = [], []
+    for i, (arrival, shared, length, max_tokens, seed, cancelled, more, _, _) in enumerate(wanted):
+        asked = {"max_tokens": max_tokens, **more, **({} if seed is None else {"seed": seed, "temperature": 0.8})}
+        asked["max_tokens"] = max(max_tokens, asked.get("min_tokens", 0))
+        requests.append((arrival, str(i), prompt_of(shared, length), params(**asked)))
+        if cancelled < 20:
+            cancel.append((cancelled, str(i)))
+    sequences = run(engine, requests, cancel)
+    for _, name, prompt, sampling in requests:
+        (sequence,) = sequences[name]
+        plain = make_engine(eos=(EOS,), prefix_caching=False)
+        plain.tokenizer = Letters()
+        (alone,) = run(plain, [(0, "0", prompt, sampling)])["0"]
+        if sequence.finish_reason == "abort":
+            assert sequence.output_tokens == alone.output_tokens[: sequence.num_output]
+            assert alone.text.startswith(sequence.text)
+        else:
+            assert (sequence.output_tokens, sequence.text) == (alone.output_tokens, alone.text)
+            assert (sequence.finish_reason, sequence.stop_reason) == (alone.finish_reason, alone.stop_reason)
+        assert sequence.stats.num_committed_tokens == sequence.num_output
+        assert sequence.logprobs is None or len(sequence.logprobs) == sequence.num_output
+    assert engine.drafters.failures == 0
+    assert engine.blocks.num_free == num_blocks
+    assert not engine.committer._watches

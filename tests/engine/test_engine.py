@@ -18,6 +18,7 @@ from tests.engine.fakes import (
     ChainDrafter,
     GreedyBudgetDrafter,
     NaNDrafter,
+    NarrowDrafter,
     RaisingDrafter,
     TapDrafter,
     TreeDrafter,
@@ -225,7 +226,7 @@ def test_a_batch_mixes_methods_and_a_row_without_draft():
         assert stats[name].num_committed_tokens == 40
 
 
-@pytest.mark.parametrize("broken", [RaisingDrafter, NaNDrafter, GreedyBudgetDrafter])
+@pytest.mark.parametrize("broken", [RaisingDrafter, NaNDrafter, GreedyBudgetDrafter, NarrowDrafter])
 def test_a_broken_drafter_costs_the_speculation_never_the_answer(broken):
     engine = make_engine(
         drafters=[broken("broken"), ChainDrafter("chain")],

@@ -13,17 +13,18 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.drafters.base import HostDrafter
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.adaptive import PLAIN_EVERY, AdaptivePolicy
 from paceline.engine.batch import StepOutput
 from paceline.engine.budget import DEEPEST, Budget, Offer, Terms, prospect_of
 from paceline.engine.cost import FINE, CostModel, DraftTimes, Lines
+from paceline.engine.plans import Plan, Standing
 from paceline.engine.policy import Choice, StepReport
 from paceline.engine.value import token_values
 from paceline.errors import InvalidParameter
 from paceline.models.pass_prior import CPU as CPU_PRIOR
 from paceline.models.pass_prior import GPU
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
+from paceline.sequence import Sequence, Status
 from paceline.speculative_config import read
 
 FLAT = {1: 1.0, 64: 1.3}  # a memory-bound pass
@@ -638,3 +639,72 @@ def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
     policy.observe(StepReport(1, 1, 0.02, {}, [output]))
     policy.meanwhile()
     assert policy.plain_seconds(1, False) == pytest.approx(0.02)
+
+
+def test_what_plain_steps_took_is_checked_as_fast_after_a_million_of_them():
+    policy, one = timeless([Guesser("guesser", 0.9)], "auto"), sequence("s")
+    simulate(policy, [Guesser("guesser", 0.9)], FLAT, [one], 8)
+    policy._known.costs.of(1, False)._plain.seen[1] = 10**9  # three to the power of that fits no memory
+    policy.plan([one], 0, False)
+    assert policy._plain_due == PLAIN_EVERY
+
+
+def test_a_step_is_learnt_from_by_what_was_known_when_its_draft_was_chosen():
+    """Of a few that draft by lookup amid a model's, while the plan stands: the next plan comes before the lesson."""
+    model, lookup = Guesser("model", 0.9, evidence=6, shadow=False), Guesser("lookup", 0.9)
+    policy, sequences = timeless([model, lookup], "auto"), [sequence(f"s{i}") for i in range(8)]
+    policy._known.shadows._casts.add("lookup")
+    plan = Plan(evidence={(sequences[0].key, "lookup"): 4}, drafts=True)
+    choices = {one.key: Choice("model", 2) for one in sequences} | {sequences[0].key: Choice("lookup", 2)}
+    policy._standing = Standing(choices, plan, steps=4, left=3)
+    policy._known.costs.of(8, False).observe(8, 0.02)
+    noted = []
+    policy._known.acceptance.note = lambda key, method, sampled, evidence, *_: noted.append((method, evidence))
+    for evidence in (4, 9):
+        lookup._evidence = evidence
+        assert policy.plan(sequences, 0, False)[0] == Choice("lookup", 2)
+        policy.meanwhile()
+        policy.observe(StepReport(8, 10, 0.02, {}, [StepOutput(sequences[0], [1], "", [], False, "lookup", 2, 0)]))
+    policy._learn()
+    assert noted == [("lookup", 4), ("lookup", 9)]
+
+
+def test_behind_a_pass_nobody_asks_about_those_that_have_left():
+    policy, _, sequences, asked = led_by_a_model(8)
+    gone = sequences[0]
+    policy.plan(sequences, 0, False)
+    gone.status = Status.FINISHED
+    policy.forget(gone)
+    policy._standing.left = 0
+    for questions in asked.values():
+        questions.clear()
+    policy.meanwhile()
+    assert asked["behind a pass"]
+    assert gone.key not in {key for _, key in asked["behind a pass"]}
+    assert gone.key not in policy._heard
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.002, 0.02])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(slope, in_step):
+    noise, nothing = np.random.default_rng(3), Offer(1, "a", np.zeros(DEEPEST), [])
+    for nodes in range(DEEPEST + 1):
+        cost, worth = CostModel(), np.cumprod(noise.uniform(0.6, 1.0, DEEPEST)) * (np.arange(DEEPEST) < nodes)
+        with_nodes = cost.seconds_with(2, 2 * DEEPEST)
+        line = Lines(noise.uniform(0, 0.1, 2), np.full(2, slope), 1e-3)
+        terms = Terms(cost, 2, 2, 2.0, 0.0, with_nodes, {"a": line}, in_step, room=noise.uniform(32, 99))
+        offer = Offer(0, "a", worth, [])
+        alone, beside = prospect_of([offer], terms), prospect_of([offer, nothing], terms)
+        assert (alone is None) == (beside is None) == (nodes == 0)
+        if alone is not None:
+            assert alone.limit == beside.limit
+            assert alone.order.tolist() == beside.order.tolist()
+            assert alone.rates.tolist() == beside.rates.tolist()
+
+
+def test_a_method_that_cannot_say_how_far_behind_it_is_costs_no_step():
+    guessers = [Guesser("a", 0.9), Guesser("b", 0.9)]
+    guessers[0].lag = lambda sequence: 1 // 0
+    sequences = [sequence(f"s{i}") for i in range(2)]
+    simulate(timeless(guessers, "auto"), guessers, FLAT, sequences, 40)
+    assert len(sequences[0].tokens) > 60, "they draft all the same"

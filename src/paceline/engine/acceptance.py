@@ -20,7 +20,6 @@ import numpy.typing as npt
 from paceline.drafters.base import LEARNED
 
 POSITIONS = 16  # deeper ones count as the last
-NOTHING = (0.0,) * POSITIONS
 MEMORY = 400.0  # trials after which old ones fade
 # Trials that the first guess counts for, by bucket: more for short matches, a dozen of which may fail in a row.
 PRIOR_TRIALS = (12.0,) * 4 + (4.0,) * 4
@@ -111,7 +110,8 @@ class Acceptance:
         elif record is not None:
             rates = record.rates(rates, PRIOR_TRIALS[at])
         alive = np.cumprod(np.minimum(rates[:depth] * bend, 0.99))
-        return [float(one) for one in alive[alive >= least]]
+        kept: list[float] = alive[alive >= least].tolist()
+        return kept
 
     def note(self, sequence_key: str, method: str, sampled: bool, evidence: int, drafted: int, accepted: int) -> None:
         """A draft of `drafted` tokens met its fate; a shadow draft that was never verified counts as well."""

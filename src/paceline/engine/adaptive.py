@@ -32,7 +32,8 @@ from paceline.sequence import Sequence
 
 PROBE_EVERY = 64  # looks after which a method that casts no shadow is tried once more
 PROBE_BUDGET = 2
-PLAIN_FIRST, PLAIN_EVERY = 4, 128  # steps until the next plain one: three times as many after each
+PLAIN_FIRST, PLAIN_EVERY = 4, 128  # steps until the next plain one: three times as many after each,
+PLAIN_TIMES = 4  # so many times
 OVERHEAD_RATE = 0.1
 STANDS = 6  # steps a plan serves at most
 MANY = 16  # sequences: planning for them takes so long that a plan serves for two steps at least
@@ -121,6 +122,7 @@ class AdaptivePolicy:
         last = self._standing
         if last is None or not self._known.on_device or self._known.acceptance.doubt > DOUBTED:
             return
+        self._live = [sequence for sequence in self._live if not sequence.finished]
         if last.left and len(self._live) >= STILL_THERE * len(last.choices):
             return
         going: list[Sequence] = []
@@ -183,7 +185,8 @@ class AdaptivePolicy:
         if None in found.values():
             return False
         last.left -= 1
-        self._made.evidence, self._made.promises, self._made.drafts = last.plan.evidence, last.plan.promises, True
+        # A copy: what came of the step before is perhaps not learnt yet, and that by what was known then.
+        self._made.evidence, self._made.promises, self._made.drafts = dict(last.plan.evidence), last.plan.promises, True
         for index, choice in found.items():
             assert choice is not None
             lookup = choice.budget and self._known.shadows.casts(choice.method)
@@ -303,7 +306,7 @@ class AdaptivePolicy:
         seen = cost.plain_seen(base)
         # Where passes are recorded they take what they took before.
         first = PLAIN_EVERY if self._known.costs.prior.padded_to else PLAIN_FIRST
-        self._plain_due = min(first * 3 ** max(seen - 1, 0), PLAIN_EVERY)
+        self._plain_due = min(first * 3 ** min(max(seen - 1, 0), PLAIN_TIMES), PLAIN_EVERY)
         self._checking = not seen or self._since_plain >= self._plain_due
         if self._checking:
             self._since_plain = 0

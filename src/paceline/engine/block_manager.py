@@ -43,9 +43,6 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def holds(self, sequence: Sequence, num_tokens: int) -> bool:
-        return len(sequence.blocks) * self.block_size >= num_tokens
-
     def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         return self.blocks_for(num_tokens) - len(sequence.blocks) <= len(self._free)
 

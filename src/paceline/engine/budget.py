@@ -7,6 +7,7 @@ candidate and wins ties.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -60,7 +61,7 @@ class Terms:
     room: float = math.inf  # tokens that a sequence may still say, on average
     trial: int = 1  # steps that a number of nodes of unknown cost would be tried for; 0: not now
 
-    @property
+    @functools.cached_property
     def plain_s(self) -> float:
         return self.cost.seconds(self.base)
 
@@ -86,6 +87,8 @@ def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
     """
     if not offers:
         return None
+    if len(offers) == 1:
+        return _alone(offers[0], terms)
     worth = np.stack([offer.worth for offer in offers]).ravel()
     methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
     lines = [terms.drafting[name] for name in methods]
@@ -111,6 +114,24 @@ def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
     return Prospect(len(offers), order, rates, limit)
 
 
+def _alone(offer: Offer, terms: Terms) -> Prospect | None:
+    """The same of one offer, whose nodes are in order, in a quarter of the time."""
+    worth = offer.worth[: np.count_nonzero(offer.worth)]
+    if not len(worth):
+        return None
+    line, depth, limit = terms.drafting[offer.method], ENDS[: len(worth), 0], 0
+    rates = (terms.value + np.cumsum(worth)) / (terms.with_nodes[: len(worth)] + line.for_one(depth))
+    if line.slope > DEAR * terms.plain_s:
+        limit = int((np.maximum.accumulate(rates) * _to_the_end(depth, terms)).argmax()) + 1
+        rates = rates[:limit]
+    return Prospect(1, depth[: len(rates)] - 1, rates, limit)
+
+
+def _to_the_end(depth: Ints, terms: Terms) -> npt.NDArray[np.floating]:
+    """The share of what drafts of these depths promise that is left where answers end amid one."""
+    return 1 - AMID * depth / terms.room
+
+
 def _best_limit(depth: Ints, worth: Floats, by: Ints, lines: SequenceOf[Lines], terms: Terms) -> int:
     """The depth to end at, of nodes in order of worth; of many nodes some of the numbers are tried."""
     taken = depth <= ENDS  # (limits, nodes)
@@ -121,7 +142,7 @@ def _best_limit(depth: Ints, worth: Floats, by: Ints, lines: SequenceOf[Lines], 
     number = number[:, some]
     rates = (terms.value + gain[:, some]) / (terms.with_nodes[np.minimum(number, most) - 1] + drafting[:, some])
     rates[number > most] = 0.0
-    best = rates.max(axis=1) * (1 - AMID * ENDS[:, 0] / terms.room)
+    best = rates.max(axis=1) * _to_the_end(ENDS[:, 0], terms)
     return int(best.argmax()) + 1
 
 

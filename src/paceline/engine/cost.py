@@ -271,6 +271,11 @@ class Lines:
         deepest = np.minimum(np.maximum.accumulate(np.where(its, depth, 0)), limit)
         return np.where(rows > 0, self.a[size] + self.b[size] * deepest + rows * self.each_s, 0.0)
 
+    def for_one(self, depth: npt.NDArray[np.int64]) -> Floats:
+        """The same of one sequence's nodes, in order."""
+        seconds: Floats = self.a[0] + self.b[0] * depth + self.each_s
+        return seconds
+
     def at(self, rows: int, depth: Any) -> Any:
         """Seconds of one draft for so many sequences; `depth` may be an array."""
         size = size_of(rows)
@@ -291,9 +296,10 @@ class DraftTimes:
         if not known:
             return Lines(np.zeros(len(sizes)), np.full(len(sizes), guess_s), each_s)
         nearest = [min(known, key=lambda one: (abs(one - size), one)) for size in sizes]
-        less = np.array([FOR_FEWER ** max(one - size, 0) for size, one in zip(sizes, nearest, strict=True)])
-        a, b = (np.array([getattr(known[one], part) for one in nearest]) * less for part in "ab")
-        return Lines(a, b, each_s)
+        less = [FOR_FEWER ** max(one - size, 0) for size, one in zip(sizes, nearest, strict=True)]
+        a = [known[one].a * share for one, share in zip(nearest, less, strict=True)]
+        b = [known[one].b * share for one, share in zip(nearest, less, strict=True)]
+        return Lines(np.array(a), np.array(b), each_s)
 
     def observe(self, method: str, rows: int, depth: int, seconds: float, *, passes: bool = False) -> None:
         """`passes`: every token ahead takes one of a model."""

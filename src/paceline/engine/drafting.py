@@ -127,8 +127,8 @@ class DrafterSet:
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
             if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):
                 raise ValueError("q is not finite")
-            parts = draft.tokens, draft.parents, draft.depth, draft.num_nodes
-            if not draft.is_even and any(part.dtype != torch.int64 for part in parts):
+            shape = () if draft.is_even else (draft.parents, draft.depth, draft.num_nodes)
+            if any(part.dtype != torch.int64 for part in (draft.tokens, *shape)):
                 raise ValueError("tokens, parents, depth and num_nodes must be int64")
         except Exception as problem:  # whatever it is, the answer does not depend on it
             self._complain(drafter, problem)

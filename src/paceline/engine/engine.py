@@ -96,6 +96,7 @@ class Engine:
             if self._unfinished:  # a step was interrupted: who had said the last word leaves now
                 for sequence in [one for one in self.scheduler.running if one.finish_reason is not None]:
                     self.scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
+                    self._forget(sequence)
             self._unfinished = True
             outputs = self._step()
             self._unfinished = False
@@ -121,11 +122,12 @@ class Engine:
         collected = self.committer.collect(flight)  # the one device-to-host copy; append
         early = self.runs_ahead and ahead is None
         outputs = [] if early else self.committer.tell(collected)  # text, stop, finish
-        read_before, self._read_at = self._read_at, time.perf_counter()
-        if batch.num_drafted:  # the device may have been drafting since the step before was read
-            started = max(started - self.drafters.time_devices(), min(read_before, started))
-        report = self._report(batch, flight, collected.outputs, self._read_at - started)
-        self.policy.observe(report)
+        try:
+            report = self._observe(batch, flight, collected.outputs, started)
+        except BaseException:
+            if early:
+                self.committer.tell(collected)  # what was said stands
+            raise
         if early:
             ahead, outputs = self._launch_early(collected)
         self._ahead = ahead  # not before: where this step is interrupted, what followed it is computed again
@@ -171,6 +173,15 @@ class Engine:
             raise problem
         live = ahead is not None and any(not row.sequence.finished for row in ahead[0].rows)
         return ahead if live else None
+
+    def _observe(self, batch: Batch, flight: Flight, outputs: list[StepOutput], started: float) -> StepReport:
+        """A step was read: the policy may learn from it."""
+        read_before, self._read_at = self._read_at, time.perf_counter()
+        if batch.num_drafted:  # the device may have been drafting since the step before was read
+            started = max(started - self.drafters.time_devices(), min(read_before, started))
+        report = self._report(batch, flight, outputs, self._read_at - started)
+        self.policy.observe(report)
+        return report
 
     def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> StepReport:
         rows = flight.layout.tokens.shape[0]
@@ -218,9 +229,12 @@ class Engine:
         cancelled = [sequence for sequence in self.scheduler.sequences() if sequence.request_id == request_id]
         for sequence in cancelled:
             self.scheduler.finish(sequence, "abort")
-            self.policy.forget(sequence)
-            self.committer.forget(sequence)
+            self._forget(sequence)
         return cancelled
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.policy.forget(sequence)
+        self.committer.forget(sequence)
 
     @property
     def has_work(self) -> bool:

@@ -5,7 +5,6 @@ Then leaving it costs more than lookups can bring to a few: those have a draft o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from paceline.drafters import NONE
@@ -26,7 +25,9 @@ class Lead:
     @property
     def main(self) -> tuple[str, int]:
         """The method that most draft by, and how many."""
-        return max(Counter(self.now.values()).items(), key=lambda each: each[1], default=(NONE, 0))
+        methods = list(self.now.values())
+        main = max(dict.fromkeys(methods), key=methods.count, default=NONE)
+        return main, methods.count(main)
 
     def leader(self, num_sequences: int) -> str:
         """The model that leads where there are about so many sequences."""

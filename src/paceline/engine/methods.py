@@ -45,6 +45,13 @@ class Methods:
             self.complain(method, problem)
         return 0
 
+    def lag(self, sequence: Sequence, method: str) -> int:
+        try:
+            return self.drafters[method].lag(sequence)
+        except Exception as problem:
+            self.complain(method, problem)
+        return 0
+
     def complain(self, method: str, problem: Exception) -> None:
         if (method, type(problem)) not in self._complained:  # said once: it may fail at every step
             log.warning("drafter %s failed to say what it knows: %r", method, problem)

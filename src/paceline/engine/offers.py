@@ -45,6 +45,8 @@ class Offers:
     def values(self, sequences: SequenceOf[Sequence], cost: CostModel) -> list[float]:
         """By sequence: what a token of it is worth to whoever waits for all answers of its job."""
         values, jobs = [1.0] * len(sequences), dict[str, list[int]]()
+        if len(sequences) == 1:
+            return values
         for index, sequence in enumerate(sequences):
             jobs.setdefault(sequence.job, []).append(index)
         belief = BELIEF if self._lead.leader(len(sequences)) == NONE else LED_BELIEF
@@ -114,7 +116,7 @@ class Offers:
             best = 0.0
             for method, evidence in candidates:
                 bend = self._known.acceptance.bend(sequence.key, method)
-                lag = self._methods.drafters[method].lag(sequence) if several else 0
+                lag = self._methods.lag(sequence, method) if several else 0
                 lag = -(-lag // LAGS) * LAGS if lag > SMALL_LAG else 0
                 alike = method, bucket(evidence), sampled, bend, lag, several
                 if alike not in known:

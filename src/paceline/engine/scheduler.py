@@ -78,11 +78,15 @@ class Scheduler:
         """The step after one whose tokens stand but are not told yet, where that makes no difference: nobody is to be
         admitted, and there are blocks for all. `ends`: somebody leaves.
         """
-        if (self.waiting and (ends or self.has_place)) or self.blocks.num_free < SPARE * len(self.running):
+        if self.waiting and (ends or self.has_place):
             return None
-        if any(sequence.logprobs is not None for sequence in self.running):  # reading them would wait for the device
-            return None
-        return self.schedule()
+        tokens = 0
+        for sequence in self.running:
+            if sequence.logprobs is not None:  # reading them would wait for the device
+                return None
+            tokens += len(sequence.tokens) - sequence.num_computed
+        needed = SPARE * len(self.running) + tokens // self.blocks.block_size
+        return self.schedule() if needed <= self.blocks.num_free else None
 
     def keep(self, batch: Batch) -> None:
         """The room of a step that is under way before the one before it is told, when blocks are taken back."""
