@@ -190,6 +190,16 @@ def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeyp
     assert len(captured) == 1
 
 
+def test_ways_of_drawing_not_met_for_long_give_way(monkeypatch):
+    monkeypatch.setattr("paceline.drafters.booths.MOST", 2)
+    booths, made = Booths(50, torch.device("cpu")), []
+    for asked in ({}, {"top_p": 0.9}, {}, {"top_k": 5}, {}, {"top_p": 0.9}):
+        sequence = Sequence("0", [0], params(temperature=0.7, **asked), max_len=9)
+        made.append(Voices(booths, [sequence], 1, None)._booth)
+    assert made[0] is made[2] is made[4]
+    assert made[1] is not made[5]
+
+
 def test_rows_that_look_back_at_what_was_said_go_by_passes():
     model = ChainModel(imitating)
     engine = make_engine([DraftModelDrafter(model)], k=3)

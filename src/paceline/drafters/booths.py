@@ -7,6 +7,7 @@ device has so much to do that launching kernel by kernel hides behind it.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.verify import Controls, Draws, Nodes, propose
 
 log = logging.getLogger("paceline")
 MOST_ROWS = 16
+MOST = 48  # booths; the one not used for longest gives way
 CONTROLS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -27,7 +29,7 @@ class Booths:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.builder = ControlsBuilder(vocab_size, frozenset(), device)
         self.vocab_size, self.device = vocab_size, device
-        self._made: dict[tuple[object, ...], Booth] = {}
+        self._made: OrderedDict[tuple[object, ...], Booth] = OrderedDict()
         self._logits = torch.empty(0)  # what booths read, one at a time
         self._pool: Any = None  # what they write
 
@@ -44,6 +46,9 @@ class Booths:
                 self._logits = torch.zeros(MOST_ROWS, self.vocab_size, device=self.device)
                 self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
             self._made[key] = Booth(self._logits[:rows], controls, seeded, self._pool)
+            if len(self._made) > MOST:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
         return self._made[key]
 
 
