@@ -20,10 +20,12 @@ import numpy.typing as npt
 from paceline.engine.cost import CostModel, Floats, Lines
 
 # What a plan must promise over plain decoding. More in a batch where drafts are found here and there: of many estimates
-# those that promise too much are chosen. A model's drafts are all alike.
-MARGIN, MARGIN_EACH, MARGIN_MOST = 0.04, 0.003, 0.1
+# those that promise too much are chosen. A model's drafts are all alike, and dear where they bring nothing.
+MARGIN, MARGIN_EACH, MARGIN_MOST = 0.01, 0.013, 0.1
+MODEL_MARGIN = 0.04
 COLD_EACH, COLD_MOST = 0.005, 0.1  # on top of that while nothing is known of what promises are worth
 EXPLORE_SHARE = 0.005  # of the time: what putting guessed costs to the test may cost
+LITTLE = 0.04  # of a step that a trial of fewer nodes may lose
 EXPLORE_WITHIN, EXPLORE_MOST = 0.15, 4.0  # no more than that of one step; steps that may be saved up for it
 TRIALS = 4  # plans by models that are followed although what they promise is doubted
 DEEPEST, MAX_NODES = 16, 1024  # how far ahead a plan looks, and how many nodes one step may take
@@ -181,7 +183,7 @@ class Budget:
         self.expected_gain = float(rates[best]) / plain
         self._allowance = min(self._allowance + EXPLORE_SHARE, EXPLORE_MOST)
         others = terms.sequences - 1
-        margin = MARGIN if dear else min(MARGIN + MARGIN_EACH * others, MARGIN_MOST)
+        margin = MODEL_MARGIN if dear else min(MARGIN + MARGIN_EACH * others, MARGIN_MOST)
         if self.expected_gain <= 1 + margin:
             return self._fewer(rates, terms)
         doubted = self.expected_gain <= 1 + margin + min(COLD_EACH * others, COLD_MOST) * terms.doubt
@@ -205,4 +207,4 @@ class Budget:
             return 0
         best = int(rates.argmax())
         regret = 1 - float(rates[best]) * terms.plain_s / terms.value
-        return best + 1 if regret <= MARGIN and self.afford(max(regret, EXPLORE_SHARE)) else 0
+        return best + 1 if regret <= LITTLE and self.afford(max(regret, EXPLORE_SHARE)) else 0
