@@ -110,10 +110,10 @@ def other_prompts(paths: Sequence[str], count: int, measured: Sequence[dict[str,
     return others[:: max(len(others) // count, 1)][:count]
 
 
-def speedup(rows: list[dict[str, Any]], name: str) -> dict[str, float] | None:
-    """Time per token of plain over that of `name`, all groups together, with a paired interval over groups."""
+def speedup(rows: list[dict[str, Any]], name: str, over: str = "none") -> dict[str, float] | None:
+    """Time per token of `over` over that of `name`, all groups together, with a paired interval over groups."""
     pairs = [
-        Pair(row["seconds"]["none"] * row["tokens"], row["tokens"], row["seconds"][name] * row["tokens"], row["tokens"])
+        Pair(row["seconds"][over] * row["tokens"], row["tokens"], row["seconds"][name] * row["tokens"], row["tokens"])
         for row in rows
     ]
     found = paired_speedup(pairs)
@@ -214,6 +214,10 @@ def report(
             ratio = speedup(mine, name)
             if ratio is not None:
                 cell[name] = ratio | {"tau": statistics.mean(row["tau"][name] for row in mine)}
+        fixed = [name for name in names if name in cell and not name.startswith("auto")]
+        best = max(fixed, key=lambda name: cell[name]["ratio"], default=None)
+        for name in [name for name in names if name in cell and name not in fixed and best]:
+            cell[name] |= {"of": best, "share": speedup(mine, name, over=str(best))}
         cell["identical"] = all(row["identical"] for row in mine)
         cell["looping"] = sum(row["loops"] for row in mine)
         result["cells"].append(cell)
@@ -223,8 +227,11 @@ def report(
         )
 
 
-def figure(entry: dict[str, float]) -> str:
-    return f"{entry['ratio']:.2f}x [{entry['low']:.2f}, {entry['high']:.2f}] τ {entry['tau']:.2f}"
+def figure(entry: dict[str, Any]) -> str:
+    said = f"{entry['ratio']:.2f}x [{entry['low']:.2f}, {entry['high']:.2f}] τ {entry['tau']:.2f}"
+    if share := entry.get("share"):  # of the best fixed method, the same groups compared
+        said += f" ({share['ratio']:.3f} [{share['low']:.3f}, {share['high']:.3f}] of {entry['of']})"
+    return said
 
 
 if __name__ == "__main__":
