@@ -43,6 +43,18 @@ requests_strategy = st.lists(
 )
 
 
+def asked_of(wanted):
+    """Requests as `run` takes them, and who is cancelled when."""
+    requests, cancel = [], []
+    for i, (arrival, shared, length, max_tokens, seed, cancelled, more, *_) in enumerate(wanted):
+        asked = {"max_tokens": max_tokens, **more, **({} if seed is None else {"seed": seed, "temperature": 0.8})}
+        asked["max_tokens"] = max(max_tokens, asked.get("min_tokens", 0))
+        requests.append((arrival, str(i), prompt_of(shared, length), params(**asked)))
+        if cancelled < 20:
+            cancel.append((cancelled, str(i)))
+    return requests, cancel
+
+
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(requests_strategy, st.integers(14, 40), st.integers(4, 40), st.integers(1, 4), st.booleans())
 def test_running_ahead_changes_no_answer_and_no_figure(wanted, num_blocks, step_tokens, seats, prefix_caching):
@@ -53,13 +65,7 @@ def test_running_ahead_changes_no_answer_and_no_figure(wanted, num_blocks, step_
         max_num_batched_tokens=step_tokens,
         prefix_caching=prefix_caching,
     )
-    requests, cancel = [], []
-    for i, (arrival, shared, length, max_tokens, seed, cancelled, more) in enumerate(wanted):
-        asked = {"max_tokens": max_tokens, **more, **({} if seed is None else {"seed": seed, "temperature": 0.8})}
-        asked["max_tokens"] = max(max_tokens, asked.get("min_tokens", 0))
-        requests.append((arrival, str(i), prompt_of(shared, length), params(**asked)))
-        if cancelled < 20:
-            cancel.append((cancelled, str(i)))
+    requests, cancel = asked_of(wanted)
     sequences = run(engine, requests, cancel)
     for _, name, prompt, sampling in requests:
         (sequence,) = sequences[name]
@@ -423,13 +429,7 @@ def test_launching_early_changes_no_answer_and_no_figure(wanted, num_blocks, ste
         eos=(EOS,),
     )
     engine.tokenizer = Letters()
-    requests, cancel = [], []
-    for i, (arrival, shared, length, max_tokens, seed, cancelled, more, _, _) in enumerate(wanted):
-        asked = {"max_tokens": max_tokens, **more, **({} if seed is None else {"seed": seed, "temperature": 0.8})}
-        asked["max_tokens"] = max(max_tokens, asked.get("min_tokens", 0))
-        requests.append((arrival, str(i), prompt_of(shared, length), params(**asked)))
-        if cancelled < 20:
-            cancel.append((cancelled, str(i)))
+    requests, cancel = asked_of(wanted)
     sequences = run(engine, requests, cancel)
     for _, name, prompt, sampling in requests:
         (sequence,) = sequences[name]

@@ -702,6 +702,16 @@ def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(
             assert alone.rates.tolist() == beside.rates.tolist()
 
 
+@pytest.mark.parametrize(("sequences", "by_model", "drafts"), [(1, False, True), (1, True, False), (8, False, False)])
+def test_a_promise_of_three_per_cent_is_enough_for_one_sequence_that_looks_up(sequences, by_model, drafts):
+    cost = CostModel()
+    for rows in (sequences, sequences + 1):
+        cost.observe(rows, 0.03)
+    terms = Terms(cost, sequences, sequences, float(sequences), 0.0, cost.seconds_with(sequences, 1), {})
+    promised = np.array([1.03 * terms.value / terms.plain_s])
+    assert Budget()._best_number(promised, terms, by_model) == int(drafts)
+
+
 def test_a_method_that_cannot_say_how_far_behind_it_is_costs_no_step():
     guessers = [Guesser("a", 0.9), Guesser("b", 0.9)]
     guessers[0].lag = lambda sequence: 1 // 0
