@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.engine import expect_objects, no_collection
 from paceline.engine.layout import filled_in, lay_out, slot
-from paceline.engine.model_runner import Reading, unpack
+from paceline.engine.model_runner import Reading, branched
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -60,7 +61,7 @@ def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, t
     sampled = [index for index, row in enumerate(batch.rows) if row.samples]
     draft = make_draft(noise, len(sampled), width, trees=trees)
     layout = lay_out(batch, draft, BLOCK)
-    plan, at, logits = layout.plan, 0, 0
+    plan, at, logits, branches = layout.plan, 0, 0, []
     for index, row in enumerate(batch.rows):
         tokens, table = row.sequence.tokens, row.sequence.blocks
         assert plan.block_tables[index].tolist() == table + [-1] * (plan.block_tables.shape[1] - len(table))
@@ -90,7 +91,11 @@ def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, t
         assert (index in layout.trees) == (not is_chain)
         assert (layout.spans[index].nodes, layout.spans[index].num_nodes) == (at - count, count)
         logits += count + 1
+        if not is_chain:
+            branches.append([which, *(slot(row.sequence, length + node, BLOCK) for node in range(count))])
     assert (len(layout.tokens), len(layout.logit_rows)) == (at, logits)
+    if layout.is_tree:
+        assert [of[: len(own)] for of, own in zip(branched(layout).tolist(), branches, strict=True)] == branches
     assert plan.max_len == int(plan.positions.max()) + 1
 
 
@@ -132,10 +137,11 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
         "kinds": noise.integers(0, 4, (batch, depth + 1)).astype(np.uint8),
     }
     verdict = Verdict(**{name: torch.from_numpy(part) for name, part in given.items()})
-    packed = verdict.pack()
-    for read in (unpack(packed.numpy(), batch, depth), Reading(verdict).verdict):
-        for name, part in given.items():
-            assert np.array_equal(getattr(read, name), part), name
+    here, arrived = Reading(verdict), Reading(verdict)
+    arrived._packed, arrived._arrived = verdict.pack(), SimpleNamespace(synchronize=lambda: None)
+    for row, count in enumerate(given["num_accepted"].tolist()):
+        said = tuple(given[name][row, : count + 1].tolist() for name in ("tokens", "kinds"))
+        assert here.said()[row] == arrived.said()[row] == (said[0], count, said[1])
     blank = Verdict.blank(batch, depth, torch.device("cpu"))
     assert blank.pack() is blank.packed
     for name in ("tokens", "num_accepted", "kinds"):
