@@ -38,12 +38,11 @@ class Graph:
 class Recorder(Recorded):
     def __init__(self, **options):
         super().__init__(torch.device("cpu"), **{"first": 1, **options})
-        self.records, self.captures = True, 0
+        self.records, self.captures, self._recorder = True, 0, self
 
-    def _capture(self, work):
+    def record(self, work):
         self.captures += 1
-        result = work()
-        return Graph(work, result), result
+        return Graph(work, work())
 
 
 class Work:
@@ -141,7 +140,7 @@ def test_work_that_cannot_be_recorded_runs_as_it_is_and_is_said_once(monkeypatch
     def refuse(self, work):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(Recorder, "_capture", refuse)
+    monkeypatch.setattr(Recorder, "record", refuse)
     recorded, work = Recorder(), Work()
     for value in (1.0, 2.0, 3.0, 4.0):
         assert recorded(work, Given(numbers(value)), numbers(0.0))["sum"] == value
