@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -531,10 +532,12 @@ def test_what_was_learnt_survives_a_restart():
     again.load(json.loads(json.dumps(policy.state())))
     fresh = [sequence("t")]
     assert again.plan(fresh, 0, False)[0].budget >= 4, "a one-shot request does not start cold"
+    cost = policy.state()["costs"][0]
     for broken in (
         {},
         {"costs": [{"sampled": 1, "size": 0, "scale": 1, "plain": {"rows": [7], "factor": [1]}}]},
         {"costs": 3},
+        *(policy.state() | {"costs": [cost | {"scale": scale}]} for scale in (0, -1e-3, 1e9, math.nan)),
     ):
         with pytest.raises((KeyError, TypeError, ValueError)):
             again.load(broken)

@@ -193,6 +193,8 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], prior: PassPrior = CPU, seen: int = REMEMBERED) -> CostModel:
+        if stored["scale"] is not None and not 0 < float(stored["scale"]) < 1e6:
+            raise ValueError("a cost model of another form")
         model = cls(prior)
         model.scale = None if stored["scale"] is None else float(stored["scale"])
         model._plain = _Curve.from_dict(stored["plain"], model._grid.tolist(), seen)
