@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -184,3 +185,18 @@ def test_numbers_packed_for_a_device_arrive_whole_and_aligned(monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(tensors, packed, strict=True))
     first = packed[0].data_ptr()
     assert all((one.data_ptr() - first) % 16 == 0 for one in packed if one.numel())
+
+
+def test_even_chains_are_known_by_what_they_were_made_of():
+    draft = Draft.even(torch.zeros(2, 3, dtype=torch.int64), source=1)
+    chains = Draft.chains(draft.tokens, torch.tensor([3, 3]), source=1)
+    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
+        assert torch.equal(getattr(draft, name), getattr(chains, name)), name
+    for width in range(99):
+        Draft.even(torch.zeros(1, width, dtype=torch.int64), source=0)
+    assert draft.is_even
+    assert not chains.is_even
+    for name in ("parents", "depth", "num_nodes"):
+        assert not replace(draft, **{name: getattr(draft, name).clone()}).is_even, name
+    assert not replace(draft, tokens=draft.tokens[:, :2]).is_even
+    assert replace(draft, tokens=draft.tokens + 1).is_even
