@@ -9,9 +9,13 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,13 @@ class KVCache:
         depth, -1 beyond; each moves to the slot of the node whose number is its depth.
         """
         kernel = _kernel() if path.is_cuda else None
-        for storage in self._storage:
-            (kernel or _compact)(storage, nodes, path)
+        if kernel is not None:
+            for storage in self._storage:
+                kernel(storage, nodes, path)
+            return
+        source, target = _moves(nodes.cpu().numpy(), path.cpu().numpy())
+        for storage in self._storage if len(source) else ():
+            storage[:, :, target] = storage[:, :, source]  # some slots may be both: gather first, then scatter
 
     def rehearse(self) -> None:
         """A path that leads nowhere: the kernel gets compiled before anybody waits for it."""
@@ -61,13 +70,11 @@ class KVCache:
         return sum(2 * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
 
 
-def _compact(storage: Tensor, nodes: Tensor, path: Tensor) -> None:
-    """Slots moved from and to may be the same: gather first, then scatter."""
+def _moves(nodes: Ints, path: Ints) -> tuple[Tensor, Tensor]:
+    """Slots to move from and to."""
     path, slots = path[nodes[:, 0]], nodes[:, 1:]
-    moved = path > torch.arange(path.shape[1], device=path.device)
-    source, target = slots.gather(1, path.clamp_min(0))[moved], slots[:, : path.shape[1]][moved]
-    if len(source):
-        storage[:, :, target] = storage[:, :, source]
+    tree, depth = np.nonzero(path > np.arange(path.shape[1]))
+    return torch.from_numpy(slots[tree, path[tree, depth]]), torch.from_numpy(slots[tree, depth])
 
 
 @functools.cache
