@@ -75,7 +75,7 @@ def test_work_that_fails_ends_its_recording_and_leaves_the_next_alone(diary):
     assert diary[2:] == ["begin 2 in b", "end 2", "replay 2"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_a_device_does_again_what_was_recorded():
     x = torch.zeros(4, device="cuda")
     recorder = Recorder()

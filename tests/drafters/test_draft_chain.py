@@ -138,7 +138,7 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
         torch.testing.assert_close(q.sum(1), torch.ones(len(q)))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("asked", [{}, {"seed": 3}, {"top_k": 40, "top_p": 0.9}])
 def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
     device, vocab, wanted = torch.device("cuda"), 5000, params(temperature=0.7, **asked)

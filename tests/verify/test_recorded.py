@@ -182,10 +182,11 @@ def test_a_verdict_comes_out_packed_as_it_was(depth):
 
 @pytest.mark.parametrize("draft", steps.DRAFTS)
 @pytest.mark.parametrize("asked", steps.ASKED)
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @torch.inference_mode()
-def test_steps_are_judged_alike_recorded_or_not(asked, draft):
+def test_steps_are_judged_alike_recorded_or_not(where, asked, draft):
     """Other tokens, lengths and numbers of rows at every step; what stands behind the logits is no number."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(where)
     recording, plain = (Sampler(40, frozenset({2}), device) for _ in range(2))
     plain._recorded.records = False
     recording._recorded = Recorder() if device.type == "cpu" else Recorded(device, first=1)

@@ -547,7 +547,7 @@ def test_a_row_is_drawn_the_same_in_any_batch():
         assert drawn(0, size) == alone[:size]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_a_cuda_device_draws_the_same_tokens():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(24, 5000, generator=generator) * 3
