@@ -117,7 +117,8 @@ class ModelRunner:
         shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
         if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
             self.sampler.rehearse()
-            self.cache.rehearse()
+            if self.drafters.drafters:
+                self.cache.rehearse()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
