@@ -366,7 +366,7 @@ def test_whoever_drafts_in_step_with_others_has_one_node_at_least():
     good, bad = ([each**ahead for ahead in range(1, DEEPEST + 1)] for each in (0.98, 0.3))
     offers = [Offer(i, "model", bad if i == 3 else good) for i in range(4)]
     in_step = Terms(cost, 4, 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), {"model": line}, in_step=True)
-    each_alone = replace(in_step, in_step=False)
+    each_alone = in_step._replace(in_step=False)
     assert Budget().spread(prospect_of(offers, each_alone), each_alone)[3] == 0
     depths = Budget().spread(prospect_of(offers, in_step), in_step)
     assert depths[3] == 1
@@ -378,7 +378,7 @@ def test_drafts_are_shorter_where_answers_end_soon():
     cost.observe(8, 4e-3)
     offer = Offer(0, "m", [0.95**ahead for ahead in range(1, DEEPEST + 1)])
     far = Terms(cost, 1, 1, 1.0, 0.0, cost.seconds_with(1, DEEPEST), {"m": Lines([0.0], [3e-4])})
-    limits = [prospect_of([offer], replace(far, room=room)).limit for room in (1e6, 40.0)]
+    limits = [prospect_of([offer], far._replace(room=room)).limit for room in (1e6, 40.0)]
     assert limits[0] > limits[1] >= 4
 
 
@@ -699,7 +699,7 @@ def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(
         many, few = cost.seconds_with(2, 2 * DEEPEST), cost.seconds_with_few(2, DEEPEST)
         assert few == pytest.approx(many[:DEEPEST].tolist(), rel=1e-12)
         terms = Terms(cost, 2, 2, 2.0, 0.0, many, lines, in_step, room=noise.uniform(32, 99))
-        alone, beside = prospect_of([offer], replace(terms, with_nodes=few)), prospect_of([offer, nothing], terms)
+        alone, beside = prospect_of([offer], terms._replace(with_nodes=few)), prospect_of([offer, nothing], terms)
         assert (alone is None) == (beside is None) == (nodes == 0)
         if alone is not None:
             assert alone.limit == beside.limit
@@ -709,7 +709,7 @@ def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(
                 budgets = Budget(), Budget()
                 for budget in budgets:
                     budget._allowance = 4.0
-                asked = replace(terms, trial=trial)
+                asked = terms._replace(trial=trial)
                 depths = budgets[0].spread(alone, asked), budgets[1].spread(beside, asked)
                 assert depths[0] == depths[1][:1]
                 assert budgets[0].explores == budgets[1].explores

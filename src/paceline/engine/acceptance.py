@@ -118,11 +118,12 @@ class Acceptance:
         if not drafted:
             return
         key = (method, sampled, bucket(evidence))
-        record = self._records.setdefault(key, Record())
+        record = self._records.get(key) or self._records.setdefault(key, Record())
         guess, trials = FIRST_GUESS[key[2]], PRIOR_TRIALS[key[2]]
         expected = (record.hit[0] + trials * guess) / (record.tried[0] + trials)
         record.note(drafted, accepted)
-        own = self._own.setdefault((sequence_key, method), _Own())
+        mine = sequence_key, method
+        own = self._own.get(mine) or self._own.setdefault(mine, _Own())
         own.hits = OWN_FADES * own.hits + (accepted > 0)
         own.expected = OWN_FADES * own.expected + expected
         own.variance = OWN_FADES**2 * own.variance + expected * (1 - expected)

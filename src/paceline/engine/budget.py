@@ -7,12 +7,10 @@ candidate and wins ties.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,8 +48,7 @@ class Offer(NamedTuple):
     most: int = DEEPEST  # nodes
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What a plan is made under."""
 
     cost: CostModel
@@ -65,13 +62,12 @@ class Terms:
     room: float = math.inf  # tokens that a sequence may still say, on average
     trial: int = 1  # steps that a number of nodes of unknown cost would be tried for; 0: not now
 
-    @functools.cached_property
+    @property
     def plain_s(self) -> float:
         return self.cost.seconds(self.base)
 
 
-@dataclass(frozen=True)
-class Prospect:
+class Prospect(NamedTuple):
     """What offers promise: their nodes in order of worth, and the rate with the first 1, 2, ... of them.
 
     Of one offer these are plain lists: on caches that a pass has emptied, each small operation on arrays costs dearly.

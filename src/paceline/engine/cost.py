@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +59,22 @@ class _Curve:
             return self.factors[min(above, len(points) - 1)] if points else 1.0
         share = (rows - points[above - 1]) / (points[above] - points[above - 1])
         return self.factors[above - 1] * (1 - share) + self.factors[above] * share
+
+    def along(self, rows: SequenceOf[float]) -> list[float]:
+        """The same at several, of which each is followed by none smaller, sooner."""
+        points, factors = self.points, self.factors
+        if not points:
+            return [1.0] * len(rows)
+        found, above, last = list[float](), 0, len(points)
+        for row in rows:
+            while above < last and points[above] < row:
+                above += 1
+            if 0 < above < last:
+                share = (row - points[above - 1]) / (points[above] - points[above - 1])
+                found.append(factors[above - 1] * (1 - share) + factors[above] * share)
+            else:
+                found.append(factors[min(above, last - 1)])
+        return found
 
     def add(self, point: int, factor: float, times: int) -> None:
         place = bisect.bisect_left(self.points, point)
@@ -146,9 +161,11 @@ class CostModel:
 
     def seconds_with_few(self, base: int, nodes: int) -> list[float]:
         """The same, sooner."""
-        at, scale = self._with_drafts().at, self.scale or 1.0
-        rows = [min(base + node, MOST_ROWS) for node in range(1, nodes + 1)]
-        return [scale * self._share[each] * at(self._padded[each]) for each in rows]
+        last, scale = base + nodes, self.scale or 1.0
+        if last > MOST_ROWS:
+            return list(map(float, self.seconds_with(base, nodes)))
+        factors = self._with_drafts().along(self._padded[base + 1 : last + 1])
+        return [scale * share * one for share, one in zip(self._share[base + 1 : last + 1], factors, strict=True)]
 
     def unsure_with(self, base: int, nodes: int) -> npt.NDArray[np.bool_]:
         """Whether the cost of such a step is little more than a guess."""
@@ -166,15 +183,20 @@ class CostModel:
 
     def plain_seen(self, rows: int) -> int:
         """How often plain steps of about so many rows were."""
-        rows = min(rows, MOST_ROWS)
-        return max((n for at, n in self._plain.seen.items() if self._is_near(rows, at)), default=0)
+        rows, most = min(rows, MOST_ROWS), 0
+        for at, times in self._plain.seen.items():
+            if times > most and self._is_near(rows, at):
+                most = times
+        return most
 
     def _is_near(self, rows: int, seen: int) -> bool:
         mine, its = self._padded[rows], self._padded[seen]
         if mine <= NEAR * its and its <= NEAR * mine:
             return True
+        if not self.prior.padded_to:
+            return False
         least, most = sorted((self._share[rows], self._share[seen]))
-        return bool(self.prior.padded_to) and most <= NEAR_TIME * least
+        return most <= NEAR_TIME * least
 
     def observe(self, rows: int, seconds: float, *, drafted: bool = False) -> None:
         rows = min(rows, MOST_ROWS)
@@ -182,7 +204,9 @@ class CostModel:
         if self.scale is None:
             self.scale = seconds / share
         curve, at = self._drafted if drafted else self._plain, self._grid[point]
-        guess = (self._with_drafts() if drafted and self._plain.points else curve).at(at)
+        guess = 1.0  # where it was seen there is no need of one
+        if at not in curve.seen:
+            guess = (self._with_drafts() if drafted and self._plain.points else curve).at(at)
         rate, weight = DRIFTING if self.prior.drifts else STEADY
         self.scale *= curve.observe(at, seconds / (self.scale * share), guess, weight) ** rate
         if drafted:
@@ -244,8 +268,8 @@ class _Line:
         return (a, b) if a > 0 else (0.0, s / d)
 
     def _add(self, depth: int, seconds: float) -> None:
-        new = (1, depth, depth**2, seconds, seconds * depth)
-        self.sums = [DRAFTS_FADE * old + one for old, one in zip(self.sums, new, strict=True)]
+        one, d, dd, s, sd = [DRAFTS_FADE * old for old in self.sums]
+        self.sums = [one + 1, d + depth, dd + depth * depth, s + seconds, sd + seconds * depth]
 
     def observe(self, depth: int, seconds: float) -> None:
         self._trials += 1
@@ -268,8 +292,7 @@ class _Line:
         self.a, self.b = self._fit()
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(NamedTuple):
     """Seconds of a method's draft as a + b depth, by the size of the number of sequences it is for."""
 
     a: SequenceOf[float]
@@ -307,15 +330,18 @@ class DraftTimes:
         sizes = range(size_of(sequences) + 1)
         if not known:
             return Lines([0.0] * len(sizes), [guess_s] * len(sizes), each_s)
-        nearest = [min(known, key=lambda one: (abs(one - size), one)) for size in sizes]
-        less = [FOR_FEWER ** max(one - size, 0) for size, one in zip(sizes, nearest, strict=True)]
-        a = [known[one].a * share for one, share in zip(nearest, less, strict=True)]
-        b = [known[one].b * share for one, share in zip(nearest, less, strict=True)]
+        a, b = [], []
+        for size in sizes:
+            near = size if size in known else min(known, key=lambda one: (abs(one - size), one))
+            less = FOR_FEWER ** max(near - size, 0)
+            a.append(known[near].a * less)
+            b.append(known[near].b * less)
         return Lines(a, b, each_s)
 
     def observe(self, method: str, rows: int, depth: int, seconds: float, *, passes: bool = False) -> None:
         """`passes`: every token ahead takes one of a model."""
-        line = self._lines.setdefault(method, {}).setdefault(size_of(rows), _Line())
+        lines, size = self._lines.setdefault(method, {}), size_of(rows)
+        line = lines.get(size) or lines.setdefault(size, _Line())
         line.grows = ALL_GROWS if passes else SOME_GROWS
         line.observe(depth, seconds)
 

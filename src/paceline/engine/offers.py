@@ -150,15 +150,15 @@ class Offers:
         terms: Terms,
     ) -> float:
         """Tokens per second if all that are likely to draft did so by this method, as well as this sequence."""
-        line, most = terms.drafting[method], max(len(terms.with_nodes) // together, 1)
-        reading = line.at(together, 1) * lag / READ_AT_ONCE / READ_FOR
+        line, nodes = terms.drafting[method], len(terms.with_nodes)
+        first, each = line.at(together, 0), line.at(together, 1) - line.at(together, 0)
+        least, besides = (spent, 0.0) if main == method else (0.0, spent)
+        besides += (first + each) * lag / READ_AT_ONCE / READ_FOR
         best = gain = 0.0
-        for depth, one in enumerate(alive[:most], 1):
+        for depth, one in enumerate(alive[: max(nodes // together, 1)], 1):
             gain += one * trust
-            drafting = line.at(together, depth)
-            drafting = max(drafting, spent) if main == method else drafting + spent
-            seconds = float(terms.with_nodes[min(together * depth, len(terms.with_nodes)) - 1])
-            best = max(best, (terms.sequences + together * gain) / (seconds + drafting + reading))
+            seconds = float(terms.with_nodes[min(together * depth, nodes) - 1]) + max(first + each * depth, least)
+            best = max(best, (terms.sequences + together * gain) / (seconds + besides))
         return best
 
     def _main(self, together: int, terms: Terms) -> tuple[str, float]:
@@ -172,5 +172,6 @@ class Offers:
 def _row(terms: Terms) -> float:
     """Of a plain step: what each of the nodes adds where they add least."""
     if isinstance(terms.with_nodes, list):
-        return min((seconds / terms.plain_s - 1) / nodes for nodes, seconds in enumerate(terms.with_nodes, 1))
+        plain_s = terms.plain_s
+        return min([(seconds / plain_s - 1) / nodes for nodes, seconds in enumerate(terms.with_nodes, 1)])
     return float(((terms.with_nodes / terms.plain_s - 1) / np.arange(1, len(terms.with_nodes) + 1)).min())
