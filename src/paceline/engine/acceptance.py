@@ -107,7 +107,8 @@ class Acceptance:
             guess, trials = record.scaled(guess), ALIKE_TRIALS
         alive, kept = 1.0, []
         for tried, hit, one in zip(record.tried[:depth], record.hit, guess, strict=False):
-            alive *= min((hit + trials * one) / (tried + trials) * bend, 0.99)
+            rate = (hit + trials * one) / (tried + trials) * bend
+            alive *= rate if rate < 0.99 else 0.99
             if alive < least:
                 break
             kept.append(alive)

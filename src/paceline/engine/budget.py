@@ -142,11 +142,12 @@ def _worth(offers: SequenceOf[Offer]) -> Floats:
 
 def _alone(offer: Offer, terms: Terms) -> Prospect | None:
     """The same of one offer, whose nodes are in order, in a tenth of the time."""
-    line, limit, gain, rates = terms.drafting[offer.method], 0, 0.0, list[float]()
+    line, value, weight, with_nodes = terms.drafting[offer.method], terms.value, offer.weight, terms.with_nodes
     a, b, each_s = line.a[0], line.b[0], line.each_s
+    limit, gain, rates = 0, 0.0, []
     for depth, alive in enumerate(offer.survival[: offer.most], 1):
-        gain += alive * offer.weight
-        rates.append((terms.value + gain) / (terms.with_nodes[depth - 1] + (a + b * depth + each_s)))
+        gain += alive * weight
+        rates.append((value + gain) / (float(with_nodes[depth - 1]) + (a + b * depth + each_s)))
     if not rates:
         return None
     if line.slope > DEAR * terms.plain_s:

@@ -65,15 +65,18 @@ class _Curve:
         points, factors = self.points, self.factors
         if not points:
             return [1.0] * len(rows)
-        found, above, last = list[float](), 0, len(points)
+        found: list[float] = []
+        above, last = 0, len(points)
         for row in rows:
             while above < last and points[above] < row:
                 above += 1
-            if 0 < above < last:
-                share = (row - points[above - 1]) / (points[above] - points[above - 1])
-                found.append(factors[above - 1] * (1 - share) + factors[above] * share)
-            else:
-                found.append(factors[min(above, last - 1)])
+            if above == last:  # the prior keeps its form beyond
+                return found + [factors[-1]] * (len(rows) - len(found))
+            if points[above] == row or not above:
+                found.append(factors[above])
+                continue
+            share = (row - points[above - 1]) / (points[above] - points[above - 1])
+            found.append(factors[above - 1] * (1 - share) + factors[above] * share)
         return found
 
     def add(self, point: int, factor: float, times: int) -> None:

@@ -44,9 +44,10 @@ class Offers:
 
     def values(self, sequences: SequenceOf[Sequence], cost: CostModel) -> list[float]:
         """By sequence: what a token of it is worth to whoever waits for all answers of its job."""
-        values, jobs = [1.0] * len(sequences), dict[str, list[int]]()
+        values = [1.0] * len(sequences)
         if len(sequences) == 1:
             return values
+        jobs: dict[str, list[int]] = {}
         for index, sequence in enumerate(sequences):
             jobs.setdefault(sequence.job, []).append(index)
         belief = BELIEF if self._lead.leader(len(sequences)) == NONE else LED_BELIEF
@@ -150,15 +151,18 @@ class Offers:
         terms: Terms,
     ) -> float:
         """Tokens per second if all that are likely to draft did so by this method, as well as this sequence."""
-        line, nodes = terms.drafting[method], len(terms.with_nodes)
+        line, with_nodes, sequences = terms.drafting[method], terms.with_nodes, terms.sequences
+        nodes = len(with_nodes)
         first, each = line.at(together, 0), line.at(together, 1) - line.at(together, 0)
         least, besides = (spent, 0.0) if main == method else (0.0, spent)
         besides += (first + each) * lag / READ_AT_ONCE / READ_FOR
         best = gain = 0.0
         for depth, one in enumerate(alive[: max(nodes // together, 1)], 1):
             gain += one * trust
-            seconds = float(terms.with_nodes[min(together * depth, nodes) - 1]) + max(first + each * depth, least)
-            best = max(best, (terms.sequences + together * gain) / (seconds + besides))
+            drafting = first + each * depth
+            seconds = float(with_nodes[min(together * depth, nodes) - 1]) + (drafting if drafting > least else least)
+            rate = (sequences + together * gain) / (seconds + besides)
+            best = rate if rate > best else best
         return best
 
     def _main(self, together: int, terms: Terms) -> tuple[str, float]:
