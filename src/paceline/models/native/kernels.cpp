@@ -6,6 +6,7 @@
 // rows are computed together.
 
 #include "layers.h"
+#include "lookup.h"
 #include "sampling.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -62,4 +63,38 @@ EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* la
 EXPORT long paceline_say(const float* logits, long V, float temperature, float least, long top_k, double top_p, double coin,
                          uint64_t key) {
     return say(logits, V, {temperature, least, top_k, top_p, coin, key});
+}
+
+// -- lookup drafters: see ngram.h, suffix.h and lookup.h
+
+EXPORT void paceline_ngram_extend(ngram::Text* text, const int32_t* tokens, long count) {
+    ngram::extend(*text, tokens, count);
+}
+
+EXPORT void paceline_ngram_find(ngram::Text* const* texts, const int32_t* tokens, const int64_t* ends, long rows,
+                                int64_t* evidence) {
+    lookup::find_ngrams(texts, tokens, ends, rows, evidence);
+}
+
+EXPORT long paceline_ngram_draft(ngram::Text* const* texts, const int64_t* budgets, long rows, long width, int64_t* tokens,
+                                 int64_t* counts) {
+    return lookup::draft_ngrams(texts, budgets, rows, width, tokens, counts);
+}
+
+EXPORT void paceline_suffix_extend(suffix::Index* index, const int32_t* tokens, long count) {
+    suffix::extend(*index, tokens, count);
+}
+
+EXPORT void paceline_suffix_append(suffix::Row* text, const int32_t* tokens, long count) {
+    suffix::append(*text, tokens, count);
+}
+
+EXPORT void paceline_suffix_find(suffix::Row* const* texts, const int32_t* tokens, const int64_t* ends, long rows,
+                                 int64_t* evidence, const suffix::Index* store, const suffix::Weights* weights) {
+    lookup::find_suffixes(texts, tokens, ends, rows, evidence, store, *weights);
+}
+
+EXPORT long paceline_suffix_draft(suffix::Row* const* texts, const int64_t* budgets, long rows, long width, int64_t* trees,
+                                  int64_t* counts, const suffix::Index* store, const suffix::Weights* weights) {
+    return lookup::draft_suffixes(texts, budgets, rows, width, trees, counts, store, *weights);
 }
