@@ -13,15 +13,12 @@ from collections.abc import Sequence as SequenceOf
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.draft import Draft
 from paceline.drafters.lookup import State
 from paceline.models.native_kernels import Library
 from paceline.sequence import Sequence
-
-Nodes = npt.NDArray[np.int64]
 
 
 class NativeState(State):
@@ -38,14 +35,16 @@ S = TypeVar("S", bound=NativeState)
 
 
 class NativeForm(ABC, Generic[S]):
-    def __init__(self, library: Library, method: str, source: int, planes: int) -> None:
-        """`planes`: arrays of nodes that a draft is made of; 1: chains."""
+    """`method` has functions of its own to find and to draft; a draft is `planes` arrays of nodes, 1 for chains."""
+
+    def __init__(self, library: Library, method: str, source: int, planes: int, *shared: int | None) -> None:
         self._find, self._draft = library.function(f"{method}_find"), library.function(f"{method}_draft")
-        self._source, self._planes = source, planes
+        self._source, self._planes, self._shared = source, planes, shared  # what both functions are given besides
+        self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
 
     def find(self, states: SequenceOf[S]) -> None:
-        new: list[int] = []
         ends: list[int] = []
+        new: list[int] = []
         for state in states:
             tokens = state.sequence.tokens
             if len(tokens) > state.room:
@@ -53,45 +52,44 @@ class NativeForm(ABC, Generic[S]):
             new += tokens[state.indexed :]
             ends.append(len(new))
             state.indexed = state.at = len(tokens)
-        given = [array("q", [state.address for state in states]), array("i", new), array("q", ends)]
-        evidence = array("q", ends)
-        self._find(*map(_address, given), len(states), _address(evidence), *self._shared())
-        for state, found in zip(states, evidence, strict=True):
+        rows = len(states)
+        asked = array("q", [state.address for state in states] + ends + new)
+        self._find(asked.buffer_info()[0], rows, *self._shared)
+        for state, found in zip(states, asked[rows : 2 * rows], strict=True):
             state.evidence = found
 
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
-        nodes, counts, is_even = self._nodes(states, budgets)
+        width, is_even = self._drafted([state.address for state in states], budgets)
+        rows, planes = len(states), 1 if is_even else self._planes
+        nodes = self._out[rows : rows + planes * rows * width].reshape(planes, rows, width).copy()
         tokens = torch.from_numpy(nodes[0])
         if is_even:
             return Draft.even(tokens, self._source)
-        num_nodes = torch.from_numpy(counts)
-        if self._planes == 1:
+        num_nodes = torch.from_numpy(self._out[:rows].copy())
+        if planes == 1:
             return Draft.chains(tokens, num_nodes, self._source)
         parents, depth = map(torch.from_numpy, nodes[1:])
-        source = torch.from_numpy(np.full(len(states), self._source))
+        source = torch.from_numpy(np.full(rows, self._source))
         return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source)
 
-    def _nodes(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> tuple[list[Nodes], Nodes, bool]:
-        """Planes of nodes, how many each row has, and whether all are chains of all the width."""
-        rows, width = len(states), max(budgets, default=0)
-        plane = rows * width
-        out = np.empty(self._planes * plane + rows, np.int64)
-        given = [array("q", [state.address for state in states]), array("q", budgets)]
-        first = out.ctypes.data
-        counts = first + out.itemsize * self._planes * plane
-        used: int = self._draft(*map(_address, given), rows, width, first, counts, *self._shared())
-        width = max(used, -1 - used)
-        nodes = [out[at * plane : at * plane + rows * width].reshape(rows, width) for at in range(self._planes)]
-        return nodes, out[self._planes * plane :], used < 0
+    def _one(self, state: S, budget: int) -> list[list[int]]:
+        """The draft of one row, plane by plane."""
+        width, _ = self._drafted([state.address], [budget])
+        planes: list[list[int]] = self._out[1 : 1 + self._planes * width].reshape(self._planes, width).tolist()
+        return planes
+
+    def _drafted(self, addresses: list[int], budgets: SequenceOf[int]) -> tuple[int, bool]:
+        """Into `_out`: the numbers of nodes, and the planes. Returns their width, and if all are chains of it."""
+        rows, width = len(addresses), max(budgets, default=0)
+        needed = rows * (1 + self._planes * width)
+        if needed > len(self._out):
+            self._out = np.empty(2 * needed, np.int64)
+            self._out_at = self._out.ctypes.data
+        asked = array("q", addresses)
+        asked.extend(budgets)
+        used: int = self._draft(asked.buffer_info()[0], rows, width, self._out_at, *self._shared)
+        return max(used, -1 - used), used < 0
 
     @abstractmethod
     def _make_room(self, state: S) -> None:
         """For all tokens of its sequence."""
-
-    def _shared(self) -> tuple[int | None, ...]:
-        """What both functions are given besides."""
-        return ()
-
-
-def _address(numbers: array[int]) -> int:
-    return numbers.buffer_info()[0]

@@ -33,9 +33,9 @@ class NgramState(NativeState):
 
 class NativeNgrams(NativeForm[NgramState]):
     def __init__(self, library: Library, source: int, ngram_min: int, ngram_max: int) -> None:
-        super().__init__(library, "ngram", source, planes=1)
+        super().__init__(library, "ngram", source, 1)
         self._min, self._max = ngram_min, ngram_max
-        self._extend = library.function("ngram_extend")
+        self._extend, self._index = library.function("ngram_extend"), library.function("ngram_index")
 
     def new(self, sequence: Sequence) -> NgramState:
         return NgramState(sequence, self._min, self._max)
@@ -43,13 +43,12 @@ class NativeNgrams(NativeForm[NgramState]):
     def take_in(self, state: NgramState, end: int) -> None:
         if len(state.sequence.tokens) > state.room:
             self._make_room(state)
-        new = array("i", state.sequence.tokens[state.indexed : end])
+        new = array("q", state.sequence.tokens[state.indexed : end])
         self._extend(state.address, new.buffer_info()[0], len(new))
         state.indexed += len(new)
 
     def guess(self, state: NgramState, count: int) -> list[int]:
-        chain: list[int] = self._nodes([state], [count])[0][0][0].tolist()
-        return chain
+        return self._one(state, count)[0]
 
     def match(self, state: NgramState) -> int:
         return state.evidence
@@ -67,5 +66,5 @@ class NativeNgrams(NativeForm[NgramState]):
         state.room, state.tokens = room, tokens
         state.tables = np.full((self._max - self._min + 1, 2 * room), -1, np.int32)
         view.tokens, view.tables = tokens.ctypes.data, state.tables.ctypes.data
-        view.slots, view.length = 2 * room, 0
-        self._extend(state.address, view.tokens, state.indexed)
+        view.slots = 2 * room
+        self._index(state.address, state.indexed)

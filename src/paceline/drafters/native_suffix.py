@@ -97,13 +97,11 @@ class SuffixState(NativeState):
 
 class NativeSuffixes(NativeForm[SuffixState]):
     def __init__(self, library: Library, source: int, memory: Memory[NativeIndex], store: SuffixStore) -> None:
-        super().__init__(library, "suffix", source, planes=3)
-        self._append = library.function("suffix_append")
-        self._memory, self._store = memory, store
-        self._weights = _Weights(FORETOLD, THRESHOLD, ELSEWHERE, BEHIND, WITH, SURE)
-        past = store.index
+        past, weights = store.index, _Weights(FORETOLD, THRESHOLD, ELSEWHERE, BEHIND, WITH, SURE)
         assert past is None or isinstance(past, NativeIndex)
-        self._given = None if past is None else past.address, ctypes.addressof(self._weights)
+        address = None if past is None else past.address
+        super().__init__(library, "suffix", source, 3, address, ctypes.addressof(weights))
+        self._append, self._memory, self._kept = library.function("suffix_append"), memory, (past, weights)
 
     def new(self, sequence: Sequence) -> SuffixState:
         return SuffixState(sequence, self._memory.new_index())
@@ -111,13 +109,13 @@ class NativeSuffixes(NativeForm[SuffixState]):
     def take_in(self, state: SuffixState, end: int) -> None:
         if len(state.sequence.tokens) > state.room:
             self._make_room(state)
-        new = array("i", state.sequence.tokens[state.indexed : end])
+        new = array("q", state.sequence.tokens[state.indexed : end])
         self._append(state.address, new.buffer_info()[0], len(new))
         state.indexed += len(new)
 
     def guess(self, state: SuffixState, count: int) -> list[int]:
-        (tokens, parents, depths), _, _ = self._nodes([state], [count])
-        return Tree(tokens[0].tolist(), parents[0].tolist(), depths[0].tolist()).best_path()
+        tokens, parents, depths = self._one(state, count)
+        return Tree(tokens, parents, depths).best_path()
 
     def match(self, state: SuffixState) -> int:
         return int(state.view.places[0].match) if state.view.count else 0
@@ -132,6 +130,3 @@ class NativeSuffixes(NativeForm[SuffixState]):
         self._memory.make_room(state.index, len(state.sequence.tokens) - state.indexed)
         state.index.number_afresh()
         state.room = state.indexed + state.index.room
-
-    def _shared(self) -> tuple[int | None, ...]:
-        return self._given

@@ -67,34 +67,35 @@ EXPORT long paceline_say(const float* logits, long V, float temperature, float l
 
 // -- lookup drafters: see ngram.h, suffix.h and lookup.h
 
-EXPORT void paceline_ngram_extend(ngram::Text* text, const int32_t* tokens, long count) {
+EXPORT void paceline_ngram_extend(ngram::Text* text, const int64_t* tokens, long count) {
     ngram::extend(*text, tokens, count);
 }
 
-EXPORT void paceline_ngram_find(ngram::Text* const* texts, const int32_t* tokens, const int64_t* ends, long rows,
-                                int64_t* evidence) {
-    lookup::find_ngrams(texts, tokens, ends, rows, evidence);
+// From the beginning, with tables that are empty again.
+EXPORT void paceline_ngram_index(ngram::Text* text, long count) {
+    text->length = 0;
+    ngram::extend(*text, text->tokens, count);
 }
 
-EXPORT long paceline_ngram_draft(ngram::Text* const* texts, const int64_t* budgets, long rows, long width, int64_t* tokens,
-                                 int64_t* counts) {
-    return lookup::draft_ngrams(texts, budgets, rows, width, tokens, counts);
+EXPORT void paceline_ngram_find(int64_t* asked, long rows) { lookup::find_ngrams(asked, rows); }
+
+EXPORT long paceline_ngram_draft(const int64_t* asked, long rows, long width, int64_t* counts) {
+    return lookup::draft_ngrams(asked, rows, width, counts);
 }
 
 EXPORT void paceline_suffix_extend(suffix::Index* index, const int32_t* tokens, long count) {
     suffix::extend(*index, tokens, count);
 }
 
-EXPORT void paceline_suffix_append(suffix::Row* text, const int32_t* tokens, long count) {
-    suffix::append(*text, tokens, count);
+EXPORT void paceline_suffix_append(suffix::Row* row, const int64_t* tokens, long count) {
+    suffix::append(*row, tokens, count);
 }
 
-EXPORT void paceline_suffix_find(suffix::Row* const* texts, const int32_t* tokens, const int64_t* ends, long rows,
-                                 int64_t* evidence, const suffix::Index* store, const suffix::Weights* weights) {
-    lookup::find_suffixes(texts, tokens, ends, rows, evidence, store, *weights);
+EXPORT void paceline_suffix_find(int64_t* asked, long rows, const suffix::Index* store, const suffix::Weights* weights) {
+    lookup::find_suffixes(asked, rows, store, *weights);
 }
 
-EXPORT long paceline_suffix_draft(suffix::Row* const* texts, const int64_t* budgets, long rows, long width, int64_t* trees,
-                                  int64_t* counts, const suffix::Index* store, const suffix::Weights* weights) {
-    return lookup::draft_suffixes(texts, budgets, rows, width, trees, counts, store, *weights);
+EXPORT long paceline_suffix_draft(const int64_t* asked, long rows, long width, int64_t* counts, const suffix::Index* store,
+                                  const suffix::Weights* weights) {
+    return lookup::draft_suffixes(asked, rows, width, counts, store, *weights);
 }

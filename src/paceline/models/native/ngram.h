@@ -40,10 +40,11 @@ static inline int32_t* slot_of(const Text& text, int64_t n, int64_t at, uint64_t
 }
 
 // Tokens behind the text: each continues the n-grams that end before it.
-static void extend(Text& text, const int32_t* tokens, int64_t count) {
+template <typename Token>
+static void extend(Text& text, const Token* tokens, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         int64_t at = text.length++;
-        text.tokens[at] = tokens[i];
+        text.tokens[at] = (int32_t)tokens[i];
         uint64_t hash = 0;
         for (int64_t n = 1; n <= text.most && n <= at; n++) {
             hash = mixed(hash, text.tokens[at - n]);

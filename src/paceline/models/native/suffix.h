@@ -45,7 +45,8 @@ static inline int least(int a, int b) { return a < b ? a : b; }
 
 static inline uint64_t hashed(uint64_t hash, int32_t token) { return (hash * BASE + (uint32_t)token) % PRIME; }
 
-static void extend(Index& index, const int32_t* tokens, int64_t count) {
+template <typename Token>
+static void extend(Index& index, const Token* tokens, int64_t count) {
     int64_t rows = index.rows, mask = rows - 1;
     for (int64_t i = 0; i < count; i++) {
         int64_t end = index.end++, slot = end & mask;
@@ -58,8 +59,8 @@ static void extend(Index& index, const int32_t* tokens, int64_t count) {
             head = (int32_t)end;
             level--;
         }
-        index.text[slot] = tokens[i];
-        if (slot < DEPTH) index.text[slot + rows] = tokens[i];
+        index.text[slot] = (int32_t)tokens[i];
+        if (slot < DEPTH) index.text[slot + rows] = (int32_t)tokens[i];
     }
 }
 
@@ -88,11 +89,11 @@ static int occurrences(const Index& index, int level, const int32_t* tail, int64
 
 // -- what the last tokens foretell
 
-static void append(Row& row, const int32_t* tokens, int64_t count) {
+static void append(Row& row, const int64_t* tokens, int64_t count) {
     if (row.own) extend(*row.own, tokens, count);
     int fresh = count < DEPTH ? (int)count : DEPTH, kept = least((int)row.known, DEPTH - fresh);
     memmove(row.tail + fresh, row.tail, kept * sizeof(int32_t));
-    for (int i = 0; i < fresh; i++) row.tail[i] = tokens[count - 1 - i];
+    for (int i = 0; i < fresh; i++) row.tail[i] = (int32_t)tokens[count - 1 - i];
     row.known = fresh + kept;
     row.tail[row.known] = STRANGER;
 }
