@@ -94,6 +94,8 @@ class AdaptivePolicy:
             return choices
         open_ended: Open = {}
         common = self._method, self._k
+        if self._k is not None:
+            self._methods.look(self._method, [one for one in sequences if one.params.speculation is None])
         for index, sequence in enumerate(sequences):
             method, k = common if sequence.params.speculation is None else self._methods.wish(sequence)
             most = min(k or MAX_K, sequence.room - 1)
@@ -187,6 +189,8 @@ class AdaptivePolicy:
         last.left -= 1
         # A copy: what came of the step before is perhaps not learnt yet, and that by what was known then.
         self._made.evidence, self._made.promises, self._made.drafts = dict(last.plan.evidence), last.plan.promises, True
+        for method in {choice.method for choice in found.values() if choice is not None and choice.budget}:
+            self._methods.look(method, [sequences[at] for at, one in found.items() if one and one.method == method])
         for index, choice in found.items():
             assert choice is not None
             lookup = choice.budget and self._known.shadows.casts(choice.method)
@@ -273,6 +277,7 @@ class AdaptivePolicy:
             if due or others:
                 self._made.asked = True
                 began = self._clock()
+                self._methods.look(method, [sequences[at] for at in (*due, *others)])
                 for index in (*sorted(due), *others):
                     if evidence := self._note_evidence(sequences[index], method, asked.patient(sequences[index])):
                         found.setdefault(index, []).append((method, evidence))
