@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from paceline.outputs import SpeculationStats
 from paceline.sequence import Sequence
 
 Tables = np.ndarray[Any, np.dtype[np.int32]]  # (sequences, blocks) ids
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(slots=True)
@@ -24,12 +26,39 @@ class Row:
     budget: int
 
 
+@dataclass(slots=True, eq=False)
+class Company:
+    """Sequences that decode plainly together, step after step: what stays the same until one joins or leaves."""
+
+    sequences: list[Sequence]
+    stats: list[SpeculationStats]
+    seats: Ints
+    width: int  # of their block tables
+    sampled: bool  # somebody is not greedy
+
+
+@dataclass(slots=True)
+class Stage:
+    """One step of a company."""
+
+    company: Company
+    first: Ints  # by sequence, as in its row
+    room: int  # from there to where the first of them must end
+    spare: list[Row] | None = None  # of the step before, which is over: they serve the next one
+
+
 @dataclass
 class Batch:
     rows: list[Row] = field(default_factory=list)
     num_tokens: int = 0  # of the target pass at most: a draft may turn out smaller than its budget
     num_drafted: int = 0  # the budgets in it
     tables: Tables = field(default_factory=lambda: np.empty((0, 0), np.int32))  # by row, -1 beyond a sequence's end
+    stage: Stage | None = None  # where nothing but the positions is new
+
+    @property
+    def first(self) -> Ints:
+        """By row."""
+        return np.array([row.first for row in self.rows], np.int64) if self.stage is None else self.stage.first
 
     @property
     def only_decodes(self) -> bool:

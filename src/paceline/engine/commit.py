@@ -9,8 +9,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from paceline.draft import Kind
 from paceline.drafters import Drafter
-from paceline.engine.batch import StepOutput
+from paceline.engine.batch import Company, Stage, StepOutput
 from paceline.engine.drafting import Computed, DrafterSet
 from paceline.engine.model_runner import Flight
 from paceline.engine.scheduler import Scheduler
@@ -28,6 +31,15 @@ class _Watch:
 
 
 @dataclass(slots=True)
+class _Watches:
+    """The same for a company."""
+
+    company: Company | None = None
+    ends: frozenset[int] = frozenset()  # of any
+    quiet: bool = False  # all are
+
+
+@dataclass(slots=True)
 class Collected:
     """A step whose tokens stand, up to those that end their sequence; what they mean is not told yet."""
 
@@ -35,6 +47,7 @@ class Collected:
     outputs: list[StepOutput] = field(default_factory=list)
     rows: list[tuple[int, int, StepOutput | None]] = field(default_factory=list)  # index, tokens computed, what it said
     ends: bool = False  # a sequence has said its last
+    company: Company | None = None  # all of it has said one token, and nobody ends; `rows` only if somebody asks
 
 
 class Committer:
@@ -47,12 +60,17 @@ class Committer:
     ) -> None:
         self._scheduler, self._drafters, self._eos, self._make_text = scheduler, drafters, eos_token_ids, make_text
         self._watches: dict[str, _Watch] = {}
+        self._together = _Watches()
 
     def forget(self, sequence: Sequence) -> None:
         self._watches.pop(sequence.key, None)
 
     def collect(self, flight: Flight) -> Collected:
         """The one device-to-host copy of the step. What follows is all the next step has to wait for."""
+        if flight.stage is not None and self._scheduler.goes_on(flight.stage):
+            collected = self._collect_together(flight, flight.stage)
+            if collected is not None:
+                return collected
         verdicts, layout, watches, finished = flight.read_verdicts(), flight.layout, self._watches, Status.FINISHED
         collected = Collected(flight)
         rows, outputs = collected.rows, collected.outputs
@@ -81,8 +99,45 @@ class Committer:
         self._inform(self._drafters.at_once, collected)
         return collected
 
+    def _collect_together(self, flight: Flight, stage: Stage) -> Collected | None:
+        """The most common step of many: everybody says one token, and nobody ends. None: somebody does."""
+        assert flight.reading is not None
+        company, tokens, bonus = stage.company, flight.reading.spoken(), int(Kind.BONUS)
+        watches = self._watches_of(company)
+        if not watches.ends.isdisjoint(tokens):
+            return None
+        collected = Collected(flight, company=company)
+        outputs = collected.outputs
+        for sequence, token in zip(company.sequences, tokens, strict=True):
+            sequence.tokens.append(token)
+            sequence.num_computed += 1
+            outputs.append(StepOutput(sequence, [token], "", [bonus], False))
+        if self._drafters.drafters or not watches.quiet:
+            collected.rows.extend((index, 1, output) for index, output in enumerate(outputs))
+        self._inform(self._drafters.at_once, collected)
+        return collected
+
+    def _tell_together(self, collected: Collected, company: Company, stage: Stage) -> list[StepOutput]:
+        for stats in company.stats:
+            stats.num_target_passes += 1
+            stats.num_committed_tokens += 1
+        self._inform(self._drafters.patient, collected)
+        full = np.flatnonzero((stage.first + 1) % self._scheduler.blocks.block_size == 0)
+        self._scheduler.blocks.settle([company.sequences[index] for index in full])
+        return collected.outputs
+
+    def _watches_of(self, company: Company) -> _Watches:
+        if self._together.company is not company:
+            each = [self._watches.get(sequence.key) or self._watch(sequence) for sequence in company.sequences]
+            ends = frozenset[int]().union(*{watch.ends for watch in each})
+            self._together = _Watches(company, ends, all(watch.quiet for watch in each))
+        return self._together
+
     def tell(self, collected: Collected) -> list[StepOutput]:
         """The rest: text, which may end a sequence before its last token, figures, blocks; who has finished leaves."""
+        stage = collected.flight.stage
+        if collected.company is not None and stage is not None and self._watches_of(collected.company).quiet:
+            return self._tell_together(collected, collected.company, stage)
         flight, layout, size = collected.flight, collected.flight.layout, self._scheduler.blocks.block_size
         unsettled: list[Sequence] = []
         ended: list[Sequence] = []

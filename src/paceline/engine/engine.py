@@ -131,7 +131,7 @@ class Engine:
         if early:
             ahead, outputs = self._launch_early(collected)
         self._ahead = ahead  # not before: where this step is interrupted, what followed it is computed again
-        self._account(batch, flight, report)
+        self._account(batch, collected, report)
         self._returned_at = time.perf_counter()
         return outputs
 
@@ -188,17 +188,25 @@ class Engine:
         took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
         return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.ahead)
 
-    def _account(self, batch: Batch, flight: Flight, report: StepReport) -> None:
+    def _account(self, batch: Batch, collected: Collected, report: StepReport) -> None:
         """Timings for the user: what the step took, and what it would have taken plainly."""
         outputs, step_s = report.outputs, report.step_s
-        self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
-        if batch.only_decodes:
-            sampled = any(not output.sequence.params.greedy for output in outputs)
-            plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
-            for output in outputs if plain_s else ():
-                stats = output.sequence.stats
-                stats.spent_s += step_s
-                stats.plain_s += (plain_s or 0.0) * len(output.tokens)
+        company = collected.company
+        committed = len(outputs) if company else sum([len(output.tokens) for output in outputs])
+        self.stats.add(batch, committed=committed, model_s=collected.flight.model_s, step_s=step_s)
+        if not batch.only_decodes:
+            return
+        sampled = company.sampled if company else any(not output.sequence.params.greedy for output in outputs)
+        plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
+        if not plain_s:
+            return
+        for stats in company.stats if company else ():
+            stats.spent_s += step_s
+            stats.plain_s += plain_s
+        for output in () if company else outputs:
+            stats = output.sequence.stats
+            stats.spent_s += step_s
+            stats.plain_s += plain_s * len(output.tokens)
 
     def add_request(
         self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, job: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Verdict, packed_to
-from paceline.engine.batch import Batch
+from paceline.engine.batch import Batch, Stage
 from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out, slot
@@ -57,6 +58,14 @@ class Reading:
         self._arrived.synchronize()
         return unpack(self._packed.numpy(), *of.path.shape)
 
+    def spoken(self) -> list[int]:
+        """By row, where nothing was drafted: its token."""
+        if self._arrived is None:
+            return self._verdict.tokens[:, 0].tolist()
+        self._arrived.synchronize()
+        tokens: list[int] = self._packed.numpy()[: 8 * len(self._verdict.tokens)].view(np.int64).tolist()
+        return tokens
+
     def said(self) -> list[tuple[list[int], int, list[int]]]:
         """By row: committed tokens, how many of them were drafted, and the kind of each."""
         if self._arrived is None:
@@ -95,6 +104,7 @@ class Flight:
     model_s: float
     warm: bool = field(default=True, kw_only=True)  # it took what its like will take again
     ahead: bool = field(default=False, kw_only=True)  # it was launched before the step before it was read
+    stage: Stage | None = field(default=None, kw_only=True)  # of the batch
 
     @property
     def over(self) -> bool:
@@ -160,21 +170,25 @@ class ModelRunner:
             self.drafters.draft_ahead([(flight.layout.rows[index], budget) for index, budget in rows], said)
 
     @torch.inference_mode()
-    def launch_after(self, flight: Flight, batch: Batch, going: list[int]) -> Flight:
+    def launch_after(self, flight: Flight, batch: Batch, going: SequenceOf[int]) -> Flight:
         """Plain decoding of tokens the host has not seen: those the rows `going` of a flight say."""
         assert flight.verdict is not None
         tokens = flight.verdict.tokens[:, 0]
         if len(going) < len(tokens):
             (at,) = packed_to(tokens.device, torch.tensor(going))
             tokens = tokens[at]
-        draft = self.drafters.propose(batch.rows)
-        return self._fly(lay_out(batch, draft, self.cache.block_size, tokens), draft, ahead=1)
+        draft = self.drafters.nothing(len(batch.rows))
+        layout = lay_out(batch, draft, self.cache.block_size, tokens)
+        return self._fly(layout, draft, ahead=1, stage=batch.stage)
 
-    def _fly(self, layout: Layout, draft: Draft, ahead: int = 0) -> Flight:
+    def _fly(self, layout: Layout, draft: Draft, ahead: int = 0, stage: Stage | None = None) -> Flight:
         started = time.perf_counter()
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        sequences = [layout.rows[index].sequence for index in layout.sampled]
+        if stage is not None:
+            sequences = stage.company.sequences
+        else:
+            sequences = [layout.rows[index].sequence for index in layout.sampled]
         verdict = reading = None
         warm = output.warm
         if sequences:
@@ -182,7 +196,7 @@ class ModelRunner:
                 sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
             )
             reading, warm = Reading(verdict), warm and self.sampler.warm
-        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, ahead=ahead > 0)
+        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, ahead=ahead > 0, stage=stage)
 
     @torch.inference_mode()
     def compact(self, flight: Flight) -> None:

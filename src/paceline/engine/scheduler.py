@@ -10,10 +10,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.drafters import NONE
-from paceline.engine.batch import Batch, Row
+from paceline.engine.batch import Batch, Company, Row, Stage
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
 from paceline.sequence import Sequence, Status
@@ -42,6 +45,7 @@ class Scheduler:
         self._arrival: dict[str, int] = {}
         self.waiting: list[Sequence] = []  # both lists in order of arrival
         self.running: list[Sequence] = []
+        self.company: Company | None = None  # all that run, if they decode plainly together
 
     def add(self, sequence: Sequence) -> None:
         self._arrival[sequence.key] = next(self._arrivals)
@@ -97,7 +101,7 @@ class Scheduler:
         for row in batch.rows:
             row.sequence.reserved = 0
 
-    def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
+    def ahead(self, batch: Batch) -> tuple[Batch, SequenceOf[int]] | None:
         """The batch after one that is still computed, and which of its rows go on, as if none of them ended there.
 
         Only where plain decoding goes on anyway: nobody drafts, is admitted or gives way, and no token that is not
@@ -105,6 +109,9 @@ class Scheduler:
         """
         if batch.num_drafted or (self.waiting and self.has_place):
             return None
+        if batch.stage is not None and self.goes_on(batch.stage):
+            following = self._further(batch, batch.stage)
+            return None if following is None else (following, range(len(batch.rows)))
         live, size, running = 0, self.blocks.block_size, Status.RUNNING
         going: list[int] = []
         rows: list[Row] = []
@@ -128,7 +135,47 @@ class Scheduler:
             return None
         for sequence in short:
             self.blocks.allocate(sequence, len(sequence.tokens) + 1)
-        return Batch(rows, num_tokens=len(rows), tables=self.blocks.tables(sequences)), going
+        return self._of_company(rows), going
+
+    def goes_on(self, stage: Stage) -> bool:
+        """Nobody has joined or left since the step was planned, and its tokens leave room for another."""
+        return stage.company is self.company and stage.room > 2
+
+    def _of_company(self, rows: list[Row]) -> Batch:
+        sequences = [row.sequence for row in rows]
+        seats = np.array([sequence.seat for sequence in sequences], np.int64)
+        self.company = Company(
+            sequences,
+            [sequence.stats for sequence in sequences],
+            seats,
+            width=max(len(sequence.blocks) for sequence in sequences),
+            sampled=any(not sequence.params.greedy for sequence in sequences),
+        )
+        stage = Stage(
+            self.company,
+            np.array([row.first for row in rows], np.int64),
+            min(row.sequence.max_len - row.first for row in rows),
+        )
+        return Batch(rows, len(rows), tables=self.blocks.tables_at(seats, self.company.width), stage=stage)
+
+    def _further(self, batch: Batch, stage: Stage) -> Batch | None:
+        """The same sequences, one position on."""
+        company, first, size = stage.company, stage.first + 1, self.blocks.block_size
+        begin = [company.sequences[at] for at in np.flatnonzero(first % size == 0)]  # a block each
+        short = [sequence for sequence in begin if len(sequence.blocks) * size <= len(sequence.tokens)]
+        if not self.policy.rests(company.sequences) or len(short) > self.blocks.num_free:
+            return None
+        for sequence in short:
+            self.blocks.allocate(sequence, len(sequence.tokens) + 1)
+            company.width = max(company.width, len(sequence.blocks))
+        if stage.spare is None:
+            rows = [Row(row.sequence, row.first + 1, 1, True, NONE, 0) for row in batch.rows]
+        else:
+            rows = stage.spare
+            for row in rows:
+                row.first += 2
+        further = Stage(company, first, stage.room - 1, spare=batch.rows)
+        return Batch(rows, len(rows), tables=self.blocks.tables_at(company.seats, company.width), stage=further)
 
     def drafting_on(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
         """Rows of a batch still computed that may draft as far again behind it by one of these methods, and how far.
@@ -156,6 +203,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """The sequence leaves and its blocks are free at once; also the way to cancel."""
+        self.company = None
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._on_release(sequence)
@@ -229,6 +277,7 @@ class Scheduler:
         if not sequence.num_preemptions:
             sequence.num_cached_prompt = sequence.num_cached
         sequence.status = Status.RUNNING
+        self.company = None
         bisect.insort(self.running, sequence, key=lambda s: self._arrival[s.key])
         self._on_admit(sequence)
 
@@ -241,6 +290,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, batch: Batch) -> None:
         batch.remove(sequence)
+        self.company = None
         self.running.remove(sequence)
         self._on_release(sequence)
         self.blocks.free(sequence)
