@@ -32,9 +32,32 @@ class Company:
 
     sequences: list[Sequence]
     stats: list[SpeculationStats]
+    max_len: Ints
     seats: Ints
     width: int  # of their block tables
     sampled: bool  # somebody is not greedy
+
+    @staticmethod
+    def of(sequences: list[Sequence]) -> Company:
+        return Company(
+            sequences,
+            [sequence.stats for sequence in sequences],
+            np.array([sequence.max_len for sequence in sequences], np.int64),
+            np.array([sequence.seat for sequence in sequences], np.int64),
+            max(len(sequence.blocks) for sequence in sequences),
+            any(not sequence.params.greedy for sequence in sequences),
+        )
+
+    def part(self, going: list[int]) -> Company:
+        """Those that are left."""
+        return Company(
+            [self.sequences[index] for index in going],
+            [self.stats[index] for index in going],
+            self.max_len[going],
+            self.seats[going],
+            self.width,
+            self.sampled,
+        )
 
 
 @dataclass(slots=True)
@@ -44,6 +67,7 @@ class Stage:
     company: Company
     first: Ints  # by sequence, as in its row
     room: int  # from there to where the first of them must end
+    changes: int  # the scheduler's count of who joined or left by then
     spare: list[Row] | None = None  # of the step before, which is over: they serve the next one
 
 

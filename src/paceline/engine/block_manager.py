@@ -60,7 +60,7 @@ class BlockManager:
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
         """Take back blocks beyond `num_tokens`: room reserved for drafts that were not accepted."""
         while len(sequence.blocks) > self.blocks_for(num_tokens):
-            self._release(sequence.blocks.pop())
+            self._release((sequence.blocks.pop(),))
             self._tables[sequence.seat, len(sequence.blocks)] = -1
 
     def tables(self, sequences: SequenceOf[Sequence]) -> Tables:
@@ -73,8 +73,8 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks, the last first, so that a shared beginning is evicted last."""
-        while sequence.blocks:
-            self._release(sequence.blocks.pop())
+        self._release(reversed(sequence.blocks))
+        sequence.blocks.clear()
         if sequence.seat >= 0:
             self._tables[sequence.seat] = -1
             self._seats.append(sequence.seat)
@@ -172,13 +172,15 @@ class BlockManager:
         else:
             self._tables[sequence.seat, changed : len(sequence.blocks)] = sequence.blocks[changed:]
 
-    def _release(self, block: int) -> None:
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            self._free[block] = None
-            if self._hash[block] is None:  # nothing worth keeping: hand it out first
-                self._marks[block] = frozenset()
-                self._free.move_to_end(block, last=False)
+    def _release(self, blocks: Iterable[int]) -> None:
+        references, free, hashes, unmarked = self._references, self._free, self._hash, frozenset[str]()
+        for block in blocks:
+            references[block] -= 1
+            if references[block] == 0:
+                free[block] = None
+                if hashes[block] is None:  # nothing worth keeping: hand it out first
+                    self._marks[block] = unmarked
+                    free.move_to_end(block, last=False)
 
     def _forget(self, block: int) -> None:
         key = self._hash[block]

@@ -21,6 +21,7 @@ from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Collected, Committer
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.model_runner import Flight, ModelRunner
+from paceline.engine.plans import any_sampled
 from paceline.engine.policy import AUTO, Policy, StepReport, wish
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
@@ -191,19 +192,19 @@ class Engine:
     def _account(self, batch: Batch, collected: Collected, report: StepReport) -> None:
         """Timings for the user: what the step took, and what it would have taken plainly."""
         outputs, step_s = report.outputs, report.step_s
-        company = collected.company
-        committed = len(outputs) if company else sum([len(output.tokens) for output in outputs])
+        together = collected.stats
+        committed = len(outputs) if together else sum([len(output.tokens) for output in outputs])
         self.stats.add(batch, committed=committed, model_s=collected.flight.model_s, step_s=step_s)
         if not batch.only_decodes:
             return
-        sampled = company.sampled if company else any(not output.sequence.params.greedy for output in outputs)
+        sampled = batch.stage.company.sampled if batch.stage else any_sampled(output.sequence for output in outputs)
         plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
         if not plain_s:
             return
-        for stats in company.stats if company else ():
+        for stats in together or ():
             stats.spent_s += step_s
             stats.plain_s += plain_s
-        for output in () if company else outputs:
+        for output in () if together else outputs:
             stats = output.sequence.stats
             stats.spent_s += step_s
             stats.plain_s += plain_s * len(output.tokens)

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.drafters import NONE
-from paceline.engine.batch import Batch, Company, Row, Stage
+from paceline.engine.batch import Batch, Company, Ints, Row, Stage
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
 from paceline.sequence import Sequence, Status
@@ -45,7 +45,7 @@ class Scheduler:
         self._arrival: dict[str, int] = {}
         self.waiting: list[Sequence] = []  # both lists in order of arrival
         self.running: list[Sequence] = []
-        self.company: Company | None = None  # all that run, if they decode plainly together
+        self._changes = 0  # who joined or left, so far
 
     def add(self, sequence: Sequence) -> None:
         self._arrival[sequence.key] = next(self._arrivals)
@@ -109,9 +109,8 @@ class Scheduler:
         """
         if batch.num_drafted or (self.waiting and self.has_place):
             return None
-        if batch.stage is not None and self.goes_on(batch.stage):
-            following = self._further(batch, batch.stage)
-            return None if following is None else (following, range(len(batch.rows)))
+        if batch.stage is not None:
+            return self._further(batch, batch.stage)
         live, size, running = 0, self.blocks.block_size, Status.RUNNING
         going: list[int] = []
         rows: list[Row] = []
@@ -135,47 +134,51 @@ class Scheduler:
             return None
         for sequence in short:
             self.blocks.allocate(sequence, len(sequence.tokens) + 1)
-        return self._of_company(rows), going
+        company, first = Company.of(sequences), np.array([row.first for row in rows], np.int64)
+        return self._together(rows, self._stage(company, first, None)), going
 
-    def goes_on(self, stage: Stage) -> bool:
-        """Nobody has joined or left since the step was planned, and its tokens leave room for another."""
-        return stage.company is self.company and stage.room > 2
-
-    def _of_company(self, rows: list[Row]) -> Batch:
-        sequences = [row.sequence for row in rows]
-        seats = np.array([sequence.seat for sequence in sequences], np.int64)
-        self.company = Company(
-            sequences,
-            [sequence.stats for sequence in sequences],
-            seats,
-            width=max(len(sequence.blocks) for sequence in sequences),
-            sampled=any(not sequence.params.greedy for sequence in sequences),
+    def _further(self, batch: Batch, stage: Stage) -> tuple[Batch, SequenceOf[int]] | None:
+        """The same for a company: who is still there and has room goes on, one position further."""
+        going: SequenceOf[int] = range(len(batch.rows))
+        company, first, last, spare, size = (
+            stage.company,
+            stage.first + 1,
+            batch.rows,
+            stage.spare,
+            self.blocks.block_size,
         )
-        stage = Stage(
-            self.company,
-            np.array([row.first for row in rows], np.int64),
-            min(row.sequence.max_len - row.first for row in rows),
-        )
-        return Batch(rows, len(rows), tables=self.blocks.tables_at(seats, self.company.width), stage=stage)
-
-    def _further(self, batch: Batch, stage: Stage) -> Batch | None:
-        """The same sequences, one position on."""
-        company, first, size = stage.company, stage.first + 1, self.blocks.block_size
-        begin = [company.sequences[at] for at in np.flatnonzero(first % size == 0)]  # a block each
+        if not self.is_whole(stage):
+            running, fits = Status.RUNNING, (first + 1 < company.max_len).tolist()
+            going = [at for at, one in enumerate(company.sequences) if fits[at] and one.status is running]
+            if not going:
+                return None
+            company, first, last = company.part(going), first[going], [last[index] for index in going]
+            spare = None if spare is None else [spare[index] for index in going]
+        begin = [company.sequences[index] for index in np.flatnonzero(first % size == 0)]  # a block each
         short = [sequence for sequence in begin if len(sequence.blocks) * size <= len(sequence.tokens)]
         if not self.policy.rests(company.sequences) or len(short) > self.blocks.num_free:
             return None
         for sequence in short:
             self.blocks.allocate(sequence, len(sequence.tokens) + 1)
             company.width = max(company.width, len(sequence.blocks))
-        if stage.spare is None:
-            rows = [Row(row.sequence, row.first + 1, 1, True, NONE, 0) for row in batch.rows]
+        if spare is None:
+            rows = [Row(row.sequence, row.first + 1, 1, True, NONE, 0) for row in last]
         else:
-            rows = stage.spare
+            rows = spare
             for row in rows:
                 row.first += 2
-        further = Stage(company, first, stage.room - 1, spare=batch.rows)
-        return Batch(rows, len(rows), tables=self.blocks.tables_at(company.seats, company.width), stage=further)
+        return self._together(rows, self._stage(company, first, last)), going
+
+    def is_whole(self, stage: Stage) -> bool:
+        """Nobody has joined or left since the step was planned, and nobody must end with it."""
+        return stage.changes == self._changes and stage.room > 2
+
+    def _stage(self, company: Company, first: Ints, spare: list[Row] | None) -> Stage:
+        return Stage(company, first, int((company.max_len - first).min()), self._changes, spare)
+
+    def _together(self, rows: list[Row], stage: Stage) -> Batch:
+        tables = self.blocks.tables_at(stage.company.seats, stage.company.width)
+        return Batch(rows, num_tokens=len(rows), tables=tables, stage=stage)
 
     def drafting_on(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
         """Rows of a batch still computed that may draft as far again behind it by one of these methods, and how far.
@@ -203,7 +206,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """The sequence leaves and its blocks are free at once; also the way to cancel."""
-        self.company = None
+        self._changes += 1
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._on_release(sequence)
@@ -277,7 +280,7 @@ class Scheduler:
         if not sequence.num_preemptions:
             sequence.num_cached_prompt = sequence.num_cached
         sequence.status = Status.RUNNING
-        self.company = None
+        self._changes += 1
         bisect.insort(self.running, sequence, key=lambda s: self._arrival[s.key])
         self._on_admit(sequence)
 
@@ -290,7 +293,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, batch: Batch) -> None:
         batch.remove(sequence)
-        self.company = None
+        self._changes += 1
         self.running.remove(sequence)
         self._on_release(sequence)
         self.blocks.free(sequence)
