@@ -4,13 +4,11 @@ happens in between."""
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.batch import Batch
 from paceline.engine.policy import Choice, LearnsNothing
 from tests.drafters.contract_toys import Letters
 from tests.engine.fakes import ChainDrafter, TapDrafter, TreeDrafter
@@ -248,14 +246,15 @@ def test_what_a_company_keeps_from_step_to_step_changes_nothing(
     """Every output of every step and all figures but times, against an engine that works them out anew each time."""
     requests, cancel = asked_of([(*one[:6], {} if "stop" in one[6] and not speaks else one[6]) for one in wanted])
 
-    engine = None
+    def apart(launch):
+        def launch_after(flight, batch, going):
+            flight = launch(flight, batch, going)
+            flight.stage = batch.stage = None
+            return flight
 
-    def apart(rows, stage):
-        rows = [replace(row) for row in rows]
-        return Batch(rows, len(rows), tables=engine.blocks.tables([row.sequence for row in rows]))
+        return launch_after
 
     def told(keeps):
-        nonlocal engine
         drafting = (
             {"drafters": [drafter := Noting("chain")], "policy": Resting({"0": Choice("chain", 3)})} if drafts else {}
         )
@@ -264,7 +263,7 @@ def test_what_a_company_keeps_from_step_to_step_changes_nothing(
         )
         engine.tokenizer = Letters() if speaks else None
         if not keeps:
-            engine.scheduler._together = apart
+            engine.runner.launch_after = apart(engine.runner.launch_after)
         step, observe, steps = engine.step, engine.policy.observe, []
 
         def observing(report):

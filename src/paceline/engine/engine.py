@@ -187,7 +187,7 @@ class Engine:
     def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> StepReport:
         rows = flight.layout.tokens.shape[0]
         took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
-        return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.ahead)
+        return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.stage is not None)
 
     def _account(self, batch: Batch, collected: Collected, report: StepReport) -> None:
         """Timings for the user: what the step took, and what it would have taken plainly."""

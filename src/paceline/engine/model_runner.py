@@ -44,6 +44,7 @@ class Reading:
             self._packed.copy_(packed, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
+            self._shape = verdict.packed_rows or verdict.path.shape[0], verdict.path.shape[1]
 
     @property
     def there(self) -> bool:
@@ -56,7 +57,9 @@ class Reading:
         if self._arrived is None:
             return HostVerdict(*(part.numpy() for part in (of.tokens, of.num_accepted, of.path, of.kinds)))
         self._arrived.synchronize()
-        return unpack(self._packed.numpy(), *of.path.shape)
+        tokens, num_accepted, path, kinds = unpack(self._packed.numpy(), *self._shape)
+        rows = len(of.path)
+        return HostVerdict(tokens[:rows], num_accepted[:rows], path[:rows], kinds[:rows])
 
     def spoken(self) -> list[int]:
         """By row, where nothing was drafted: its token."""
@@ -73,9 +76,9 @@ class Reading:
             tokens, counts, kinds = of.tokens.flatten().tolist(), of.num_accepted.tolist(), of.kinds.flatten().tolist()
         else:
             self._arrived.synchronize()
-            packed, (places, _) = self._packed.numpy(), Verdict.places(*self._verdict.path.shape)
+            packed, (places, _) = self._packed.numpy(), Verdict.places(*self._shape)
             tokens = packed[: places[1].stop].view(np.int64).tolist()
-            counts, kinds = tokens[places[1].start // 8 :], packed[places[3]].tolist()
+            counts, kinds = tokens[places[1].start // 8 :][: len(self._verdict.path)], packed[places[3]].tolist()
         width, begin = self._verdict.tokens.shape[1], 0
         rows = []
         for count in counts:
@@ -103,8 +106,7 @@ class Flight:
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
     warm: bool = field(default=True, kw_only=True)  # it took what its like will take again
-    ahead: bool = field(default=False, kw_only=True)  # it was launched before the step before it was read
-    stage: Stage | None = field(default=None, kw_only=True)  # of the batch
+    stage: Stage | None = field(default=None, kw_only=True)  # it was launched before the step before it was read
 
     @property
     def over(self) -> bool:
@@ -179,24 +181,24 @@ class ModelRunner:
             tokens = tokens[at]
         draft = self.drafters.nothing(len(batch.rows))
         layout = lay_out(batch, draft, self.cache.block_size, tokens)
-        return self._fly(layout, draft, ahead=1, stage=batch.stage)
+        return self._fly(layout, draft, batch.stage)
 
-    def _fly(self, layout: Layout, draft: Draft, ahead: int = 0, stage: Stage | None = None) -> Flight:
+    def _fly(self, layout: Layout, draft: Draft, stage: Stage | None = None) -> Flight:
         started = time.perf_counter()
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        if stage is not None:
-            sequences = stage.company.sequences
+        if stage is None:
+            sequences, lengths = [layout.rows[index].sequence for index in layout.sampled], None
         else:
-            sequences = [layout.rows[index].sequence for index in layout.sampled]
+            sequences, lengths = stage.company.sequences, stage.first + 1
         verdict = reading = None
         warm = output.warm
         if sequences:
             verdict = self.sampler.verify(
-                sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
+                sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, lengths=lengths
             )
             reading, warm = Reading(verdict), warm and self.sampler.warm
-        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, ahead=ahead > 0, stage=stage)
+        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, stage=stage)
 
     @torch.inference_mode()
     def compact(self, flight: Flight) -> None:
