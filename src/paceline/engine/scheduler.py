@@ -40,6 +40,7 @@ class Scheduler:
         self.config, self.blocks, self.policy = config, blocks, policy
         self.recompute_last = recompute_last
         self._on_admit, self._on_release = on_admit, on_release
+        self._most_tokens = config.max_num_batched_tokens
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
         self._arrivals = itertools.count()
         self._arrival: dict[str, int] = {}
@@ -66,11 +67,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.finish_reason is None:  # else it has said its last, and leaves
                 (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
-        choices = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
-        reserved = len(decodes)
-        for sequence in decodes:
-            reserved -= 1
-            self._continue(sequence, batch, reserved, choices.get(sequence.key, NO_DRAFT))
+        self._decode(decodes, self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts)), batch)
         for sequence in prompts:
             self._continue(sequence, batch)
         if self.waiting and all(sequence.status is Status.RUNNING for sequence in decodes + prompts):
@@ -218,37 +215,59 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
-    def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> dict[str, Choice]:
+    def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> SequenceOf[Choice]:
         """The drafts that are wanted, by sequence."""
-        decoding = [sequence for sequence in sequences if sequence.num_output]
-        others = min(prompt_tokens, self.config.max_num_batched_tokens - len(sequences))
+        decoding = [sequence for sequence in sequences if len(sequence.tokens) > sequence.num_prompt]
+        others = min(prompt_tokens, self._most_tokens - len(sequences))
         choices = self.policy.plan(decoding, others, bool(self.waiting)) if decoding else []
-        return {sequence.key: choice for sequence, choice in zip(decoding, choices, strict=True) if choice.budget}
+        if len(decoding) == len(sequences):
+            return choices
+        chosen = dict(zip([sequence.key for sequence in decoding], choices, strict=True))
+        return [chosen.get(sequence.key, NO_DRAFT) for sequence in sequences]
+
+    def _decode(self, sequences: list[Sequence], choices: SequenceOf[Choice], batch: Batch) -> None:
+        """As `_continue`, where there is room already, in fewer operations: a step waits for it."""
+        reserved, size, running = len(sequences), self.blocks.block_size, Status.RUNNING
+        spare = min(self._draft_cap, self._most_tokens - reserved)  # tokens for drafts
+        for sequence, choice in zip(sequences, choices, strict=True):
+            reserved -= 1
+            length, budget = len(sequence.tokens), choice.budget
+            if budget:
+                budget = min(budget, spare - batch.num_drafted, sequence.max_len - length - 1)
+            fits = spare >= 0 and len(sequence.blocks) * size > length + budget
+            if fits and budget == choice.budget and sequence.status is running:
+                sequence.reserved = 0
+                batch.rows.append(Row(sequence, length - 1, 1, True, choice.method, budget))
+                batch.num_tokens += 1 + budget
+                batch.num_drafted += budget
+            else:
+                self._continue(sequence, batch, reserved, choice)
 
     def _continue(self, sequence: Sequence, batch: Batch, reserved: int = 0, choice: Choice = NO_DRAFT) -> None:
         """Give the sequence its row, at younger ones' cost if need be; `reserved` tokens are promised to others."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
         sequence.reserved = 0
-        length, first = len(sequence.tokens), sequence.num_computed
-        left, uncomputed = self.config.max_num_batched_tokens - batch.num_tokens, length - first
-        count = min(uncomputed, left)
+        length, first, budget = len(sequence.tokens), sequence.num_computed, choice.budget
+        left, uncomputed = self._most_tokens - batch.num_tokens, length - first
+        count = uncomputed if uncomputed < left else left
         if count <= 0:
             return
-        budget = choice.budget
         if budget:  # never past what may be committed: the last token comes from the target itself
-            most = min(left - count - reserved, self._draft_cap - batch.num_drafted)
-            budget = min(budget, sequence.max_len - length - 1, most)
-        end = first + count + 1  # one slot more: what the pass commits
+            most = left - count - reserved, self._draft_cap - batch.num_drafted, sequence.max_len - length - 1
+            budget = min(budget, *most)
         if budget <= 0:
             choice, budget = NO_DRAFT, 0
+        end = first + count + 1  # one slot more: what the pass commits
         if len(sequence.blocks) * self.blocks.block_size < end + budget:
             if budget and not self.blocks.can_allocate(sequence, end + budget):
                 choice, budget = NO_DRAFT, 0  # rather give up the draft than another's cache
             if not self._make_room(sequence, end, batch):
                 return
             self.blocks.allocate(sequence, end + budget)
-        batch.add(Row(sequence, first, count, count == uncomputed, choice.method, budget))
+        batch.rows.append(Row(sequence, first, count, count == uncomputed, choice.method, budget))
+        batch.num_tokens += count + budget
+        batch.num_drafted += budget
 
     def _make_room(self, sequence: Sequence, end: int, batch: Batch) -> bool:
         """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""
@@ -262,7 +281,7 @@ class Scheduler:
     def _admit(self, batch: Batch) -> None:
         while self.waiting and self.has_place:
             sequence = self.waiting[0]
-            if batch.num_tokens >= self.config.max_num_batched_tokens or self._waits_for_sibling(sequence):
+            if batch.num_tokens >= self._most_tokens or self._waits_for_sibling(sequence):
                 return
             prefix = self.blocks.find_prefix(sequence)
             # Room for all its tokens, so that it is not preempted at once; alone it always fits.
