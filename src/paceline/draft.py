@@ -40,6 +40,15 @@ class Proposal:
         return self.probs.new_zeros(self.probs.shape[0], vocab_size).index_copy_(1, self.ids, self.probs)
 
 
+@dataclass(frozen=True)
+class Even:
+    """Chains of one length each. Made once for many drafts, so nobody may write to them."""
+
+    parents: Tensor
+    depth: Tensor
+    num_nodes: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     tokens: Tensor  # (B, N) int64
@@ -49,6 +58,7 @@ class Draft:
     source: Tensor  # (B,) int64, index of the method that drew it, for statistics
     q: Proposal | None = None  # None: every row is deterministic
     unseen: bool = False  # the tokens lie where the model is, and the host has not waited for them
+    evenly: Even | None = None  # what `even` made it of, which holds as long as it has those very tensors
 
     @property
     def batch(self) -> int:
@@ -118,14 +128,22 @@ class Draft:
     @staticmethod
     def even(tokens: Tensor, source: int) -> Draft:
         """(B, K) tokens of the host: chains of one length each, in few operations, since many steps ask for them."""
-        parents, depth, num_nodes, sources = _even(*tokens.shape, source)
-        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=sources)
+        of, sources = _even(*tokens.shape, source)
+        return Draft(
+            tokens=tokens, parents=of.parents, depth=of.depth, num_nodes=of.num_nodes, source=sources, evenly=of
+        )
 
     @property
     def is_even(self) -> bool:
         """Known without looking: every row is a chain of all the width."""
-        parents, depth, num_nodes, _ = _even(self.batch, self.width, 0)
-        return self.parents is parents and self.depth is depth and self.num_nodes is num_nodes
+        of = self.evenly
+        return (
+            of is not None
+            and self.parents is of.parents
+            and self.depth is of.depth
+            and self.num_nodes is of.num_nodes
+            and self.tokens.shape == of.parents.shape
+        )
 
     @property
     def is_planned(self) -> bool:
@@ -138,14 +156,17 @@ class Draft:
             return self
         parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes, self.source]
         q = self.q
-        (tokens, *moved, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
+        (tokens, parents, depth, num_nodes, source, row_of) = packed_to(
+            device, *parts, parts[3] if q is None else q.row_of
+        )
         if q is not None:
             ids = None if q.ids is None else q.ids.to(device)
             q = Proposal(probs=q.probs.to(device), row_of=row_of, ids=ids)
-        names = ("parents", "depth", "num_nodes", "source")
         if self.unseen:  # they are there already
             tokens = self.tokens
-        return Draft(tokens=tokens, **dict(zip(names, moved, strict=True)), q=q, unseen=self.unseen)
+        return Draft(
+            tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source, q=q, unseen=self.unseen
+        )
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as this module says. Tokens the host has not seen are taken on
@@ -316,12 +337,10 @@ def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | N
 
 
 @functools.lru_cache(64)
-def _even(batch: int, width: int, source: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parents, depth, numbers of nodes and sources of `Draft.even`: made once, so nobody may write to them."""
-    if source:
-        return (*_even(batch, width, 0)[:3], torch.full((batch,), source))
+def _even(batch: int, width: int, source: int) -> tuple[Even, Tensor]:
+    """And the sources."""
     depth = torch.arange(1, width + 1).repeat(batch, 1)
-    return depth - 2, depth, torch.full((batch,), width), torch.zeros(batch, dtype=torch.int64)
+    return Even(depth - 2, depth, torch.full((batch,), width)), torch.full((batch,), source)
 
 
 def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:

@@ -276,6 +276,15 @@ def test_preemption_in_mid_draft_loses_nothing(method):
     assert exercised(sequences.values())
 
 
+def test_nobody_gives_way_to_the_draft_of_another():
+    """Answers end long before their limit, so without drafts there is room for all."""
+    requests = every([(prompt_of(i, 9), params(max_tokens=120, temperature=0.5, seed=i)) for i in range(8)])
+    for choice in (Choice(), Choice("ngram", 12)):
+        policy = ByRequest({}, choice)
+        engine = make_engine([make_drafter("ngram")], policy=policy, eos=(7,), max_num_seqs=4, num_blocks=28)
+        assert [one.num_preemptions for one in run(engine, requests)[0].values()] == [0] * 8, choice
+
+
 @pytest.mark.parametrize("method", WAYS)
 def test_cancelling_in_mid_draft_frees_everything_and_disturbs_nobody(method):
     requests = every([(prompt_of(i, 9), params(max_tokens=30)) for i in range(3)])

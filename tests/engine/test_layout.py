@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.engine import expect_objects, no_collection
 from paceline.engine.layout import filled_in, lay_out, slot
-from paceline.engine.model_runner import Reading, unpack
+from paceline.engine.model_runner import Reading, branched
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -60,7 +62,7 @@ def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, t
     sampled = [index for index, row in enumerate(batch.rows) if row.samples]
     draft = make_draft(noise, len(sampled), width, trees=trees)
     layout = lay_out(batch, draft, BLOCK)
-    plan, at, logits = layout.plan, 0, 0
+    plan, at, logits, branches = layout.plan, 0, 0, []
     for index, row in enumerate(batch.rows):
         tokens, table = row.sequence.tokens, row.sequence.blocks
         assert plan.block_tables[index].tolist() == table + [-1] * (plan.block_tables.shape[1] - len(table))
@@ -90,7 +92,11 @@ def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, t
         assert (index in layout.trees) == (not is_chain)
         assert (layout.spans[index].nodes, layout.spans[index].num_nodes) == (at - count, count)
         logits += count + 1
+        if not is_chain:
+            branches.append([which, *(slot(row.sequence, length + node, BLOCK) for node in range(count))])
     assert (len(layout.tokens), len(layout.logit_rows)) == (at, logits)
+    if layout.is_tree:
+        assert [of[: len(own)] for of, own in zip(branched(layout).tolist(), branches, strict=True)] == branches
     assert plan.max_len == int(plan.positions.max()) + 1
 
 
@@ -132,10 +138,11 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
         "kinds": noise.integers(0, 4, (batch, depth + 1)).astype(np.uint8),
     }
     verdict = Verdict(**{name: torch.from_numpy(part) for name, part in given.items()})
-    packed = verdict.pack()
-    for read in (unpack(packed.numpy(), batch, depth), Reading(verdict).verdict):
-        for name, part in given.items():
-            assert np.array_equal(getattr(read, name), part), name
+    here, arrived = Reading(verdict), Reading(verdict)
+    arrived._packed, arrived._arrived = verdict.pack(), SimpleNamespace(synchronize=lambda: None)
+    for row, count in enumerate(given["num_accepted"].tolist()):
+        said = tuple(given[name][row, : count + 1].tolist() for name in ("tokens", "kinds"))
+        assert here.said()[row] == arrived.said()[row] == (said[0], count, said[1])
     blank = Verdict.blank(batch, depth, torch.device("cpu"))
     assert blank.pack() is blank.packed
     for name in ("tokens", "num_accepted", "kinds"):
@@ -178,3 +185,18 @@ def test_numbers_packed_for_a_device_arrive_whole_and_aligned(monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(tensors, packed, strict=True))
     first = packed[0].data_ptr()
     assert all((one.data_ptr() - first) % 16 == 0 for one in packed if one.numel())
+
+
+def test_even_chains_are_known_by_what_they_were_made_of():
+    draft = Draft.even(torch.zeros(2, 3, dtype=torch.int64), source=1)
+    chains = Draft.chains(draft.tokens, torch.tensor([3, 3]), source=1)
+    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
+        assert torch.equal(getattr(draft, name), getattr(chains, name)), name
+    for width in range(99):
+        Draft.even(torch.zeros(1, width, dtype=torch.int64), source=0)
+    assert draft.is_even
+    assert not chains.is_even
+    for name in ("parents", "depth", "num_nodes"):
+        assert not replace(draft, **{name: getattr(draft, name).clone()}).is_even, name
+    assert not replace(draft, tokens=draft.tokens[:, :2]).is_even
+    assert replace(draft, tokens=draft.tokens + 1).is_even

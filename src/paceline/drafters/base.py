@@ -72,7 +72,6 @@ class Drafter(Protocol):
     version: str  # changes whenever its K/V for the same tokens would: weights, taps, layers
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
-    needs_host_tokens: bool
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers asked for; called once, before anything else."""
@@ -132,7 +131,6 @@ class HostDrafter:
     version = "1"
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    needs_host_tokens = True
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass

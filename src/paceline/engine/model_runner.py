@@ -1,35 +1,25 @@
-"""One flight: draft, one target pass over everything scheduled, verify, compact. Plain decoding is the empty draft."""
+"""One flight: draft, one target pass over everything scheduled, verify, move accepted paths into place. Plain decoding
+is the empty draft."""
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Verdict, packed_to
+from paceline.draft import Draft, Verdict, packed_to, sent
 from paceline.engine.batch import Batch
 from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.layout import Layout, filled_in, lay_out, slot
+from paceline.engine.layout import Layout, filled_in, lay_out
 from paceline.engine.sampler import Sampler
 from paceline.models.chain import Said
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.rehearse import verifying
-
-
-class HostVerdict(NamedTuple):
-    """As `Verdict`, in the host's memory."""
-
-    tokens: np.ndarray[Any, np.dtype[np.int64]]
-    num_accepted: np.ndarray[Any, np.dtype[np.int64]]
-    path: np.ndarray[Any, np.dtype[np.int64]]
-    kinds: np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Reading:
@@ -49,14 +39,6 @@ class Reading:
         """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
         return self._arrived is not None and bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
-    @functools.cached_property
-    def verdict(self) -> HostVerdict:
-        of = self._verdict
-        if self._arrived is None:
-            return HostVerdict(*(part.numpy() for part in (of.tokens, of.num_accepted, of.path, of.kinds)))
-        self._arrived.synchronize()
-        return unpack(self._packed.numpy(), *of.path.shape)
-
     def said(self) -> list[tuple[list[int], int, list[int]]]:
         """By row: committed tokens, how many of them were drafted, and the kind of each."""
         if self._arrived is None:
@@ -74,13 +56,6 @@ class Reading:
             rows.append((tokens[begin:end], count, kinds[begin:end]))
             begin += width
         return rows
-
-
-def unpack(packed: np.ndarray[Any, np.dtype[np.uint8]], batch: int, depth: int) -> HostVerdict:
-    places, _ = Verdict.places(batch, depth)
-    tokens, num_accepted, path = (packed[place].view(np.int64) for place in places[:3])
-    kinds = packed[places[3]].reshape(batch, depth + 1)
-    return HostVerdict(tokens.reshape(batch, depth + 1), num_accepted, path.reshape(batch, depth), kinds)
 
 
 @dataclass
@@ -142,6 +117,8 @@ class ModelRunner:
         shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
         if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
             self.sampler.rehearse()
+            if self.drafters.drafters:
+                self.cache.rehearse()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
@@ -182,25 +159,14 @@ class ModelRunner:
                 sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
             )
             reading, warm = Reading(verdict), warm and self.sampler.warm
+            if layout.is_tree:  # so far the slots are their sequences' own, whoever ends before the verdict is read
+                self.cache.compact(sent(branched(layout), verdict.path.device), verdict.path)
         return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, ahead=ahead > 0)
 
-    @torch.inference_mode()
-    def compact(self, flight: Flight) -> None:
-        """Once a flight is over: move the K/V of accepted paths to where the block table expects them."""
-        layout = flight.layout
-        if not layout.is_tree or flight.reading is None:
-            return
-        size = self.cache.block_size
-        source: list[int] = []
-        target: list[int] = []
-        for index, path in zip(layout.sampled, flight.reading.verdict.path.tolist(), strict=True):
-            sequence = layout.rows[index].sequence
-            if index not in layout.trees or sequence.finished:  # after the flight was launched
-                continue
-            length = len(sequence.tokens)
-            for depth, node in enumerate(path):
-                if node > depth:
-                    source.append(slot(sequence, length + node, size))
-                    target.append(slot(sequence, length + depth, size))
-        if source:
-            self.cache.move(*packed_to(self.model.device, torch.tensor(source), torch.tensor(target)))
+
+def branched(layout: Layout) -> Tensor:
+    """(T, 1 + N) of the sequences whose draft branches: which of those that sample it is, and the slots of its nodes;
+    there may be any slot beyond the last."""
+    rows = np.array([at for at, index in enumerate(layout.sampled) if index in layout.trees])
+    nodes = layout.logit_rows.numpy()[layout.logit_row_of.numpy()[rows, 1:]]  # rows of the pass
+    return torch.from_numpy(np.column_stack((rows, layout.plan.slots.numpy()[nodes])))

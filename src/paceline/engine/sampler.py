@@ -19,7 +19,7 @@ from paceline.models import kernels
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
-from paceline.verify.host import Voice, walk_on_host
+from paceline.verify.host import Speaker, walk_on_host
 from paceline.verify.recorded import Recorded
 
 WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their own
@@ -57,10 +57,10 @@ class Sampler:
         controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
         deepest = int(draft.depth.numpy().max()) if draft.width else 0
         if logits.is_cpu and self.shortcut and wanted is None and draft.q is None and not controls.edits:
-            voices = None
+            speakers = None
             if not controls.neutral:
-                voices = [_voice(*one, ahead) for one in zip(sequences, controls.on_host, strict=True)]
-            return walk_on_host(draft, logits, row_of, deepest, voices, self._say)
+                speakers = [_speaker(*one, ahead) for one in zip(sequences, controls.on_host, strict=True)]
+            return walk_on_host(draft, logits, row_of, deepest, speakers, self._say)
         owners: SequenceOf[int] = range(draft.batch)
         if draft.width:
             needs_path = controls.penalties is not None or controls.bad_words is not None
@@ -149,7 +149,7 @@ def _bush(width: int) -> Draft:
     return replace(chain, parents=torch.full_like(chain.parents, -1), depth=torch.ones_like(chain.depth))
 
 
-def _voice(sequence: Sequence, asked: tuple[float, int, float, float], ahead: int) -> Voice:
+def _speaker(sequence: Sequence, asked: tuple[float, int, float, float], ahead: int) -> Speaker:
     temperature, top_k, top_p, min_p = asked
     committed, seeded = len(sequence.tokens) + ahead, sequence.seed is not None
-    return Voice(temperature, sequence.noise_key, committed, seeded, top_k, top_p, min_p)
+    return Speaker(temperature, sequence.noise_key, committed, seeded, top_k, top_p, min_p)
