@@ -43,20 +43,19 @@ class NativeForm(ABC, Generic[S]):
         self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
 
     def find(self, states: SequenceOf[S]) -> None:
-        ends: list[int] = []
+        asked = [state.address for state in states]
         new: list[int] = []
         for state in states:
             tokens = state.sequence.tokens
             if len(tokens) > state.room:
                 self._make_room(state)
             new += tokens[state.indexed :]
-            ends.append(len(new))
-            state.indexed = state.at = len(tokens)
-        rows = len(states)
-        asked = array("q", [state.address for state in states] + ends + new)
-        self._find(asked.buffer_info()[0], rows, *self._shared)
-        for state, found in zip(states, asked[rows : 2 * rows], strict=True):
-            state.evidence = found
+            asked.append(len(new))
+            state.indexed = len(tokens)
+        packed, rows = array("q", asked + new), len(states)
+        self._find(packed.buffer_info()[0], rows, *self._shared)
+        for state, found in zip(states, packed[rows : 2 * rows].tolist(), strict=True):
+            state.evidence, state.at = found, state.indexed
 
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
         width, is_even = self._drafted([state.address for state in states], budgets)
