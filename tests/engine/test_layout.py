@@ -31,7 +31,7 @@ def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, budget: in
         sequence = Sequence(str(index), prompt, SamplingParams().resolve({}), max_len=100)
         first = len(prompt) - 1 if decodes else noise.randrange(len(prompt))
         count = 1 if decodes else noise.randint(1, len(prompt) - first)
-        if not decodes and noise.random() < 0.3:
+        if not decodes and first + 1 < len(prompt) and noise.random() < 0.3:
             sequence.num_cached = first + 1  # the last shared token is computed once more
         blocks.allocate(sequence, first + count + 1 + budget)
         rows.append(Row(sequence, first, count, first + count == len(prompt), "some", budget))

@@ -23,8 +23,8 @@ from paceline.models.plan import PassPlan
 from paceline.sequence import Sequence
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def slot(sequence: Sequence, position: int, block_size: int) -> int:
@@ -74,154 +74,147 @@ class Layout:
 def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None = None) -> Layout:
     """`tokens` (M,) where the host does not know them."""
     rows = batch.rows
-    rereads = tokens is None and any(row.first < row.sequence.num_cached for row in rows)
-    ordinary = batch.only_decodes and draft.batch == len(rows) and not rereads
-    if ordinary and draft.is_even:
-        return _decodes(batch, draft, None, block_size, tokens)
-    used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
-    trees = _trees(draft, used)
-    if ordinary and not trees:
-        return _decodes(batch, draft, used, block_size, tokens)
-    sampled = [index for index, row in enumerate(rows) if row.samples]
-    num_nodes = _num_nodes(draft, sampled, len(rows))
-    first, count = np.array([row.first for row in rows]), np.array([row.count for row in rows])
-    # (M,) whose each row is, which node (-1 the last token), and the position whose slot it is written to
-    owner, node = _spread(count, num_nodes)
-    stored = (first + count)[owner] + node
-    each = _each(batch, owner, stored, block_size)
-    if rereads:  # computed once more, but not written
-        each[1, stored < np.array([row.sequence.num_cached for row in rows])[owner]] = -1
-    path = np.empty((len(owner), 0), np.int32)
-    if trees:
-        path = _place_trees(draft, trees, used, each, np.flatnonzero(node >= 0))
+    if batch.only_decodes and draft.batch == len(rows):
+        form = _even(len(rows), draft.width) if draft.is_even else _decoding(len(rows), *_bytes(draft))
+    else:
+        form = _form_of([row.count for row in rows], [at for at, row in enumerate(rows) if row.samples], draft)
+    each = form.each.copy()
+    positions, _, stored, owner, _ = each
+    each[:3] += np.array([row.first for row in rows], np.int32).take(owner)
+    block, tables = stored // block_size, batch.tables
+    written = tables.reshape(-1).take(owner * tables.shape[1] + block)
+    written -= block
+    written *= block_size
+    if form.reads and tokens is None:  # what others computed is computed once more, but not written
+        again = stored < np.array([row.sequence.num_cached for row in rows]).take(owner)
+        written[again] = -1 - stored[again]
+    stored += written
+    path = np.append(stored, np.int32(-1)).take(form.ancestors) if form.trees else form.no_path
     if tokens is None:
-        tokens = torch.from_numpy(_tokens(rows, draft, used, node))
-    wanted = node >= -1 if len(sampled) == len(rows) else (node >= -1) & np.isin(owner, sampled)
+        tokens = torch.from_numpy(_tokens(rows, draft, form))
+    max_len = int(np.maximum.reduce(positions)) + 1 if len(positions) else 0
     return Layout(
         tokens=tokens,
-        plan=_plan(batch, each, path, block_size),
-        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
-        logit_row_of=torch.from_numpy(_logit_row_of(used)),
+        plan=PassPlan.on_host(each, path, tables, block_size, max_len),
+        logit_rows=form.logit_rows,
+        logit_row_of=form.logit_row_of,
         rows=rows,
-        num_nodes=num_nodes.tolist(),
-        sampled=sampled,
-        trees={sampled[tree]: draft.depth[tree].bincount()[1:].tolist() for tree in trees},
+        num_nodes=form.num_nodes,
+        sampled=form.sampled,
+        trees=form.trees,
     )
 
 
 @dataclass(slots=True)
-class _Chains:
-    """Where rows lie when every sequence decodes and its draft is a chain."""
+class _Form:
+    """What of a layout depends on how many tokens each sequence computes and on the shape of its draft, and on nothing
+    else: steps have the same again and again. Positions are counted from each sequence's first in the pass."""
 
-    owner: Ints  # (M,)
-    index: Ints  # (M,) of each row
-    begin: Ints  # (B,) each sequence's first row, of the pass and of the logits alike
-    nodes: Ints  # rows that are nodes, in the order of the draft's
-    row_of: Ints  # (B, N + 1) as `Layout.logit_row_of`
-    path: Int32s  # (M, 0)
-
-
-def _chains(num_nodes: Ints, used: Bools) -> _Chains:
-    batch, width = used.shape
-    size = num_nodes + 1
-    owner, begin = np.arange(batch).repeat(size), size.cumsum() - size
-    row_of = np.arange(width + 1) + begin[:, None]
-    nodes = row_of[:, 1:][used]
-    row_of[:, 1:][~used] = -1
-    return _Chains(owner, np.arange(len(owner)), begin, nodes, row_of, np.empty((len(owner), 0), np.int32))
+    each: Int32s  # (5, M) as the plan's, with the position whose slot a row is written to for the slot
+    no_path: Int32s  # (M, 0)
+    ancestors: Ints  # (M, P) rows of the path, as in the plan; -1: none
+    order: Ints  # (M,) where each row's token is found, the sequences' own and then the draft's (B * N) side by side
+    logit_rows: Tensor
+    logit_row_of: Tensor
+    num_nodes: list[int]
+    sampled: list[int]
+    trees: dict[int, list[int]]
+    reads: bool  # some sequence computes more than its last token
 
 
 @functools.lru_cache(64)
-def _even_chains(batch: int, width: int) -> _Chains:
-    """Steps ask for the same again and again."""
-    return _chains(np.full(batch, width), np.ones((batch, width), np.bool_))
+def _even(batch: int, width: int) -> _Form:
+    return _form_of([1] * batch, list(range(batch)), Draft.even(torch.zeros(batch, width, dtype=torch.int64), 0))
 
 
-def _decodes(batch: Batch, draft: Draft, used: Bools | None, block_size: int, tokens: Tensor | None) -> Layout:
-    """The most common batch, in fewer operations: every sequence decodes, its draft a chain or empty.
-
-    `used` None: all nodes are.
-    """
-    rows = batch.rows
-    of = _even_chains(len(rows), draft.width) if used is None else _chains(draft.num_nodes.numpy(), used)
-    stored = of.index + (np.array([row.first for row in rows]) - of.begin)[of.owner]
-    if tokens is None:
-        said = np.empty(len(stored), np.int64)
-        said[of.begin] = [row.sequence.tokens[row.first] for row in rows]
-        if draft.width:
-            said[of.nodes] = _drafted(draft, used)
-        tokens = torch.from_numpy(said)
-    return Layout(
-        tokens=tokens,
-        plan=_plan(batch, _each(batch, of.owner, stored, block_size), of.path, block_size),
-        logit_rows=torch.from_numpy(of.index),
-        logit_row_of=torch.from_numpy(of.row_of),
-        rows=rows,
-        num_nodes=draft.num_nodes.tolist(),
-        sampled=list(range(len(rows))),
-        trees={},
-    )
+def _bytes(draft: Draft) -> tuple[bytes, ...]:
+    return tuple(part.numpy().tobytes() for part in (draft.num_nodes, draft.parents, draft.depth))
 
 
-def _each(batch: Batch, owner: Ints, stored: Ints, block_size: int) -> Int32s:
-    """(5, M) what is one number a row, as for tokens and chains: position, slot, sequence, prefix and path's length."""
-    block = stored // block_size
-    each = np.zeros((5, len(owner)), np.int32)
-    each[0], each[2], each[3] = stored, owner, stored + 1
-    each[1] = batch.tables[owner, block] * block_size + (stored - block * block_size)
-    return each
+@functools.lru_cache(256)
+def _decoding(batch: int, *parts: bytes) -> _Form:
+    num_nodes, parents, depth = (torch.from_numpy(np.frombuffer(part, np.int64).copy()) for part in parts)
+    shaped = parents.view(batch, -1), depth.view(batch, -1)
+    draft = Draft(tokens=shaped[0], parents=shaped[0], depth=shaped[1], num_nodes=num_nodes, source=num_nodes)
+    return _form_of([1] * batch, list(range(batch)), draft)
 
 
-def _plan(batch: Batch, each: Int32s, path: Int32s, block_size: int) -> PassPlan:
-    packed = torch.from_numpy(each)
-    positions, slots, sequence, prefix, path_len = packed.unbind()
-    return PassPlan(
-        positions=positions,
-        slots=slots,
-        sequence=sequence,
-        prefix=prefix,
-        path=torch.from_numpy(path),
-        path_len=path_len,
-        block_tables=torch.from_numpy(batch.tables),
-        block_size=block_size,
-        max_len=int(each[0].max(initial=-1)) + 1,
-        packed=packed,
-    )
-
-
-def _num_nodes(draft: Draft, sampled: list[int], num_rows: int) -> Ints:
-    """By row of the batch."""
-    num_nodes = np.zeros(num_rows, np.int64)
-    if draft.width:
+def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
+    """Of sequences that compute so many tokens each; those that sample have a draft."""
+    width, count = draft.width, np.array(counts, np.int64)
+    used = np.arange(width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
+    num_nodes = np.zeros(len(counts), np.int64)
+    if width:
         num_nodes[sampled] = draft.num_nodes.numpy()
-    return num_nodes
-
-
-def _spread(count: Ints, num_nodes: Ints) -> tuple[Ints, Ints]:
-    """Whose each row of the pass is, and which node: -1 the last token, before it the others."""
     size = count + num_nodes
     owner = np.arange(len(size)).repeat(size)
-    return owner, np.arange(len(owner)) - (size.cumsum() - num_nodes)[owner]
+    stored = np.arange(len(owner)) - (size.cumsum() - size)[owner]
+    node = stored - count[owner]  # -1 the last token, before it the others
+    is_node = node >= 0
+    wanted = node >= -1 if len(sampled) == len(counts) else (node >= -1) & np.isin(owner, sampled)
+    each = np.zeros((5, len(owner)), np.int32)
+    each[0], each[1], each[2], each[3] = stored, stored + 1, stored, owner
+    order = np.empty_like(owner)
+    own = len(owner) - np.count_nonzero(is_node)
+    order[~is_node], order[is_node] = np.arange(own), own + np.flatnonzero(used)
+    form = _Form(
+        each=each,
+        no_path=np.empty((len(owner), 0), np.int32),
+        ancestors=np.empty((len(owner), 0), np.int64),
+        order=order,
+        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
+        logit_row_of=torch.from_numpy(_logit_row_of(used)),
+        num_nodes=num_nodes.tolist(),
+        sampled=sampled,
+        trees={},
+        reads=max(counts, default=1) > 1 or len(sampled) < len(counts),
+    )
+    astray = used & (draft.parents.numpy() != np.arange(-1, width - 1))
+    if astray.any():
+        _place_trees(form, draft, np.flatnonzero(astray.any(1)), used, np.flatnonzero(is_node))
+    return form
 
 
-def _tokens(rows: list[Row], draft: Draft, used: Bools, node: Ints) -> Ints:
-    """(M,) the sequences' own and the drafts': nodes are in the order of their rows."""
-    own = chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows])
-    if not draft.width:
-        return np.fromiter(own, np.int64, len(node))
-    tokens, is_node = np.empty_like(node), node >= 0
-    tokens[~is_node] = list(own)
-    tokens[is_node] = _drafted(draft, used)
-    return tokens
+def _place_trees(form: _Form, draft: Draft, trees: Ints, used: Bools, of_nodes: Ints) -> None:
+    """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot.
+
+    `of_nodes`: the rows of the pass that are nodes. In a chain every ancestor lies where the block table says, so the
+    rows of chains stand already.
+    """
+    at = np.full((draft.batch, draft.width + 1), -1)  # rows of nodes; the last stands for the root
+    at[:, :-1][used] = of_nodes
+    at, used, depth = at[trees], used[trees], draft.depth.numpy()[trees]
+    rows, deep = at[:, :-1][used], depth[used]
+    length = (form.each[2, at[:, :-1]] - np.arange(draft.width))[used]
+    form.each[0, rows], form.each[1, rows], form.each[4, rows] = length - 1 + deep, length, deep
+    above = np.full(form.each.shape[1], -1)
+    above[rows] = np.take_along_axis(at, draft.parents.numpy()[trees], 1)[used]
+    form.ancestors = np.full((len(above), int(deep.max())), -1)
+    seen, place = rows, deep - 1
+    while len(rows):
+        form.ancestors[rows, place] = seen
+        more = place > 0
+        rows, seen, place = rows[more], above[seen[more]], place[more] - 1
+    by_depth = (depth[:, :, None] == np.arange(1, form.ancestors.shape[1] + 1)).sum(1).tolist()
+    deepest = depth.max(1).tolist()
+    form.trees = {
+        form.sampled[tree]: nodes_at[:most]
+        for tree, nodes_at, most in zip(trees.tolist(), by_depth, deepest, strict=True)
+    }
 
 
-def _drafted(draft: Draft, used: Bools | None) -> Ints:
-    """The nodes' tokens in order, or where they are to be found."""
-    if used is None:
-        found: Ints = np.arange(-1, -1 - draft.tokens.numel(), -1) if draft.unseen else draft.tokens.numpy().reshape(-1)
+def _tokens(rows: list[Row], draft: Draft, form: _Form) -> Ints:
+    """(M,) the sequences' own and the drafts', or where those are to be found."""
+    if form.reads:
+        own = list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
     else:
-        found = -1 - np.flatnonzero(used) if draft.unseen else draft.tokens.numpy()[used]
-    return found
+        own = [row.sequence.tokens[row.first] for row in rows]
+    tokens = np.array(own, np.int64)
+    if draft.width:
+        size = draft.batch * draft.width
+        drafted = np.arange(-1, -1 - size, -1) if draft.unseen else draft.tokens.numpy().reshape(-1)
+        tokens = np.concatenate((tokens, drafted)).take(form.order)
+    return tokens
 
 
 def filled_in(tokens: Tensor, draft: Draft) -> Tensor:
@@ -238,34 +231,3 @@ def _logit_row_of(used: Bools) -> Ints:
     slots = np.ones((batch, width + 1), np.bool_)
     slots[:, 1:] = used
     return np.where(slots, slots.cumsum().reshape(slots.shape) - 1, -1)
-
-
-def _trees(draft: Draft, used: Bools) -> list[int]:
-    """The rows of the draft in which some node hangs from another than the one before."""
-    if not draft.width:
-        return []
-    astray = used & (draft.parents.numpy() != np.arange(-1, draft.width - 1))
-    return np.flatnonzero(astray.any(1)).tolist() if astray.any() else []
-
-
-def _place_trees(draft: Draft, trees: list[int], used: Bools, each: Int32s, of_nodes: Ints) -> Int32s:
-    """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, P).
-
-    `of_nodes`: the rows of the pass that are nodes. In a chain every ancestor lies where the block table says, so the
-    rows of chains stand already.
-    """
-    parents, depth = draft.parents.numpy()[trees], draft.depth.numpy()[trees]  # (T, N)
-    at = np.zeros(used.shape, np.int64)
-    at[used] = of_nodes
-    rows, used, tree = at[trees], used[trees], np.arange(len(trees))
-    paths = np.full((*parents.shape, int(depth.max())), -1, np.int32)
-    for node in range(draft.width):  # parents come before their children
-        # The root's children take the last node's, which is not yet there: nothing.
-        paths[:, node] = paths[tree, parents[:, node]]
-        paths[tree, node, depth[:, node] - 1] = each[1, rows[:, node]]
-    length = (each[0, rows] - np.arange(draft.width))[used]
-    rows, depth = rows[used], depth[used]
-    each[0, rows], each[3, rows], each[4, rows] = length - 1 + depth, length, depth
-    path = np.full((each.shape[1], paths.shape[2]), -1, np.int32)
-    path[rows] = paths[used]
-    return path

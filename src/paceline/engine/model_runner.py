@@ -38,11 +38,14 @@ class Reading:
     def __init__(self, verdict: Verdict) -> None:
         self._verdict, self._arrived = verdict, None
         if verdict.tokens.is_cuda:
-            packed = verdict.pack()
-            self._packed = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
+            packed, (places, _) = verdict.pack(), Verdict.places(*verdict.path.shape)
+            pinned = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+            pinned.copy_(packed, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
+            self._packed = pinned.numpy()
+            self._said = self._packed[: places[1].stop].view(np.int64), self._packed[places[3]]
+            self._counts = places[1].start // 8
 
     @property
     def there(self) -> bool:
@@ -55,7 +58,7 @@ class Reading:
         if self._arrived is None:
             return HostVerdict(*(part.numpy() for part in (of.tokens, of.num_accepted, of.path, of.kinds)))
         self._arrived.synchronize()
-        return unpack(self._packed.numpy(), *of.path.shape)
+        return unpack(self._packed, *of.path.shape)
 
     def said(self) -> list[tuple[list[int], int, list[int]]]:
         """By row: committed tokens, how many of them were drafted, and the kind of each."""
@@ -64,16 +67,13 @@ class Reading:
             tokens, counts, kinds = of.tokens.flatten().tolist(), of.num_accepted.tolist(), of.kinds.flatten().tolist()
         else:
             self._arrived.synchronize()
-            packed, (places, _) = self._packed.numpy(), Verdict.places(*self._verdict.path.shape)
-            tokens = packed[: places[1].stop].view(np.int64).tolist()
-            counts, kinds = tokens[places[1].start // 8 :], packed[places[3]].tolist()
-        width, begin = self._verdict.tokens.shape[1], 0
-        rows = []
-        for count in counts:
-            end = begin + count + 1
-            rows.append((tokens[begin:end], count, kinds[begin:end]))
-            begin += width
-        return rows
+            tokens, kinds = (part.tolist() for part in self._said)
+            counts = tokens[self._counts :]
+        begins = range(0, len(kinds), self._verdict.tokens.shape[1])
+        return [
+            (tokens[begin : begin + count + 1], count, kinds[begin : begin + count + 1])
+            for begin, count in zip(begins, counts, strict=True)
+        ]
 
 
 def unpack(packed: np.ndarray[Any, np.dtype[np.uint8]], batch: int, depth: int) -> HostVerdict:
