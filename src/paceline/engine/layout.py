@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, packed_to
-from paceline.engine.batch import Batch, Row
+from paceline.engine.batch import Batch, Row, Tables
 from paceline.models.plan import PassPlan
 from paceline.sequence import Sequence
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
+FEW = 24  # rows
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -73,26 +74,15 @@ class Layout:
 
 def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None = None) -> Layout:
     """`tokens` (M,) where the host does not know them."""
-    rows = batch.rows
-    if batch.only_decodes and draft.batch == len(rows):
-        form = _even(len(rows), draft.width) if draft.is_even else _decoding(len(rows), *_bytes(draft))
+    rows, tables = batch.rows, batch.tables
+    form = _form(batch, draft)
+    if len(form.owner) <= FEW and not form.reads:
+        each, max_len = _few(rows, form, block_size)
     else:
-        form = _form_of([row.count for row in rows], [at for at, row in enumerate(rows) if row.samples], draft)
-    each = form.each.copy()
-    positions, _, stored, owner, _ = each
-    each[:3] += np.array([row.first for row in rows], np.int32).take(owner)
-    block, tables = stored // block_size, batch.tables
-    written = tables.reshape(-1).take(owner * tables.shape[1] + block)
-    written -= block
-    written *= block_size
-    if form.reads and tokens is None:  # what others computed is computed once more, but not written
-        again = stored < np.array([row.sequence.num_cached for row in rows]).take(owner)
-        written[again] = -1 - stored[again]
-    stored += written
-    path = np.append(stored, np.int32(-1)).take(form.ancestors) if form.trees else form.no_path
+        each, max_len = _many(rows, form, tables, block_size, tokens is None)
+    path = np.append(each[2], np.int32(-1)).take(form.ancestors) if form.trees else form.no_path
     if tokens is None:
         tokens = torch.from_numpy(_tokens(rows, draft, form))
-    max_len = int(np.maximum.reduce(positions)) + 1 if len(positions) else 0
     return Layout(
         tokens=tokens,
         plan=PassPlan.on_host(each, path, tables, block_size, max_len),
@@ -105,21 +95,75 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     )
 
 
-@dataclass(slots=True)
+def _few(rows: list[Row], form: _Form, block_size: int) -> tuple[Int32s, int]:
+    """(5, M) as the plan's, and the longest context. Of few rows: arrays take longer to begin than to finish."""
+    firsts, tables = [row.first for row in rows], [row.sequence.blocks for row in rows]
+    positions, prefixes, slots = [], [], []
+    for owner, position, prefix, stored in form.rows:
+        first = firsts[owner]
+        block, offset = divmod(first + stored, block_size)
+        positions.append(first + position)
+        prefixes.append(first + prefix)
+        slots.append(tables[owner][block] * block_size + offset)
+    return np.array([positions, prefixes, slots, *form.owners], np.int32), max(positions) + 1
+
+
+def _many(rows: list[Row], form: _Form, tables: Tables, block_size: int, knows_tokens: bool) -> tuple[Int32s, int]:
+    each = form.each.copy()
+    moved, stored, owner = each[:3], each[2], form.owner
+    moved += np.array([row.first for row in rows], np.int32).take(owner)
+    block = stored // block_size
+    slots = tables.reshape(-1).take(owner * tables.shape[1] + block)
+    slots -= block
+    slots *= block_size
+    if form.reads and knows_tokens:  # what others computed is computed once more, but not written
+        again = stored < np.array([row.sequence.num_cached for row in rows]).take(owner)
+        slots[again] = -1 - stored[again]
+    stored += slots
+    return each, int(np.maximum.reduce(each[0], initial=-1)) + 1
+
+
 class _Form:
     """What of a layout depends on how many tokens each sequence computes and on the shape of its draft, and on nothing
     else: steps have the same again and again. Positions are counted from each sequence's first in the pass."""
 
-    each: Int32s  # (5, M) as the plan's, with the position whose slot a row is written to for the slot
-    no_path: Int32s  # (M, 0)
-    ancestors: Ints  # (M, P) rows of the path, as in the plan; -1: none
-    order: Ints  # (M,) where each row's token is found, the sequences' own and then the draft's (B * N) side by side
-    logit_rows: Tensor
-    logit_row_of: Tensor
-    num_nodes: list[int]
-    sampled: list[int]
-    trees: dict[int, list[int]]
-    reads: bool  # some sequence computes more than its last token
+    def __init__(self, each: Int32s, owner: Ints, order: Ints, logits: tuple[Tensor, Tensor]) -> None:
+        self.each = each  # (5, M) as the plan's, with the position whose slot a row is written to for the slot
+        self.owner = owner  # (M,)
+        self.order = order  # (M,) where a row's token is: all that are the sequences' own, then the draft's (B, N)
+        self.logit_rows, self.logit_row_of = logits
+        self.no_path = np.empty((len(owner), 0), np.int32)
+        self.ancestors = np.empty((len(owner), 0), np.int64)  # (M, P) rows of the path, as in the plan; -1: none
+        self.num_nodes: list[int] = []  # by row of the batch
+        self.sampled: list[int] = []
+        self.trees: dict[int, list[int]] = {}
+        self.reads = False  # some sequence computes more than its last token
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[int, ...]]:
+        """Of each: owner, position, prefix and the position it is stored at."""
+        return list(zip(*self.each[[3, 0, 1, 2]].tolist(), strict=True))
+
+    @functools.cached_property
+    def places(self) -> list[int]:
+        """As `order`."""
+        return self.order.tolist()  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def owners(self) -> list[list[int]]:
+        """And its path's length."""
+        return self.each[3:].tolist()  # type: ignore[no-any-return]
+
+
+def _form(batch: Batch, draft: Draft) -> _Form:
+    rows = batch.rows
+    if not batch.only_decodes or draft.batch != len(rows):
+        return _form_of([row.count for row in rows], [at for at, row in enumerate(rows) if row.samples], draft)
+    if draft.is_even:
+        return _even(len(rows), draft.width)
+    if len(rows) <= FEW:
+        return _known(len(rows), *(part.numpy().tobytes() for part in (draft.num_nodes, draft.parents, draft.depth)))
+    return _decoding(draft)
 
 
 @functools.lru_cache(64)
@@ -127,16 +171,27 @@ def _even(batch: int, width: int) -> _Form:
     return _form_of([1] * batch, list(range(batch)), Draft.even(torch.zeros(batch, width, dtype=torch.int64), 0))
 
 
-def _bytes(draft: Draft) -> tuple[bytes, ...]:
-    return tuple(part.numpy().tobytes() for part in (draft.num_nodes, draft.parents, draft.depth))
-
-
 @functools.lru_cache(256)
-def _decoding(batch: int, *parts: bytes) -> _Form:
+def _known(batch: int, *parts: bytes) -> _Form:
     num_nodes, parents, depth = (torch.from_numpy(np.frombuffer(part, np.int64).copy()) for part in parts)
-    shaped = parents.view(batch, -1), depth.view(batch, -1)
-    draft = Draft(tokens=shaped[0], parents=shaped[0], depth=shaped[1], num_nodes=num_nodes, source=num_nodes)
-    return _form_of([1] * batch, list(range(batch)), draft)
+    parents, depth = parents.view(batch, -1), depth.view(batch, -1)
+    return _decoding(Draft(tokens=parents, parents=parents, depth=depth, num_nodes=num_nodes, source=num_nodes))
+
+
+def _decoding(draft: Draft) -> _Form:
+    """Where every sequence decodes: rows picked from those of drafts that have all the nodes there is width for."""
+    batch, width = draft.batch, draft.width
+    even, num_nodes = _even(batch, width), draft.num_nodes.numpy()
+    used = np.arange(-1, width) < num_nodes[:, None]  # (B, N + 1)
+    (picked,) = used.reshape(-1).nonzero()
+    logit_rows, row_of = even.logit_rows.numpy()[: len(picked)], np.empty(used.shape, np.int64)
+    row_of.fill(-1)
+    row_of.reshape(-1)[picked] = logit_rows
+    logits = torch.from_numpy(logit_rows), torch.from_numpy(row_of)
+    form = _Form(even.each.take(picked, 1), even.owner.take(picked), even.order.take(picked), logits)
+    form.num_nodes, form.sampled = num_nodes.tolist(), even.sampled
+    _place_trees(form, draft, used[:, 1:])
+    return form
 
 
 def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
@@ -157,32 +212,24 @@ def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
     order = np.empty_like(owner)
     own = len(owner) - np.count_nonzero(is_node)
     order[~is_node], order[is_node] = np.arange(own), own + np.flatnonzero(used)
-    form = _Form(
-        each=each,
-        no_path=np.empty((len(owner), 0), np.int32),
-        ancestors=np.empty((len(owner), 0), np.int64),
-        order=order,
-        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
-        logit_row_of=torch.from_numpy(_logit_row_of(used)),
-        num_nodes=num_nodes.tolist(),
-        sampled=sampled,
-        trees={},
-        reads=max(counts, default=1) > 1 or len(sampled) < len(counts),
-    )
-    astray = used & (draft.parents.numpy() != np.arange(-1, width - 1))
-    if astray.any():
-        _place_trees(form, draft, np.flatnonzero(astray.any(1)), used, np.flatnonzero(is_node))
+    form = _Form(each, owner, order, (torch.from_numpy(np.flatnonzero(wanted)), torch.from_numpy(_logit_row_of(used))))
+    form.num_nodes, form.sampled = num_nodes.tolist(), sampled
+    form.reads = not len(counts) == own == len(sampled)
+    _place_trees(form, draft, used)
     return form
 
 
-def _place_trees(form: _Form, draft: Draft, trees: Ints, used: Bools, of_nodes: Ints) -> None:
+def _place_trees(form: _Form, draft: Draft, used: Bools) -> None:
     """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot.
 
-    `of_nodes`: the rows of the pass that are nodes. In a chain every ancestor lies where the block table says, so the
-    rows of chains stand already.
+    In a chain every ancestor lies where the block table says, so the rows of chains stand already.
     """
+    astray = used & (draft.parents.numpy() != np.arange(-1, draft.width - 1))
+    if not np.logical_or.reduce(astray, None):
+        return
+    trees = np.flatnonzero(astray.any(1))
     at = np.full((draft.batch, draft.width + 1), -1)  # rows of nodes; the last stands for the root
-    at[:, :-1][used] = of_nodes
+    at[:, :-1][used] = np.flatnonzero(form.order >= len(form.order) - np.count_nonzero(used))
     at, used, depth = at[trees], used[trees], draft.depth.numpy()[trees]
     rows, deep = at[:, :-1][used], depth[used]
     length = (form.each[2, at[:, :-1]] - np.arange(draft.width))[used]
@@ -209,12 +256,14 @@ def _tokens(rows: list[Row], draft: Draft, form: _Form) -> Ints:
         own = list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
     else:
         own = [row.sequence.tokens[row.first] for row in rows]
-    tokens = np.array(own, np.int64)
-    if draft.width:
-        size = draft.batch * draft.width
-        drafted = np.arange(-1, -1 - size, -1) if draft.unseen else draft.tokens.numpy().reshape(-1)
-        tokens = np.concatenate((tokens, drafted)).take(form.order)
-    return tokens
+    if not draft.width:
+        return np.array(own, np.int64)
+    nodes = draft.batch * draft.width
+    drafted = np.arange(-1, -1 - nodes, -1) if draft.unseen else draft.tokens.numpy().reshape(-1)
+    if len(form.owner) <= FEW:
+        own += drafted.tolist()
+        return np.array([own[at] for at in form.places], np.int64)
+    return np.concatenate((np.array(own, np.int64), drafted)).take(form.order)
 
 
 def filled_in(tokens: Tensor, draft: Draft) -> Tensor:
