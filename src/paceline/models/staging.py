@@ -18,9 +18,9 @@ TO_DEVICE = 1  # cudaMemcpyHostToDevice
 
 class Buffer:
     def __init__(self, turn: int, size: int, device: torch.device) -> None:
-        self.turn, self._pinned = turn, torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.ints: np.ndarray[Any, np.dtype[np.int32]] = self._pinned.numpy()
-        self.address = self._pinned.data_ptr()
+        self.turn, self.pinned = turn, torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.ints: np.ndarray[Any, np.dtype[np.int32]] = self.pinned.numpy()
+        self.address = self.pinned.data_ptr()
         self.read: Any = None  # when the device has read it
         if device.type == "cuda":
             self.read = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -47,7 +47,9 @@ class Staging:
     def send(self, buffer: Buffer, to: Tensor, size: int) -> None:
         """So many ints of it, behind what the device has to do."""
         if self._runtime is None:
-            to.numpy()[:size] = buffer.ints[:size]
+            to[:size].copy_(buffer.pinned[:size], non_blocking=True)
+            if buffer.read is not None:
+                buffer.read.record()
             return
         stream = torch._C._cuda_getCurrentRawStream(to.device.index)
         failed = self._runtime.cudaMemcpyAsync(to.data_ptr(), buffer.address, 4 * size, TO_DEVICE, stream)
@@ -56,9 +58,12 @@ class Staging:
             raise RuntimeError(f"a copy to {to.device} failed: CUDA error {failed}")
 
 
-def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
-    runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
+def _runtime() -> ctypes.CDLL | None:
+    """The CUDA runtime that torch has loaded; None where it is not to be found, and torch copies."""
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
+    except OSError:
+        return None
     pointer = ctypes.c_void_p
     runtime.cudaMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
     runtime.cudaEventRecord.argtypes = [pointer, pointer]
