@@ -52,7 +52,7 @@ class Layout:
     rows: list[Row]  # of the batch
     num_nodes: list[int]  # by row of the batch
     sampled: list[int]  # which rows of the batch sample, in the order of the draft's rows
-    trees: dict[int, list[int]]  # by row of the batch, where its draft branches: nodes at depth 1, 2, ...
+    trees: dict[int, list[int]]  # by row of the batch, where its draft branches: nodes at depth 1, 2, ..., then zeros
 
     @property
     def is_tree(self) -> bool:
@@ -60,7 +60,8 @@ class Layout:
         return bool(self.trees)
 
     def nodes_by_depth(self, index: int) -> list[int]:
-        return self.trees.get(index) or [1] * self.num_nodes[index]
+        counts = self.trees.get(index)
+        return [1] * self.num_nodes[index] if counts is None else [count for count in counts if count]
 
     @functools.cached_property
     def spans(self) -> list[Span]:
@@ -190,7 +191,7 @@ def _decoding(draft: Draft) -> _Form:
     logits = torch.from_numpy(logit_rows), torch.from_numpy(row_of)
     form = _Form(even.each.take(picked, 1), even.owner.take(picked), even.order.take(picked), logits)
     form.num_nodes, form.sampled = num_nodes.tolist(), even.sampled
-    _place_trees(form, draft, used[:, 1:])
+    _place_trees(form, draft, used[:, 1:], batch)
     return form
 
 
@@ -215,39 +216,41 @@ def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
     form = _Form(each, owner, order, (torch.from_numpy(np.flatnonzero(wanted)), torch.from_numpy(_logit_row_of(used))))
     form.num_nodes, form.sampled = num_nodes.tolist(), sampled
     form.reads = not len(counts) == own == len(sampled)
-    _place_trees(form, draft, used)
+    _place_trees(form, draft, used, own)
     return form
 
 
-def _place_trees(form: _Form, draft: Draft, used: Bools) -> None:
+def _place_trees(form: _Form, draft: Draft, used: Bools, own: int) -> None:
     """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot.
 
-    In a chain every ancestor lies where the block table says, so the rows of chains stand already.
+    In a chain every ancestor lies where the block table says, so the rows of chains stand already. `own`: rows that are
+    no nodes.
     """
-    astray = used & (draft.parents.numpy() != np.arange(-1, draft.width - 1))
-    if not np.logical_or.reduce(astray, None):
+    branches = np.logical_or.reduce(used & (draft.parents.numpy() < np.arange(-1, draft.width - 1)), 1)  # (B,)
+    if not np.logical_or.reduce(branches):
         return
-    trees = np.flatnonzero(astray.any(1))
-    at = np.full((draft.batch, draft.width + 1), -1)  # rows of nodes; the last stands for the root
-    at[:, :-1][used] = np.flatnonzero(form.order >= len(form.order) - np.count_nonzero(used))
-    at, used, depth = at[trees], used[trees], draft.depth.numpy()[trees]
-    rows, deep = at[:, :-1][used], depth[used]
-    length = (form.each[2, at[:, :-1]] - np.arange(draft.width))[used]
-    form.each[0, rows], form.each[1, rows], form.each[4, rows] = length - 1 + deep, length, deep
-    above = np.full(form.each.shape[1], -1)
-    above[rows] = np.take_along_axis(at, draft.parents.numpy()[trees], 1)[used]
-    form.ancestors = np.full((len(above), int(deep.max())), -1)
-    seen, place = rows, deep - 1
+    (rows,) = (form.order >= own).nonzero()
+    at = form.order.take(rows) - own  # of the draft's (B, N)
+    of, depth = at // draft.width, draft.depth.numpy().reshape(-1).take(at)
+    node = at - of * draft.width
+    back = node - draft.parents.numpy().reshape(-1).take(at)  # rows to its parent: a draft's lie side by side
+    kept = branches.take(of)
+    if not np.logical_and.reduce(kept):
+        rows, of, depth, node, back = (part[kept] for part in (rows, of, depth, node, back))
+    each, deepest = form.each, int(np.maximum.reduce(depth))
+    length = each[2].take(rows) - node
+    each[0, rows], each[1, rows], each[4, rows] = length - 1 + depth, length, depth
+    above = np.empty_like(form.order)
+    above[rows] = rows - back
+    form.ancestors = np.empty((len(above), deepest), np.int64)
+    form.ancestors.fill(-1)
+    seen, place = rows, depth - 1
     while len(rows):
         form.ancestors[rows, place] = seen
         more = place > 0
         rows, seen, place = rows[more], above[seen[more]], place[more] - 1
-    by_depth = (depth[:, :, None] == np.arange(1, form.ancestors.shape[1] + 1)).sum(1).tolist()
-    deepest = depth.max(1).tolist()
-    form.trees = {
-        form.sampled[tree]: nodes_at[:most]
-        for tree, nodes_at, most in zip(trees.tolist(), by_depth, deepest, strict=True)
-    }
+    at_depth = np.bincount(of * deepest + depth - 1, minlength=draft.batch * deepest).reshape(-1, deepest).tolist()
+    form.trees = {form.sampled[tree]: at_depth[tree] for tree in branches.nonzero()[0].tolist()}
 
 
 def _tokens(rows: list[Row], draft: Draft, form: _Form) -> Ints:
@@ -258,11 +261,11 @@ def _tokens(rows: list[Row], draft: Draft, form: _Form) -> Ints:
         own = [row.sequence.tokens[row.first] for row in rows]
     if not draft.width:
         return np.array(own, np.int64)
+    if len(form.owner) <= FEW and not draft.unseen:
+        own += chain.from_iterable(draft.tokens.tolist())
+        return np.array([own[at] for at in form.places], np.int64)
     nodes = draft.batch * draft.width
     drafted = np.arange(-1, -1 - nodes, -1) if draft.unseen else draft.tokens.numpy().reshape(-1)
-    if len(form.owner) <= FEW:
-        own += drafted.tolist()
-        return np.array([own[at] for at in form.places], np.int64)
     return np.concatenate((np.array(own, np.int64), drafted)).take(form.order)
 
 
