@@ -138,7 +138,7 @@ def timed_by_phase(engine: Engine, cell: str, steps: int) -> dict[str, float]:
     marks: list[tuple[str, float]] = [("", 0.0)]
 
     def mark(name: str) -> None:
-        if name and (name != "launched" or marks[-1][0] == "placed"):  # a pass begins with its first graph
+        if name and (name != "launched" or marks[-1][0] == "placed"):  # the sampler replays graphs of its own
             marks.append((name, time.perf_counter()))
 
     def marked(owner: Any, name: str, before: str = "", after: str = "") -> Any:

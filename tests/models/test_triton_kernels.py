@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -23,7 +21,6 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
 
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError
-from paceline.models import graphs
 from paceline.models.decoder import Decoder
 from paceline.models.fast_kernels import FastKernels
 from paceline.models.kernels import LayerByLayer, kernels_for
@@ -381,49 +378,6 @@ def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(kernels: Trito
             plan = plan_of(list(range(rows)), torch.zeros((1, 1), dtype=torch.int32))
             decoder.forward(torch.arange(rows), plan, cache.layers, torch.arange(rows))
     assert set(decoder.graphs._passes) == met
-
-
-class FakeGraph:
-    """Remembers when it was recorded and replayed, by number."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log, self.number = log, sum(entry.startswith("begin") for entry in log)
-
-    def capture_begin(self, **_: object) -> None:
-        self.log.append(f"begin {self.number}")
-
-    def capture_end(self) -> None:
-        self.log.append(f"end {self.number}")
-
-    def replay(self) -> None:
-        self.log.append(f"replay {self.number}")
-
-
-def test_a_pass_is_recorded_as_graphs_that_follow_one_another(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, fake in {
-        "CUDAGraph": lambda: FakeGraph(log),
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "stream": lambda of: nullcontext(),
-        "graph_pool_handle": lambda: 1,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(graphs, "CUTS", (1, 7))
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
-    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
-    assert decoder.graphs is not None
-    plan = plan_of([0, 1], torch.zeros((1, 1), dtype=torch.int32))
-    of = decoder.graphs.place(torch.arange(2), plan, cache.layers, torch.arange(2))
-    decoder.graphs._record(of)
-    assert log == ["begin 0", "end 0", "begin 1", "end 1"]  # the model has two layers
-    assert decoder.graphs.is_warm(of)
-    assert decoder.graphs.run(of) is of.output
-    assert log[4:] == ["replay 0", "replay 1"]
-    assert kernels.on_layer is None
 
 
 def test_a_pass_of_the_stack_is_the_sequence_of_its_kernels(kernels: TritonKernels) -> None:

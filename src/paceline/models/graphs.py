@@ -1,4 +1,4 @@
-"""Passes recorded once by shape and replayed: a step is one copy to the device and a few launches.
+"""Passes recorded once by shape and replayed: a step is one copy to the device and one launch.
 
 A pass is padded to a bucket of (rows, tiles, path, logits). Everything that changes from pass to pass lies in one
 packed int32 buffer of the bucket: filled in pinned memory, copied in one go, read by the kernels through fixed views.
@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline")
 MAX_GRAPHS = 384  # the least recently used gives way
-CUTS = (2, 8)  # layers before which a graph ends: the first is short, for a device starts once all of one is launched
 KNOWN = 256  # ways rows belong to sequences that are remembered
 SEQUENCES = 512  # block tables a bucket has room for, if it has that many rows
 SEQUENCE = ROW_FIELDS.index("sequence")
@@ -38,14 +36,13 @@ ALIGNED = 4  # ints: every view starts at 16 bytes, as the kernels like it
 
 
 class Placed:
-    """A bucket's buffers, and its graphs once it is recorded: they follow one another."""
+    """A bucket's buffers, and its graph once there is one."""
 
     def __init__(self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int) -> None:
         from paceline.models.triton.attention import HEADER, Division, Work
 
-        self.bucket, self.output = bucket, None  # type: tuple[Bucket, Any]
-        self.graphs: list[Any] = []
-        self.kept: list[Tensor] = []  # scratch the graphs point into
+        self.bucket, self.graph, self.output = bucket, None, None  # type: tuple[Bucket, Any, Any]
+        self.kept: list[Tensor] = []  # scratch the graph points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
         sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys(("tokens", *ROW_FIELDS), bucket.rows)}
@@ -166,7 +163,7 @@ class PassGraphs:
         for shape in sorted(set(shapes), key=lambda shape: -shape.rows):
             tokens, plan, logit_rows = rehearsal(shape, block_size)
             of, tiles = self._pass(plan, caches, logit_rows, taps)
-            if not of.graphs:
+            if of.graph is None:
                 passes[of] = tokens, plan, logit_rows, tiles
         if self._captures:
             self._compile({of.kernels: of for of in passes if not self._is_compiled(of)}.values())
@@ -239,15 +236,14 @@ class PassGraphs:
 
     def is_warm(self, of: Placed) -> bool:
         """It will not be recorded first."""
-        return bool(of.graphs) or not self.capture
+        return of.graph is not None or not self.capture
 
     def run(self, of: Placed) -> ModelOutput:
         """What the bucket gives, padding included."""
-        if not of.graphs and self._is_compiled(of) and self._captures:
+        if of.graph is None and self._is_compiled(of) and self._captures:
             self._record(of)
-        if of.graphs:
-            for graph in of.graphs:
-                graph.replay()
+        if of.graph is not None:
+            of.graph.replay()
             result: ModelOutput = of.output
             return result
         self._compiled.add(of.kernels)
@@ -265,27 +261,16 @@ class PassGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        graphs: list[Any] = []
-
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-        def cut(layer: int) -> None:
-            if layer in CUTS:
-                graphs[-1].capture_end()
-                begin()
-
-        kernels: Any = self._decoder.kernels
+        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), patch.object(kernels, "on_layer", cut):
-            begin()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 of.output = self._compute(of)
             finally:
-                graphs[-1].capture_end()
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        of.graphs = graphs
+        of.graph = graph
         of.kept = [of.output.logits, *self._scratch()]
         self.captured += 1
         grown = (self._reserved() - before) / 1e6

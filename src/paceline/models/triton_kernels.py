@@ -5,7 +5,7 @@ weights costs. The kernels themselves are in `models.triton`, one file per idea.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ class TritonKernels:
     def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
         self.overlap = overlap and not INTERPRETED
         self.workspace = Workspace(device)
-        self.on_layer: Callable[[int], None] | None = None  # told before each layer of a stack, by number
         self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> TritonWeight:
@@ -113,17 +112,14 @@ class TritonStack:
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
         kernels, shape, overlap = self._kernels, self._shape, self._kernels.overlap
         work = kernels.work(plan, shape.q_heads, self.caches[0])
-        for index in range(first, last):
-            layer, cache = self._layers[index], self.caches[index]
-            if kernels.on_layer is not None:
-                kernels.on_layer(index)
+        for layer, cache in zip(self._layers[first:last], self.caches[first:last], strict=True):
             hidden = elementwise.rms_norm(residual, added, layer.input_norm, shape.eps, overlap=overlap)
             q = self._queries(hidden, layer, cache, plan)
             attended = attention(q, plan, work, cache, shape.scale, layer.window, kernels.workspace, overlap=overlap)
             added = linear(attended, layer.output, in_segments=True, overlap=overlap)
             hidden = elementwise.rms_norm(residual, added, layer.mlp_norm, shape.eps, overlap=overlap)
             gated = linear(hidden, layer.gate_up, gated=True, overlap=overlap)
-            added = linear(gated, layer.down, in_segments=index < last - 1, overlap=overlap)
+            added = linear(gated, layer.down, in_segments=layer is not self._layers[last - 1], overlap=overlap)
         assert added is not None, "a stack runs at least one layer"
         return added
 
