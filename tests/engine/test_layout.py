@@ -18,6 +18,7 @@ from paceline.engine.block_manager import BlockManager
 from paceline.engine.engine import expect_objects, no_collection
 from paceline.engine.layout import filled_in, lay_out, slot
 from paceline.engine.model_runner import Reading, unpack
+from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -133,7 +134,7 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
     }
     verdict = Verdict(**{name: torch.from_numpy(part) for name, part in given.items()})
     packed = verdict.pack()
-    for read in (unpack(packed.numpy(), batch, depth), Reading(verdict).verdict):
+    for read in (unpack(packed.numpy(), batch, depth), Reading(verdict, Staging(verdict.path.device)).verdict):
         for name, part in given.items():
             assert np.array_equal(getattr(read, name), part), name
     blank = Verdict.blank(batch, depth, torch.device("cpu"))

@@ -21,6 +21,9 @@ from paceline.models.chain import Said
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.rehearse import verifying
+from paceline.models.staging import Staging
+
+UNREAD = 4  # verdicts under way or still looked at, at most
 
 
 class HostVerdict(NamedTuple):
@@ -35,22 +38,19 @@ class HostVerdict(NamedTuple):
 class Reading:
     """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: Verdict, staging: Staging) -> None:
         self._verdict, self._arrived = verdict, None
         if verdict.tokens.is_cuda:
-            packed, (places, _) = verdict.pack(), Verdict.places(*verdict.path.shape)
-            pinned = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
-            pinned.copy_(packed, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-            self._packed = pinned.numpy()
+            places, _ = Verdict.places(*verdict.path.shape)
+            buffer = staging.fetch(verdict.pack().view(torch.int32))
+            self._arrived, self._packed = buffer.over, buffer.ints.view(np.uint8)
             self._said = self._packed[: places[1].stop].view(np.int64), self._packed[places[3]]
             self._counts = places[1].start // 8
 
     @property
     def there(self) -> bool:
         """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
-        return self._arrived is not None and bool(self._arrived.query())  # type: ignore[no-untyped-call]
+        return self._arrived is not None and bool(self._arrived.query())
 
     @functools.cached_property
     def verdict(self) -> HostVerdict:
@@ -136,6 +136,7 @@ class ModelRunner:
     def __init__(self, model: Model, cache: KVCache, drafters: DrafterSet, sampler: Sampler) -> None:
         self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
         self._caches = cache.layers[: len(model.kv_specs)]
+        self._staging = Staging(model.device, UNREAD)
 
     def prepare(self, most_sequences: int, most_rows: int) -> None:
         """Compile and record beforehand what steps would wait for when they first come, where that is so."""
@@ -181,7 +182,7 @@ class ModelRunner:
             verdict = self.sampler.verify(
                 sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
             )
-            reading, warm = Reading(verdict), warm and self.sampler.warm
+            reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
         return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, ahead=ahead > 0)
 
     @torch.inference_mode()
