@@ -271,7 +271,7 @@ class Verdict:
 
     def first(self, rows: int) -> Verdict:
         """The others are no longer asked for, but stay packed with these."""
-        packed_rows = self.packed_rows or len(self.path)
+        packed_rows = 0 if self.packed is None else self.packed_rows or len(self.path)
         parts = {name: getattr(self, name)[:rows] for name in ("tokens", "num_accepted", "path", "kinds")}
         logprobs = None
         if self.logprobs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -139,16 +140,20 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
         "kinds": noise.integers(0, 4, (batch, depth + 1)).astype(np.uint8),
     }
     verdict = Verdict(**{name: torch.from_numpy(part) for name, part in given.items()})
+    packed = Verdict.blank(batch, depth, torch.device("cpu"))
+    packed.pack().copy_(verdict.pack())
     staging = Staging(torch.device("cpu"))
-    here, arrived = Reading(verdict, staging), Reading(verdict, staging)
-    buffer = staging.fetch(verdict.pack().view(torch.int32))
-    buffer.over = SimpleNamespace(synchronize=lambda: None)
-    arrived._comes_in(buffer)
-    for row, count in enumerate(given["num_accepted"].tolist()):
-        said = tuple(given[name][row, : count + 1].tolist() for name in ("tokens", "kinds"))
-        assert here.said()[row] == arrived.said()[row] == (said[0], count, said[1])
-    assert len(here.said()) == len(arrived.said()) == batch
-    assert depth or here.spoken() == arrived.spoken() == given["tokens"][:, 0].tolist()
+    for some, of in itertools.product({batch, (batch + 1) // 2}, (verdict, packed)):
+        of = of if some == batch else of.first(some)
+        here, arrived = Reading(of, staging), Reading(of, staging)
+        buffer = staging.fetch(of.pack().view(torch.int32))
+        buffer.over = SimpleNamespace(synchronize=lambda: None)
+        arrived._comes_in(buffer)
+        for row, count in enumerate(given["num_accepted"][:some].tolist()):
+            said = tuple(given[name][row, : count + 1].tolist() for name in ("tokens", "kinds"))
+            assert here.said()[row] == arrived.said()[row] == (said[0], count, said[1])
+        assert len(here.said()) == len(arrived.said()) == some
+        assert depth or here.spoken() == arrived.spoken() == given["tokens"][:some, 0].tolist()
     blank = Verdict.blank(batch, depth, torch.device("cpu"))
     assert blank.pack() is blank.packed
     for name in ("tokens", "num_accepted", "kinds"):
