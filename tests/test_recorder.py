@@ -75,6 +75,35 @@ def test_work_that_fails_ends_its_recording_and_leaves_the_next_alone(diary):
     assert diary[2:] == ["begin 2 in b", "end 2", "replay 2"]
 
 
+def test_garbage_may_hold_graphs_and_is_not_collected_meanwhile(diary):
+    recorder = Recorder()
+    assert recorder.record(gc.isenabled).result is False
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        recorder.record(int)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.cuda
+def test_graphs_among_garbage_do_not_end_a_recording():
+    def work():
+        if gc.isenabled():
+            gc.collect()  # as may happen at any time
+        return 2 * x
+
+    x = torch.ones(4, device="cuda")
+    work()
+    garbage = [Recorder().record(work)]
+    garbage.append(garbage)
+    del garbage
+    recording = Recorder().record(work)
+    recording.replay()
+    assert recording.result.tolist() == [2] * 4
+
+
 @pytest.mark.cuda
 def test_a_device_does_again_what_was_recorded():
     x = torch.zeros(4, device="cuda")

@@ -5,7 +5,9 @@ Recordings of one recorder share memory, so one is replayed at a time, and what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -36,7 +38,7 @@ class Recorder:
             self._pool = torch.cuda.graph_pool_handle()  # it ends with the last graph that was recorded in it
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_collection():
             self._begin()
             try:
                 result = work()
@@ -58,3 +60,15 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph found among garbage would be destroyed, which is not permitted meanwhile and ends the recording."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
