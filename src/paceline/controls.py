@@ -20,6 +20,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import BadWords, Bias, Controls, Draws, MinTokens, Penalties
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 _GREEDY, _COINS, _SEEDED = range(3)  # how a sequence draws
 _COLDEST = torch.finfo(torch.float32).tiny  # a lower temperature could round to 0, which stands for greedy
 
@@ -70,15 +71,17 @@ class ControlsBuilder:
     def num_logprobs(self, sequences: SequenceOf[Sequence]) -> int | None:
         return self._of(sequences).num_logprobs
 
-    def draws(self, sequences: SequenceOf[Sequence], owners: SequenceOf[int], ahead: int = 0) -> Draws:
+    def draws(
+        self, sequences: SequenceOf[Sequence], owners: SequenceOf[int], lengths: SequenceOf[int] | Ints | None = None
+    ) -> Draws:
         """How each row of logits becomes a token; row i belongs to sequence `owners[i]`.
 
-        `ahead`: tokens every sequence has that the host has not seen.
+        `lengths` of the sequences, where they have tokens that the host has not seen.
         """
         of = self._of(sequences)
         if not of.drawing.any():
             return Draws(key=of.keys, committed=of.keys)  # nobody draws, so nobody looks at lengths
-        committed = self._ints([len(sequence.tokens) + ahead for sequence in sequences])
+        committed = self._ints([len(sequence.tokens) for sequence in sequences] if lengths is None else lengths)
         coins, seeded = self._rows(of, owners)
         return Draws(key=of.keys, committed=committed, coins=coins, seeded=seeded)
 
@@ -196,11 +199,11 @@ class ControlsBuilder:
         width = max(map(len, rows))
         return self._ints([[*row, *[-1] * (width - len(row))] for row in rows]).view(len(rows), width)
 
-    def _ints(self, values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object]) -> Tensor:
+    def _ints(self, values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object] | Ints) -> Tensor:
         return sent(_host_ints(values), self._device)
 
 
-def _host_ints(values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object]) -> Tensor:
+def _host_ints(values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object] | Ints) -> Tensor:
     """Through numpy: after a pass has swept the caches, torch.tensor takes several times as long."""
     return torch.from_numpy(np.array(values, np.int64))
 

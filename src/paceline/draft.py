@@ -240,6 +240,7 @@ class Verdict:
     kinds: Tensor  # (B, D + 1) uint8, of Kind
     logprobs: Logprobs | None = None
     packed: Tensor | None = None  # (bytes,) all but the logprobs, where they lie side by side: one copy takes them
+    packed_rows: int = 0  # how many, if more than these
 
     @staticmethod
     def blank(batch: int, depth: int, device: torch.device) -> Verdict:
@@ -267,6 +268,15 @@ class Verdict:
             places.append(slice(end, end + size))
             end += -(-size // 16) * 16
         return places, end
+
+    def first(self, rows: int) -> Verdict:
+        """The others are no longer asked for, but stay packed with these."""
+        packed_rows = self.packed_rows or len(self.path)
+        parts = {name: getattr(self, name)[:rows] for name in ("tokens", "num_accepted", "path", "kinds")}
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = Logprobs(**{name: part[:rows] for name, part in vars(self.logprobs).items()})
+        return Verdict(**parts, logprobs=logprobs, packed=self.packed, packed_rows=packed_rows)
 
     def pack(self) -> Tensor:
         """All but the logprobs side by side."""

@@ -25,6 +25,7 @@ from tests.drafters.contract_toys import (
     AHEAD,
     EARLY,
     MAKERS,
+    PLAIN,
     VOCAB,
     ByRequest,
     Choosing,
@@ -44,7 +45,7 @@ from tests.drafters.contract_toys import (
 )
 
 METHODS = list(DRAFTERS)
-WAYS = [*METHODS, AHEAD, *EARLY]
+WAYS = [*METHODS, AHEAD, *EARLY, *PLAIN]
 DEVICE = {AHEAD, *EARLY}  # ways that run ahead of the host
 FALSE_ALARM = 1e-6  # of each statistical test
 

@@ -3,6 +3,8 @@ happens in between."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -212,6 +214,112 @@ def test_a_step_interrupted_while_it_is_read_loses_no_token():
             continue
     assert launched
     assert said == greedy_alone(prompt_of(0, 5), 12)
+
+
+together_strategy = st.lists(
+    st.tuples(
+        st.integers(0, 6),  # arrival
+        st.integers(0, 2),  # which shared beginning
+        st.integers(1, 12),  # prompt length
+        st.integers(1, 40),  # max_tokens
+        st.sampled_from([None, 5, 9]),  # seed; None is greedy
+        st.integers(0, 40),  # cancelled at this step, if under 20
+        st.sampled_from([{}, {}, {"stop_token_ids": [7]}, {"stop": ["ab", "ke"]}, {"presence_penalty": 0.5}]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    together_strategy,
+    st.integers(14, 60),  # blocks
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 9, 17]),
+)
+def test_what_a_company_keeps_from_step_to_step_changes_nothing(
+    wanted, num_blocks, prefix_caching, speaks, drafts, interrupted
+):
+    """Every output of every step and all figures but times, against an engine that works them out anew each time."""
+    requests, cancel = asked_of([(*one[:6], {} if "stop" in one[6] and not speaks else one[6]) for one in wanted])
+
+    def apart(launch):
+        def launch_after(flight, batch, going):
+            flight = launch(flight, batch, going)
+            flight.stage = batch.stage = None
+            return flight
+
+        return launch_after
+
+    def told(keeps):
+        drafting = (
+            {"drafters": [drafter := Noting("chain")], "policy": Resting({"0": Choice("chain", 3)})} if drafts else {}
+        )
+        engine, _ = ahead_engine(
+            eos=(EOS,), num_blocks=num_blocks, max_num_seqs=4, prefix_caching=prefix_caching, **drafting
+        )
+        engine.tokenizer = Letters() if speaks else None
+        if not keeps:
+            engine.runner.launch_after = apart(engine.runner.launch_after)
+        step, observe, steps = engine.step, engine.policy.observe, []
+
+        def observing(report):
+            if len(steps) == interrupted and "interrupted" not in steps:
+                steps.append("interrupted")
+                raise KeyboardInterrupt
+            observe(report)
+
+        def stepping():
+            with suppress(KeyboardInterrupt):
+                outputs = [(one.sequence.key, *list(vars_of(one).values())[1:]) for one in step()]
+                steps.append((outputs, sorted(engine.blocks._published)))
+
+        engine.step, engine.policy.observe = stepping, observing
+        sequences = run(engine, requests, cancel)
+        assert engine.blocks.num_free == num_blocks
+        assert not engine.committer._watches
+        ends = {
+            name: (one.tokens, one.text, one.finish_reason, one.stop_reason, one.num_computed, one.stats.as_dict())
+            for name, (one,) in sequences.items()
+        }
+        return steps, drafts and drafter.noted, ends, engine.stats.num_committed_tokens, engine.stats.num_steps
+
+    assert told(keeps=True) == told(keeps=False)
+
+
+class Noting(ChainDrafter):
+    """Remembers what it was told."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.noted = []
+
+    def commit(self, commits):
+        self.noted.append([(one.sequence.key, one.first, one.count) for one in commits])
+
+
+def vars_of(output):
+    return {name: getattr(output, name) for name in output.__slots__}
+
+
+def test_a_company_says_its_tokens_without_looking_at_each_sequence():
+    engine, _ = ahead_engine(num_blocks=128)
+    kept = []
+    collect = engine.committer.collect
+
+    def watched(flight):
+        kept.append((collected := collect(flight)).stats is not None)
+        return collected
+
+    engine.committer.collect = watched
+    sequences = run(engine, [(0, name, prompt_of(i, 6), params(max_tokens=20)) for i, name in enumerate("abc")])
+    assert {name: sequences[name][0].output_tokens for name in "abc"} == {
+        name: greedy_alone(prompt_of(i, 6), 20) for i, name in enumerate("abc")
+    }
+    assert kept == [False, *[True] * 19], "the first reads prompts"
 
 
 class Early:

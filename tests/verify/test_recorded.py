@@ -5,6 +5,7 @@ What a device adds is checked where there is one: verdicts of all kinds, with ot
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -203,3 +204,26 @@ def test_steps_are_judged_alike_recorded_or_not(where, asked, draft):
             sequence.tokens.append(5)
     assert recording.warm
     assert len(recording._recorded) == len(recording._recorded._known)  # none where the host judges by itself
+
+
+@pytest.mark.parametrize("asked", ["greedy", "sampled", "seeded", "logprobs", "penalties"])
+@torch.inference_mode()
+def test_plain_steps_of_fewer_rows_are_judged_as_those_before_until_they_stay(asked):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recording, plain = (Sampler(40, frozenset({2}), device) for _ in range(2))
+    plain._recorded.records = False
+    recording._recorded = Recorder() if device.type == "cpu" else Recorded(device, first=1)
+    logits = torch.full((24, 40), torch.nan, device=device)
+    generator, sequences, sizes = torch.Generator().manual_seed(3), steps.sequences_of(asked, 20), set()
+    for rows in [20] * 12 + [19, 17, 13, 9, 1, 14] + [5] * 12:
+        logits[:rows] = 3 * torch.randn(rows, 40, generator=generator).to(device)
+        given = sequences[:rows], Draft.empty(rows), logits[:rows], torch.arange(rows)[:, None]
+        lengths = np.array([len(sequence.tokens) + 2 for sequence in given[0]])
+        verdicts = [one.verify(*given, lengths=lengths) for one in (plain, recording)]
+        assert steps.unlike(*verdicts) == []
+        assert verdicts[1].packed is None or verdicts[1].packed_rows in (0, 20, 5)
+        sizes.add(len(recording._recorded))
+        logits[:] = torch.nan
+        for sequence in sequences:
+            sequence.tokens.append(5)
+    assert max(sizes) == 2, "one recording for 20 rows and fewer, one for 5 once they have stayed"

@@ -138,6 +138,9 @@ class HostDrafter:
     def commit(self, commits: SequenceOf[Commit]) -> None:
         pass
 
+    def look(self, sequences: SequenceOf[Sequence]) -> None:
+        """These are about to be asked one by one: what takes less for all at once may be done now."""
+
     def overlap(self) -> None:
         """Called while a pass is under way: what was left over from commits."""
 

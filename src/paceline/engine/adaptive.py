@@ -62,9 +62,9 @@ class AdaptivePolicy:
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._method, self._k, self._clock = method, k, clock
-        self._methods, self._asking, self._budget = Methods(drafters, method, k), Asking(clock), Budget()
+        self._methods, self._asking, self._budget = Methods(drafters, method, k), Asking(), Budget()
         self._known = Experience(self._methods, prior, self._asking.purse, clock)
-        self._lead = Lead(self._can_lead)
+        self._lead = Lead(self._can_lead, possible=self._known.on_device)
         self._offers = Offers(self._methods, self._known, self._lead, self._asking, self._budget)
         self._made = Plan()
         self._lesson: tuple[Plan, StepReport, list[int]] | None = None  # not learnt yet; where its tokens begin
@@ -94,6 +94,8 @@ class AdaptivePolicy:
             return choices
         open_ended: Open = {}
         common = self._method, self._k
+        if self._k is not None:
+            self._methods.look(self._method, [one for one in sequences if one.params.speculation is None])
         for index, sequence in enumerate(sequences):
             method, k = common if sequence.params.speculation is None else self._methods.wish(sequence)
             most = min(k or MAX_K, sequence.room - 1)
@@ -187,6 +189,8 @@ class AdaptivePolicy:
         last.left -= 1
         # A copy: what came of the step before is perhaps not learnt yet, and that by what was known then.
         self._made.evidence, self._made.promises, self._made.drafts = dict(last.plan.evidence), last.plan.promises, True
+        for method in {choice.method for choice in found.values() if choice is not None and choice.budget}:
+            self._methods.look(method, [sequences[at] for at, one in found.items() if one and one.method == method])
         for index, choice in found.items():
             assert choice is not None
             lookup = choice.budget and self._known.shadows.casts(choice.method)
@@ -256,23 +260,28 @@ class AdaptivePolicy:
         if may_take <= 0 and not self._lead.now and not new:
             return found
         current = {at: self._lead.now.get(sequences[at].key) for at in open_ended if at not in early}
-        each_s = max(map(self._asking.each_s, methods), default=0.0) or NOTHING_S
-        some = [] if leads else new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * asked.cost.seconds(asked.base) / each_s))]
+        some: list[int] = []
+        if new and not leads:
+            each_s = max(map(self._asking.each_s, methods), default=0.0) or NOTHING_S
+            some = new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * asked.cost.seconds(asked.base) / each_s))]
         for method in methods:
             casts = self._known.shadows.casts(method)
             may = [at for at in current if open_ended[at][0] in (AUTO, method)]
             due = {at for at in may if current[at] == method}
             if due and not casts:
                 due.update(may)  # a pass of a model serves many at little more than one
-            due.update({*may}.intersection(some if casts else new))
+            if new:
+                due.update({*may}.intersection(some if casts else new))
             rest = [at for at in may if at not in due] if may_take > 0 and len(due) < len(may) else []
             others = self._asking.in_turn(method, rest, may_take, together=not casts)
             if due or others:
                 self._made.asked = True
-                with self._asking.timed(method, len(due), len(others)):
-                    for index in (*sorted(due), *others):
-                        if evidence := self._note_evidence(sequences[index], method, asked.patient(sequences[index])):
-                            found.setdefault(index, []).append((method, evidence))
+                began = self._clock()
+                self._methods.look(method, [sequences[at] for at in (*due, *others)])
+                for index in (*sorted(due), *others):
+                    if evidence := self._note_evidence(sequences[index], method, asked.patient(sequences[index])):
+                        found.setdefault(index, []).append((method, evidence))
+                self._asking.note(method, self._clock() - began, len(due), len(others))
         self._hear(sequences, new if leads else some)
         return found
 
@@ -321,8 +330,7 @@ class AdaptivePolicy:
         return evidence
 
     def _can_lead(self, method: str) -> bool:
-        on_device = self._known.on_device and not self._known.shadows.casts(method)
-        return on_device and method not in self._methods.retired
+        return not self._known.shadows.casts(method) and method not in self._methods.retired
 
     # -- learning
 

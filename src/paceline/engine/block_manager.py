@@ -18,7 +18,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from paceline.engine.batch import Tables
+from paceline.engine.batch import Ints, Tables
 from paceline.sequence import Sequence, block_hash
 
 ROOT = b"paceline"
@@ -48,28 +48,33 @@ class BlockManager:
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
         """Give the sequence room for `num_tokens` tokens in all; the caller has asked `can_allocate`."""
-        while len(sequence.blocks) < self.blocks_for(num_tokens):
+        held = len(sequence.blocks)
+        for _ in range(held, -(-num_tokens // self.block_size)):
             block, _ = self._free.popitem(last=False)
             self._forget(block)
             self._references[block] = 1
             sequence.blocks.append(block)
-            self._sit(sequence, len(sequence.blocks) - 1)
+        if len(sequence.blocks) > held:
+            self._sit(sequence, held)
 
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
         """Take back blocks beyond `num_tokens`: room reserved for drafts that were not accepted."""
         while len(sequence.blocks) > self.blocks_for(num_tokens):
-            self._release(sequence.blocks.pop())
+            self._release((sequence.blocks.pop(),))
             self._tables[sequence.seat, len(sequence.blocks)] = -1
 
     def tables(self, sequences: SequenceOf[Sequence]) -> Tables:
         """(S, W) the block ids of sequences that hold some, -1 beyond a sequence's end."""
         width = max([len(sequence.blocks) for sequence in sequences], default=0)
-        return self._tables[np.array([sequence.seat for sequence in sequences], np.intp), :width]
+        return self.tables_at(np.array([sequence.seat for sequence in sequences], np.int64), width)
+
+    def tables_at(self, seats: Ints, width: int) -> Tables:
+        return self._tables[:, :width].take(seats, 0)
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks, the last first, so that a shared beginning is evicted last."""
-        while sequence.blocks:
-            self._release(sequence.blocks.pop())
+        self._release(reversed(sequence.blocks))
+        sequence.blocks.clear()
         if sequence.seat >= 0:
             self._tables[sequence.seat] = -1
             self._seats.append(sequence.seat)
@@ -162,15 +167,20 @@ class BlockManager:
                 self._seats = list(range(len(self._tables), 2 * len(self._tables)))
                 self._tables = np.pad(self._tables, ((0, len(self._tables)), (0, 0)), constant_values=-1)
             sequence.seat = self._seats.pop()
-        self._tables[sequence.seat, changed : len(sequence.blocks)] = sequence.blocks[changed:]
+        if changed == len(sequence.blocks) - 1:  # mostly
+            self._tables[sequence.seat, changed] = sequence.blocks[-1]
+        else:
+            self._tables[sequence.seat, changed : len(sequence.blocks)] = sequence.blocks[changed:]
 
-    def _release(self, block: int) -> None:
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            self._free[block] = None
-            if self._hash[block] is None:  # nothing worth keeping: hand it out first
-                self._marks[block] = frozenset()
-                self._free.move_to_end(block, last=False)
+    def _release(self, blocks: Iterable[int]) -> None:
+        references, free, hashes, unmarked = self._references, self._free, self._hash, frozenset[str]()
+        for block in blocks:
+            references[block] -= 1
+            if references[block] == 0:
+                free[block] = None
+                if hashes[block] is None:  # nothing worth keeping: hand it out first
+                    self._marks[block] = unmarked
+                    free.move_to_end(block, last=False)
 
     def _forget(self, block: int) -> None:
         key = self._hash[block]

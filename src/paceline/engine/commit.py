@@ -9,12 +9,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from paceline.draft import Kind
 from paceline.drafters import Drafter
-from paceline.engine.batch import StepOutput
+from paceline.engine.batch import Company, Stage, StepOutput
 from paceline.engine.drafting import Computed, DrafterSet
 from paceline.engine.model_runner import Flight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText
+from paceline.outputs import SpeculationStats
 from paceline.sequence import Sequence, Status
 
 
@@ -28,6 +32,15 @@ class _Watch:
 
 
 @dataclass(slots=True)
+class _Watches:
+    """The same for a company."""
+
+    company: Company | None = None
+    ends: frozenset[int] = frozenset()  # of any
+    quiet: bool = False  # all are
+
+
+@dataclass(slots=True)
 class Collected:
     """A step whose tokens stand, up to those that end their sequence; what they mean is not told yet."""
 
@@ -35,6 +48,8 @@ class Collected:
     outputs: list[StepOutput] = field(default_factory=list)
     rows: list[tuple[int, int, StepOutput | None]] = field(default_factory=list)  # index, tokens computed, what it said
     ends: bool = False  # a sequence has said its last
+    # Of a company, where each output is one token; `rows` are then there only if somebody asks for them.
+    stats: list[SpeculationStats] | None = None
 
 
 class Committer:
@@ -47,12 +62,15 @@ class Committer:
     ) -> None:
         self._scheduler, self._drafters, self._eos, self._make_text = scheduler, drafters, eos_token_ids, make_text
         self._watches: dict[str, _Watch] = {}
+        self._together = _Watches()
 
     def forget(self, sequence: Sequence) -> None:
         self._watches.pop(sequence.key, None)
 
     def collect(self, flight: Flight) -> Collected:
         """The one device-to-host copy of the step. What follows is all the next step has to wait for."""
+        if flight.stage is not None:
+            return self._collect_together(flight, flight.stage)
         verdicts, layout, watches, finished = flight.read_verdicts(), flight.layout, self._watches, Status.FINISHED
         collected = Collected(flight)
         rows, outputs = collected.rows, collected.outputs
@@ -81,8 +99,68 @@ class Committer:
         self._inform(self._drafters.at_once, collected)
         return collected
 
+    def _collect_together(self, flight: Flight, stage: Stage) -> Collected:
+        """The same for a company: everybody says one token, and few end."""
+        assert flight.reading is not None
+        company, tokens, bonus = stage.company, flight.reading.spoken(), int(Kind.BONUS)
+        sequences, stats, watches = company.sequences, company.stats, self._watches_of(company)
+        live: SequenceOf[int] = range(len(tokens))
+        ending: set[int] = set()  # perhaps
+        if not self._scheduler.is_whole(stage):
+            finished = Status.FINISHED
+            live = [index for index, sequence in enumerate(sequences) if sequence.status is not finished]
+            ending.update(np.flatnonzero(stage.first[live] + 2 >= company.max_len[live]).tolist())
+            sequences, stats = [sequences[index] for index in live], [stats[index] for index in live]
+            tokens = [tokens[index] for index in live]
+        if not watches.ends.isdisjoint(tokens):
+            ending.update(index for index, token in enumerate(tokens) if token in watches.ends)
+        for index in ending:
+            self._append(sequences[index], tokens[index : index + 1])
+            sequences[index].num_computed += 1
+        said = list(zip(sequences, tokens, strict=True))
+        for sequence, token in [one for at, one in enumerate(said) if at not in ending] if ending else said:
+            sequence.tokens.append(token)
+            sequence.num_computed += 1
+        outputs = [StepOutput(sequence, [token], "", [bonus], False) for sequence, token in said]
+        for index in ending:
+            outputs[index].finished = sequences[index].finish_reason is not None
+        collected = Collected(flight, outputs, stats=stats)
+        collected.ends = any(outputs[index].finished for index in ending)
+        if self._drafters.drafters or not watches.quiet:
+            collected.rows.extend((index, 1, output) for index, output in zip(live, outputs, strict=True))
+        self._inform(self._drafters.at_once, collected)
+        return collected
+
+    def _tell_together(self, collected: Collected, stage: Stage) -> list[StepOutput]:
+        for stats in collected.stats or ():
+            stats.num_target_passes += 1
+            stats.num_committed_tokens += 1
+        self._inform(self._drafters.patient, collected)
+        full = np.flatnonzero((stage.first + 1) % self._scheduler.blocks.block_size == 0)
+        sequences = [stage.company.sequences[index] for index in full]
+        self._scheduler.blocks.settle([sequence for sequence in sequences if not sequence.finished])
+        if collected.ends:
+            self._dismiss([output.sequence for output in collected.outputs if output.finished])
+        return collected.outputs
+
+    def _dismiss(self, ended: list[Sequence]) -> None:
+        for sequence in ended:
+            self.forget(sequence)
+            self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
+
+    def _watches_of(self, company: Company) -> _Watches:
+        if self._together.company is not company:
+            live = [sequence for sequence in company.sequences if not sequence.finished]
+            each = [self._watches.get(sequence.key) or self._watch(sequence) for sequence in live]
+            ends = frozenset[int]().union(*{watch.ends for watch in each})
+            self._together = _Watches(company, ends, all(watch.quiet for watch in each))
+        return self._together
+
     def tell(self, collected: Collected) -> list[StepOutput]:
         """The rest: text, which may end a sequence before its last token, figures, blocks; who has finished leaves."""
+        stage = collected.flight.stage
+        if stage is not None and self._watches_of(stage.company).quiet:
+            return self._tell_together(collected, stage)
         flight, layout, size = collected.flight, collected.flight.layout, self._scheduler.blocks.block_size
         unsettled: list[Sequence] = []
         ended: list[Sequence] = []
@@ -104,9 +182,7 @@ class Committer:
                 unsettled.append(sequence)
         self._inform(self._drafters.patient, collected)
         self._scheduler.blocks.settle(unsettled)
-        for sequence in ended:
-            self.forget(sequence)
-            self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
+        self._dismiss(ended)
         return collected.outputs
 
     def _inform(self, drafters: SequenceOf[Drafter], collected: Collected) -> None:

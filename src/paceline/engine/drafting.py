@@ -81,6 +81,11 @@ class DrafterSet:
             return self._empty(len(rows))
         return Draft.merge(parts, len(rows), self._vocab_size)
 
+    def nothing(self, batch: int) -> Draft:
+        """For rows of which none drafts."""
+        self.seconds = {}
+        return self._empty(batch)
+
     @property
     def ahead(self) -> frozenset[str]:
         """Methods that may begin drafts behind a step under way."""

@@ -21,6 +21,7 @@ from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Collected, Committer
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.model_runner import Flight, ModelRunner
+from paceline.engine.plans import any_sampled
 from paceline.engine.policy import AUTO, Policy, StepReport, wish
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
@@ -130,7 +131,7 @@ class Engine:
         if early:
             ahead, outputs = self._launch_early(collected)
         self._ahead = ahead  # not before: where this step is interrupted, what followed it is computed again
-        self._account(batch, flight, report)
+        self._account(batch, collected, report)
         self._returned_at = time.perf_counter()
         return outputs
 
@@ -185,19 +186,27 @@ class Engine:
     def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> StepReport:
         rows = flight.layout.tokens.shape[0]
         took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
-        return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.ahead)
+        return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.stage is not None)
 
-    def _account(self, batch: Batch, flight: Flight, report: StepReport) -> None:
+    def _account(self, batch: Batch, collected: Collected, report: StepReport) -> None:
         """Timings for the user: what the step took, and what it would have taken plainly."""
         outputs, step_s = report.outputs, report.step_s
-        self.stats.add(batch, outputs, model_s=flight.model_s, step_s=step_s)
-        if batch.only_decodes:
-            sampled = any(not output.sequence.params.greedy for output in outputs)
-            plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
-            for output in outputs if plain_s else ():
-                stats = output.sequence.stats
-                stats.spent_s += step_s
-                stats.plain_s += (plain_s or 0.0) * len(output.tokens)
+        together = collected.stats
+        committed = len(outputs) if together else sum([len(output.tokens) for output in outputs])
+        self.stats.add(batch, committed=committed, model_s=collected.flight.model_s, step_s=step_s)
+        if not batch.only_decodes:
+            return
+        sampled = batch.stage.company.sampled if batch.stage else any_sampled(output.sequence for output in outputs)
+        plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
+        if not plain_s:
+            return
+        for stats in together or ():
+            stats.spent_s += step_s
+            stats.plain_s += plain_s
+        for output in () if together else outputs:
+            stats = output.sequence.stats
+            stats.spent_s += step_s
+            stats.plain_s += plain_s * len(output.tokens)
 
     def add_request(
         self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, job: str | None = None

@@ -144,7 +144,7 @@ def _decodes(batch: Batch, draft: Draft, used: Bools | None, block_size: int, to
     """
     rows = batch.rows
     of = _even_chains(len(rows), draft.width) if used is None else _chains(draft.num_nodes.numpy(), used)
-    stored = of.index + (np.array([row.first for row in rows]) - of.begin)[of.owner]
+    stored = of.index + (batch.first - of.begin)[of.owner]
     if tokens is None:
         said = np.empty(len(stored), np.int64)
         said[of.begin] = [row.sequence.tokens[row.first] for row in rows]

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence as SequenceOf
 
 from paceline.drafters import Drafter
+from paceline.drafters.base import HostDrafter
 from paceline.engine.policy import AUTO, wish
 from paceline.sequence import Sequence
 
@@ -34,6 +35,16 @@ class Methods:
     def allowed(self, method: str) -> SequenceOf[str]:
         names = self.drafters if method == AUTO else [method]
         return [name for name in names if name not in self.retired]
+
+    def look(self, method: str, sequences: SequenceOf[Sequence]) -> None:
+        """They are about to be asked for their evidence."""
+        for name in self.allowed(method):
+            drafter = self.drafters.get(name)
+            if isinstance(drafter, HostDrafter):
+                try:
+                    drafter.look(sequences)
+                except Exception as problem:
+                    self.complain(name, problem)
 
     def evidence(self, sequence: Sequence, method: str, patient: bool) -> int:
         """`patient`: a drafter that is far behind is not asked yet."""

@@ -4,6 +4,7 @@ is the empty draft."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Verdict, packed_to, sent
-from paceline.engine.batch import Batch
+from paceline.engine.batch import Batch, Stage
 from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out
@@ -33,11 +34,20 @@ class Reading:
             self._packed.copy_(packed, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
+            self._shape = verdict.packed_rows or verdict.path.shape[0], verdict.path.shape[1]
 
     @property
     def there(self) -> bool:
         """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
         return self._arrived is not None and bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def spoken(self) -> list[int]:
+        """By row, where nothing was drafted: its token."""
+        if self._arrived is None:
+            return self._verdict.tokens[:, 0].tolist()
+        self._arrived.synchronize()
+        tokens: list[int] = self._packed.numpy()[: 8 * len(self._verdict.tokens)].view(np.int64).tolist()
+        return tokens
 
     def said(self) -> list[tuple[list[int], int, list[int]]]:
         """By row: committed tokens, how many of them were drafted, and the kind of each."""
@@ -46,9 +56,9 @@ class Reading:
             tokens, counts, kinds = of.tokens.flatten().tolist(), of.num_accepted.tolist(), of.kinds.flatten().tolist()
         else:
             self._arrived.synchronize()
-            packed, (places, _) = self._packed.numpy(), Verdict.places(*self._verdict.path.shape)
+            packed, (places, _) = self._packed.numpy(), Verdict.places(*self._shape)
             tokens = packed[: places[1].stop].view(np.int64).tolist()
-            counts, kinds = tokens[places[1].start // 8 :], packed[places[3]].tolist()
+            counts, kinds = tokens[places[1].start // 8 :][: len(self._verdict.path)], packed[places[3]].tolist()
         width, begin = self._verdict.tokens.shape[1], 0
         rows = []
         for count in counts:
@@ -69,7 +79,7 @@ class Flight:
     hidden: Tensor | None  # (M, T, H) taps of every row of the pass
     model_s: float
     warm: bool = field(default=True, kw_only=True)  # it took what its like will take again
-    ahead: bool = field(default=False, kw_only=True)  # it was launched before the step before it was read
+    stage: Stage | None = field(default=None, kw_only=True)  # it was launched before the step before it was read
 
     @property
     def over(self) -> bool:
@@ -137,31 +147,35 @@ class ModelRunner:
             self.drafters.draft_ahead([(flight.layout.rows[index], budget) for index, budget in rows], said)
 
     @torch.inference_mode()
-    def launch_after(self, flight: Flight, batch: Batch, going: list[int]) -> Flight:
+    def launch_after(self, flight: Flight, batch: Batch, going: SequenceOf[int]) -> Flight:
         """Plain decoding of tokens the host has not seen: those the rows `going` of a flight say."""
         assert flight.verdict is not None
         tokens = flight.verdict.tokens[:, 0]
         if len(going) < len(tokens):
             (at,) = packed_to(tokens.device, torch.tensor(going))
             tokens = tokens[at]
-        draft = self.drafters.propose(batch.rows)
-        return self._fly(lay_out(batch, draft, self.cache.block_size, tokens), draft, ahead=1)
+        draft = self.drafters.nothing(len(batch.rows))
+        layout = lay_out(batch, draft, self.cache.block_size, tokens)
+        return self._fly(layout, draft, batch.stage)
 
-    def _fly(self, layout: Layout, draft: Draft, ahead: int = 0) -> Flight:
+    def _fly(self, layout: Layout, draft: Draft, stage: Stage | None = None) -> Flight:
         started = time.perf_counter()
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        sequences = [layout.rows[index].sequence for index in layout.sampled]
+        if stage is None:
+            sequences, lengths = [layout.rows[index].sequence for index in layout.sampled], None
+        else:
+            sequences, lengths = stage.company.sequences, stage.first + 1
         verdict = reading = None
         warm = output.warm
         if sequences:
             verdict = self.sampler.verify(
-                sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, ahead=ahead
+                sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, lengths=lengths
             )
             reading, warm = Reading(verdict), warm and self.sampler.warm
             if layout.is_tree:  # so far the slots are their sequences' own, whoever ends before the verdict is read
                 self.cache.compact(sent(branched(layout), verdict.path.device), verdict.path)
-        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, ahead=ahead > 0)
+        return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, stage=stage)
 
 
 def branched(layout: Layout) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.controls import ControlsBuilder
+from paceline.controls import ControlsBuilder, Ints
 from paceline.draft import Draft, Proposal, Verdict, packed_to
 from paceline.models import kernels
 from paceline.sampling_params import SamplingParams
@@ -22,6 +22,7 @@ from paceline.verify import Nodes, verify
 from paceline.verify.host import Speaker, walk_on_host
 from paceline.verify.recorded import Recorded
 
+SETTLED = 8  # plain steps of one size in a row
 WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their own
 
 
@@ -33,6 +34,8 @@ class Sampler:
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._empty = functools.lru_cache(64)(self._plain)
         self._recorded = Recorded(device)
+        self._rows = self._stayed = 0  # of plain steps: their size, and for how many it has been the same
+        self._settled: set[int] = set()  # sizes that have stayed for a while
 
     @property
     def warm(self) -> bool:
@@ -47,32 +50,44 @@ class Sampler:
         row_of: Tensor,
         *,
         only_chains: bool = False,
-        ahead: int = 0,
+        lengths: Ints | None = None,
     ) -> Verdict:
         """`row_of` (B, N + 1): which row of logits belongs to the last token (0) and to each node (i + 1).
 
         Draft and `row_of` come from the host, where what depends on them alone is found without waiting for a device.
-        `ahead`: tokens every sequence has that the host has not seen.
+        `lengths` of the sequences, where they have tokens that the host has not seen.
         """
+        recorded, batch = self.shortcut and self._recorded.records, len(sequences)
+        if recorded and not draft.width:
+            sequences, logits, lengths = self._widened(sequences, logits, lengths)
         controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
         deepest = int(draft.depth.numpy().max()) if draft.width else 0
-        if logits.is_cpu and self.shortcut and wanted is None and draft.q is None and not controls.edits:
+        if (
+            logits.is_cpu
+            and self.shortcut
+            and not recorded
+            and wanted is None
+            and draft.q is None
+            and not controls.edits
+        ):
             speakers = None
             if not controls.neutral:
-                speakers = [_speaker(*one, ahead) for one in zip(sequences, controls.on_host, strict=True)]
+                known = [len(sequence.tokens) for sequence in sequences] if lengths is None else lengths.tolist()
+                speakers = [_speaker(*one) for one in zip(sequences, controls.on_host, known, strict=True)]
             return walk_on_host(draft, logits, row_of, deepest, speakers, self._say)
-        owners: SequenceOf[int] = range(draft.batch)
+        owners: SequenceOf[int] = range(len(sequences))
         if draft.width:
             needs_path = controls.penalties is not None or controls.bad_words is not None
-            logits = self._padded(logits)
+            logits = self._padded(logits, rounded(len(logits)))
             owners, draft, row_of, nodes = self._on_device(draft, row_of, len(logits), deepest, needs_path)
         else:
-            draft, row_of, nodes = self._empty(draft.batch)
-        judged = draft, logits, row_of, nodes, controls, self._builder.draws(sequences, owners, ahead)
+            draft, row_of, nodes = self._empty(len(sequences))
+        judged = draft, logits, row_of, nodes, controls, self._builder.draws(sequences, owners, lengths)
         options = {"max_depth": deepest, "num_logprobs": wanted, "only_chains": only_chains}
         if not self.shortcut:
             return verify(*judged, **options)  # type: ignore[arg-type]
-        return self._recorded(verify, *judged, standing=logits, **options)
+        verdict = self._recorded(verify, *judged, standing=logits, **options)
+        return verdict if len(sequences) == batch else verdict.first(batch)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -104,16 +119,33 @@ class Sampler:
         q = torch.full((width, self._vocab_size), 1 / self._vocab_size, device=self._device)
         return replace(_chain(width), q=Proposal(probs=q, row_of=torch.tensor([[*range(width), -1]])))
 
-    def _padded(self, logits: Tensor) -> Tensor:
+    def _padded(self, logits: Tensor, rows: int) -> Tensor:
         """Numbers of rows that differ little are judged as one, where a pass leaves room behind its logits: what stands
         there belongs to no slot."""
-        rows, vocab = logits.shape
-        step = 1 << max((rows - 1).bit_length() - 3, 0)
-        padded = -(-rows // step) * step
+        vocab = logits.shape[1]
         room = logits.untyped_storage().nbytes() // logits.itemsize - logits.storage_offset()
-        if not self._recorded.records or not logits.is_contiguous() or padded * vocab > room:
+        if not self._recorded.records or not logits.is_contiguous() or rows * vocab > room:
             return logits
-        return logits.as_strided((padded, vocab), (vocab, 1))
+        return logits.as_strided((rows, vocab), (vocab, 1))
+
+    def _widened(
+        self, sequences: SequenceOf[Sequence], logits: Tensor, lengths: Ints | None
+    ) -> tuple[SequenceOf[Sequence], Tensor, Ints | None]:
+        """A plain step as one of more rows, the last of which come again: as batches shrink and grow, steps of ever new
+        sizes would be judged kernel by kernel. A size that has stayed for a while gets a recording of its own."""
+        rows = rounded(len(sequences))
+        self._stayed = self._stayed + 1 if rows == self._rows else 0
+        self._rows = rows
+        if self._stayed == SETTLED:
+            self._settled.add(rows)
+        if rows not in self._settled:
+            rows = min((width for width in self._settled if width > rows), default=rows)
+        logits = self._padded(logits, rows)
+        more = len(logits) - len(sequences)
+        if more:
+            sequences = [*sequences, *[sequences[-1]] * more]
+            lengths = None if lengths is None else np.append(lengths, lengths[-1:].repeat(more))
+        return sequences, logits, lengths
 
     def _on_device(
         self, draft: Draft, row_of: Tensor, rows: int, deepest: int, needs_path: bool
@@ -139,6 +171,12 @@ class Sampler:
         return Draft.empty(batch, self._device), row_of, Nodes.roots(batch, self._device)
 
 
+def rounded(rows: int) -> int:
+    """Up, by an eighth at most."""
+    step = 1 << max((rows - 1).bit_length() - 3, 0)
+    return -(-rows // step) * step
+
+
 def _chain(width: int) -> Draft:
     return Draft.chains(torch.zeros(1, width, dtype=torch.int64), torch.tensor([width]), source=0)
 
@@ -149,7 +187,6 @@ def _bush(width: int) -> Draft:
     return replace(chain, parents=torch.full_like(chain.parents, -1), depth=torch.ones_like(chain.depth))
 
 
-def _speaker(sequence: Sequence, asked: tuple[float, int, float, float], ahead: int) -> Speaker:
+def _speaker(sequence: Sequence, asked: tuple[float, int, float, float], length: int) -> Speaker:
     temperature, top_k, top_p, min_p = asked
-    committed, seeded = len(sequence.tokens) + ahead, sequence.seed is not None
-    return Speaker(temperature, sequence.noise_key, committed, seeded, top_k, top_p, min_p)
+    return Speaker(temperature, sequence.noise_key, length, sequence.seed is not None, top_k, top_p, min_p)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.drafters import NONE
-from paceline.engine.batch import Batch, Row
+from paceline.engine.batch import Batch, Company, Ints, Row, Stage
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
 from paceline.sequence import Sequence, Status
@@ -37,11 +40,13 @@ class Scheduler:
         self.config, self.blocks, self.policy = config, blocks, policy
         self.recompute_last = recompute_last
         self._on_admit, self._on_release = on_admit, on_release
+        self._most_tokens = config.max_num_batched_tokens
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
         self._arrivals = itertools.count()
         self._arrival: dict[str, int] = {}
         self.waiting: list[Sequence] = []  # both lists in order of arrival
         self.running: list[Sequence] = []
+        self._changes = 0  # who joined or left, so far
 
     def add(self, sequence: Sequence) -> None:
         self._arrival[sequence.key] = next(self._arrivals)
@@ -62,11 +67,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.finish_reason is None:  # else it has said its last, and leaves
                 (decodes if len(sequence.tokens) - sequence.num_computed == 1 else prompts).append(sequence)
-        choices = self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts))
-        reserved = len(decodes)
-        for sequence in decodes:
-            reserved -= 1
-            self._continue(sequence, batch, reserved, choices.get(sequence.key, NO_DRAFT))
+        self._decode(decodes, self._plan(decodes, sum(sequence.num_uncomputed for sequence in prompts)), batch)
         for sequence in prompts:
             self._continue(sequence, batch)
         if self.waiting and all(sequence.status is Status.RUNNING for sequence in decodes + prompts):
@@ -97,7 +98,7 @@ class Scheduler:
         for row in batch.rows:
             row.sequence.reserved = 0
 
-    def ahead(self, batch: Batch) -> tuple[Batch, list[int]] | None:
+    def ahead(self, batch: Batch) -> tuple[Batch, SequenceOf[int]] | None:
         """The batch after one that is still computed, and which of its rows go on, as if none of them ended there.
 
         Only where plain decoding goes on anyway: nobody drafts, is admitted or gives way, and no token that is not
@@ -105,6 +106,8 @@ class Scheduler:
         """
         if batch.num_drafted or (self.waiting and self.has_place):
             return None
+        if batch.stage is not None:
+            return self._further(batch, batch.stage)
         live, size, running = 0, self.blocks.block_size, Status.RUNNING
         going: list[int] = []
         rows: list[Row] = []
@@ -128,7 +131,51 @@ class Scheduler:
             return None
         for sequence in short:
             self.blocks.allocate(sequence, len(sequence.tokens) + 1)
-        return Batch(rows, num_tokens=len(rows), tables=self.blocks.tables(sequences)), going
+        company, first = Company.of(sequences), np.array([row.first for row in rows], np.int64)
+        return self._together(rows, self._stage(company, first, None)), going
+
+    def _further(self, batch: Batch, stage: Stage) -> tuple[Batch, SequenceOf[int]] | None:
+        """The same for a company: who is still there and has room goes on, one position further."""
+        going: SequenceOf[int] = range(len(batch.rows))
+        company, first, last, spare, size = (
+            stage.company,
+            stage.first + 1,
+            batch.rows,
+            stage.spare,
+            self.blocks.block_size,
+        )
+        if not self.is_whole(stage):
+            running, fits = Status.RUNNING, (first + 1 < company.max_len).tolist()
+            going = [at for at, one in enumerate(company.sequences) if fits[at] and one.status is running]
+            if not going:
+                return None
+            company, first, last = company.part(going), first[going], [last[index] for index in going]
+            spare = None if spare is None else [spare[index] for index in going]
+        begin = [company.sequences[index] for index in np.flatnonzero(first % size == 0)]  # a block each
+        short = [sequence for sequence in begin if len(sequence.blocks) * size <= len(sequence.tokens)]
+        if not self.policy.rests(company.sequences) or len(short) > self.blocks.num_free:
+            return None
+        for sequence in short:
+            self.blocks.allocate(sequence, len(sequence.tokens) + 1)
+            company.width = max(company.width, len(sequence.blocks))
+        if spare is None:
+            rows = [Row(row.sequence, row.first + 1, 1, True, NONE, 0) for row in last]
+        else:
+            rows = spare
+            for row in rows:
+                row.first += 2
+        return self._together(rows, self._stage(company, first, last)), going
+
+    def is_whole(self, stage: Stage) -> bool:
+        """Nobody has joined or left since the step was planned, and nobody must end with it."""
+        return stage.changes == self._changes and stage.room > 2
+
+    def _stage(self, company: Company, first: Ints, spare: list[Row] | None) -> Stage:
+        return Stage(company, first, int((company.max_len - first).min()), self._changes, spare)
+
+    def _together(self, rows: list[Row], stage: Stage) -> Batch:
+        tables = self.blocks.tables_at(stage.company.seats, stage.company.width)
+        return Batch(rows, num_tokens=len(rows), tables=tables, stage=stage)
 
     def drafting_on(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
         """Rows of a batch still computed that may draft as far again behind it by one of these methods, and how far.
@@ -156,6 +203,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """The sequence leaves and its blocks are free at once; also the way to cancel."""
+        self._changes += 1
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._on_release(sequence)
@@ -167,30 +215,50 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
-    def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> dict[str, Choice]:
+    def _plan(self, sequences: list[Sequence], prompt_tokens: int) -> SequenceOf[Choice]:
         """The drafts that are wanted, by sequence."""
-        decoding = [sequence for sequence in sequences if sequence.num_output]
-        others = min(prompt_tokens, self.config.max_num_batched_tokens - len(sequences))
+        decoding = [sequence for sequence in sequences if len(sequence.tokens) > sequence.num_prompt]
+        others = min(prompt_tokens, self._most_tokens - len(sequences))
         choices = self.policy.plan(decoding, others, bool(self.waiting)) if decoding else []
-        return {sequence.key: choice for sequence, choice in zip(decoding, choices, strict=True) if choice.budget}
+        if len(decoding) == len(sequences):
+            return choices
+        chosen = dict(zip([sequence.key for sequence in decoding], choices, strict=True))
+        return [chosen.get(sequence.key, NO_DRAFT) for sequence in sequences]
+
+    def _decode(self, sequences: list[Sequence], choices: SequenceOf[Choice], batch: Batch) -> None:
+        """As `_continue`, where there is room already, in fewer operations: a step waits for it."""
+        reserved, size, running = len(sequences), self.blocks.block_size, Status.RUNNING
+        spare = min(self._draft_cap, self._most_tokens - reserved)  # tokens for drafts
+        for sequence, choice in zip(sequences, choices, strict=True):
+            reserved -= 1
+            length, budget = len(sequence.tokens), choice.budget
+            if budget:
+                budget = min(budget, spare - batch.num_drafted, sequence.max_len - length - 1)
+            fits = spare >= 0 and len(sequence.blocks) * size > length + budget
+            if fits and budget == choice.budget and sequence.status is running:
+                sequence.reserved = 0
+                batch.rows.append(Row(sequence, length - 1, 1, True, choice.method, budget))
+                batch.num_tokens += 1 + budget
+                batch.num_drafted += budget
+            else:
+                self._continue(sequence, batch, reserved, choice)
 
     def _continue(self, sequence: Sequence, batch: Batch, reserved: int = 0, choice: Choice = NO_DRAFT) -> None:
         """Give the sequence its row, at younger ones' cost if need be; `reserved` tokens are promised to others."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
         sequence.reserved = 0
-        length, first = len(sequence.tokens), sequence.num_computed
-        left, uncomputed = self.config.max_num_batched_tokens - batch.num_tokens, length - first
-        count = min(uncomputed, left)
+        length, first, budget = len(sequence.tokens), sequence.num_computed, choice.budget
+        left, uncomputed = self._most_tokens - batch.num_tokens, length - first
+        count = uncomputed if uncomputed < left else left
         if count <= 0:
             return
-        budget = choice.budget
         if budget:  # never past what may be committed: the last token comes from the target itself
-            most = min(left - count - reserved, self._draft_cap - batch.num_drafted)
-            budget = min(budget, sequence.max_len - length - 1, most)
-        end = first + count + 1  # one slot more: what the pass commits
+            most = left - count - reserved, self._draft_cap - batch.num_drafted, sequence.max_len - length - 1
+            budget = min(budget, *most)
         if budget <= 0:
             choice, budget = NO_DRAFT, 0
+        end = first + count + 1  # one slot more: what the pass commits
         if len(sequence.blocks) * self.blocks.block_size < end + budget:
             more = self.blocks.blocks_for(end + budget) - len(sequence.blocks)
             if budget and more + reserved > self.blocks.num_free:  # who is still to come may need a block
@@ -198,7 +266,9 @@ class Scheduler:
             if not self._make_room(sequence, end, batch):
                 return
             self.blocks.allocate(sequence, end + budget)
-        batch.add(Row(sequence, first, count, count == uncomputed, choice.method, budget))
+        batch.rows.append(Row(sequence, first, count, count == uncomputed, choice.method, budget))
+        batch.num_tokens += count + budget
+        batch.num_drafted += budget
 
     def _make_room(self, sequence: Sequence, end: int, batch: Batch) -> bool:
         """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""
@@ -212,7 +282,7 @@ class Scheduler:
     def _admit(self, batch: Batch) -> None:
         while self.waiting and self.has_place:
             sequence = self.waiting[0]
-            if batch.num_tokens >= self.config.max_num_batched_tokens or self._waits_for_sibling(sequence):
+            if batch.num_tokens >= self._most_tokens or self._waits_for_sibling(sequence):
                 return
             prefix = self.blocks.find_prefix(sequence)
             # Room for all its tokens, so that it is not preempted at once; alone it always fits.
@@ -230,6 +300,7 @@ class Scheduler:
         if not sequence.num_preemptions:
             sequence.num_cached_prompt = sequence.num_cached
         sequence.status = Status.RUNNING
+        self._changes += 1
         bisect.insort(self.running, sequence, key=lambda s: self._arrival[s.key])
         self._on_admit(sequence)
 
@@ -242,6 +313,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, batch: Batch) -> None:
         batch.remove(sequence)
+        self._changes += 1
         self.running.remove(sequence)
         self._on_release(sequence)
         self.blocks.free(sequence)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.engine.batch import Batch, StepOutput
+from paceline.engine.batch import Batch
 
 
 @dataclass
@@ -21,9 +20,9 @@ class EngineStats:
         """Everything but the model, over all steps."""
         return self.step_s - self.model_s
 
-    def add(self, batch: Batch, outputs: Sequence[StepOutput], *, model_s: float, step_s: float) -> None:
+    def add(self, batch: Batch, *, committed: int, model_s: float, step_s: float) -> None:
         self.num_steps += 1
         self.num_pass_tokens += batch.num_tokens
-        self.num_committed_tokens += sum(len(output.tokens) for output in outputs)
+        self.num_committed_tokens += committed
         self.step_s += step_s
         self.model_s += model_s

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class Tap:
         inner = sampler.verify
 
         def verify(
-            sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor, **options: bool
+            sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor, **options: Any
         ) -> Verdict:
             verdict = inner(sequences, draft, logits, row_of, **options)
             draft, row_of = draft.to(logits.device), row_of.to(logits.device)

@@ -224,4 +224,4 @@ def _committed_logprobs(verdict: Verdict, logits: Tensor, row_of: Tensor, top: i
     """Of every committed token; what stands beyond num_accepted is not meant to be read."""
     slots = torch.cat((torch.zeros_like(verdict.tokens[:, :1]), verdict.path + 1), 1).clamp_min(0)  # (B, D + 1)
     rows = row_of.gather(1, slots).clamp_min(0)
-    return logprobs(logits[rows], verdict.tokens.clamp_min(0), top)
+    return logprobs(logits[rows], verdict.tokens.clamp(0, logits.shape[1] - 1), top)  # padding may say anything
