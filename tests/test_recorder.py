@@ -40,14 +40,10 @@ def diary(monkeypatch):
     return Graph.diary
 
 
-def test_what_is_recorded_in_parts_is_replayed_in_order(diary):
-    recorder = Recorder()
-    recorder.cut()  # of nothing
-    recording = recorder.record(lambda: (diary.append("first"), recorder.cut(), diary.append("rest"), 7)[-1])
-    assert diary == ["begin 1 in a", "first", "end 1", "begin 2 in a", "rest", "end 2"]
-    del diary[:]
+def test_what_is_recorded_is_replayed(diary):
+    recording = Recorder().record(lambda: (diary.append("work"), 7)[-1])
     recording.replay()
-    assert (diary, recording.result) == (["replay 1", "replay 2"], 7)
+    assert (diary, recording.result) == (["begin 1 in a", "work", "end 1", "replay 1"], 7)
 
 
 def test_memory_is_shared_while_a_recording_lives_and_no_longer(diary):
@@ -107,15 +103,7 @@ def test_graphs_among_garbage_do_not_end_a_recording():
 @pytest.mark.cuda
 def test_a_device_does_again_what_was_recorded():
     x = torch.zeros(4, device="cuda")
-    recorder = Recorder()
-
-    def work():
-        y = x + 1
-        recorder.cut()
-        return y * 2
-
-    work()
-    recording = recorder.record(work)
+    recording = Recorder().record(lambda: 2 * (x + 1))
     x.fill_(4)
     recording.replay()
     assert recording.result.tolist() == [10] * 4
