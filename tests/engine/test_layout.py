@@ -20,6 +20,7 @@ from paceline.engine.block_manager import BlockManager
 from paceline.engine.engine import expect_objects, no_collection
 from paceline.engine.layout import filled_in, lay_out, slot
 from paceline.engine.model_runner import Reading, branched
+from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -33,7 +34,7 @@ def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, budget: in
         sequence = Sequence(str(index), prompt, SamplingParams().resolve({}), max_len=100)
         first = len(prompt) - 1 if decodes else noise.randrange(len(prompt))
         count = 1 if decodes else noise.randint(1, len(prompt) - first)
-        if not decodes and noise.random() < 0.3:
+        if not decodes and first + 1 < len(prompt) and noise.random() < 0.3:
             sequence.num_cached = first + 1  # the last shared token is computed once more
         blocks.allocate(sequence, first + count + 1 + budget)
         rows.append(Row(sequence, first, count, first + count == len(prompt), "some", budget))
@@ -138,11 +139,16 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
         "kinds": noise.integers(0, 4, (batch, depth + 1)).astype(np.uint8),
     }
     verdict = Verdict(**{name: torch.from_numpy(part) for name, part in given.items()})
-    here, arrived = Reading(verdict), Reading(verdict)
-    arrived._packed, arrived._arrived = verdict.pack(), SimpleNamespace(synchronize=lambda: None)
+    staging = Staging(torch.device("cpu"))
+    here, arrived = Reading(verdict, staging), Reading(verdict, staging)
+    buffer = staging.fetch(verdict.pack().view(torch.int32))
+    buffer.over = SimpleNamespace(synchronize=lambda: None)
+    arrived._comes_in(buffer)
     for row, count in enumerate(given["num_accepted"].tolist()):
         said = tuple(given[name][row, : count + 1].tolist() for name in ("tokens", "kinds"))
         assert here.said()[row] == arrived.said()[row] == (said[0], count, said[1])
+    assert len(here.said()) == len(arrived.said()) == batch
+    assert depth or here.spoken() == arrived.spoken() == given["tokens"][:, 0].tolist()
     blank = Verdict.blank(batch, depth, torch.device("cpu"))
     assert blank.pack() is blank.packed
     for name in ("tokens", "num_accepted", "kinds"):

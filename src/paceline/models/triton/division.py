@@ -82,8 +82,9 @@ def tiles_of(sequence: np.ndarray[Any, Any], group: int) -> tuple[int, np.ndarra
 
     `group` q heads share a K/V head.
     """
-    starts = np.flatnonzero(np.diff(sequence, prepend=-1))
-    lengths = np.diff(starts, append=len(sequence))
+    ends = np.append(np.flatnonzero(sequence[1:] != sequence[:-1]) + 1, len(sequence))[: len(sequence)]
+    starts = np.append(0, ends[:-1])[: len(ends)]
+    lengths = ends - starts
     longest = int(lengths.max(initial=0))
     tile = TILE if longest * group <= WIDE_FROM else 2 * TILE
     if longest == 1 < len(lengths) and group <= NARROW:
@@ -91,6 +92,8 @@ def tiles_of(sequence: np.ndarray[Any, Any], group: int) -> tuple[int, np.ndarra
     if group > tile:
         raise ValueError(f"{group} query heads for one K/V head: at most {tile} are supported")
     per_tile = tile // group
+    if longest <= per_tile:
+        return tile, starts, lengths
     parts = -(-lengths // per_tile)
     within = (np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)) * per_tile
     return tile, np.repeat(starts, parts) + within, np.minimum(np.repeat(lengths, parts) - within, per_tile)
