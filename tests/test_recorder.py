@@ -40,14 +40,10 @@ def diary(monkeypatch):
     return Graph.diary
 
 
-def test_what_is_recorded_in_parts_is_replayed_in_order(diary):
-    recorder = Recorder()
-    recorder.cut()  # of nothing
-    recording = recorder.record(lambda: (diary.append("first"), recorder.cut(), diary.append("rest"), 7)[-1])
-    assert diary == ["begin 1 in a", "first", "end 1", "begin 2 in a", "rest", "end 2"]
-    del diary[:]
+def test_what_is_recorded_is_replayed(diary):
+    recording = Recorder().record(lambda: (diary.append("work"), 7)[-1])
     recording.replay()
-    assert (diary, recording.result) == (["replay 1", "replay 2"], 7)
+    assert (diary, recording.result) == (["begin 1 in a", "work", "end 1", "replay 1"], 7)
 
 
 def test_memory_is_shared_while_a_recording_lives_and_no_longer(diary):
@@ -75,18 +71,39 @@ def test_work_that_fails_ends_its_recording_and_leaves_the_next_alone(diary):
     assert diary[2:] == ["begin 2 in b", "end 2", "replay 2"]
 
 
+def test_garbage_may_hold_graphs_and_is_not_collected_meanwhile(diary):
+    recorder = Recorder()
+    assert recorder.record(gc.isenabled).result is False
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        recorder.record(int)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.cuda
+def test_graphs_among_garbage_do_not_end_a_recording():
+    def work():
+        if gc.isenabled():
+            gc.collect()  # as may happen at any time
+        return 2 * x
+
+    x = torch.ones(4, device="cuda")
+    work()
+    garbage = [Recorder().record(work)]
+    garbage.append(garbage)
+    del garbage
+    recording = Recorder().record(work)
+    recording.replay()
+    assert recording.result.tolist() == [2] * 4
+
+
 @pytest.mark.cuda
 def test_a_device_does_again_what_was_recorded():
     x = torch.zeros(4, device="cuda")
-    recorder = Recorder()
-
-    def work():
-        y = x + 1
-        recorder.cut()
-        return y * 2
-
-    work()
-    recording = recorder.record(work)
+    recording = Recorder().record(lambda: 2 * (x + 1))
     x.fill_(4)
     recording.replay()
     assert recording.result.tolist() == [10] * 4

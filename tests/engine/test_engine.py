@@ -137,6 +137,45 @@ def test_every_request_gets_the_tokens_it_gets_alone(wanted, num_blocks, step_to
     assert engine.drafters.failures == 0
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(requests_strategy, st.integers(14, 40), st.integers(4, 24))
+def test_decodes_are_planned_together_as_one_by_one(wanted, num_blocks, step_tokens):
+    """Also where blocks or tokens do not suffice for all."""
+    choices = {str(i): Choice("chain", budget) for i, (*_, budget) in enumerate(wanted)}
+    requests = [
+        (at, str(i), prompt_of(shared, n), params(max_tokens=m)) for i, (at, shared, n, m, *_) in enumerate(wanted)
+    ]
+
+    def planned(together):
+        engine = make_engine(
+            num_blocks=num_blocks,
+            max_num_seqs=4,
+            max_num_batched_tokens=step_tokens,
+            drafters=[ChainDrafter("chain")],
+            policy=ByRequest(choices),
+        )
+        scheduler, steps = engine.scheduler, []
+
+        def one_by_one(sequences, choices, batch):
+            for at, sequence in enumerate(sequences):
+                scheduler._continue(sequence, batch, len(sequences) - 1 - at, choices[at])
+
+        if not together:
+            scheduler._decode = one_by_one
+        launch = engine.runner.launch
+
+        def noting(batch):
+            rows = [(row.sequence.key, row.first, row.count, row.samples, row.method, row.budget) for row in batch.rows]
+            steps.append((rows, batch.num_tokens, batch.num_drafted, batch.tables.tolist()))
+            return launch(batch)
+
+        engine.runner.launch = noting
+        run(engine, requests)
+        return steps
+
+    assert planned(together=True) == planned(together=False)
+
+
 def test_a_cache_too_small_for_all_preempts_the_youngest_and_loses_nothing():
     engine = make_engine(num_blocks=10, max_num_seqs=4)
     requests = [(0, str(i), prompt_of(i, 6), params(max_tokens=24)) for i in range(4)]

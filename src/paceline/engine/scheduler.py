@@ -234,10 +234,10 @@ class Scheduler:
             length, budget = len(sequence.tokens), choice.budget
             if budget:
                 budget = min(budget, spare - batch.num_drafted, sequence.max_len - length - 1)
-            fits = spare >= 0 and len(sequence.blocks) * size > length + budget
+            fits = len(sequence.blocks) * size > length + budget
             if fits and budget == choice.budget and sequence.status is running:
                 sequence.reserved = 0
-                batch.rows.append(Row(sequence, length - 1, 1, True, choice.method, budget))
+                batch.rows.append(Row(sequence, length - 1, 1, True, choice.method if budget else NONE, budget))
                 batch.num_tokens += 1 + budget
                 batch.num_drafted += budget
             else:
