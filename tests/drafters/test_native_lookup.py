@@ -16,10 +16,12 @@ from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow, ngram,
 from paceline.drafters.native_ngram import NativeNgrams
 from paceline.drafters.native_suffix import NativeIndex, NativeSuffixes
 from paceline.drafters.suffix_index import END, SuffixIndex
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.models.native_kernels import load_library, open_library, runnable_variants
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.testing import toy_config
+from tests.drafters.contract_toys import make_engine, params, prompt_of, run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the native kernels are not built on Windows")
 
@@ -233,3 +235,15 @@ def test_all_are_looked_up_at_once_and_once(method, native, monkeypatch):
         drafter.release(sequences[2])
         drafter.look([sequences[3]])
         assert asked[2:] == [1], "or the store has learned"
+
+
+@pytest.mark.parametrize(("method", "k"), [("suffix", 3), ("auto", 3), ("suffix", None), ("auto", None)])
+def test_the_policy_has_all_looked_up_at_once(method, k, monkeypatch):
+    drafters = [pair(name)[0] for name in ("ngram", "suffix")]
+    engine = make_engine(drafters, policy=AdaptivePolicy(drafters, method, k))
+    asked = []
+    find = drafters[1].form.find
+    monkeypatch.setattr(drafters[1].form, "find", lambda states: (asked.append(len(states)), find(states)))
+    run(engine, [(0, str(i), prompt_of(i, 9), params(max_tokens=12, ignore_eos=True)) for i in range(6)])
+    assert max(asked) == 6
+    assert engine.drafters.failures == 0
