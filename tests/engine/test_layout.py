@@ -142,9 +142,9 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
     verdict = Verdict(**{name: torch.from_numpy(part) for name, part in given.items()})
     packed = Verdict.blank(batch, depth, torch.device("cpu"))
     packed.pack().copy_(verdict.pack())
-    staging = Staging(torch.device("cpu"))
     for some, of in itertools.product({batch, (batch + 1) // 2}, (verdict, packed)):
         of = of if some == batch else of.first(some)
+        staging = Staging(torch.device("cpu"))
         here, arrived = Reading(of, staging), Reading(of, staging)
         buffer = staging.fetch(of.pack().view(torch.int32))
         buffer.over = SimpleNamespace(synchronize=lambda: None)
