@@ -138,8 +138,9 @@ class HostDrafter:
     def commit(self, commits: SequenceOf[Commit]) -> None:
         pass
 
-    def look(self, sequences: SequenceOf[Sequence]) -> None:
-        """These are about to be asked one by one: what takes less for all at once may be done now."""
+    def look(self, sequences: SequenceOf[Sequence]) -> list[int] | None:
+        """The evidence of all, where finding it at once takes less; None: they are to be asked one by one."""
+        return None
 
     def overlap(self) -> None:
         """Called while a pass is under way: what was left over from commits."""

@@ -57,8 +57,8 @@ class LookupDrafter(HostDrafter, Generic[S]):
         self.states: dict[str, S] = {}
         self._behind: dict[str, Sequence] = {}  # decoded on, and not indexed yet
 
-    def look(self, sequences: SequenceOf[Sequence]) -> None:
-        self._looked_up(sequences)
+    def look(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        return [state.evidence for state in self._looked_up(sequences)]
 
     def evidence(self, sequence: Sequence) -> int:
         """Of the proposal it would make now: a function of the committed tokens and of past answers."""

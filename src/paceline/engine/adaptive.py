@@ -94,17 +94,20 @@ class AdaptivePolicy:
             return choices
         open_ended: Open = {}
         common = self._method, self._k
-        if self._k is not None:
-            self._methods.look(self._method, [one for one in sequences if one.params.speculation is None])
+        fixed: dict[str, list[tuple[int, int]]] = {}
         for index, sequence in enumerate(sequences):
             method, k = common if sequence.params.speculation is None else self._methods.wish(sequence)
-            most = min(k or MAX_K, sequence.room - 1)
+            most = min(k or MAX_K, sequence.max_len - len(sequence.tokens) - 1)
             if method == NONE or most < 1:
                 continue
             if k is None:
                 open_ended[index] = method, most
+            elif method in fixed:
+                fixed[method].append((index, most))
             else:
-                choices[index] = self._surest(sequence, method, most)
+                fixed[method] = [(index, most)]
+        for method, rows in fixed.items():
+            self._choose_surest(sequences, method, rows, choices)
         self._live = [sequences[index] for index in open_ended]
         self._others_wait = others_wait
         if open_ended:
@@ -164,14 +167,18 @@ class AdaptivePolicy:
         waits = not self._lead.now and self._asking.purse.seconds <= 0 and not self._shrank(len(sequences))
         return waits and self._heard.issuperset([sequence.key for sequence in drafting])
 
-    def _surest(self, sequence: Sequence, method: str, budget: int) -> Choice:
-        """With k fixed only the method is left to choose: the one with the most to go by."""
-        patient = is_patient(sequence)
-        if method in self._methods.drafters and method not in self._methods.retired:
-            return _choice(method, budget) if self._note_evidence(sequence, method, patient) else _choice(NONE, 0)
-        evidence = {name: self._note_evidence(sequence, name, patient) for name in self._methods.allowed(method)}
-        best = max(evidence, key=evidence.__getitem__, default=NONE)
-        return _choice(best, budget) if evidence.get(best) else _choice(NONE, 0)
+    def _choose_surest(
+        self, sequences: SequenceOf[Sequence], method: str, rows: list[tuple[int, int]], choices: list[Choice]
+    ) -> None:
+        """With k fixed only the method is left to choose: the one with the most to go by. `rows`: who, and k."""
+        most = [0] * len(rows)
+        for name in self._methods.allowed(method):
+            found = self._evidence([sequences[index] for index, _ in rows], name)
+            for at, evidence in enumerate(found):
+                if evidence > most[at]:
+                    most[at] = evidence
+                    index, k = rows[at]
+                    choices[index] = _choice(name, k)
 
     def _stands(
         self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]], choices: list[Choice]
@@ -189,12 +196,15 @@ class AdaptivePolicy:
         last.left -= 1
         # A copy: what came of the step before is perhaps not learnt yet, and that by what was known then.
         self._made.evidence, self._made.promises, self._made.drafts = dict(last.plan.evidence), last.plan.promises, True
+        empty = set[int]()
         for method in {choice.method for choice in found.values() if choice is not None and choice.budget}:
-            self._methods.look(method, [sequences[at] for at, one in found.items() if one and one.method == method])
+            if self._known.shadows.casts(method):
+                asked = [at for at, choice in found.items() if choice is not None and choice.method == method]
+                evidence = self._evidence([sequences[at] for at in asked], method)
+                empty.update(at for at, some in zip(asked, evidence, strict=True) if not some)
         for index, choice in found.items():
             assert choice is not None
-            lookup = choice.budget and self._known.shadows.casts(choice.method)
-            if not lookup or self._note_evidence(sequences[index], choice.method, is_patient(sequences[index])):
+            if index not in empty:
                 most = open_ended[index][1]
                 choices[index] = choice if choice.budget <= most else _choice(choice.method, most)
         return True
@@ -277,10 +287,11 @@ class AdaptivePolicy:
             if due or others:
                 self._made.asked = True
                 began = self._clock()
-                self._methods.look(method, [sequences[at] for at in (*due, *others)])
-                for index in (*sorted(due), *others):
-                    if evidence := self._note_evidence(sequences[index], method, asked.patient(sequences[index])):
-                        found.setdefault(index, []).append((method, evidence))
+                order = [*sorted(due), *others]
+                evidence = self._evidence([sequences[index] for index in order], method, asked.said)
+                for index, known in zip(order, evidence, strict=True):
+                    if known:
+                        found.setdefault(index, []).append((method, known))
                 self._asking.note(method, self._clock() - began, len(due), len(others))
         self._hear(sequences, new if leads else some)
         return found
@@ -324,10 +335,10 @@ class AdaptivePolicy:
     def drafts_on(self) -> bool:
         return self._method == NONE or self._k is not None or self._since_plain + 1 < self._plain_due
 
-    def _note_evidence(self, sequence: Sequence, method: str, patient: bool) -> int:
-        evidence = self._methods.evidence(sequence, method, patient)
-        self._made.evidence[sequence.key, method] = evidence
-        return evidence
+    def _evidence(self, sequences: SequenceOf[Sequence], method: str, said: int = 0) -> list[int]:
+        found = self._methods.evidence(sequences, method, said)
+        self._made.evidence.update(zip([(one.key, method) for one in sequences], found, strict=True))
+        return found
 
     def _can_lead(self, method: str) -> bool:
         return not self._known.shadows.casts(method) and method not in self._methods.retired

@@ -36,21 +36,23 @@ class Methods:
         names = self.drafters if method == AUTO else [method]
         return [name for name in names if name not in self.retired]
 
-    def look(self, method: str, sequences: SequenceOf[Sequence]) -> None:
-        """They are about to be asked for their evidence."""
-        for name in self.allowed(method):
-            drafter = self.drafters.get(name)
-            if isinstance(drafter, HostDrafter):
-                try:
-                    drafter.look(sequences)
-                except Exception as problem:
-                    self.complain(name, problem)
+    def evidence(self, sequences: SequenceOf[Sequence], method: str, said: int = 0) -> list[int]:
+        """Of each. `said`: tokens they will have said more."""
+        drafter = self.drafters.get(method)
+        if isinstance(drafter, HostDrafter):
+            try:
+                found = drafter.look(sequences)
+                if found is not None:
+                    return found
+            except Exception as problem:  # of one of them, perhaps
+                self.complain(method, problem)
+        return [self._evidence(sequence, method, said) for sequence in sequences]
 
-    def evidence(self, sequence: Sequence, method: str, patient: bool) -> int:
-        """`patient`: a drafter that is far behind is not asked yet."""
+    def _evidence(self, sequence: Sequence, method: str, said: int) -> int:
+        """The first tokens of an answer do not wait for a drafter that is far behind."""
         try:
             drafter = self.drafters[method]
-            if not patient or drafter.lag(sequence) <= SMALL_LAG:
+            if not is_patient(sequence, said) or drafter.lag(sequence) <= SMALL_LAG:
                 return drafter.evidence(sequence)
         except Exception as problem:
             self.complain(method, problem)
