@@ -175,13 +175,7 @@ class Draft:
             tokens = self.tokens.numpy().view(np.uint64)  # so negative ones are large
             if tokens.max(initial=0) < vocab_size:
                 return
-        if (
-            self.batch <= FEW
-            and self.q is None
-            and self.parents.is_cpu
-            and not self.unseen
-            and self._chained(vocab_size)
-        ):
+        if self.batch <= FEW and self.q is None and self.parents.is_cpu and not self.unseen and self._sound(vocab_size):
             return
         counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
         tokens = np.zeros_like(parents) if self.unseen else self.tokens.cpu().numpy()
@@ -199,16 +193,13 @@ class Draft:
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
 
-    def _chained(self, vocab_size: int) -> bool:
-        """Every row is a sound chain, as lists say: for a few rows arrays take longer to make."""
+    def _sound(self, vocab_size: int) -> bool:
+        """Every row is a tree, as lists say: for a few rows arrays take longer to make."""
         rows = zip(*(part.tolist() for part in (self.num_nodes, self.tokens, self.parents, self.depth)), strict=True)
-        for count, tokens, parents, depth in rows:
-            if not 0 <= count <= self.width or parents[:count] != [*range(-1, count - 1)]:
-                return False
-            said = tokens[:count]
-            if depth[:count] != [*range(1, count + 1)] or (said and not 0 <= min(said) <= max(said) < vocab_size):
-                return False
-        return True
+        return all(
+            0 <= count <= self.width and _is_tree(tokens[:count], parents[:count], depth[:count], vocab_size)
+            for count, tokens, parents, depth in rows
+        )
 
 
 class Kind(IntEnum):
@@ -351,6 +342,16 @@ def _even(batch: int, width: int, source: int) -> tuple[Even, Tensor]:
     """And the sources."""
     depth = torch.arange(1, width + 1).repeat(batch, 1)
     return Even(depth - 2, depth, torch.full((batch,), width)), torch.full((batch,), source)
+
+
+def _is_tree(tokens: list[int], parents: list[int], depth: list[int], vocab_size: int) -> bool:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return False
+    count = len(tokens)
+    if parents == [*range(-1, count - 1)]:
+        return depth == [*range(1, count + 1)]
+    above = [*depth, 0]  # at -1 the root's
+    return all(-1 <= parent < node and depth[node] == above[parent] + 1 for node, parent in enumerate(parents))
 
 
 def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:

@@ -20,6 +20,8 @@ from paceline.drafters.lookup import State
 from paceline.models.native_kernels import Library
 from paceline.sequence import Sequence
 
+PLANES = 3  # of a draft: tokens, parents and depths
+
 
 class NativeState(State):
     __slots__ = ("address", "indexed", "room", "view")
@@ -35,11 +37,11 @@ S = TypeVar("S", bound=NativeState)
 
 
 class NativeForm(ABC, Generic[S]):
-    """`method` has functions of its own to find and to draft; a draft is `planes` arrays of nodes, 1 for chains."""
+    """`method` has functions of its own to find and to draft; `shared` is what both are given besides."""
 
-    def __init__(self, library: Library, method: str, source: int, planes: int, *shared: int | None) -> None:
+    def __init__(self, library: Library, method: str, source: int, *shared: int | None) -> None:
         self._find, self._draft = library.function(f"{method}_find"), library.function(f"{method}_draft")
-        self._source, self._planes, self._shared = source, planes, shared  # what both functions are given besides
+        self._source, self._shared = source, shared
         self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
 
     def find(self, states: SequenceOf[S]) -> None:
@@ -59,28 +61,24 @@ class NativeForm(ABC, Generic[S]):
 
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
         width, is_even = self._drafted([state.address for state in states], budgets)
-        rows, planes = len(states), 1 if is_even else self._planes
+        rows, planes = len(states), 1 if is_even else PLANES
         nodes = self._out[rows : rows + planes * rows * width].reshape(planes, rows, width).copy()
-        tokens = torch.from_numpy(nodes[0])
         if is_even:
-            return Draft.even(tokens, self._source)
-        num_nodes = torch.from_numpy(self._out[:rows].copy())
-        if planes == 1:
-            return Draft.chains(tokens, num_nodes, self._source)
-        parents, depth = map(torch.from_numpy, nodes[1:])
-        source = torch.from_numpy(np.full(rows, self._source))
+            return Draft.even(torch.from_numpy(nodes[0]), self._source)
+        tokens, parents, depth = map(torch.from_numpy, nodes)
+        num_nodes, source = torch.from_numpy(self._out[:rows].copy()), torch.from_numpy(np.full(rows, self._source))
         return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source)
 
-    def _one(self, state: S, budget: int) -> list[list[int]]:
-        """The draft of one row, plane by plane."""
+    def _one(self, state: S, budget: int) -> tuple[list[int], list[int], list[int]]:
+        """Tokens, parents and depths of one row's draft."""
         width, _ = self._drafted([state.address], [budget])
-        planes: list[list[int]] = self._out[1 : 1 + self._planes * width].reshape(self._planes, width).tolist()
-        return planes
+        tokens, parents, depths = self._out[1 : 1 + PLANES * width].reshape(PLANES, width).tolist()
+        return tokens, parents, depths
 
     def _drafted(self, addresses: list[int], budgets: SequenceOf[int]) -> tuple[int, bool]:
         """Into `_out`: the numbers of nodes, and the planes. Returns their width, and if all are chains of it."""
         rows, width = len(addresses), max(budgets, default=0)
-        needed = rows * (1 + self._planes * width)
+        needed = rows * (1 + PLANES * width)
         if needed > len(self._out):
             self._out = np.empty(2 * needed, np.int64)
             self._out_at = self._out.ctypes.data

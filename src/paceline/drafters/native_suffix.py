@@ -100,7 +100,7 @@ class NativeSuffixes(NativeForm[SuffixState]):
         past, weights = store.index, _Weights(FORETOLD, THRESHOLD, ELSEWHERE, BEHIND, WITH, SURE)
         assert past is None or isinstance(past, NativeIndex)
         address = None if past is None else past.address
-        super().__init__(library, "suffix", source, 3, address, ctypes.addressof(weights))
+        super().__init__(library, "suffix", source, address, ctypes.addressof(weights))
         self._append, self._memory, self._kept = library.function("suffix_append"), memory, (past, weights)
 
     def new(self, sequence: Sequence) -> SuffixState:
@@ -114,8 +114,7 @@ class NativeSuffixes(NativeForm[SuffixState]):
         state.indexed += len(new)
 
     def guess(self, state: SuffixState, count: int) -> list[int]:
-        tokens, parents, depths = self._one(state, count)
-        return Tree(tokens, parents, depths).best_path()
+        return Tree(*self._one(state, count)).best_path()
 
     def match(self, state: SuffixState) -> int:
         return int(state.view.places[0].match) if state.view.count else 0

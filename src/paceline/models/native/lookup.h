@@ -1,8 +1,8 @@
 // What lookup drafters ask of all rows of a step at once: take in what is new and find, then draft.
 //
-// What is asked comes as one array, so that it is made in few operations. Drafts are `counts` of nodes and behind them planes
-// of (rows, width) numbers, as `paceline.draft.Draft` wants them, packed to the width that was needed. That is returned; or,
-// where every row is a chain of all the width, -1 - that.
+// What is asked comes as one array, so that it is made in few operations. Drafts are `counts` of nodes and behind them
+// (rows, width) tokens, parents and depths, as `paceline.draft.Draft` wants them, packed to the width that was needed. That is
+// returned; or, where every row is a chain of all the width, -1 - that.
 
 #pragma once
 
@@ -56,36 +56,40 @@ inline long widest(const int64_t* counts, long rows) {
     return most;
 }
 
-// `asked`: the rows' texts, and their budgets.
-inline long draft_ngrams(const int64_t* asked, long rows, long width, int64_t* counts) {
-    int64_t* tokens = counts + rows;
-    bool even = true;
-    for (long row = 0; row < rows; row++) {
-        counts[row] = ngram::draft(text_at<ngram::Text>(asked[row]), asked[rows + row], tokens + row * width);
-        even = even && counts[row] == counts[0];
-    }
-    long packed = widest(counts, rows);
-    pack(tokens, tokens, counts, rows, width, packed, 0);
-    return even ? -1 - packed : packed;
-}
-
-// The planes are tokens, parents and depths.
-inline long draft_suffixes(const int64_t* asked, long rows, long width, int64_t* counts, const suffix::Index* store,
-                           const suffix::Weights& weights) {
+// `asked`: the rows' texts, and their budgets. `draft` writes one row's tree and returns its size.
+template <typename Text, typename Draft>
+inline long draft_all(const int64_t* asked, long rows, long width, int64_t* counts, Draft draft) {
     int64_t *tokens = counts + rows, *parents = tokens + rows * width, *depths = parents + rows * width;
     bool even = true;
-    for (long row = 0; row < rows; row++) {
-        long at = row * width;
-        suffix::Tree tree = {tokens + at, parents + at, depths + at, 0};
-        suffix::grow(text_at<suffix::Row>(asked[row]), asked[rows + row], store, weights, tree);
-        counts[row] = tree.size;
-        even = even && tree.size == counts[0] && (!tree.size || tree.depths[tree.size - 1] == tree.size);
+    for (long row = 0, at = 0; row < rows; row++, at += width) {
+        int64_t size = draft(text_at<Text>(asked[row]), asked[rows + row], tokens + at, parents + at, depths + at);
+        counts[row] = size;
+        even = even && size == counts[0] && (!size || depths[at + size - 1] == size);
     }
     long packed = widest(counts, rows);
     pack(tokens, tokens, counts, rows, width, packed, 0);
     pack(parents, tokens + rows * packed, counts, rows, width, packed, -1);
     pack(depths, tokens + 2 * rows * packed, counts, rows, width, packed, 0);
     return even ? -1 - packed : packed;
+}
+
+inline long draft_ngrams(const int64_t* asked, long rows, long width, int64_t* counts) {
+    auto draft = [](const ngram::Text& text, int64_t budget, int64_t* tokens, int64_t* parents, int64_t* depths) {
+        int64_t size = ngram::draft(text, budget, tokens);
+        for (int64_t node = 0; node < size; node++) parents[node] = node - 1, depths[node] = node + 1;
+        return size;
+    };
+    return draft_all<ngram::Text>(asked, rows, width, counts, draft);
+}
+
+inline long draft_suffixes(const int64_t* asked, long rows, long width, int64_t* counts, const suffix::Index* store,
+                           const suffix::Weights& weights) {
+    auto draft = [&](const suffix::Row& row, int64_t budget, int64_t* tokens, int64_t* parents, int64_t* depths) {
+        suffix::Tree tree = {tokens, parents, depths, 0};
+        suffix::grow(row, budget, store, weights, tree);
+        return tree.size;
+    };
+    return draft_all<suffix::Row>(asked, rows, width, counts, draft);
 }
 
 }  // namespace lookup
