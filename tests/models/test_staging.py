@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from paceline.models.staging import TURNS, Staging
+from paceline.models.staging import TURNS, Runtime, Staging
 
 CPU = torch.device("cpu")
-RUNTIME = ("cudaMemcpyAsync", "cudaEventRecord")
 
 
 def test_buffers_are_filled_in_turn_and_grow_when_they_must() -> None:
@@ -39,17 +38,49 @@ def test_what_is_fetched_stands_until_its_turn_comes_again() -> None:
     assert [buffer.ints[:5].tolist() for buffer in fetched] == [[*range(first, first + 5)] for first in (0, 10, 20)]
 
 
-@pytest.mark.parametrize("failing", ["cudaMemcpyAsync", "cudaEventRecord"])
-def test_a_copy_that_fails_is_not_passed_over(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    staging, calls = Staging(CPU), []
+class Library:
+    """The runtime, on the host: copies, and numbers its events."""
 
-    def fake(name: str) -> Any:
-        return lambda *args: calls.append(name) or int(name == failing)
+    def __init__(self, failing: str = "") -> None:
+        self.failing, self.recorded = failing, []  # type: tuple[str, list[int]]
 
-    monkeypatch.setattr(staging, "_runtime", SimpleNamespace(**{name: fake(name) for name in RUNTIME}))
+    def cudaMemcpyAsync(self, to: int, of: int, size: int, kind: int, stream: int) -> int:
+        ctypes.memmove(to, of, size)
+        return int(self.failing == "copy")
+
+    def cudaEventRecord(self, event: int, stream: int) -> int:
+        self.recorded.append(event)
+        return int(self.failing == "record")
+
+
+def staged(library: Library, monkeypatch: pytest.MonkeyPatch) -> Staging:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    staging = Staging(CPU)
+    monkeypatch.setattr(staging, "_runtime", Runtime(library, 0))
+    for number in range(TURNS):
+        staging.buffer(4).over = SimpleNamespace(cuda_event=number, synchronize=lambda: None)
+    return staging
+
+
+def test_the_runtime_copies_both_ways_and_is_told_when_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    staging, there = staged(library, monkeypatch), torch.full((4,), 7, dtype=torch.int32)
     buffer = staging.buffer(4)
-    buffer.over = SimpleNamespace(cuda_event=1)
+    buffer.ints[:] = 1, 2, 3, 4
+    staging.send(buffer, there, 3)
+    assert (there.tolist(), library.recorded) == ([1, 2, 3, 7], [])
+    staging.mark()
+    staging.mark()
+    assert library.recorded == [0]
+    assert staging.fetch(there).ints.tolist() == [1, 2, 3, 7]
+    assert library.recorded == [0, 1]
+    staging.send(staging.buffer(4), there, 1)
+    staging.buffer(4)  # which marks what was sent before
+    assert library.recorded == [0, 1, 2]
+
+
+@pytest.mark.parametrize("failing", ["copy", "record"])
+def test_a_copy_that_fails_is_not_passed_over(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = staged(Library(failing), monkeypatch)
     with pytest.raises(RuntimeError, match="CUDA error 1"):
-        staging.send(buffer, torch.zeros(4, dtype=torch.int32), 4)
-    assert calls == list(RUNTIME[: RUNTIME.index(failing) + 1])
+        staging.fetch(torch.zeros(4, dtype=torch.int32))

@@ -330,8 +330,12 @@ def test_rows_that_lie_side_by_side_are_staged_as_one_by_one(kernels: TritonKern
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
     assert decoder.graphs is not None
     apart, staged = plan_of(list(range(2, 2 + rows)), torch.zeros((1, 1), dtype=torch.int32)), []
-    for plan in (apart, PassPlan.on_host(*apart.host, apart.block_size, apart.max_len)):
-        of = decoder.graphs.place(torch.arange(rows), plan, cache.layers, torch.arange(rows))
+    tokens, each = torch.arange(rows), apart.host.each.copy()
+    each[-1] = tokens
+    known = torch.from_numpy(each[-1])
+    packed = PassPlan.on_host(apart.host._replace(each=each, tokens=known), apart.block_size, apart.max_len)
+    for given, plan in ((tokens, apart), (known, packed)):
+        of = decoder.graphs.place(given, plan, cache.layers, torch.arange(rows))
         staged.append(of.device_ints.clone())
     assert torch.equal(*staged)
 

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from paceline.draft import Draft, packed_to
 from paceline.engine.batch import Batch, Row
-from paceline.models.plan import PassPlan
+from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
 from paceline.sequence import Sequence
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 FEW = 24  # rows
+TOKENS = len(ROW_FIELDS)  # where a plan's arrays have them
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -77,16 +78,21 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     """`tokens` (M,) where the host does not know them."""
     rows, tables = batch.rows, batch.tables
     form = _form(batch, draft)
+    known = [] if tokens is not None else _tokens(rows, draft, form)
     if len(form.owner) <= FEW and not form.reads:
-        each, max_len = _few(rows, form, block_size)
+        each, max_len = _few(rows, form, known, block_size)
     else:
-        each, max_len = _many(batch, form, block_size, tokens is None)
-    path = np.append(each[2], np.int32(-1)).take(form.ancestors) if form.trees else form.no_path
+        each, max_len = _many(batch, form, known, block_size)
+    path = form.no_path
+    if form.ancestors is not None:
+        path = np.append(each[2], np.int32(-1)).take(form.ancestors)
+    own = None
     if tokens is None:
-        tokens = torch.from_numpy(_tokens(rows, draft, form))
+        tokens = own = torch.from_numpy(each[TOKENS])
+    host = HostPlan(each, path, tables, own)
     return Layout(
         tokens=tokens,
-        plan=PassPlan.on_host(each, path, tables, block_size, max_len),
+        plan=PassPlan.on_host(host, block_size, max_len),
         logit_rows=form.logit_rows,
         logit_row_of=form.logit_row_of,
         rows=rows,
@@ -96,8 +102,8 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     )
 
 
-def _few(rows: list[Row], form: _Form, block_size: int) -> tuple[Int32s, int]:
-    """(5, M) as the plan's, and the longest context. Of few rows: arrays take longer to begin than to finish."""
+def _few(rows: list[Row], form: _Form, tokens: list[int], block_size: int) -> tuple[Int32s, int]:
+    """(6, M) as the plan's, and the longest context. Of few rows: arrays take longer to begin than to finish."""
     firsts, tables = [row.first for row in rows], [row.sequence.blocks for row in rows]
     positions, prefixes, slots = [], [], []
     for owner, position, prefix, stored in form.rows:
@@ -106,10 +112,11 @@ def _few(rows: list[Row], form: _Form, block_size: int) -> tuple[Int32s, int]:
         positions.append(first + position)
         prefixes.append(first + prefix)
         slots.append(tables[owner][block] * block_size + offset)
-    return np.array([positions, prefixes, slots, *form.owners], np.int32), max(positions) + 1
+    said = [tokens[at] for at in form.places] if tokens else slots
+    return np.array([positions, prefixes, slots, *form.owners, said], np.int32), max(positions) + 1
 
 
-def _many(batch: Batch, form: _Form, block_size: int, knows_tokens: bool) -> tuple[Int32s, int]:
+def _many(batch: Batch, form: _Form, tokens: list[int], block_size: int) -> tuple[Int32s, int]:
     each = form.each.copy()
     moved, stored, owner, tables = each[:3], each[2], form.owner, batch.tables
     moved += batch.first.astype(np.int32).take(owner)
@@ -117,9 +124,11 @@ def _many(batch: Batch, form: _Form, block_size: int, knows_tokens: bool) -> tup
     slots = tables.reshape(-1).take(owner * tables.shape[1] + block)
     slots -= block
     slots *= block_size
-    if form.reads and knows_tokens:  # what others computed is computed once more, but not written
-        again = stored < np.array([row.sequence.num_cached for row in batch.rows]).take(owner)
-        slots[again] = -1 - stored[again]
+    if tokens:
+        each[TOKENS] = np.array(tokens, np.int32).take(form.order)
+        if form.reads:  # what others computed is computed once more, but not written
+            again = stored < np.array([row.sequence.num_cached for row in batch.rows]).take(owner)
+            slots[again] = -1 - stored[again]
     stored += slots
     return each, int(np.maximum.reduce(each[0], initial=-1)) + 1
 
@@ -129,12 +138,12 @@ class _Form:
     else: steps have the same again and again. Positions are counted from each sequence's first in the pass."""
 
     def __init__(self, each: Int32s, owner: Ints, order: Ints, logits: tuple[Tensor, Tensor]) -> None:
-        self.each = each  # (5, M) as the plan's, with the position whose slot a row is written to for the slot
+        self.each = each  # (6, M) as the plan's, with the position whose slot a row is written to for the slot
         self.owner = owner  # (M,)
         self.order = order  # (M,) where a row's token is: all that are the sequences' own, then the draft's (B, N)
         self.logit_rows, self.logit_row_of = logits
         self.no_path = np.empty((len(owner), 0), np.int32)
-        self.ancestors = np.empty((len(owner), 0), np.int64)  # (M, P) rows of the path, as in the plan; -1: none
+        self.ancestors: Ints | None = None  # (M, P) rows of the path, as in the plan; -1: none
         self.num_nodes: list[int] = []  # by row of the batch
         self.sampled: list[int] = []
         self.trees: dict[int, list[int]] = {}
@@ -153,7 +162,7 @@ class _Form:
     @functools.cached_property
     def owners(self) -> list[list[int]]:
         """And its path's length."""
-        return self.each[3:].tolist()  # type: ignore[no-any-return]
+        return self.each[3:TOKENS].tolist()  # type: ignore[no-any-return]
 
 
 def _form(batch: Batch, draft: Draft) -> _Form:
@@ -208,7 +217,7 @@ def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
     node = stored - count[owner]  # -1 the last token, before it the others
     is_node = node >= 0
     wanted = node >= -1 if len(sampled) == len(counts) else (node >= -1) & np.isin(owner, sampled)
-    each = np.zeros((5, len(owner)), np.int32)
+    each = np.zeros((TOKENS + 1, len(owner)), np.int32)
     each[0], each[1], each[2], each[3] = stored, stored + 1, stored, owner
     order = np.empty_like(owner)
     own = len(owner) - np.count_nonzero(is_node)
@@ -242,31 +251,28 @@ def _place_trees(form: _Form, draft: Draft, used: Bools, own: int) -> None:
     each[0, rows], each[1, rows], each[4, rows] = length - 1 + depth, length, depth
     above = np.empty_like(form.order)
     above[rows] = rows - back
-    form.ancestors = np.empty((len(above), deepest), np.int64)
-    form.ancestors.fill(-1)
+    form.ancestors = ancestors = np.empty((len(above), deepest), np.int64)
+    ancestors.fill(-1)
     seen, place = rows, depth - 1
     while len(rows):
-        form.ancestors[rows, place] = seen
+        ancestors[rows, place] = seen
         more = place > 0
         rows, seen, place = rows[more], above[seen[more]], place[more] - 1
     at_depth = np.bincount(of * deepest + depth - 1, minlength=draft.batch * deepest).reshape(-1, deepest).tolist()
     form.trees = {form.sampled[tree]: at_depth[tree] for tree in branches.nonzero()[0].tolist()}
 
 
-def _tokens(rows: list[Row], draft: Draft, form: _Form) -> Ints:
-    """(M,) the sequences' own and the drafts', or where those are to be found."""
+def _tokens(rows: list[Row], draft: Draft, form: _Form) -> list[int]:
+    """The sequences' own and the drafts', (B * N), or where those are to be found; see `_Form.order`."""
     if form.reads:
-        own = list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
+        tokens = list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
     else:
-        own = [row.sequence.tokens[row.first] for row in rows]
-    if not draft.width:
-        return np.array(own, np.int64)
-    if len(form.owner) <= FEW and not draft.unseen:
-        own += chain.from_iterable(draft.tokens.tolist())
-        return np.array([own[at] for at in form.places], np.int64)
-    nodes = draft.batch * draft.width
-    drafted = np.arange(-1, -1 - nodes, -1) if draft.unseen else draft.tokens.numpy().reshape(-1)
-    return np.concatenate((np.array(own, np.int64), drafted)).take(form.order)
+        tokens = [row.sequence.tokens[row.first] for row in rows]
+    if draft.unseen:
+        tokens += range(-1, -1 - draft.batch * draft.width, -1)
+    elif draft.width:
+        tokens += chain.from_iterable(draft.tokens.tolist())
+    return tokens
 
 
 def filled_in(tokens: Tensor, draft: Draft) -> Tensor:

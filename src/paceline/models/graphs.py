@@ -45,7 +45,7 @@ class Placed:
         self.kept: list[Tensor] = []  # scratch the graph points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
-        sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys(("tokens", *ROW_FIELDS), bucket.rows)}
+        sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)}
         sizes |= {"logit_rows": bucket.logits, "path": bucket.rows * bucket.path, "tables": self.table_ints}
         self.at: dict[str, slice] = {}
         end = 0
@@ -78,7 +78,7 @@ class Placed:
 
     def fill(self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, tiles: Any, staging: Staging) -> None:
         """One packed copy of everything the pass is; tokens that are already on the device stay there."""
-        buffer, (each, path, tables) = staging.buffer(self.size), plan.host
+        buffer, (each, path, tables, known) = staging.buffer(self.size), plan.host
         stage = self._stages.get(buffer.turn)
         if stage is None or stage.ints is not buffer.ints:
             stage = self._stages[buffer.turn] = _Stage(self, buffer.ints)
@@ -87,15 +87,15 @@ class Placed:
         stage.header[:] = self.division.header(plan.max_len, tables.shape[1])
         stage.tiles[:] = tiles
         stage.rows[:, :rows] = each
-        if tokens.is_cpu:
-            stage.tokens[:rows] = tokens.numpy()
+        if tokens is not known and tokens.is_cpu:
+            stage.rows[-1, :rows] = tokens.numpy()
         if self.bucket.logits:
             stage.logit_rows[: len(logit_rows)] = logit_rows.numpy()
         if self.bucket.path:
             stage.path[:rows, : path.shape[1]] = path
         stage.tables[: tables.size] = tables.reshape(-1)
         staging.send(buffer, self.device_ints, self.at["tables"].start + tables.size)
-        if not tokens.is_cpu:
+        if tokens is not known and not tokens.is_cpu:
             self.tokens[:rows].copy_(tokens)
 
 
@@ -106,9 +106,9 @@ class _Stage:
         self.ints = ints
         at, rows = of.at, of.bucket.rows
         self.blank = ints[: at["tables"].start]
-        self.header, self.tiles, self.tokens = ints[at["header"]], ints[at["tiles"]], ints[at["tokens"]]
+        self.header, self.tiles = ints[at["header"]], ints[at["tiles"]]
         # Each of them as wide as the others: rows, and what aligns the next.
-        self.rows = ints[at["positions"].start : at["logit_rows"].start].reshape(len(ROW_FIELDS), -1)
+        self.rows = ints[at["positions"].start : at["logit_rows"].start].reshape(len(ROW_FIELDS) + 1, -1)
         self.logit_rows, self.path = ints[at["logit_rows"]], ints[at["path"]].reshape(rows, -1)
         self.tables = ints[at["tables"]]
 
@@ -198,7 +198,7 @@ class PassGraphs:
             # The bucket's numbers may be equal where those asked for are not.
             logits = 0 if wanted == rows else up(wanted)
             tiles = np.zeros((2, num_tiles), np.int32)
-            tiles[:, : len(begin)] = begin, count
+            tiles[0, : len(begin)], tiles[1, : len(begin)] = begin, count
             if len(self._known) == KNOWN:
                 self._known.clear()
             bucket = Bucket(up(rows), num_tiles, tile, path_up(plan.path.shape[1]), logits, taps)
@@ -244,10 +244,12 @@ class PassGraphs:
             self._record(of)
         if of.graph is not None:
             of.graph.replay()
-            result: ModelOutput = of.output
-            return result
-        self._compiled.add(of.kernels)
-        return self._compute(of)
+            output: ModelOutput = of.output
+        else:
+            self._compiled.add(of.kernels)
+            output = self._compute(of)
+        self._staging.mark()
+        return output
 
     def _compute(self, of: Placed) -> ModelOutput:
         assert self._caches is not None

@@ -23,9 +23,10 @@ ROW_FIELDS = ("positions", "prefix", "slots", "sequence", "path_len")  # one num
 class HostPlan(NamedTuple):
     """A plan as arrays of the host."""
 
-    each: Ints  # (5, M) as ROW_FIELDS
+    each: Ints  # (6, M) as ROW_FIELDS, then the tokens
     path: Ints
     block_tables: Ints
+    tokens: Tensor | None = None  # those, where they are among them
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,17 @@ class PassPlan:
     work: object = None  # how the kernels cut the pass, where they prepared that beforehand; theirs alone
 
     @staticmethod
-    def on_host(each: Ints, path: Ints, tables: Ints, block_size: int, max_len: int) -> PassPlan:
-        """Of arrays, see `HostPlan`: tensors are made of them when they are asked for, which on a GPU nobody does."""
+    def on_host(host: HostPlan, block_size: int, max_len: int) -> PassPlan:
+        """Of arrays: tensors are made of them when they are asked for, which on a GPU nobody does."""
         plan = object.__new__(PassPlan)
-        plan.__dict__.update(host=HostPlan(each, path, tables), block_size=block_size, max_len=max_len)
+        plan.__dict__.update(host=host, block_size=block_size, max_len=max_len)
         return plan
 
     def __getattr__(self, name: str) -> Tensor:
         host = self.__dict__.get("host")
         if host is None or name not in (*ROW_FIELDS, "path", "block_tables"):
             raise AttributeError(name)
-        self.__dict__.update(zip(ROW_FIELDS, torch.from_numpy(host.each).unbind(), strict=True))
+        self.__dict__.update(zip(ROW_FIELDS, torch.from_numpy(host.each).unbind(), strict=False))
         self.__dict__.update(path=torch.from_numpy(host.path), block_tables=torch.from_numpy(host.block_tables))
         found: Tensor = self.__dict__[name]
         return found
@@ -65,7 +66,7 @@ class PassPlan:
     @functools.cached_property
     def host(self) -> HostPlan:
         """Of a plan that lies there."""
-        each = torch.stack([getattr(self, name) for name in ROW_FIELDS])
+        each = torch.stack([*(getattr(self, name) for name in ROW_FIELDS), torch.zeros_like(self.positions)])
         return HostPlan(each.numpy(), self.path.numpy(), self.block_tables.numpy())
 
     @staticmethod

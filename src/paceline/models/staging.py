@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TURNS = 2  # one is filled while the device reads the other
+TURNS = 3  # some are filled while the device reads another
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
 
@@ -31,10 +31,12 @@ class Staging:
     def __init__(self, device: torch.device, turns: int = TURNS) -> None:
         self._device, self._turn = device, 0
         self._buffers: list[Buffer | None] = [None] * turns
-        self._runtime = _runtime() if device.type == "cuda" else None
+        self._unmarked: Buffer | None = None  # whose event is still to be recorded
+        self._runtime = Runtime.of(device) if device.type == "cuda" else None
 
     def buffer(self, size: int) -> Buffer:
         """One of at least so many ints that no copy is under way from or to."""
+        self.mark()
         turn = self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[turn]
         if buffer is not None and buffer.over is not None:
@@ -46,41 +48,62 @@ class Staging:
     def send(self, buffer: Buffer, to: Tensor, size: int) -> None:
         """So many ints of it, behind what the device has to do."""
         if self._runtime is None:
-            _copy_by_torch(to[:size], buffer.pinned[:size], buffer)
+            to[:size].copy_(buffer.pinned[:size], non_blocking=True)
         else:
-            self._copy((to.data_ptr(), buffer.address, 4 * size, TO_DEVICE), to.device, buffer)
+            self._runtime.copy(to.data_ptr(), buffer.address, 4 * size, TO_DEVICE)
+        self._unmarked = buffer
 
     def fetch(self, of: Tensor) -> Buffer:
         """A buffer that will hold all of an int32 tensor; it does until as many others as there are turns are used."""
         buffer = self.buffer(len(of))
         if self._runtime is None:
-            _copy_by_torch(buffer.pinned[: len(of)], of, buffer)
+            buffer.pinned[: len(of)].copy_(of, non_blocking=True)
         else:
-            self._copy((buffer.address, of.data_ptr(), of.nbytes, TO_HOST), of.device, buffer)
+            self._runtime.copy(buffer.address, of.data_ptr(), of.nbytes, TO_HOST)
+        self._unmarked = buffer
+        self.mark()
         return buffer
 
-    def _copy(self, what: tuple[int, int, int, int], device: torch.device, buffer: Buffer) -> None:
-        assert self._runtime is not None
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        failed = self._runtime.cudaMemcpyAsync(*what, stream)
-        failed = failed or self._runtime.cudaEventRecord(buffer.over.cuda_event, stream)
+    def mark(self) -> None:
+        """The last copy is over when the device has done all that it was asked for by now. It takes the host a while
+        to say so: better once the device has something to do."""
+        buffer, self._unmarked = self._unmarked, None
+        if buffer is None or buffer.over is None:
+            return
+        if self._runtime is None:
+            buffer.over.record()
+        else:
+            self._runtime.record(buffer.over.cuda_event)
+
+
+class Runtime:
+    """The CUDA runtime that torch has loaded, on the current stream."""
+
+    def __init__(self, library: Any, device: int) -> None:
+        self._library, self._device = library, device
+
+    @staticmethod
+    def of(device: torch.device) -> Runtime | None:
+        """None where it is not to be found."""
+        try:
+            library = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
+        except OSError:
+            return None
+        pointer = ctypes.c_void_p
+        library.cudaMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
+        library.cudaEventRecord.argtypes = [pointer, pointer]
+        return Runtime(library, torch.cuda.current_device() if device.index is None else device.index)
+
+    def copy(self, to: int, of: int, size: int, kind: int) -> None:
+        self._check(self._library.cudaMemcpyAsync(to, of, size, kind, self._stream))
+
+    def record(self, event: int) -> None:
+        self._check(self._library.cudaEventRecord(event, self._stream))
+
+    @property
+    def _stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._device)
+
+    def _check(self, failed: int) -> None:
         if failed:
-            raise RuntimeError(f"a copy to or from {device} failed: CUDA error {failed}")
-
-
-def _copy_by_torch(to: Tensor, of: Tensor, buffer: Buffer) -> None:
-    to.copy_(of, non_blocking=True)
-    if buffer.over is not None:
-        buffer.over.record()
-
-
-def _runtime() -> ctypes.CDLL | None:
-    """The CUDA runtime that torch has loaded; None where it is not to be found, and torch copies."""
-    try:
-        runtime = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
-    except OSError:
-        return None
-    pointer = ctypes.c_void_p
-    runtime.cudaMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
-    runtime.cudaEventRecord.argtypes = [pointer, pointer]
-    return runtime
+            raise RuntimeError(f"a copy to or from the device failed: CUDA error {failed}")

@@ -82,10 +82,12 @@ def tiles_of(sequence: np.ndarray[Any, Any], group: int) -> tuple[int, np.ndarra
 
     `group` q heads share a K/V head.
     """
-    ends = np.append(np.flatnonzero(sequence[1:] != sequence[:-1]) + 1, len(sequence))[: len(sequence)]
-    starts = np.append(0, ends[:-1])[: len(ends)]
-    lengths = ends - starts
-    longest = int(lengths.max(initial=0))
+    (edges,) = (sequence[1:] != sequence[:-1]).nonzero()
+    starts = np.zeros(min(len(edges) + 1, len(sequence)), np.int64)
+    starts[1:] = edges + 1
+    lengths = np.empty_like(starts)
+    lengths[:-1], lengths[-1:] = starts[1:] - starts[:-1], len(sequence) - starts[-1:]
+    longest = int(np.maximum.reduce(lengths, initial=0))
     tile = TILE if longest * group <= WIDE_FROM else 2 * TILE
     if longest == 1 < len(lengths) and group <= NARROW:
         tile = NARROW
