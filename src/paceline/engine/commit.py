@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.draft import Kind
 from paceline.drafters import Drafter
-from paceline.engine.batch import Company, Stage, StepOutput
+from paceline.engine.batch import Company, Row, Stage, StepOutput
 from paceline.engine.drafting import Computed, DrafterSet
 from paceline.engine.model_runner import Flight
 from paceline.engine.scheduler import Scheduler
@@ -40,6 +40,10 @@ class _Watches:
     quiet: bool = False  # all are
 
 
+_Expected = tuple[int, Row, Sequence, _Watch | None, StepOutput | None]  # the last two of a row that samples
+_NOTHING: list[int] = []  # not said yet
+
+
 @dataclass(slots=True)
 class Collected:
     """A step whose tokens stand, up to those that end their sequence; what they mean is not told yet."""
@@ -63,6 +67,7 @@ class Committer:
         self._scheduler, self._drafters, self._eos, self._make_text = scheduler, drafters, eos_token_ids, make_text
         self._watches: dict[str, _Watch] = {}
         self._together = _Watches()
+        self._expected: tuple[Flight | None, list[_Expected]] = None, []
 
     def forget(self, sequence: Sequence) -> None:
         self._watches.pop(sequence.key, None)
@@ -71,33 +76,45 @@ class Committer:
         """The one device-to-host copy of the step. What follows is all the next step has to wait for."""
         if flight.stage is not None:
             return self._collect_together(flight, flight.stage)
-        verdicts, layout, watches, finished = flight.read_verdicts(), flight.layout, self._watches, Status.FINISHED
-        collected = Collected(flight)
+        if self._expected[0] is not flight:
+            self.expect(flight)
+        (_, expected), self._expected = self._expected, (None, [])
+        verdicts, collected = flight.read_verdicts(), Collected(flight)
         rows, outputs = collected.rows, collected.outputs
-        for index, row in enumerate(layout.rows):
-            sequence, count, output = row.sequence, row.count, None
-            if sequence.status is finished:  # after the flight was launched
-                continue
-            if row.samples:
+        for index, row, sequence, watch, output in expected:
+            count = row.count
+            if output is not None and watch is not None:
                 tokens, accepted, kinds = verdicts[index]
-                watch, known = watches.get(sequence.key) or self._watch(sequence), sequence.tokens
-                kept, ends = len(tokens), False
-                if len(known) + kept < sequence.max_len and watch.ends.isdisjoint(tokens):  # by far the most common
+                known = sequence.tokens
+                if len(known) + accepted + 1 < sequence.max_len and watch.ends.isdisjoint(tokens):  # the most common
                     known += tokens
                     count += accepted
                 else:
                     kept = self._append(sequence, tokens)
                     count += min(accepted, kept)
-                    ends = sequence.finish_reason is not None
-                    collected.ends |= ends
+                    output.finished = sequence.finish_reason is not None
+                    collected.ends |= output.finished
                     tokens, kinds = tokens[:kept], kinds[:kept]
-                nodes = layout.num_nodes[index]
-                output = StepOutput(sequence, tokens, "", kinds, ends, row.method, nodes, accepted)
+                output.tokens, output.kinds, output.accepted = tokens, kinds, accepted
                 outputs.append(output)
             sequence.num_computed = row.first + count
             rows.append((index, count, output))
         self._inform(self._drafters.at_once, collected)
         return collected
+
+    def expect(self, flight: Flight) -> None:
+        """What collecting takes and no verdict changes, while that is waited for."""
+        expected: list[_Expected] = []
+        layout, watches, finished = flight.layout, self._watches, Status.FINISHED
+        for index, row in enumerate(layout.rows if flight.stage is None else ()):
+            sequence, watch, output = row.sequence, None, None
+            if sequence.status is finished:  # after the flight was launched
+                continue
+            if row.samples:
+                watch = watches.get(sequence.key) or self._watch(sequence)
+                output = StepOutput(sequence, _NOTHING, "", _NOTHING, False, row.method, layout.num_nodes[index])
+            expected.append((index, row, sequence, watch, output))
+        self._expected = flight, expected
 
     def _collect_together(self, flight: Flight, stage: Stage) -> Collected:
         """The same for a company: everybody says one token, and few end."""

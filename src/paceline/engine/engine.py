@@ -119,6 +119,7 @@ class Engine:
             self.runner.draft_ahead(flight, self.scheduler.drafting_on(batch, self.drafters.ahead))
         self.drafters.overlap()  # what may run while the device computes
         self.policy.meanwhile()
+        self.committer.expect(flight)
         collected = self.committer.collect(flight)  # the one device-to-host copy; append
         early = self.runs_ahead and ahead is None
         outputs = [] if early else self.committer.tell(collected)  # text, stop, finish

@@ -227,17 +227,16 @@ class Scheduler:
 
     def _decode(self, sequences: list[Sequence], choices: SequenceOf[Choice], batch: Batch) -> None:
         """As `_continue`, where there is room already, in fewer operations: a step waits for it."""
-        reserved, size, running = len(sequences), self.blocks.block_size, Status.RUNNING
+        reserved, size, rows, running = len(sequences), self.blocks.block_size, batch.rows, Status.RUNNING
         spare = min(self._draft_cap, self._most_tokens - reserved)  # tokens for drafts
         for sequence, choice in zip(sequences, choices, strict=True):
             reserved -= 1
             length, budget = len(sequence.tokens), choice.budget
-            if budget:
-                budget = min(budget, spare - batch.num_drafted, sequence.max_len - length - 1)
-            fits = len(sequence.blocks) * size > length + budget
-            if fits and budget == choice.budget and sequence.status is running:
+            end = length + budget
+            fits = end < len(sequence.blocks) * size and (not budget or end < sequence.max_len)
+            if fits and batch.num_drafted + budget <= spare and sequence.status is running:
                 sequence.reserved = 0
-                batch.rows.append(Row(sequence, length - 1, 1, True, choice.method if budget else NONE, budget))
+                rows.append(Row(sequence, length - 1, 1, True, choice.method if budget else NONE, budget))
                 batch.num_tokens += 1 + budget
                 batch.num_drafted += budget
             else:
