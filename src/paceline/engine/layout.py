@@ -78,11 +78,11 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     """`tokens` (M,) where the host does not know them."""
     rows, tables = batch.rows, batch.tables
     form = _form(batch, draft)
-    known = [] if tokens is not None else _tokens(rows, draft, form)
+    known = _own_tokens(rows, form) if tokens is None else None
     if len(form.owner) <= FEW and not form.reads:
-        each, max_len = _few(rows, form, known, block_size)
+        each, max_len = _few(rows, form, known, draft, block_size)
     else:
-        each, max_len = _many(rows, form, known, tables, block_size)
+        each, max_len = _many(rows, form, known, draft, tables, block_size)
     path = form.no_path
     if form.ancestors is not None:
         path = np.append(each[2], np.int32(-1)).take(form.ancestors)
@@ -102,7 +102,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     )
 
 
-def _few(rows: list[Row], form: _Form, tokens: list[int], block_size: int) -> tuple[Int32s, int]:
+def _few(rows: list[Row], form: _Form, tokens: list[int] | None, draft: Draft, block_size: int) -> tuple[Int32s, int]:
     """(6, M) as the plan's, and the longest context. Of few rows: arrays take longer to begin than to finish."""
     firsts, tables = [row.first for row in rows], [row.sequence.blocks for row in rows]
     positions, prefixes, slots = [], [], []
@@ -112,11 +112,16 @@ def _few(rows: list[Row], form: _Form, tokens: list[int], block_size: int) -> tu
         positions.append(first + position)
         prefixes.append(first + prefix)
         slots.append(tables[owner][block] * block_size + offset)
-    said = [tokens[at] for at in form.places] if tokens else slots
+    said = slots  # any, where they are not known
+    if tokens is not None:
+        tokens += _codes(draft) if draft.unseen else chain.from_iterable(draft.tokens.tolist())
+        said = [tokens[at] for at in form.places]
     return np.array([positions, prefixes, slots, *form.owners, said], np.int32), max(positions) + 1
 
 
-def _many(rows: list[Row], form: _Form, tokens: list[int], tables: Tables, block_size: int) -> tuple[Int32s, int]:
+def _many(
+    rows: list[Row], form: _Form, tokens: list[int] | None, draft: Draft, tables: Tables, block_size: int
+) -> tuple[Int32s, int]:
     each = form.each.copy()
     moved, stored, owner = each[:3], each[2], form.owner
     moved += np.array([row.first for row in rows], np.int32).take(owner)
@@ -124,8 +129,9 @@ def _many(rows: list[Row], form: _Form, tokens: list[int], tables: Tables, block
     slots = tables.reshape(-1).take(owner * tables.shape[1] + block)
     slots -= block
     slots *= block_size
-    if tokens:
-        each[TOKENS] = np.array(tokens, np.int32).take(form.order)
+    if tokens is not None:
+        drafted = np.array(_codes(draft)) if draft.unseen else draft.tokens.numpy().reshape(-1)
+        each[TOKENS] = np.concatenate((np.array(tokens, np.int64), drafted)).take(form.order)
         if form.reads:  # what others computed is computed once more, but not written
             again = stored < np.array([row.sequence.num_cached for row in rows]).take(owner)
             slots[again] = -1 - stored[again]
@@ -262,17 +268,15 @@ def _place_trees(form: _Form, draft: Draft, used: Bools, own: int) -> None:
     form.trees = {form.sampled[tree]: at_depth[tree] for tree in branches.nonzero()[0].tolist()}
 
 
-def _tokens(rows: list[Row], draft: Draft, form: _Form) -> list[int]:
-    """The sequences' own and the drafts', (B * N), or where those are to be found; see `_Form.order`."""
+def _own_tokens(rows: list[Row], form: _Form) -> list[int]:
     if form.reads:
-        tokens = list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
-    else:
-        tokens = [row.sequence.tokens[row.first] for row in rows]
-    if draft.unseen:
-        tokens += range(-1, -1 - draft.batch * draft.width, -1)
-    elif draft.width:
-        tokens += chain.from_iterable(draft.tokens.tolist())
-    return tokens
+        return list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
+    return [row.sequence.tokens[row.first] for row in rows]
+
+
+def _codes(draft: Draft) -> range:
+    """For the tokens of a draft that the host has not seen."""
+    return range(-1, -1 - draft.tokens.numel(), -1)
 
 
 def filled_in(tokens: Tensor, draft: Draft) -> Tensor:
