@@ -2,8 +2,8 @@
 
 Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j
 of a sequence with L tokens is written to the slot of position L + j, whatever its depth, and stands at position L - 1
-+ depth: in a chain that is the same. All rows are laid out at once, in a few operations on arrays: a step may have
-hundreds of sequences.
++ depth: in a chain that is the same. A device waits while a step is laid out: what depends on the drafts' shape alone
+is kept from step to step (`_Form`), and the rest is a few operations, for hundreds of sequences too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paceline.sequence import Sequence
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
-FEW = 24  # rows
-TOKENS = len(ROW_FIELDS)  # where a plan's arrays have them
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+FEW = 24  # rows
+POSITION, PREFIX, SLOT, OWNER, PATH_LEN, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
 
 
 def slot(sequence: Sequence, position: int, block_size: int) -> int:
@@ -85,13 +85,11 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
         each, max_len = _many(rows, form, known, draft, tables, block_size)
     path = form.no_path
     if form.ancestors is not None:
-        path = np.append(each[2], np.int32(-1)).take(form.ancestors)
-    own = None
-    if tokens is None:
-        tokens = own = torch.from_numpy(each[TOKENS])
-    host = HostPlan(each, path, tables, own)
+        path = np.append(each[SLOT], np.int32(-1)).take(form.ancestors)
+    said = torch.from_numpy(each[TOKEN]) if tokens is None else tokens
+    host = HostPlan(each, path, tables, None if known is None else said)
     return Layout(
-        tokens=tokens,
+        tokens=said,
         plan=PassPlan.on_host(host, block_size, max_len),
         logit_rows=form.logit_rows,
         logit_row_of=form.logit_row_of,
@@ -123,7 +121,7 @@ def _many(
     rows: list[Row], form: _Form, tokens: list[int] | None, draft: Draft, tables: Tables, block_size: int
 ) -> tuple[Int32s, int]:
     each = form.each.copy()
-    moved, stored, owner = each[:3], each[2], form.owner
+    moved, stored, owner = each[: SLOT + 1], each[SLOT], form.owner
     moved += np.array([row.first for row in rows], np.int32).take(owner)
     block = stored // block_size
     slots = tables.reshape(-1).take(owner * tables.shape[1] + block)
@@ -131,12 +129,12 @@ def _many(
     slots *= block_size
     if tokens is not None:
         drafted = np.array(_codes(draft)) if draft.unseen else draft.tokens.numpy().reshape(-1)
-        each[TOKENS] = np.concatenate((np.array(tokens, np.int64), drafted)).take(form.order)
+        each[TOKEN] = np.concatenate((np.array(tokens, np.int64), drafted)).take(form.order)
         if form.reads:  # what others computed is computed once more, but not written
             again = stored < np.array([row.sequence.num_cached for row in rows]).take(owner)
             slots[again] = -1 - stored[again]
     stored += slots
-    return each, int(np.maximum.reduce(each[0], initial=-1)) + 1
+    return each, int(np.maximum.reduce(each[POSITION], initial=-1)) + 1
 
 
 class _Form:
@@ -158,7 +156,7 @@ class _Form:
     @functools.cached_property
     def rows(self) -> list[tuple[int, ...]]:
         """Of each: owner, position, prefix and the position it is stored at."""
-        return list(zip(*self.each[[3, 0, 1, 2]].tolist(), strict=True))
+        return list(zip(*self.each[[OWNER, POSITION, PREFIX, SLOT]].tolist(), strict=True))
 
     @functools.cached_property
     def places(self) -> list[int]:
@@ -167,8 +165,8 @@ class _Form:
 
     @functools.cached_property
     def owners(self) -> list[list[int]]:
-        """And its path's length."""
-        return self.each[3:TOKENS].tolist()  # type: ignore[no-any-return]
+        """And their paths' lengths."""
+        return self.each[OWNER:TOKEN].tolist()  # type: ignore[no-any-return]
 
 
 def _form(batch: Batch, draft: Draft) -> _Form:
@@ -223,8 +221,8 @@ def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
     node = stored - count[owner]  # -1 the last token, before it the others
     is_node = node >= 0
     wanted = node >= -1 if len(sampled) == len(counts) else (node >= -1) & np.isin(owner, sampled)
-    each = np.zeros((TOKENS + 1, len(owner)), np.int32)
-    each[0], each[1], each[2], each[3] = stored, stored + 1, stored, owner
+    each = np.zeros((TOKEN + 1, len(owner)), np.int32)
+    each[POSITION], each[PREFIX], each[SLOT], each[OWNER] = stored, stored + 1, stored, owner
     order = np.empty_like(owner)
     own = len(owner) - np.count_nonzero(is_node)
     order[~is_node], order[is_node] = np.arange(own), own + np.flatnonzero(used)
@@ -253,8 +251,8 @@ def _place_trees(form: _Form, draft: Draft, used: Bools, own: int) -> None:
     if not np.logical_and.reduce(kept):
         rows, of, depth, node, back = (part[kept] for part in (rows, of, depth, node, back))
     each, deepest = form.each, int(np.maximum.reduce(depth))
-    length = each[2].take(rows) - node
-    each[0, rows], each[1, rows], each[4, rows] = length - 1 + depth, length, depth
+    length = each[SLOT].take(rows) - node
+    each[POSITION, rows], each[PREFIX, rows], each[PATH_LEN, rows] = length - 1 + depth, length, depth
     above = np.empty_like(form.order)
     above[rows] = rows - back
     form.ancestors = ancestors = np.empty((len(above), deepest), np.int64)
