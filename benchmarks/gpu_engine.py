@@ -242,18 +242,20 @@ def host(subject: Subject) -> dict[str, Any]:
         got = busy(runs, prompts, greedy(length))
         found[f"{method} x{batch}"] = got
         times = f"step {got['step_ms']:.2f} ms, device busy {got['device_ms']:.2f} ms, host {got['host_ms']:.2f} ms"
-        print(f"   {method:<12} {batch:>3} rows: {times}", flush=True)
+        print(f"   {method:<12} {batch:>3} rows: {times} ({got['host_mean_ms']:.2f} on average)", flush=True)
         del runs
     return found
 
 
 def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[str, float]:
-    """Wall time of some steps, and how long the device was busy in the same steps of the same answers, profiled."""
+    """Wall time of some steps, and how long the device was busy in the same steps of the same answers, profiled:
+    medians, and what the host takes on average."""
     steps = runs.answer(prompts, params)["steps"]
     first, count = len(steps) // 4, len(steps) // 2
-    wall = 1e3 * statistics.mean(steps[first : first + count])
+    walls = [1e3 * seconds for seconds in steps[first : first + count]]
+    wall, mean = statistics.median(walls), statistics.mean(walls)
     if not torch.cuda.is_available():
-        return {"step_ms": wall, "device_ms": 0.0, "host_ms": wall}
+        return {"step_ms": wall, "device_ms": 0.0, "host_ms": wall, "host_mean_ms": mean}
     from torch.profiler import ProfilerActivity, profile
 
     sequences = [runs.engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]
@@ -268,13 +270,19 @@ def busy(runs: Runs, prompts: list[list[int]], params: SamplingParams) -> dict[s
         torch.cuda.synchronize()
     while runs.engine.has_work:
         runs.engine.step()
-    spans = sorted((e.time_range.start, e.time_range.end) for e in prof.events() if e.device_type.name == "CUDA")
-    total, last = 0.0, 0.0
-    for begin, end in spans:  # kernels overlap: their union
-        total += max(end - max(begin, last), 0.0)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, "DtoH" in event.name)
+        for event in prof.events()
+        if event.device_type.name == "CUDA"
+    )
+    shares, last = [0.0], 0.0
+    for begin, end, is_verdict in spans:  # kernels overlap: their union
+        shares[-1] += max(end - max(begin, last), 0.0) / 1e3
         last = max(last, end)
-    device = total / 1e3 / count
-    return {"step_ms": wall, "device_ms": device, "host_ms": wall - device}
+        if is_verdict:  # the one copy to the host that ends a step
+            shares.append(0.0)
+    device, average = statistics.median(shares[1:-1]), sum(shares) / count
+    return {"step_ms": wall, "device_ms": device, "host_ms": wall - device, "host_mean_ms": mean - average}
 
 
 def draft(subject: Subject) -> dict[str, Any]:

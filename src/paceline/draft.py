@@ -171,10 +171,8 @@ class Draft:
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as this module says. Tokens the host has not seen are taken on
         trust, so as not to wait for them; all else is read."""
-        if self.is_even and self.q is None and not self.unseen:
-            tokens = self.tokens.numpy().view(np.uint64)  # so negative ones are large
-            if tokens.max(initial=0) < vocab_size:
-                return
+        if self.is_even and self.q is None and not self.unseen and self._says_only(vocab_size):
+            return
         if self.batch <= FEW and self.q is None and self.parents.is_cpu and not self.unseen and self._sound(vocab_size):
             return
         counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
@@ -192,6 +190,13 @@ class Draft:
         _refuse(used & (depth != above + 1), "row {}, node {}: depth is not its parent's plus one")
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
+
+    def _says_only(self, vocab_size: int) -> bool:
+        """Tokens of the vocabulary, in every place."""
+        if self.batch <= FEW:
+            return all(0 <= token < vocab_size for row in self.tokens.tolist() for token in row)
+        tokens = self.tokens.numpy().view(np.uint64)  # so negative ones are large
+        return bool(tokens.max(initial=0) < vocab_size)
 
     def _sound(self, vocab_size: int) -> bool:
         """Every row is a tree, as lists say: for a few rows arrays take longer to make."""

@@ -127,7 +127,8 @@ class DrafterSet:
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            if any(map(operator.gt, draft.num_nodes.tolist(), [row.budget for row in rows])):
+            budgets = [row.budget for row in rows]
+            if draft.width > min(budgets) and any(map(operator.gt, draft.num_nodes.tolist(), budgets)):
                 raise ValueError("more nodes than the budget of a row")
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
             if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):
