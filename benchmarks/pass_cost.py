@@ -57,6 +57,7 @@ def main() -> None:
         tokens = torch.arange(count) % decoder.config.vocab_size
         decoder.forward(tokens, chain_plan(first, count, num_blocks), cache.layers, torch.arange(rows))
 
+    torch.set_num_threads(decoder.torch_threads or torch.get_num_threads())  # as the engine does: else they spin
     run(0, args.context, 1)
     times = interleaved({str(n): (lambda n=n: run(args.context, n, n)) for n in SIZES}, args.rounds, warmup=2)
     ratios = {n: ratio(times[n], times["1"]) for n in times}

@@ -99,7 +99,7 @@ class Clock:
         return taken + self.step_s + self.row_s * sequences + (self.drafted_s + self.node_s * nodes if nodes else 0.0)
 
 
-RELATIVE = {1: 1.0, 2: 1.04, 4: 1.09, 8: 1.25, 12: 1.38, 16: 1.6, 24: 1.95, 32: 2.35, 64: 4.2, 128: 8.0}
+RELATIVE = {1: 1.0, 2: 1.02, 4: 1.06, 8: 1.12, 12: 1.21, 13: 1.4, 16: 1.49, 24: 1.74, 32: 2.1, 64: 3.8, 128: 7.4}
 H200 = {  # ms by rows of a bucket
     1: 3.95,
     8: 4.0,
@@ -121,7 +121,7 @@ CLOCKS = {
         pass_s={rows: 25e-3 * share for rows, share in RELATIVE.items()},
         padded=False,
         step_s=0.8e-3,
-        plan_s=0.4e-3,
+        plan_s=0.3e-3,
         row_s=0.06e-3,
         drafted_s=0.4e-3,
         node_s=0.08e-3,

@@ -12,6 +12,13 @@ if not torch.cuda.is_available():  # Triton reads it when it is imported: kernel
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     from paceline.models.hub import resolve

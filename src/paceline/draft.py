@@ -40,6 +40,15 @@ class Proposal:
         return self.probs.new_zeros(self.probs.shape[0], vocab_size).index_copy_(1, self.ids, self.probs)
 
 
+@dataclass(frozen=True)
+class Even:
+    """Chains of one length each. Made once for many drafts, so nobody may write to them."""
+
+    parents: Tensor
+    depth: Tensor
+    num_nodes: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     tokens: Tensor  # (B, N) int64
@@ -49,6 +58,7 @@ class Draft:
     source: Tensor  # (B,) int64, index of the method that drew it, for statistics
     q: Proposal | None = None  # None: every row is deterministic
     unseen: bool = False  # the tokens lie where the model is, and the host has not waited for them
+    evenly: Even | None = None  # what `even` made it of, which holds as long as it has those very tensors
 
     @property
     def batch(self) -> int:
@@ -118,14 +128,22 @@ class Draft:
     @staticmethod
     def even(tokens: Tensor, source: int) -> Draft:
         """(B, K) tokens of the host: chains of one length each, in few operations, since many steps ask for them."""
-        parents, depth, num_nodes, sources = _even(*tokens.shape, source)
-        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=sources)
+        of, sources = _even(*tokens.shape, source)
+        return Draft(
+            tokens=tokens, parents=of.parents, depth=of.depth, num_nodes=of.num_nodes, source=sources, evenly=of
+        )
 
     @property
     def is_even(self) -> bool:
         """Known without looking: every row is a chain of all the width."""
-        parents, depth, num_nodes, _ = _even(self.batch, self.width, 0)
-        return self.parents is parents and self.depth is depth and self.num_nodes is num_nodes
+        of = self.evenly
+        return (
+            of is not None
+            and self.parents is of.parents
+            and self.depth is of.depth
+            and self.num_nodes is of.num_nodes
+            and self.tokens.shape == of.parents.shape
+        )
 
     @property
     def is_planned(self) -> bool:
@@ -138,14 +156,17 @@ class Draft:
             return self
         parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes, self.source]
         q = self.q
-        (tokens, *moved, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
+        (tokens, parents, depth, num_nodes, source, row_of) = packed_to(
+            device, *parts, parts[3] if q is None else q.row_of
+        )
         if q is not None:
             ids = None if q.ids is None else q.ids.to(device)
             q = Proposal(probs=q.probs.to(device), row_of=row_of, ids=ids)
-        names = ("parents", "depth", "num_nodes", "source")
         if self.unseen:  # they are there already
             tokens = self.tokens
-        return Draft(tokens=tokens, **dict(zip(names, moved, strict=True)), q=q, unseen=self.unseen)
+        return Draft(
+            tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source, q=q, unseen=self.unseen
+        )
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as this module says. Tokens the host has not seen are taken on
@@ -154,13 +175,7 @@ class Draft:
             tokens = self.tokens.numpy().view(np.uint64)  # so negative ones are large
             if tokens.max(initial=0) < vocab_size:
                 return
-        if (
-            self.batch <= FEW
-            and self.q is None
-            and self.parents.is_cpu
-            and not self.unseen
-            and self._chained(vocab_size)
-        ):
+        if self.batch <= FEW and self.q is None and self.parents.is_cpu and not self.unseen and self._sound(vocab_size):
             return
         counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
         tokens = np.zeros_like(parents) if self.unseen else self.tokens.cpu().numpy()
@@ -178,16 +193,13 @@ class Draft:
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
 
-    def _chained(self, vocab_size: int) -> bool:
-        """Every row is a sound chain, as lists say: for a few rows arrays take longer to make."""
+    def _sound(self, vocab_size: int) -> bool:
+        """Every row is a tree, as lists say: for a few rows arrays take longer to make."""
         rows = zip(*(part.tolist() for part in (self.num_nodes, self.tokens, self.parents, self.depth)), strict=True)
-        for count, tokens, parents, depth in rows:
-            if not 0 <= count <= self.width or parents[:count] != [*range(-1, count - 1)]:
-                return False
-            said = tokens[:count]
-            if depth[:count] != [*range(1, count + 1)] or (said and not 0 <= min(said) <= max(said) < vocab_size):
-                return False
-        return True
+        return all(
+            0 <= count <= self.width and _is_tree(tokens[:count], parents[:count], depth[:count], vocab_size)
+            for count, tokens, parents, depth in rows
+        )
 
 
 class Kind(IntEnum):
@@ -250,7 +262,7 @@ class Verdict:
 
     def first(self, rows: int) -> Verdict:
         """The others are no longer asked for, but stay packed with these."""
-        packed_rows = self.packed_rows or len(self.path)
+        packed_rows = 0 if self.packed is None else self.packed_rows or len(self.path)
         parts = {name: getattr(self, name)[:rows] for name in ("tokens", "num_accepted", "path", "kinds")}
         logprobs = None
         if self.logprobs is not None:
@@ -326,12 +338,20 @@ def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | N
 
 
 @functools.lru_cache(64)
-def _even(batch: int, width: int, source: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parents, depth, numbers of nodes and sources of `Draft.even`: made once, so nobody may write to them."""
-    if source:
-        return (*_even(batch, width, 0)[:3], torch.full((batch,), source))
+def _even(batch: int, width: int, source: int) -> tuple[Even, Tensor]:
+    """And the sources."""
     depth = torch.arange(1, width + 1).repeat(batch, 1)
-    return depth - 2, depth, torch.full((batch,), width), torch.zeros(batch, dtype=torch.int64)
+    return Even(depth - 2, depth, torch.full((batch,), width)), torch.full((batch,), source)
+
+
+def _is_tree(tokens: list[int], parents: list[int], depth: list[int], vocab_size: int) -> bool:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return False
+    count = len(tokens)
+    if parents == [*range(-1, count - 1)]:
+        return depth == [*range(1, count + 1)]
+    above = [*depth, 0]  # at -1 the root's
+    return all(-1 <= parent < node and depth[node] == above[parent] + 1 for node, parent in enumerate(parents))
 
 
 def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:

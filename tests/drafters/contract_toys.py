@@ -209,6 +209,12 @@ MAKERS = {
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
 MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}
+# As where there is no native library.
+PLAIN = {
+    "ngram, in Python": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3), native=False),
+    "suffix, in Python": lambda config: DRAFTERS["suffix"](context_for(config), native=False),
+}
+MAKERS |= PLAIN
 
 
 def make_drafter(method, config=None):

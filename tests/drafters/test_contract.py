@@ -25,6 +25,7 @@ from tests.drafters.contract_toys import (
     AHEAD,
     EARLY,
     MAKERS,
+    PLAIN,
     VOCAB,
     ByRequest,
     Choosing,
@@ -44,7 +45,7 @@ from tests.drafters.contract_toys import (
 )
 
 METHODS = list(DRAFTERS)
-WAYS = [*METHODS, AHEAD, *EARLY]
+WAYS = [*METHODS, AHEAD, *EARLY, *PLAIN]
 DEVICE = {AHEAD, *EARLY}  # ways that run ahead of the host
 FALSE_ALARM = 1e-6  # of each statistical test
 
@@ -273,6 +274,15 @@ def test_preemption_in_mid_draft_loses_nothing(method):
     sequences, _ = check(method, requests, num_blocks=12, max_num_seqs=4)
     assert sum(sequence.num_preemptions for sequence in sequences.values()) > 0
     assert exercised(sequences.values())
+
+
+def test_nobody_gives_way_to_the_draft_of_another():
+    """Answers end long before their limit, so without drafts there is room for all."""
+    requests = every([(prompt_of(i, 9), params(max_tokens=120, temperature=0.5, seed=i)) for i in range(8)])
+    for choice in (Choice(), Choice("ngram", 12)):
+        policy = ByRequest({}, choice)
+        engine = make_engine([make_drafter("ngram")], policy=policy, eos=(7,), max_num_seqs=4, num_blocks=28)
+        assert [one.num_preemptions for one in run(engine, requests)[0].values()] == [0] * 8, choice
 
 
 @pytest.mark.parametrize("method", WAYS)

@@ -10,7 +10,7 @@ import torch
 
 from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.drafters.booths import Booth, Booths
+from paceline.drafters.booths import Booths
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.voices import Drafted, Voices
 from paceline.engine.policy import Choice
@@ -138,7 +138,7 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
         torch.testing.assert_close(q.sum(1), torch.ones(len(q)))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("asked", [{}, {"seed": 3}, {"top_k": 40, "top_p": 0.9}])
 def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
     device, vocab, wanted = torch.device("cuda"), 5000, params(temperature=0.7, **asked)
@@ -168,21 +168,22 @@ class Again:
 def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeypatch):
     """What a replay gives is over with the next one, so q must have been copied; rows nobody needs have no say."""
 
-    def capture(booth):
+    def record(work):
+        booth = work.__self__
         captured.append(booth)
         if fails:
             raise RuntimeError("no memory left\nfor a recording")
         depth = booth._depth.clone()
-        graph = Again(booth._propose)
+        recording = Again(work)
         booth._depth.copy_(depth)  # what is recorded does not run
-        return graph, graph.result
+        return recording
 
     captured, booths, wanted = [], Booths(50, torch.device("cpu")), params(temperature=0.7)
-    monkeypatch.setattr(Booth, "_capture", capture)
+    monkeypatch.setattr(booths._recorder, "record", record)
     for rows in (3, 4, 3):
         sequences = [Sequence(str(row), [0] * (3 + row), wanted, max_len=99) for row in range(rows)]
         one, other = (Voices(booths, sequences, 4, None) for _ in "ab")
-        one._booth._records, other._booth = one._booth._graph is None and not captured, None
+        one._booth._records, other._booth = one._booth._recording is None and not captured, None
         for depth in range(4):
             logits = 3 * torch.randn(rows, 50, generator=torch.Generator().manual_seed(10 * rows + depth))
             assert torch.equal(one(logits, depth), other(logits, depth))

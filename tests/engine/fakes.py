@@ -109,7 +109,6 @@ class TapDrafter(TappedDrafter):
 
     name, version = "tapped", "tapped/1"
     taps = (2, 0)
-    needs_host_tokens = True
     kv_layers = (KVSpec(num_kv_heads=2, head_dim=HIDDEN),)
 
     def __init__(self, **kwargs):

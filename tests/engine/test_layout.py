@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +20,8 @@ from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.engine import expect_objects, no_collection
 from paceline.engine.layout import filled_in, lay_out, slot
-from paceline.engine.model_runner import Reading, unpack
+from paceline.engine.model_runner import Reading, branched
+from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -31,7 +35,7 @@ def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, budget: in
         sequence = Sequence(str(index), prompt, SamplingParams().resolve({}), max_len=100)
         first = len(prompt) - 1 if decodes else noise.randrange(len(prompt))
         count = 1 if decodes else noise.randint(1, len(prompt) - first)
-        if not decodes and noise.random() < 0.3:
+        if not decodes and first + 1 < len(prompt) and noise.random() < 0.3:
             sequence.num_cached = first + 1  # the last shared token is computed once more
         blocks.allocate(sequence, first + count + 1 + budget)
         rows.append(Row(sequence, first, count, first + count == len(prompt), "some", budget))
@@ -60,7 +64,7 @@ def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, t
     sampled = [index for index, row in enumerate(batch.rows) if row.samples]
     draft = make_draft(noise, len(sampled), width, trees=trees)
     layout = lay_out(batch, draft, BLOCK)
-    plan, at, logits = layout.plan, 0, 0
+    plan, at, logits, branches = layout.plan, 0, 0, []
     for index, row in enumerate(batch.rows):
         tokens, table = row.sequence.tokens, row.sequence.blocks
         assert plan.block_tables[index].tolist() == table + [-1] * (plan.block_tables.shape[1] - len(table))
@@ -90,7 +94,11 @@ def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, t
         assert (index in layout.trees) == (not is_chain)
         assert (layout.spans[index].nodes, layout.spans[index].num_nodes) == (at - count, count)
         logits += count + 1
+        if not is_chain:
+            branches.append([which, *(slot(row.sequence, length + node, BLOCK) for node in range(count))])
     assert (len(layout.tokens), len(layout.logit_rows)) == (at, logits)
+    if layout.is_tree:
+        assert [of[: len(own)] for of, own in zip(branched(layout).tolist(), branches, strict=True)] == branches
     assert plan.max_len == int(plan.positions.max()) + 1
 
 
@@ -132,10 +140,20 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
         "kinds": noise.integers(0, 4, (batch, depth + 1)).astype(np.uint8),
     }
     verdict = Verdict(**{name: torch.from_numpy(part) for name, part in given.items()})
-    packed = verdict.pack()
-    for read in (unpack(packed.numpy(), batch, depth), Reading(verdict).verdict):
-        for name, part in given.items():
-            assert np.array_equal(getattr(read, name), part), name
+    packed = Verdict.blank(batch, depth, torch.device("cpu"))
+    packed.pack().copy_(verdict.pack())
+    for some, of in itertools.product({batch, (batch + 1) // 2}, (verdict, packed)):
+        of = of if some == batch else of.first(some)
+        staging = Staging(torch.device("cpu"))
+        here, arrived = Reading(of, staging), Reading(of, staging)
+        buffer = staging.fetch(of.pack().view(torch.int32))
+        buffer.over = SimpleNamespace(synchronize=lambda: None)
+        arrived._comes_in(buffer)
+        for row, count in enumerate(given["num_accepted"][:some].tolist()):
+            said = tuple(given[name][row, : count + 1].tolist() for name in ("tokens", "kinds"))
+            assert here.said()[row] == arrived.said()[row] == (said[0], count, said[1])
+        assert len(here.said()) == len(arrived.said()) == some
+        assert depth or here.spoken() == arrived.spoken() == given["tokens"][:some, 0].tolist()
     blank = Verdict.blank(batch, depth, torch.device("cpu"))
     assert blank.pack() is blank.packed
     for name in ("tokens", "num_accepted", "kinds"):
@@ -178,3 +196,18 @@ def test_numbers_packed_for_a_device_arrive_whole_and_aligned(monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(tensors, packed, strict=True))
     first = packed[0].data_ptr()
     assert all((one.data_ptr() - first) % 16 == 0 for one in packed if one.numel())
+
+
+def test_even_chains_are_known_by_what_they_were_made_of():
+    draft = Draft.even(torch.zeros(2, 3, dtype=torch.int64), source=1)
+    chains = Draft.chains(draft.tokens, torch.tensor([3, 3]), source=1)
+    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
+        assert torch.equal(getattr(draft, name), getattr(chains, name)), name
+    for width in range(99):
+        Draft.even(torch.zeros(1, width, dtype=torch.int64), source=0)
+    assert draft.is_even
+    assert not chains.is_even
+    for name in ("parents", "depth", "num_nodes"):
+        assert not replace(draft, **{name: getattr(draft, name).clone()}).is_even, name
+    assert not replace(draft, tokens=draft.tokens[:, :2]).is_even
+    assert replace(draft, tokens=draft.tokens + 1).is_even

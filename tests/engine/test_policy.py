@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -362,11 +363,11 @@ def test_whoever_drafts_in_step_with_others_has_one_node_at_least():
     curve = replace(GPU, padded_to=(8, 31, 4096))
     cost = CostModel(curve)
     cost.observe(8, 4e-3)
-    line = Lines(np.zeros(4), np.full(4, 1e-4))
-    good, bad = np.cumprod(np.full(DEEPEST, 0.98)), np.cumprod(np.full(DEEPEST, 0.3))
-    offers = [Offer(i, "model", bad if i == 3 else good, []) for i in range(4)]
+    line = Lines([0.0] * 4, [1e-4] * 4)
+    good, bad = ([each**ahead for ahead in range(1, DEEPEST + 1)] for each in (0.98, 0.3))
+    offers = [Offer(i, "model", bad if i == 3 else good) for i in range(4)]
     in_step = Terms(cost, 4, 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), {"model": line}, in_step=True)
-    each_alone = replace(in_step, in_step=False)
+    each_alone = in_step._replace(in_step=False)
     assert Budget().spread(prospect_of(offers, each_alone), each_alone)[3] == 0
     depths = Budget().spread(prospect_of(offers, in_step), in_step)
     assert depths[3] == 1
@@ -376,9 +377,9 @@ def test_whoever_drafts_in_step_with_others_has_one_node_at_least():
 def test_drafts_are_shorter_where_answers_end_soon():
     cost = CostModel(replace(GPU, padded_to=(8, 64)))
     cost.observe(8, 4e-3)
-    worth = np.cumprod(np.full(DEEPEST, 0.95))
-    far = Terms(cost, 1, 1, 1.0, 0.0, cost.seconds_with(1, DEEPEST), {"m": Lines(np.zeros(1), np.full(1, 3e-4))})
-    limits = [prospect_of([Offer(0, "m", worth, [])], replace(far, room=room)).limit for room in (1e6, 40.0)]
+    offer = Offer(0, "m", [0.95**ahead for ahead in range(1, DEEPEST + 1)])
+    far = Terms(cost, 1, 1, 1.0, 0.0, cost.seconds_with(1, DEEPEST), {"m": Lines([0.0], [3e-4])})
+    limits = [prospect_of([offer], far._replace(room=room)).limit for room in (1e6, 40.0)]
     assert limits[0] > limits[1] >= 4
 
 
@@ -531,10 +532,12 @@ def test_what_was_learnt_survives_a_restart():
     again.load(json.loads(json.dumps(policy.state())))
     fresh = [sequence("t")]
     assert again.plan(fresh, 0, False)[0].budget >= 4, "a one-shot request does not start cold"
+    cost = policy.state()["costs"][0]
     for broken in (
         {},
         {"costs": [{"sampled": 1, "size": 0, "scale": 1, "plain": {"rows": [7], "factor": [1]}}]},
         {"costs": 3},
+        *(policy.state() | {"costs": [cost | {"scale": scale}]} for scale in (0, -1e-3, 1e9, math.nan)),
     ):
         with pytest.raises((KeyError, TypeError, ValueError)):
             again.load(broken)
@@ -687,19 +690,32 @@ def test_behind_a_pass_nobody_asks_about_those_that_have_left():
 @pytest.mark.parametrize("slope", [0.0, 0.002, 0.02])
 @pytest.mark.parametrize("in_step", [False, True])
 def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(slope, in_step):
-    noise, nothing = np.random.default_rng(3), Offer(1, "a", np.zeros(DEEPEST), [])
+    noise, nothing = np.random.default_rng(3), Offer(1, "a", [])
     for nodes in range(DEEPEST + 1):
-        cost, worth = CostModel(), np.cumprod(noise.uniform(0.6, 1.0, DEEPEST)) * (np.arange(DEEPEST) < nodes)
-        with_nodes = cost.seconds_with(2, 2 * DEEPEST)
-        line = Lines(noise.uniform(0, 0.1, 2), np.full(2, slope), 1e-3)
-        terms = Terms(cost, 2, 2, 2.0, 0.0, with_nodes, {"a": line}, in_step, room=noise.uniform(32, 99))
-        offer = Offer(0, "a", worth, [])
-        alone, beside = prospect_of([offer], terms), prospect_of([offer, nothing], terms)
+        cost, most = CostModel(), int(noise.integers(1, DEEPEST + 1))
+        for _ in range(nodes):
+            cost.observe(int(noise.integers(1, 30)), noise.uniform(0.01, 0.1), drafted=noise.random() < 0.5)
+        survival = np.cumprod(noise.uniform(0.6, 1.0, nodes)).tolist()
+        offer = Offer(0, "a", survival, noise.uniform(0.5, 1.0), most)
+        scale = cost.scale or 1.0
+        lines = {"a": Lines((scale * noise.uniform(0, 0.1, 2)).tolist(), [scale * slope] * 2, scale * 1e-3)}
+        many, few = cost.seconds_with(2, 2 * DEEPEST), cost.seconds_with_few(2, DEEPEST)
+        assert few == pytest.approx(many[:DEEPEST].tolist(), rel=1e-12)
+        terms = Terms(cost, 2, 2, 2.0, 0.0, many, lines, in_step, room=noise.uniform(32, 99))
+        alone, beside = prospect_of([offer], terms._replace(with_nodes=few)), prospect_of([offer, nothing], terms)
         assert (alone is None) == (beside is None) == (nodes == 0)
         if alone is not None:
             assert alone.limit == beside.limit
-            assert alone.order.tolist() == beside.order.tolist()
-            assert alone.rates.tolist() == beside.rates.tolist()
+            assert list(alone.order) == beside.order.tolist()
+            assert alone.rates == pytest.approx(beside.rates.tolist(), rel=1e-12)
+            for trial in (0, 1):
+                budgets = Budget(), Budget()
+                for budget in budgets:
+                    budget._allowance = 4.0
+                asked = terms._replace(trial=trial)
+                depths = budgets[0].spread(alone, asked), budgets[1].spread(beside, asked)
+                assert depths[0] == depths[1][:1]
+                assert budgets[0].explores == budgets[1].explores
 
 
 @pytest.mark.parametrize(("sequences", "by_model", "drafts"), [(1, False, True), (1, True, False), (8, False, False)])

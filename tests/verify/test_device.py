@@ -314,7 +314,7 @@ def test_the_models_logits_are_never_written_into(kernels):
 # --- on a device ---
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("vocab", [11, 5000])
 def test_a_graph_replays_verification_without_the_host(vocab):
@@ -341,7 +341,7 @@ def test_a_graph_replays_verification_without_the_host(vocab):
         assert_same(moved(eager, "cpu"), verify(*moved(given, "cpu"), max_depth=4))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_bfloat16_logits_are_read_as_float32():
     given = mixed_batch(40, 5000, dtype=torch.float32)
     rounded = (given[0], given[1].bfloat16(), *given[2:])

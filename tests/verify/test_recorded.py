@@ -39,12 +39,11 @@ class Graph:
 class Recorder(Recorded):
     def __init__(self, **options):
         super().__init__(torch.device("cpu"), **{"first": 1, **options})
-        self.records, self.captures = True, 0
+        self.records, self.captures, self._recorder = True, 0, self
 
-    def _capture(self, work):
+    def record(self, work):
         self.captures += 1
-        result = work()
-        return Graph(work, result), result
+        return Graph(work, work())
 
 
 class Work:
@@ -142,7 +141,7 @@ def test_work_that_cannot_be_recorded_runs_as_it_is_and_is_said_once(monkeypatch
     def refuse(self, work):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(Recorder, "_capture", refuse)
+    monkeypatch.setattr(Recorder, "record", refuse)
     recorded, work = Recorder(), Work()
     for value in (1.0, 2.0, 3.0, 4.0):
         assert recorded(work, Given(numbers(value)), numbers(0.0))["sum"] == value
@@ -184,10 +183,11 @@ def test_a_verdict_comes_out_packed_as_it_was(depth):
 
 @pytest.mark.parametrize("draft", steps.DRAFTS)
 @pytest.mark.parametrize("asked", steps.ASKED)
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @torch.inference_mode()
-def test_steps_are_judged_alike_recorded_or_not(asked, draft):
+def test_steps_are_judged_alike_recorded_or_not(where, asked, draft):
     """Other tokens, lengths and numbers of rows at every step; what stands behind the logits is no number."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(where)
     recording, plain = (Sampler(40, frozenset({2}), device) for _ in range(2))
     plain._recorded.records = False
     recording._recorded = Recorder() if device.type == "cpu" else Recorded(device, first=1)

@@ -346,7 +346,7 @@ def test_the_ratio_uses_the_very_tensor_that_was_sampled(monkeypatch):
     assert seen[0] is arguments[0].q.probs
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_cuda_device_judges_alike(filtered):

@@ -18,7 +18,7 @@ from paceline.draft import Draft, Kind, Proposal, ancestors
 from paceline.models.native_kernels import native_say, open_library, runnable_variants
 from paceline.rng import gumbel_from, unit_row
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
-from paceline.verify.host import Voice, walk_on_host
+from paceline.verify.host import Speaker, walk_on_host
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
 from paceline.verify.walk import walk_chains
 
@@ -284,8 +284,8 @@ def check_host_against_the_long_way(host, say=None, filters=FILTERS["unfiltered"
             )
             told = verify(draft, logits, row_of, nodes, controls, draws, max_depth=7)
             given = zip(controls.on_host, key.tolist(), committed.tolist(), seeded, strict=True)
-            voices = [host.Voice(temperature, *rest, *asked) for (temperature, *asked), *rest in given]
-            found = host.walk_on_host(draft, logits, row_of, 7, voices, say)
+            speakers = [host.Speaker(temperature, *rest, *asked) for (temperature, *asked), *rest in given]
+            found = host.walk_on_host(draft, logits, row_of, 7, speakers, say)
             for name in ("tokens", "num_accepted", "path", "kinds"):
                 assert getattr(found, name).tolist() == getattr(told, name).tolist()
 
@@ -318,10 +318,10 @@ def test_the_kernel_that_says_a_token_names_the_one_numpy_finds_or_none(variant,
     decided = []
     for trial, (row, (top_k, top_p, min_p)) in enumerate(itertools.product(rows, asked)):
         for temperature, seeded in itertools.product((0.02, 0.7, 1.0), (False, True)):
-            voice = Voice(temperature, trial, 11, seeded, top_k, top_p, min_p)
+            speaker = Speaker(temperature, trial, 11, seeded, top_k, top_p, min_p)
             named = []
-            voice.says(row, 2, 1, lambda *given, named=named: named.append(say(*given)))
-            assert named[0] in (None, voice.says(row, 2, 1))
+            speaker.says(row, 2, 1, lambda *given, named=named: named.append(say(*given)))
+            assert named[0] in (None, speaker.says(row, 2, 1))
             decided.append(named[0] is not None)
     assert sum(decided) > 0.6 * len(decided)
 
@@ -349,8 +349,8 @@ def test_the_kernel_gives_up_where_rounding_could_decide(variant):
 @pytest.mark.parametrize("variant", runnable_variants())
 @pytest.mark.parametrize("temperature", [1e30, 3e38])
 def test_the_kernel_bears_a_temperature_that_makes_all_tokens_alike(variant, temperature):
-    row, voice = np.arange(1000, dtype=np.float32), Voice(temperature, 1, 11, False, top_k=5, top_p=0.9)
-    assert voice.says(row, 2, 1, native_say(library(variant))) == voice.says(row, 2, 1)
+    row, speaker = np.arange(1000, dtype=np.float32), Speaker(temperature, 1, 11, False, top_k=5, top_p=0.9)
+    assert speaker.says(row, 2, 1, native_say(library(variant))) == speaker.says(row, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_the_kernel_bears_a_temperature_that_makes_all_tokens_alike(variant, tem
         ("Lane.GUMBEL", "Lane.WALK"),
         ("temperature != 1", "temperature > 1"),
         ("values[at[node + 1]]", "values[node + 1]"),
-        ("voices[row]", "voices[0]"),
+        ("speakers[row]", "speakers[0]"),
         ("self.temperature == 0", "self.temperature < 0.8"),
         ("tempered < lowest", "tempered <= lowest"),
         ("self.top_k, self.top_p, self.min_p)", "0, self.top_p, self.min_p)"),
@@ -547,7 +547,7 @@ def test_a_row_is_drawn_the_same_in_any_batch():
         assert drawn(0, size) == alone[:size]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_a_cuda_device_draws_the_same_tokens():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(24, 5000, generator=generator) * 3

@@ -72,7 +72,6 @@ class Drafter(Protocol):
     version: str  # changes whenever its K/V for the same tokens would: weights, taps, layers
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
-    needs_host_tokens: bool
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers asked for; called once, before anything else."""
@@ -132,13 +131,16 @@ class HostDrafter:
     version = "1"
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    needs_host_tokens = True
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass
 
     def commit(self, commits: SequenceOf[Commit]) -> None:
         pass
+
+    def look(self, sequences: SequenceOf[Sequence]) -> list[int] | None:
+        """The evidence of all, where finding it at once takes less; None: they are to be asked one by one."""
+        return None
 
     def overlap(self) -> None:
         """Called while a pass is under way: what was left over from commits."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.controls import ControlsBuilder
+from paceline.recorder import Recorder, Recording
 from paceline.verify import Controls, Draws, Nodes, propose
 
 log = logging.getLogger("paceline")
@@ -31,7 +31,7 @@ class Booths:
         self.vocab_size, self.device = vocab_size, device
         self._made: OrderedDict[tuple[object, ...], Booth] = OrderedDict()
         self._logits = torch.empty(0)  # what booths read, one at a time
-        self._pool: Any = None  # what they write
+        self._recorder = Recorder()
 
     def of(self, controls: Controls, draws: Draws) -> Booth | None:
         """None: too many rows, or rows that draw in different ways."""
@@ -44,8 +44,7 @@ class Booths:
         if key not in self._made:
             if not self._made:
                 self._logits = torch.zeros(MOST_ROWS, self.vocab_size, device=self.device)
-                self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-            self._made[key] = Booth(self._logits[:rows], controls, seeded, self._pool)
+            self._made[key] = Booth(self._logits[:rows], controls, seeded, self._recorder)
             if len(self._made) > MOST:
                 self._made.popitem(last=False)
         self._made.move_to_end(key)
@@ -55,7 +54,7 @@ class Booths:
 class Booth:
     """`propose` for up to so many rows. Rows nobody needs draw too, from nothing."""
 
-    def __init__(self, logits: Tensor, like: Controls, seeded: bool, pool: Any) -> None:
+    def __init__(self, logits: Tensor, like: Controls, seeded: bool, recorder: Recorder) -> None:
         self._logits, rows = logits, len(logits)
         every = self._every = torch.arange(rows, device=logits.device)
         self._key, self._committed, self._depth = (torch.zeros_like(every) for _ in range(3))
@@ -72,8 +71,8 @@ class Booth:
         self._draws = Draws(
             key=self._key, committed=self._committed, coins=None if seeded else every, seeded=every if seeded else None
         )
-        self._pool, self._graph, self._recorded = pool, None, None  # type: tuple[Any, Any, Any]
-        self._records = logits.is_cuda
+        self._recorder, self._records = recorder, logits.is_cuda
+        self._recording: Recording | None = None
 
     def begin(self, controls: Controls, draws: Draws) -> None:
         """What is said next belongs to these requests, and nothing is drafted yet."""
@@ -89,9 +88,9 @@ class Booth:
         """As `propose`, each time for one token further. What it gives stands until the next time."""
         rows = len(logits)
         torch.nan_to_num(logits, out=self._logits[:rows])
-        if self._graph is not None:
-            self._graph.replay()
-            tokens, q = self._recorded
+        if self._recording is not None:
+            self._recording.replay()
+            tokens, q = self._recording.result
         else:
             tokens, q = self._propose()
             if self._records:
@@ -110,20 +109,8 @@ class Booth:
         """Its kernels have just run, so they are compiled and loaded. What cannot be recorded runs as it is."""
         self._records = False
         try:
-            self._graph, self._recorded = self._capture()
+            self._recording = self._recorder.record(self._propose)
         except RuntimeError as problem:
             log.warning(
                 "a way to draw drafts cannot be recorded, and runs as it is: %s", str(problem).partition("\n")[0]
             )
-
-    def _capture(self) -> tuple[Any, Any]:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = self._propose()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph, result

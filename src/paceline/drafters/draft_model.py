@@ -90,7 +90,6 @@ class _Ahead:
 class DraftModelDrafter:
     name = "draft-model"
     taps: tuple[int, ...] = ()
-    needs_host_tokens = True
 
     def __init__(
         self,

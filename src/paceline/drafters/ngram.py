@@ -9,13 +9,17 @@ text never finds itself. What a step committed is indexed while the next pass is
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.draft import Draft
-from paceline.drafters.base import Commit, DrafterContext, DraftRow, HostDrafter
+from paceline.drafters.base import DrafterContext
+from paceline.drafters.lookup import LookupDrafter, State
+from paceline.drafters.native_ngram import NativeNgrams
+from paceline.models.native_kernels import load_library
 from paceline.sequence import Sequence
 
 MATCH_LIMIT = 16  # matches longer than this are not told apart
@@ -84,86 +88,64 @@ def match_length(tokens: SequenceOf[int], start: int, known: int) -> int:
     return length
 
 
-@dataclass(slots=True)
-class _State:
-    sequence: Sequence
-    index: NgramIndex
-    match: int = 0  # of the last proposal
-    found: tuple[int, int, int] = (0, 0, 0)  # length of the text, match and where its continuation begins
+class _State(State):
+    __slots__ = ("index", "start")
+
+    def __init__(self, sequence: Sequence, index: NgramIndex) -> None:
+        super().__init__(sequence)
+        self.index = index
+        self.start = 0  # where the continuation begins
 
 
-class NgramDrafter(HostDrafter):
+class PlainNgrams:
+    """In Python: where there is no library, and to compare with."""
+
+    def __init__(self, source: int, ngram_min: int, ngram_max: int, vocab_size: int) -> None:
+        self._source, self._new_index = source, partial(NgramIndex, ngram_min, ngram_max, vocab_size)
+
+    def new(self, sequence: Sequence) -> _State:
+        return _State(sequence, self._new_index())
+
+    def take_in(self, state: _State, end: int) -> None:
+        state.index.extend(state.sequence.tokens, end)
+
+    def find(self, states: SequenceOf[_State]) -> None:
+        for state in states:
+            tokens = state.sequence.tokens
+            n, state.start = state.index.find(tokens)
+            state.evidence, state.at = match_length(tokens, state.start, n) if n else 0, len(tokens)
+
+    def draft(self, states: SequenceOf[_State], budgets: SequenceOf[int]) -> Draft:
+        chains = list(map(self.guess, states, budgets))
+        counts = [len(chain) for chain in chains]
+        width = max(counts, default=0)
+        if counts.count(width) == len(states):
+            return Draft.even(torch.from_numpy(np.array(chains, np.int64).reshape(len(states), width)), self._source)
+        padded = [chain if len(chain) == width else chain + [0] * (width - len(chain)) for chain in chains]
+        tokens = torch.from_numpy(np.array(padded, np.int64))
+        return Draft.chains(tokens, torch.from_numpy(np.array(counts, np.int64)), self._source)
+
+    def guess(self, state: _State, count: int) -> list[int]:
+        return continuation(state.sequence.tokens, state.start, count) if state.evidence else []
+
+    def match(self, state: _State) -> int:
+        return state.evidence
+
+    def drop(self, state: _State) -> None:
+        pass
+
+
+class NgramDrafter(LookupDrafter[Any]):
+    """Evidence is how many tokens of context the place found shares, up to `MATCH_LIMIT`."""
+
     name = "ngram"
     source = 0  # in `Draft.source`
 
-    def __init__(self, context: DrafterContext) -> None:
-        self._min, self._max = context.speculation.ngram_min, context.speculation.ngram_max
-        self._vocab_size = context.config.vocab_size
-        self._states: dict[str, _State] = {}
-        self._behind: dict[str, Sequence] = {}  # decoded on, and not indexed yet
-
-    def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
-        chains = [self._chain(row.sequence, row.budget) for row in rows]
-        counts = [len(chain) for chain in chains]
-        width = max(counts, default=0)
-        if counts.count(width) == len(rows):
-            return Draft.even(torch.from_numpy(np.array(chains, np.int64).reshape(len(rows), width)), self.source)
-        padded = [chain if len(chain) == width else chain + [0] * (width - len(chain)) for chain in chains]
-        tokens = torch.from_numpy(np.array(padded, np.int64))
-        return Draft.chains(tokens, torch.from_numpy(np.array(counts, np.int64)), self.source)
-
-    def match_length(self, sequence: Sequence) -> int:
-        """Tokens of context that the last proposal's source shares, up to `MATCH_LIMIT`; 0: nothing was found."""
-        state = self._states.get(sequence.key)
-        return 0 if state is None else state.match
-
-    def evidence(self, sequence: Sequence) -> int:
-        """The same for the proposal it would make now: a function of the committed tokens alone."""
-        return self._find(self._state(sequence))[0]
-
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        return self._chain(sequence, count)
-
-    def commit(self, commits: SequenceOf[Commit]) -> None:
-        for commit in commits:
-            sequence, end = commit.sequence, commit.first + commit.count
-            # Of a prompt what was computed is taken in, so that indexing is spread over the chunks; what a decode
-            # committed when it is asked for, or while the next pass is under way.
-            if end >= len(sequence.tokens) - 1:
-                self._behind[sequence.key] = sequence
-            else:
-                self._state(sequence).index.extend(sequence.tokens, end)
-
-    def overlap(self) -> None:
-        behind, self._behind = self._behind, {}
-        for sequence in behind.values():
-            self._state(sequence).index.extend(sequence.tokens, len(sequence.tokens))
-
-    def admit(self, sequence: Sequence, start: int, end: int) -> None:
-        self._states.pop(sequence.key, None)
-
-    def release(self, sequence: Sequence) -> None:
-        self._states.pop(sequence.key, None)
-        self._behind.pop(sequence.key, None)
-
-    def _state(self, sequence: Sequence) -> _State:
-        state = self._states.get(sequence.key)
-        if state is None or state.sequence is not sequence:
-            state = _State(sequence, NgramIndex(self._min, self._max, self._vocab_size))
-            self._states[sequence.key] = state
-        return state
-
-    def _find(self, state: _State) -> tuple[int, int]:
-        """(match, where its continuation begins): asked when the policy plans and again when it drafts."""
-        tokens = state.sequence.tokens
-        length, match, start = state.found
-        if length != len(tokens):
-            n, start = state.index.find(tokens)
-            match = match_length(tokens, start, n) if n else 0
-            state.found = len(tokens), match, start
-        return match, start
-
-    def _chain(self, sequence: Sequence, budget: int) -> list[int]:
-        state = self._state(sequence)
-        state.match, start = self._find(state)
-        return continuation(sequence.tokens, start, budget) if state.match else []
+    def __init__(self, context: DrafterContext, native: bool = True) -> None:
+        """`native`: with the library's help, where there is one."""
+        lengths = context.speculation.ngram_min, context.speculation.ngram_max
+        library = load_library() if native else None
+        if library is None:
+            super().__init__(PlainNgrams(self.source, *lengths, context.config.vocab_size))
+        else:
+            super().__init__(NativeNgrams(library, self.source, *lengths))

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +59,8 @@ class Context:
 
 
 class SuffixIndex:
+    end: int  # position of the next token
+
     def __init__(self, rows: int = MIN_ROWS) -> None:
         """`rows`: tokens it holds, a power of two of at least `MIN_ROWS`."""
         self.rows = rows
@@ -64,7 +68,7 @@ class SuffixIndex:
 
     def _clear(self) -> None:
         rows = self.rows
-        self.end = DEPTH  # position of the next token: END fills those before, so that every token has a context
+        self.end = DEPTH  # END fills those before, so that every token has a context
         self._text: Ints = np.full(rows + DEPTH, END, np.int32)  # the first DEPTH slots again behind the last
         self._heads: list[Ints] = [np.full(rows, -1, np.int32) for _ in LEVELS]
         self._links: list[Ints] = [np.full(rows, -1, np.int32) for _ in LEVELS]
@@ -116,21 +120,31 @@ class SuffixIndex:
 
     def extend(self, tokens: SequenceOf[int]) -> None:
         """Append; each token becomes the continuation of the n-grams that end before it."""
-        if len(tokens) > _BULK or self.end > _LAST_POSITION:
+        if len(tokens) > _BULK:
             self.extend_array(np.asarray(tokens, np.int32))
         else:
+            self.number_afresh()
             for token in tokens:
                 self._append(token)
 
     def extend_array(self, tokens: Ints) -> None:
         """The same, with numpy: several times faster for many tokens."""
+        self.number_afresh()
+        step = min(_CHUNK, self.rows)
+        for first in range(0, len(tokens), step):
+            self._extend(tokens[first : first + step])
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be appended before there is room to be made or positions are to be numbered afresh."""
+        return (self.rows if self.end <= self.rows else _LAST_POSITION) - self.end
+
+    def number_afresh(self) -> None:
+        """Where positions have become too large."""
         if self.end > _LAST_POSITION:
             kept = self.tokens()
             self._clear()
             self.extend_array(kept)
-        step = min(_CHUNK, self.rows)
-        for first in range(0, len(tokens), step):
-            self._extend(tokens[first : first + step])
 
     def _append(self, token: int) -> None:
         end, mask, recent = self.end, self.rows - 1, self._recent
@@ -236,3 +250,26 @@ class SuffixIndex:
                     break
             position = links[position & mask]
         return found
+
+
+Index = TypeVar("Index", bound=SuffixIndex)
+
+
+class Memory(Generic[Index]):
+    """Indexes that keep within so many bytes together: who comes when all are taken gets none."""
+
+    def __init__(self, max_bytes: int, make: Callable[[], Index]) -> None:
+        self._max_bytes, self._make = max_bytes, make
+        self.nbytes = 0
+
+    def new_index(self) -> Index | None:
+        if self.nbytes + SuffixIndex.bytes_for(MIN_ROWS) > self._max_bytes:
+            return None
+        self.nbytes += SuffixIndex.bytes_for(MIN_ROWS)
+        return self._make()
+
+    def make_room(self, index: Index, count: int) -> None:
+        self.nbytes += index.make_room(count, self._max_bytes - self.nbytes)
+
+    def give_back(self, index: Index | None) -> None:
+        self.nbytes -= 0 if index is None else index.nbytes

@@ -37,14 +37,14 @@ class SuffixStore:
         vocab_size: int,
         encode: Callable[[str], list[int]] | None = None,
         path: str | None = None,
+        make: Callable[[], SuffixIndex] = SuffixIndex,
     ) -> None:
         self._max_bytes, self._vocab_size, self._encode = max_bytes, vocab_size, encode
         self._path = None if path is None else Path(path)
         self._may_write = path is not None
-        self.index = SuffixIndex() if SuffixIndex.bytes_for(MIN_ROWS) <= max_bytes else None
+        self.index = make() if SuffixIndex.bytes_for(MIN_ROWS) <= max_bytes else None
         self._num_learned = 0  # tokens from answers, END included; they follow the seed
         self._unsaved = False
-        self.version = 0  # changes with its content
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +68,6 @@ class SuffixStore:
         if self.index is not None:
             self.index.make_room(len(tokens), self._max_bytes - self.index.nbytes)
             self.index.extend_array(tokens)
-            self.version += 1
 
     def _encoded(self, file: str) -> Iterator[list[int]]:
         if self._encode is None:

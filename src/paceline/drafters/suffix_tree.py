@@ -96,7 +96,7 @@ def places_of(lookups: SequenceOf[Lookup], own: SuffixIndex | None, context: Con
         places = places or [place for lookup in lookups for place in lookup.places(level)]
     places.sort(key=itemgetter(0), reverse=True)
     longest = places[0][0] if places else 0
-    share = FORETOLD[longest] / sum([place[1] for place in places]) if places else 0.0
+    share = FORETOLD[longest] / _votes(places) if places else 0.0
     likely = [(match, votes * share, start, index) for match, votes, start, index in places]
     if longest <= 1 and own is not None:
         likely += [(1, often * (1 - FORETOLD[longest]), start, own) for start, often in _strayed(own, context)]
@@ -122,8 +122,20 @@ def evidence_of(places: SequenceOf[Place]) -> int:
     for _, its, start, index in places:
         token = index.text[start & index.rows - 1]
         votes[token] = votes.get(token, 0.0) + its
-    sure = sum([its for token, its in votes.items() if its >= THRESHOLD and token >= 0])
+    sure = _total([its for token, its in votes.items() if its >= THRESHOLD and token >= 0])
     return sum([sure >= step for step in SURE])
+
+
+def _votes(places: list[Place]) -> float:
+    return _total([place[1] for place in places])
+
+
+def _total(numbers: list[float]) -> float:
+    """One after the other, as native code adds: since Python 3.12 `sum` corrects its rounding."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
 
 
 def grow(places: list[Place], budget: int) -> Tree:
@@ -133,14 +145,14 @@ def grow(places: list[Place], budget: int) -> Tree:
     parent, depth, order, worth = -1, 0, 0, 1.0  # `worth`: what a vote of the places adds to a child's probability
     while places and len(tree.tokens) < budget:
         if not waiting and (len(places) == 1 or places[0][0] + depth >= LEVELS[0]):  # no rivals, and maybe no dispute
-            probability = worth * sum([place[1] for place in places])
+            probability = worth * _votes(places)
             run = _agreed(places, depth, probability, budget - len(tree.tokens))
             for token in run:
                 depth += 1
                 parent = tree.add(token, parent, depth, probability)
                 probability *= FORETOLD[min(places[0][0] + depth, DEPTH)]
             if run:
-                worth = probability / sum([place[1] for place in places])
+                worth = probability / _votes(places)
                 continue
         children: dict[int, list[Place]] = {}
         for place in places:
@@ -149,7 +161,7 @@ def grow(places: list[Place], budget: int) -> Tree:
             token = index.text[at & index.rows - 1] if at < index.end else tree.path(parent)[at - index.end]
             children.setdefault(token, []).append(place)
         for token, those in children.items():
-            probability = worth * sum([place[1] for place in those])
+            probability = worth * _votes(those)
             if token >= 0 and probability >= THRESHOLD:
                 order += 1
                 heapq.heappush(waiting, (-probability, order, parent, depth + 1, token, those))
@@ -157,7 +169,7 @@ def grow(places: list[Place], budget: int) -> Tree:
             break
         less, _, parent, depth, token, places = heapq.heappop(waiting)
         parent = tree.add(token, parent, depth, -less)
-        worth = -less * FORETOLD[min(places[0][0] + depth, DEPTH)] / sum([place[1] for place in places])
+        worth = -less * FORETOLD[min(places[0][0] + depth, DEPTH)] / _votes(places)
     return tree
 
 

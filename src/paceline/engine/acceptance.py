@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from paceline.drafters.base import LEARNED
 
@@ -35,7 +33,6 @@ EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and
 FIRST_GUESS = (0.0, 0.12, 0.25, 0.4, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
 
 Key = tuple[str, bool, int]
-Floats = npt.NDArray[np.float64]
 
 
 @functools.cache
@@ -44,10 +41,10 @@ def bucket(evidence: int) -> int:
 
 
 @functools.cache
-def prior(evidence_bucket: int) -> Floats:
+def prior(evidence_bucket: int) -> tuple[float, ...]:
     """By position, before anything was seen: more evidence is better, and a draft that held so far tends to hold."""
     first = FIRST_GUESS[evidence_bucket]
-    return np.minimum([first] + [first + 0.15] * (POSITIONS - 1), 0.9)
+    return (min(first, 0.9), *[min(first + 0.15, 0.9)] * (POSITIONS - 1))
 
 
 class Record:
@@ -56,25 +53,26 @@ class Record:
     def __init__(
         self, tried: SequenceOf[float] = (0.0,) * POSITIONS, hit: SequenceOf[float] = (0.0,) * POSITIONS
     ) -> None:
-        self.tried, self.hit = np.array(tried, np.float64), np.array(hit, np.float64)
+        self.tried, self.hit = list(tried), list(hit)
 
     def note(self, drafted: int, accepted: int) -> None:
-        self.tried[: min(drafted, accepted + 1)] += 1
-        self.hit[: min(drafted, accepted)] += 1
-        over = self.tried > MEMORY
-        if over.any():
-            self.tried[over] /= 2
-            self.hit[over] /= 2
+        tried, hit = self.tried, self.hit
+        for at in range(min(drafted, accepted + 1, POSITIONS)):
+            tried[at] += 1
+            if at < accepted:
+                hit[at] += 1
+            if tried[at] > MEMORY:
+                tried[at] /= 2
+                hit[at] /= 2
 
-    def scaled(self, guess: Floats) -> Floats:
+    def scaled(self, guess: tuple[float, ...]) -> tuple[float, ...]:
         """The guess, higher or lower at every position by how drafts held all in all."""
-        scale = (self.hit.sum() + SCALE_TRIALS) / ((self.tried * guess).sum() + SCALE_TRIALS)
-        scaled: Floats = guess * scale
-        return scaled
+        expected = sum(map(operator.mul, self.tried, guess))
+        scale = (sum(self.hit) + SCALE_TRIALS) / (expected + SCALE_TRIALS)
+        return tuple([one * scale for one in guess])
 
-    def rates(self, guess: Floats, trials: float) -> Floats:
-        """`trials`: so many the guess counts for."""
-        return (self.hit + trials * guess) / (self.tried + trials)
+
+_UNSEEN = Record()
 
 
 @dataclass
@@ -103,14 +101,17 @@ class Acceptance:
     ) -> list[float]:
         """Probability that the first 1, 2, ..., depth drafted tokens are all accepted, down to `least`."""
         at = bucket(evidence)
-        record = self._records.get((method, sampled, at))
-        rates = prior(at)
-        if record is not None and at >= bucket(LEARNED):  # positions are alike: those seldom reached are as good
-            rates = record.rates(record.scaled(rates), ALIKE_TRIALS)
-        elif record is not None:
-            rates = record.rates(rates, PRIOR_TRIALS[at])
-        alive = np.cumprod(np.minimum(rates[:depth] * bend, 0.99))
-        kept: list[float] = alive[alive >= least].tolist()
+        record = self._records.get((method, sampled, at)) or _UNSEEN
+        guess, trials = prior(at), PRIOR_TRIALS[at]
+        if at >= bucket(LEARNED):  # positions are alike: those seldom reached are as good
+            guess, trials = record.scaled(guess), ALIKE_TRIALS
+        alive, kept = 1.0, []
+        for tried, hit, one in zip(record.tried[:depth], record.hit, guess, strict=False):
+            rate = (hit + trials * one) / (tried + trials) * bend
+            alive *= rate if rate < 0.99 else 0.99
+            if alive < least:
+                break
+            kept.append(alive)
         return kept
 
     def note(self, sequence_key: str, method: str, sampled: bool, evidence: int, drafted: int, accepted: int) -> None:
@@ -118,11 +119,12 @@ class Acceptance:
         if not drafted:
             return
         key = (method, sampled, bucket(evidence))
-        record = self._records.setdefault(key, Record())
+        record = self._records.get(key) or self._records.setdefault(key, Record())
         guess, trials = FIRST_GUESS[key[2]], PRIOR_TRIALS[key[2]]
-        expected = float((record.hit[0] + trials * guess) / (record.tried[0] + trials))
+        expected = (record.hit[0] + trials * guess) / (record.tried[0] + trials)
         record.note(drafted, accepted)
-        own = self._own.setdefault((sequence_key, method), _Own())
+        mine = sequence_key, method
+        own = self._own.get(mine) or self._own.setdefault(mine, _Own())
         own.hits = OWN_FADES * own.hits + (accepted > 0)
         own.expected = OWN_FADES * own.expected + expected
         own.variance = OWN_FADES**2 * own.variance + expected * (1 - expected)
@@ -156,7 +158,7 @@ class Acceptance:
 
     def as_list(self) -> list[dict[str, Any]]:
         return [
-            {"method": method, "sampled": sampled, "bucket": at, "tried": kept.tried.tolist(), "hit": kept.hit.tolist()}
+            {"method": method, "sampled": sampled, "bucket": at, "tried": [*kept.tried], "hit": [*kept.hit]}
             for (method, sampled, at), kept in self._records.items()
         ]
 

@@ -62,9 +62,9 @@ class AdaptivePolicy:
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._method, self._k, self._clock = method, k, clock
-        self._methods, self._asking, self._budget = Methods(drafters, method, k), Asking(clock), Budget()
+        self._methods, self._asking, self._budget = Methods(drafters, method, k), Asking(), Budget()
         self._known = Experience(self._methods, prior, self._asking.purse, clock)
-        self._lead = Lead(self._can_lead)
+        self._lead = Lead(self._can_lead, possible=self._known.on_device)
         self._offers = Offers(self._methods, self._known, self._lead, self._asking, self._budget)
         self._made = Plan()
         self._lesson: tuple[Plan, StepReport, list[int]] | None = None  # not learnt yet; where its tokens begin
@@ -94,15 +94,20 @@ class AdaptivePolicy:
             return choices
         open_ended: Open = {}
         common = self._method, self._k
+        fixed: dict[str, list[tuple[int, int]]] = {}
         for index, sequence in enumerate(sequences):
             method, k = common if sequence.params.speculation is None else self._methods.wish(sequence)
-            most = min(k or MAX_K, sequence.room - 1)
+            most = min(k or MAX_K, sequence.max_len - len(sequence.tokens) - 1)
             if method == NONE or most < 1:
                 continue
             if k is None:
                 open_ended[index] = method, most
+            elif method in fixed:
+                fixed[method].append((index, most))
             else:
-                choices[index] = self._surest(sequence, method, most)
+                fixed[method] = [(index, most)]
+        for method, rows in fixed.items():
+            self._choose_surest(sequences, method, rows, choices)
         self._live = [sequences[index] for index in open_ended]
         self._others_wait = others_wait
         if open_ended:
@@ -162,14 +167,18 @@ class AdaptivePolicy:
         waits = not self._lead.now and self._asking.purse.seconds <= 0 and not self._shrank(len(sequences))
         return waits and self._heard.issuperset([sequence.key for sequence in drafting])
 
-    def _surest(self, sequence: Sequence, method: str, budget: int) -> Choice:
-        """With k fixed only the method is left to choose: the one with the most to go by."""
-        patient = is_patient(sequence)
-        if method in self._methods.drafters and method not in self._methods.retired:
-            return _choice(method, budget) if self._note_evidence(sequence, method, patient) else _choice(NONE, 0)
-        evidence = {name: self._note_evidence(sequence, name, patient) for name in self._methods.allowed(method)}
-        best = max(evidence, key=evidence.__getitem__, default=NONE)
-        return _choice(best, budget) if evidence.get(best) else _choice(NONE, 0)
+    def _choose_surest(
+        self, sequences: SequenceOf[Sequence], method: str, rows: list[tuple[int, int]], choices: list[Choice]
+    ) -> None:
+        """With k fixed only the method is left to choose: the one with the most to go by. `rows`: who, and k."""
+        most = [0] * len(rows)
+        for name in self._methods.allowed(method):
+            found = self._evidence([sequences[index] for index, _ in rows], name)
+            for at, evidence in enumerate(found):
+                if evidence > most[at]:
+                    most[at] = evidence
+                    index, k = rows[at]
+                    choices[index] = _choice(name, k)
 
     def _stands(
         self, sequences: SequenceOf[Sequence], open_ended: dict[int, tuple[str, int]], choices: list[Choice]
@@ -187,10 +196,15 @@ class AdaptivePolicy:
         last.left -= 1
         # A copy: what came of the step before is perhaps not learnt yet, and that by what was known then.
         self._made.evidence, self._made.promises, self._made.drafts = dict(last.plan.evidence), last.plan.promises, True
+        empty = set[int]()
+        for method in {choice.method for choice in found.values() if choice is not None and choice.budget}:
+            if self._known.shadows.casts(method):
+                asked = [at for at, choice in found.items() if choice is not None and choice.method == method]
+                evidence = self._evidence([sequences[at] for at in asked], method)
+                empty.update(at for at, some in zip(asked, evidence, strict=True) if not some)
         for index, choice in found.items():
             assert choice is not None
-            lookup = choice.budget and self._known.shadows.casts(choice.method)
-            if not lookup or self._note_evidence(sequences[index], choice.method, is_patient(sequences[index])):
+            if index not in empty:
                 most = open_ended[index][1]
                 choices[index] = choice if choice.budget <= most else _choice(choice.method, most)
         return True
@@ -256,23 +270,29 @@ class AdaptivePolicy:
         if may_take <= 0 and not self._lead.now and not new:
             return found
         current = {at: self._lead.now.get(sequences[at].key) for at in open_ended if at not in early}
-        each_s = max(map(self._asking.each_s, methods), default=0.0) or NOTHING_S
-        some = [] if leads else new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * asked.cost.seconds(asked.base) / each_s))]
+        some: list[int] = []
+        if new and not leads:
+            each_s = max(map(self._asking.each_s, methods), default=0.0) or NOTHING_S
+            some = new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * asked.cost.seconds(asked.base) / each_s))]
         for method in methods:
             casts = self._known.shadows.casts(method)
             may = [at for at in current if open_ended[at][0] in (AUTO, method)]
             due = {at for at in may if current[at] == method}
             if due and not casts:
                 due.update(may)  # a pass of a model serves many at little more than one
-            due.update({*may}.intersection(some if casts else new))
+            if new:
+                due.update({*may}.intersection(some if casts else new))
             rest = [at for at in may if at not in due] if may_take > 0 and len(due) < len(may) else []
             others = self._asking.in_turn(method, rest, may_take, together=not casts)
             if due or others:
                 self._made.asked = True
-                with self._asking.timed(method, len(due), len(others)):
-                    for index in (*sorted(due), *others):
-                        if evidence := self._note_evidence(sequences[index], method, asked.patient(sequences[index])):
-                            found.setdefault(index, []).append((method, evidence))
+                began = self._clock()
+                order = [*sorted(due), *others]
+                evidence = self._evidence([sequences[index] for index in order], method, asked.said)
+                for index, known in zip(order, evidence, strict=True):
+                    if known:
+                        found.setdefault(index, []).append((method, known))
+                self._asking.note(method, self._clock() - began, len(due), len(others))
         self._hear(sequences, new if leads else some)
         return found
 
@@ -315,14 +335,13 @@ class AdaptivePolicy:
     def drafts_on(self) -> bool:
         return self._method == NONE or self._k is not None or self._since_plain + 1 < self._plain_due
 
-    def _note_evidence(self, sequence: Sequence, method: str, patient: bool) -> int:
-        evidence = self._methods.evidence(sequence, method, patient)
-        self._made.evidence[sequence.key, method] = evidence
-        return evidence
+    def _evidence(self, sequences: SequenceOf[Sequence], method: str, said: int = 0) -> list[int]:
+        found = self._methods.evidence(sequences, method, said)
+        self._made.evidence.update(zip([(one.key, method) for one in sequences], found, strict=True))
+        return found
 
     def _can_lead(self, method: str) -> bool:
-        on_device = self._known.on_device and not self._known.shadows.casts(method)
-        return on_device and method not in self._methods.retired
+        return not self._known.shadows.casts(method) and method not in self._methods.retired
 
     # -- learning
 

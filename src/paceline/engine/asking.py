@@ -7,9 +7,7 @@ of the steps' time is saved up, and they are asked in turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 
 SHARE = 0.005  # of the steps' time
 AT_ONCE = 0.3  # of one step's time: what may be saved up
@@ -39,8 +37,8 @@ class Purse:
 
 
 class Asking:
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self.purse = clock, Purse(SHARE)
+    def __init__(self) -> None:
+        self.purse = Purse(SHARE)
         self.spent_s = 0.0
         self._each_s: dict[str, float] = {}  # by method
         self._next: dict[str, int] = {}
@@ -60,12 +58,8 @@ class Asking:
         self._next[method] = first + count
         return [*others, *others][first : first + count]
 
-    @contextmanager
-    def timed(self, method: str, due: int, others: int) -> Iterator[None]:
-        """While some are asked that must be, and others in turn."""
-        began = self._clock()
-        yield
-        taken = self._clock() - began
+    def note(self, method: str, taken: float, due: int, others: int) -> None:
+        """What it took to ask some that must be, and others in turn."""
         each = taken / (due + others)
         self.spent_s += taken
         self._each_s[method] = FADES * self._each_s.get(method, each) + (1 - FADES) * each

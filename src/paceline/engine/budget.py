@@ -7,12 +7,11 @@ candidate and wins ties.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +43,12 @@ class Offer(NamedTuple):
 
     sequence: int
     method: str
-    worth: Floats  # (DEEPEST,) of its nodes, 0 where there are none
     survival: list[float]  # how likely it is to get how far
+    weight: float = 1.0  # a node is worth that share of it
+    most: int = DEEPEST  # nodes
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What a plan is made under."""
 
     cost: CostModel
@@ -57,29 +56,38 @@ class Terms:
     sequences: int
     value: float  # of a token for each of them
     doubt: float  # in what is promised: from 1 at first to 0
-    with_nodes: Floats  # seconds of the step by nodes, from 1
+    with_nodes: list[float] | Floats  # seconds of the step by nodes, from 1
     drafting: Mapping[str, Lines]  # by method: seconds of drafting, by size of the number of sequences
     in_step: bool = False  # drafts that cost passes begin ahead, for those only that have one now
     room: float = math.inf  # tokens that a sequence may still say, on average
     trial: int = 1  # steps that a number of nodes of unknown cost would be tried for; 0: not now
 
-    @functools.cached_property
+    @property
     def plain_s(self) -> float:
         return self.cost.seconds(self.base)
 
 
-@dataclass(frozen=True)
-class Prospect:
-    """What offers promise: their nodes in order of worth, and the rate with the first 1, 2, ... of them."""
+class Prospect(NamedTuple):
+    """What offers promise: their nodes in order of worth, and the rate with the first 1, 2, ... of them.
+
+    Of one offer these are plain lists: on caches that a pass has emptied, each small operation on arrays costs dearly.
+    """
 
     offers: int
-    order: Ints
-    rates: Floats
+    order: range | Ints
+    rates: list[float] | Floats
     limit: int  # the depth where drafts end that cost passes; 0: none does
 
     @property
     def rate(self) -> float:
-        return float(self.rates.max())
+        return float(self.rates[_argmax(self.rates)])
+
+    def depths(self, number: int) -> list[int]:
+        """Nodes for each offer, of the first so many."""
+        if isinstance(self.order, range):
+            return [number]
+        depths: list[int] = np.bincount(self.order[:number] // DEEPEST, minlength=self.offers).tolist()
+        return depths
 
 
 def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
@@ -91,7 +99,7 @@ def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
         return None
     if len(offers) == 1:
         return _alone(offers[0], terms)
-    worth = np.stack([offer.worth for offer in offers]).ravel()
+    worth = _worth(offers).ravel()
     methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
     lines = [terms.drafting[name] for name in methods]
     by = np.array([methods[offer.method] for offer in offers])
@@ -112,25 +120,49 @@ def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
         order, by, depth = order[some], by[some], depth[some]
     order, by, depth = order[:MAX_NODES], by[:MAX_NODES], depth[:MAX_NODES]
     drafting = sum(line.seconds(by == method, depth) for method, line in enumerate(lines))
-    rates = (terms.value + np.cumsum(worth[order])) / (terms.with_nodes[: len(order)] + drafting)
+    with_nodes = np.asarray(terms.with_nodes[: len(order)])
+    rates = (terms.value + np.cumsum(worth[order])) / (with_nodes + drafting)
     return Prospect(len(offers), order, rates, limit)
 
 
+def _worth(offers: SequenceOf[Offer]) -> Floats:
+    """(offers, DEEPEST) of their nodes, 0 where there are none. Many share what is known of their survival."""
+    alike = {id(offer.survival): offer.survival for offer in offers}
+    table = np.zeros((len(alike), DEEPEST))
+    for row, survival in zip(table, alike.values(), strict=True):
+        row[: len(survival)] = survival
+    place = {one: at for at, one in enumerate(alike)}
+    worth: Floats = table[[place[id(offer.survival)] for offer in offers]]
+    worth *= np.array([offer.weight for offer in offers])[:, None]
+    most = np.array([offer.most for offer in offers])
+    if most.min() < DEEPEST:
+        worth[ENDS[:, 0] > most[:, None]] = 0.0
+    return worth
+
+
 def _alone(offer: Offer, terms: Terms) -> Prospect | None:
-    """The same of one offer, whose nodes are in order, in a quarter of the time."""
-    worth = offer.worth[: np.count_nonzero(offer.worth)]
-    if not len(worth):
+    """The same of one offer, whose nodes are in order, in a tenth of the time."""
+    line, value, weight, with_nodes = terms.drafting[offer.method], terms.value, offer.weight, terms.with_nodes
+    a, b, each_s = line.a[0], line.b[0], line.each_s
+    limit, gain, rates = 0, 0.0, []
+    for depth, alive in enumerate(offer.survival[: offer.most], 1):
+        gain += alive * weight
+        rates.append((value + gain) / (float(with_nodes[depth - 1]) + (a + b * depth + each_s)))
+    if not rates:
         return None
-    line, depth, limit = terms.drafting[offer.method], ENDS[: len(worth), 0], 0
-    rates = (terms.value + np.cumsum(worth)) / (terms.with_nodes[: len(worth)] + line.for_one(depth))
     if line.slope > DEAR * terms.plain_s:
-        limit = int((np.maximum.accumulate(rates) * _to_the_end(depth, terms)).argmax()) + 1
-        rates = rates[:limit]
-    return Prospect(1, depth[: len(rates)] - 1, rates, limit)
+        best = [top * _to_the_end(depth, terms) for depth, top in enumerate(itertools.accumulate(rates, max), 1)]
+        limit = _argmax(best) + 1
+        del rates[limit:]
+    return Prospect(1, range(len(rates)), rates, limit)
 
 
-def _to_the_end(depth: Ints, terms: Terms) -> npt.NDArray[np.floating]:
-    """The share of what drafts of these depths promise that is left where answers end amid one."""
+def _argmax(values: list[float] | Floats) -> int:
+    return values.index(max(values)) if isinstance(values, list) else int(values.argmax())
+
+
+def _to_the_end(depth: Any, terms: Terms) -> Any:
+    """The share of what drafts of this depth (or of each of these) promise that is left where answers end amid one."""
     return 1 - AMID * depth / terms.room
 
 
@@ -164,9 +196,7 @@ class Budget:
     def spread(self, prospect: Prospect, terms: Terms) -> list[int]:
         """Nodes for each of its offers."""
         self._limit = prospect.limit or self._limit
-        taken = prospect.order[: self._best_number(prospect.rates, terms, prospect.limit > 0)]
-        depths: list[int] = np.bincount(taken // DEEPEST, minlength=prospect.offers).tolist()
-        return depths
+        return prospect.depths(self._best_number(prospect.rates, terms, prospect.limit > 0))
 
     def afford(self, steps: float) -> bool:
         """Whether something that costs so many plain steps may be tried."""
@@ -175,11 +205,11 @@ class Budget:
         self._allowance -= max(steps, 0.0)
         return True
 
-    def _best_number(self, rates: Floats, terms: Terms, dear: bool) -> int:
+    def _best_number(self, rates: list[float] | Floats, terms: Terms, dear: bool) -> int:
         """How many nodes, in their order, give the most tokens per second; now and then a number of unknown cost."""
         self.explores = False
         plain = terms.value / terms.plain_s
-        best = int(rates.argmax())
+        best = _argmax(rates)
         self.expected_gain = float(rates[best]) / plain
         self._allowance = min(self._allowance + EXPLORE_SHARE, EXPLORE_MOST)
         others = terms.sequences - 1
@@ -190,21 +220,28 @@ class Budget:
         if doubted and not (dear and self._trials < TRIALS):
             return self._fewer(rates, terms)
         self._trials += doubted
-        unsure = terms.cost.unsure_with(terms.base, len(rates))
-        unsure[: best + 1] = False
-        if unsure.any() and terms.trial:
-            unseen = int(np.where(unsure, rates, 0.0).argmax())
+        if terms.trial and (unseen := _best_unseen(rates, best, terms)):
             regret = 1 - float(rates[unseen] / rates[best])
             if regret <= EXPLORE_WITHIN and self.afford(terms.trial * regret):
                 self.explores = True
                 return unseen + 1
         return best + 1
 
-    def _fewer(self, rates: Floats, terms: Terms) -> int:
+    def _fewer(self, rates: list[float] | Floats, terms: Terms) -> int:
         """Where drafts do not seem to pay: fewer nodes than were ever tried, if that loses next to nothing."""
         rates = rates[: terms.cost.fewer_than_tried(terms.base)]
         if not len(rates):
             return 0
-        best = int(rates.argmax())
+        best = _argmax(rates)
         regret = 1 - float(rates[best]) * terms.plain_s / terms.value
         return best + 1 if regret <= LITTLE and self.afford(max(regret, EXPLORE_SHARE)) else 0
+
+
+def _best_unseen(rates: list[float] | Floats, best: int, terms: Terms) -> int:
+    """Of more nodes than are best, the number to promise most whose cost is a guess; 0: there is none."""
+    if isinstance(rates, list):
+        some = [at for at in range(best + 1, len(rates)) if not terms.cost.sure_of(terms.base + 1 + at)]
+        return max(some, key=rates.__getitem__, default=0)
+    unsure = terms.cost.unsure_with(terms.base, len(rates))
+    unsure[: best + 1] = False
+    return int(np.where(unsure, rates, 0.0).argmax())

@@ -13,8 +13,7 @@ import functools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,9 +46,9 @@ Floats = npt.NDArray[np.float64]
 class _Curve:
     """How far the prior is off, at the numbers of rows seen."""
 
-    def __init__(self) -> None:
-        self.points: list[int] = []  # in order
-        self.factors: list[float] = []
+    def __init__(self, points: list[int] | None = None, factors: list[float] | None = None) -> None:
+        self.points = points or []  # in order
+        self.factors = factors or []
         self.seen: dict[int, int] = {}
         self._recent: dict[int, list[float]] = {}
 
@@ -60,6 +59,25 @@ class _Curve:
             return self.factors[min(above, len(points) - 1)] if points else 1.0
         share = (rows - points[above - 1]) / (points[above] - points[above - 1])
         return self.factors[above - 1] * (1 - share) + self.factors[above] * share
+
+    def along(self, rows: SequenceOf[float]) -> list[float]:
+        """The same at several, of which each is followed by none smaller, sooner."""
+        points, factors = self.points, self.factors
+        if not points:
+            return [1.0] * len(rows)
+        found: list[float] = []
+        above, last = 0, len(points)
+        for row in rows:
+            while above < last and points[above] < row:
+                above += 1
+            if above == last:  # the prior keeps its form beyond
+                return found + [factors[-1]] * (len(rows) - len(found))
+            if points[above] == row or not above:
+                found.append(factors[above])
+                continue
+            share = (row - points[above - 1]) / (points[above] - points[above - 1])
+            found.append(factors[above - 1] * (1 - share) + factors[above] * share)
+        return found
 
     def add(self, point: int, factor: float, times: int) -> None:
         place = bisect.bisect_left(self.points, point)
@@ -99,9 +117,18 @@ class _Curve:
         return curve
 
 
+class _Tables(NamedTuple):
+    """What follows from a prior, by rows."""
+
+    padded: list[float]  # the rows it is padded to
+    share: list[float]  # the time by the prior
+    point: list[int]  # where in the grid
+    grid: list[int]
+    arrays: tuple[Floats, Floats, npt.NDArray[np.int64]]  # the first three, for many rows at once
+
+
 @functools.cache
-def _tables(prior: PassPrior) -> tuple[Floats, Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """By rows: those it is padded to, the time by the prior, the point of the grid; and the grid."""
+def _tables(prior: PassPrior) -> _Tables:
     grid = np.array(prior.padded_to or FINE)
     rows = np.arange(MOST_ROWS + 1)
     above = np.minimum(np.searchsorted(grid, rows), len(grid) - 1)
@@ -110,7 +137,8 @@ def _tables(prior: PassPrior) -> tuple[Floats, Floats, npt.NDArray[np.int64], np
     padded = np.maximum(grid[above], rows) if prior.padded_to else rows
     known, times = np.array(prior.times).T
     share = np.interp(padded, known, times) * np.maximum(padded / known[-1], 1.0)
-    return padded.astype(np.float64), share, point, grid
+    arrays: tuple[Floats, Floats, npt.NDArray[np.int64]] = padded.astype(np.float64), share, point
+    return _Tables(arrays[0].tolist(), share.tolist(), point.tolist(), grid.tolist(), arrays)
 
 
 class CostModel:
@@ -118,25 +146,33 @@ class CostModel:
         self.prior = prior
         self.scale: float | None = None  # seconds of a step of one row
         self._plain, self._drafted = _Curve(), _Curve()
-        self._padded, self._share, self._point, self._grid = _tables(prior)
-        self._unsure = np.ones(len(self._grid), np.bool_)  # by point of the grid: with drafts seen a few times only
+        self._padded, self._share, self._point, self._grid, self._arrays = _tables(prior)
+        self._unsure = [True] * len(self._grid)  # by point of the grid: with drafts seen a few times only
 
     def seconds(self, rows: int) -> float:
         """Of a plain step. 1.0 for one row while nothing is known: then only ratios mean anything."""
         rows = min(rows, MOST_ROWS)
-        return (self.scale or 1.0) * float(self._share[rows]) * self._plain.at(float(self._padded[rows]))
+        return (self.scale or 1.0) * self._share[rows] * self._plain.at(self._padded[rows])
 
     def seconds_with(self, base: int, nodes: int) -> Floats:
         """Of a step with 1, 2, ..., nodes drafted nodes on top of `base` rows."""
-        rows = self._with(base, nodes)
-        points, factors = self._with_drafts()
-        factor = np.interp(self._padded[rows], points, factors) if points else 1.0
-        seconds: Floats = (self.scale or 1.0) * self._share[rows] * factor
+        rows, (padded, share, _) = _with(base, nodes), self._arrays
+        curve = self._with_drafts()
+        factor = np.interp(padded[rows], curve.points, curve.factors) if curve.points else 1.0
+        seconds: Floats = (self.scale or 1.0) * share[rows] * factor
         return seconds
+
+    def seconds_with_few(self, base: int, nodes: int) -> list[float]:
+        """The same, sooner."""
+        last, scale = base + nodes, self.scale or 1.0
+        if last > MOST_ROWS:
+            return list(map(float, self.seconds_with(base, nodes)))
+        factors = self._with_drafts().along(self._padded[base + 1 : last + 1])
+        return [scale * share * one for share, one in zip(self._share[base + 1 : last + 1], factors, strict=True)]
 
     def unsure_with(self, base: int, nodes: int) -> npt.NDArray[np.bool_]:
         """Whether the cost of such a step is little more than a guess."""
-        unsure: npt.NDArray[np.bool_] = self._unsure[self._point[self._with(base, nodes)]]
+        unsure: npt.NDArray[np.bool_] = np.array(self._unsure)[self._arrays[2][_with(base, nodes)]]
         return unsure
 
     def sure_of(self, rows: int) -> bool:
@@ -150,39 +186,42 @@ class CostModel:
 
     def plain_seen(self, rows: int) -> int:
         """How often plain steps of about so many rows were."""
-        rows = min(rows, MOST_ROWS)
-        return max((n for at, n in self._plain.seen.items() if self._is_near(rows, at)), default=0)
+        rows, most = min(rows, MOST_ROWS), 0
+        for at, times in self._plain.seen.items():
+            if times > most and self._is_near(rows, at):
+                most = times
+        return most
 
     def _is_near(self, rows: int, seen: int) -> bool:
-        mine, its = float(self._padded[rows]), float(self._padded[seen])
+        mine, its = self._padded[rows], self._padded[seen]
         if mine <= NEAR * its and its <= NEAR * mine:
             return True
-        least, most = sorted((float(self._share[rows]), float(self._share[seen])))
-        return bool(self.prior.padded_to) and most <= NEAR_TIME * least
+        if not self.prior.padded_to:
+            return False
+        least, most = sorted((self._share[rows], self._share[seen]))
+        return most <= NEAR_TIME * least
 
     def observe(self, rows: int, seconds: float, *, drafted: bool = False) -> None:
-        share = float(self._share[min(rows, MOST_ROWS)])
+        rows = min(rows, MOST_ROWS)
+        share, point = self._share[rows], self._point[rows]
         if self.scale is None:
             self.scale = seconds / share
-        curve, at = self._drafted if drafted else self._plain, self._at(rows)
-        guess = float(np.interp(at, *self._with_drafts())) if drafted and self._plain.points else curve.at(at)
+        curve, at = self._drafted if drafted else self._plain, self._grid[point]
+        guess = 1.0  # where it was seen there is no need of one
+        if at not in curve.seen:
+            guess = (self._with_drafts() if drafted and self._plain.points else curve).at(at)
         rate, weight = DRIFTING if self.prior.drifts else STEADY
         self.scale *= curve.observe(at, seconds / (self.scale * share), guess, weight) ** rate
         if drafted:
-            self._unsure[self._point[min(rows, MOST_ROWS)]] = self._drafted.seen[self._at(rows)] < RECENT
+            self._unsure[point] = curve.seen[at] < RECENT
 
-    def _with_drafts(self) -> tuple[list[int], list[float]]:
-        """Points and factors for steps with drafts: with fewer rows than any seen they are like plain ones."""
+    def _with_drafts(self) -> _Curve:
+        """For steps with drafts: with fewer rows than any seen they are like plain ones."""
         plain, drafted = self._plain, self._drafted
-        fewer = bisect.bisect_left(plain.points, drafted.points[0]) if drafted.points else len(plain.points)
-        return plain.points[:fewer] + drafted.points, plain.factors[:fewer] + drafted.factors
-
-    def _at(self, rows: int) -> int:
-        return int(self._grid[self._point[min(rows, MOST_ROWS)]])
-
-    @staticmethod
-    def _with(base: int, nodes: int) -> npt.NDArray[np.int64]:
-        return np.minimum(np.arange(base + 1, base + nodes + 1), MOST_ROWS)
+        if not drafted.points:
+            return plain
+        fewer = bisect.bisect_left(plain.points, drafted.points[0])
+        return _Curve(plain.points[:fewer] + drafted.points, plain.factors[:fewer] + drafted.factors)
 
     def as_a_guess(self) -> CostModel:
         """For steps that are alike: each cost counts as seen once, a few times where they hardly differ."""
@@ -193,13 +232,19 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], prior: PassPrior = CPU, seen: int = REMEMBERED) -> CostModel:
+        if stored["scale"] is not None and not 0 < float(stored["scale"]) < 1e6:
+            raise ValueError("a cost model of another form")
         model = cls(prior)
         model.scale = None if stored["scale"] is None else float(stored["scale"])
-        model._plain = _Curve.from_dict(stored["plain"], model._grid.tolist(), seen)
-        model._drafted = _Curve.from_dict(stored["drafted"], model._grid.tolist(), seen)
+        model._plain = _Curve.from_dict(stored["plain"], model._grid, seen)
+        model._drafted = _Curve.from_dict(stored["drafted"], model._grid, seen)
         if seen >= RECENT:
-            model._unsure = ~np.isin(model._grid, model._drafted.points)
+            model._unsure = [point not in model._drafted.points for point in model._grid]
         return model
+
+
+def _with(base: int, nodes: int) -> npt.NDArray[np.int64]:
+    return np.minimum(np.arange(base + 1, base + nodes + 1), MOST_ROWS)
 
 
 class _Line:
@@ -228,8 +273,8 @@ class _Line:
         return (a, b) if a > 0 else (0.0, s / d)
 
     def _add(self, depth: int, seconds: float) -> None:
-        new = (1, depth, depth**2, seconds, seconds * depth)
-        self.sums = [DRAFTS_FADE * old + one for old, one in zip(self.sums, new, strict=True)]
+        one, d, dd, s, sd = [DRAFTS_FADE * old for old in self.sums]
+        self.sums = [one + 1, d + depth, dd + depth * depth, s + seconds, sd + seconds * depth]
 
     def observe(self, depth: int, seconds: float) -> None:
         self._trials += 1
@@ -252,34 +297,29 @@ class _Line:
         self.a, self.b = self._fit()
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(NamedTuple):
     """Seconds of a method's draft as a + b depth, by the size of the number of sequences it is for."""
 
-    a: Floats
-    b: Floats
+    a: SequenceOf[float]
+    b: SequenceOf[float]
     each_s: float = 0.0  # what it takes for each sequence on top, to be asked
 
     @property
     def slope(self) -> float:
-        return float(self.b[-1])
+        return self.b[-1]
 
     def seconds(self, its: npt.NDArray[np.bool_], depth: npt.NDArray[np.int64], limit: Any = math.inf) -> Floats:
         """When the first 1, 2, ... of some nodes are drafted, of which `its` are the method's, down to `limit`."""
         rows = np.cumsum(its & (depth == 1))
         size = np.frexp(np.maximum(rows - 1, 0))[1]
         deepest = np.minimum(np.maximum.accumulate(np.where(its, depth, 0)), limit)
-        return np.where(rows > 0, self.a[size] + self.b[size] * deepest + rows * self.each_s, 0.0)
+        a, b = np.array(self.a), np.array(self.b)
+        return np.where(rows > 0, a[size] + b[size] * deepest + rows * self.each_s, 0.0)
 
-    def for_one(self, depth: npt.NDArray[np.int64]) -> Floats:
-        """The same of one sequence's nodes, in order."""
-        seconds: Floats = self.a[0] + self.b[0] * depth + self.each_s
-        return seconds
-
-    def at(self, rows: int, depth: Any) -> Any:
-        """Seconds of one draft for so many sequences; `depth` may be an array."""
+    def at(self, rows: int, depth: int) -> float:
+        """Seconds of one draft for so many sequences."""
         size = size_of(rows)
-        return float(self.a[size]) + rows * self.each_s + float(self.b[size]) * depth
+        return self.a[size] + rows * self.each_s + self.b[size] * depth
 
 
 class DraftTimes:
@@ -294,16 +334,19 @@ class DraftTimes:
         known = {size: line for size, line in self._lines.get(method, {}).items() if line.known}
         sizes = range(size_of(sequences) + 1)
         if not known:
-            return Lines(np.zeros(len(sizes)), np.full(len(sizes), guess_s), each_s)
-        nearest = [min(known, key=lambda one: (abs(one - size), one)) for size in sizes]
-        less = [FOR_FEWER ** max(one - size, 0) for size, one in zip(sizes, nearest, strict=True)]
-        a = [known[one].a * share for one, share in zip(nearest, less, strict=True)]
-        b = [known[one].b * share for one, share in zip(nearest, less, strict=True)]
-        return Lines(np.array(a), np.array(b), each_s)
+            return Lines([0.0] * len(sizes), [guess_s] * len(sizes), each_s)
+        a, b = [], []
+        for size in sizes:
+            near = size if size in known else min(known, key=lambda one: (abs(one - size), one))
+            less = FOR_FEWER ** max(near - size, 0)
+            a.append(known[near].a * less)
+            b.append(known[near].b * less)
+        return Lines(a, b, each_s)
 
     def observe(self, method: str, rows: int, depth: int, seconds: float, *, passes: bool = False) -> None:
         """`passes`: every token ahead takes one of a model."""
-        line = self._lines.setdefault(method, {}).setdefault(size_of(rows), _Line())
+        lines, size = self._lines.setdefault(method, {}), size_of(rows)
+        line = lines.get(size) or lines.setdefault(size, _Line())
         line.grows = ALL_GROWS if passes else SOME_GROWS
         line.observe(depth, seconds)
 

@@ -120,7 +120,6 @@ class Engine:
         self.drafters.overlap()  # what may run while the device computes
         self.policy.meanwhile()
         self.committer.expect(flight)
-        self.runner.compact(flight)
         collected = self.committer.collect(flight)  # the one device-to-host copy; append
         early = self.runs_ahead and ahead is None
         outputs = [] if early else self.committer.tell(collected)  # text, stop, finish

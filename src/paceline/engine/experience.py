@@ -83,7 +83,7 @@ class Experience:
         taken = report.step_s - plan.seconds - sum(seconds for _, seconds in report.draft_s.values())
         if not (report.warm and whole and report.outputs and taken > 0):
             return
-        cost = self.costs.of(len(report.outputs), any_sampled(output.sequence for output in report.outputs))
+        cost = self.costs.of(len(report.outputs), any_sampled([output.sequence for output in report.outputs]))
         if plan.drafts and self.on_device and plan.seconds > SHOWN * report.step_s and cost.sure_of(report.rows):
             return  # how much of that hid behind a draft that had begun nobody knows
         if plan.drafts or report.ahead or not self._runs_ahead or not cost.plain_seen(report.rows):

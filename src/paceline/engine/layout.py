@@ -19,12 +19,14 @@ from torch import Tensor
 
 from paceline.draft import Draft, packed_to
 from paceline.engine.batch import Batch, Row
-from paceline.models.plan import PassPlan
+from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
 from paceline.sequence import Sequence
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
+FEW = 24  # rows
+TOKENS = len(ROW_FIELDS)  # where a plan's arrays have them
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def slot(sequence: Sequence, position: int, block_size: int) -> int:
@@ -51,7 +53,7 @@ class Layout:
     rows: list[Row]  # of the batch
     num_nodes: list[int]  # by row of the batch
     sampled: list[int]  # which rows of the batch sample, in the order of the draft's rows
-    trees: dict[int, list[int]]  # by row of the batch, where its draft branches: nodes at depth 1, 2, ...
+    trees: dict[int, list[int]]  # by row of the batch, where its draft branches: nodes at depth 1, 2, ..., then zeros
 
     @property
     def is_tree(self) -> bool:
@@ -59,7 +61,8 @@ class Layout:
         return bool(self.trees)
 
     def nodes_by_depth(self, index: int) -> list[int]:
-        return self.trees.get(index) or [1] * self.num_nodes[index]
+        counts = self.trees.get(index)
+        return [1] * self.num_nodes[index] if counts is None else [count for count in counts if count]
 
     @functools.cached_property
     def spans(self) -> list[Span]:
@@ -73,155 +76,203 @@ class Layout:
 
 def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None = None) -> Layout:
     """`tokens` (M,) where the host does not know them."""
-    rows = batch.rows
-    rereads = tokens is None and any(row.first < row.sequence.num_cached for row in rows)
-    ordinary = batch.only_decodes and draft.batch == len(rows) and not rereads
-    if ordinary and draft.is_even:
-        return _decodes(batch, draft, None, block_size, tokens)
-    used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
-    trees = _trees(draft, used)
-    if ordinary and not trees:
-        return _decodes(batch, draft, used, block_size, tokens)
-    sampled = [index for index, row in enumerate(rows) if row.samples]
-    num_nodes = _num_nodes(draft, sampled, len(rows))
-    first, count = np.array([row.first for row in rows]), np.array([row.count for row in rows])
-    # (M,) whose each row is, which node (-1 the last token), and the position whose slot it is written to
-    owner, node = _spread(count, num_nodes)
-    stored = (first + count)[owner] + node
-    each = _each(batch, owner, stored, block_size)
-    if rereads:  # computed once more, but not written
-        each[1, stored < np.array([row.sequence.num_cached for row in rows])[owner]] = -1
-    path = np.empty((len(owner), 0), np.int32)
-    if trees:
-        path = _place_trees(draft, trees, used, each, np.flatnonzero(node >= 0))
+    rows, tables = batch.rows, batch.tables
+    form = _form(batch, draft)
+    known = [] if tokens is not None else _tokens(rows, draft, form)
+    if len(form.owner) <= FEW and not form.reads:
+        each, max_len = _few(rows, form, known, block_size)
+    else:
+        each, max_len = _many(batch, form, known, block_size)
+    path = form.no_path
+    if form.ancestors is not None:
+        path = np.append(each[2], np.int32(-1)).take(form.ancestors)
+    own = None
     if tokens is None:
-        tokens = torch.from_numpy(_tokens(rows, draft, used, node))
-    wanted = node >= -1 if len(sampled) == len(rows) else (node >= -1) & np.isin(owner, sampled)
+        tokens = own = torch.from_numpy(each[TOKENS])
+    host = HostPlan(each, path, tables, own)
     return Layout(
         tokens=tokens,
-        plan=_plan(batch, each, path, block_size),
-        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
-        logit_row_of=torch.from_numpy(_logit_row_of(used)),
+        plan=PassPlan.on_host(host, block_size, max_len),
+        logit_rows=form.logit_rows,
+        logit_row_of=form.logit_row_of,
         rows=rows,
-        num_nodes=num_nodes.tolist(),
-        sampled=sampled,
-        trees={sampled[tree]: draft.depth[tree].bincount()[1:].tolist() for tree in trees},
+        num_nodes=form.num_nodes,
+        sampled=form.sampled,
+        trees=form.trees,
     )
 
 
-@dataclass(slots=True)
-class _Chains:
-    """Where rows lie when every sequence decodes and its draft is a chain."""
+def _few(rows: list[Row], form: _Form, tokens: list[int], block_size: int) -> tuple[Int32s, int]:
+    """(6, M) as the plan's, and the longest context. Of few rows: arrays take longer to begin than to finish."""
+    firsts, tables = [row.first for row in rows], [row.sequence.blocks for row in rows]
+    positions, prefixes, slots = [], [], []
+    for owner, position, prefix, stored in form.rows:
+        first = firsts[owner]
+        block, offset = divmod(first + stored, block_size)
+        positions.append(first + position)
+        prefixes.append(first + prefix)
+        slots.append(tables[owner][block] * block_size + offset)
+    said = [tokens[at] for at in form.places] if tokens else slots
+    return np.array([positions, prefixes, slots, *form.owners, said], np.int32), max(positions) + 1
 
-    owner: Ints  # (M,)
-    index: Ints  # (M,) of each row
-    begin: Ints  # (B,) each sequence's first row, of the pass and of the logits alike
-    nodes: Ints  # rows that are nodes, in the order of the draft's
-    row_of: Ints  # (B, N + 1) as `Layout.logit_row_of`
-    path: Int32s  # (M, 0)
+
+def _many(batch: Batch, form: _Form, tokens: list[int], block_size: int) -> tuple[Int32s, int]:
+    each = form.each.copy()
+    moved, stored, owner, tables = each[:3], each[2], form.owner, batch.tables
+    moved += batch.first.astype(np.int32).take(owner)
+    block = stored // block_size
+    slots = tables.reshape(-1).take(owner * tables.shape[1] + block)
+    slots -= block
+    slots *= block_size
+    if tokens:
+        each[TOKENS] = np.array(tokens, np.int32).take(form.order)
+        if form.reads:  # what others computed is computed once more, but not written
+            again = stored < np.array([row.sequence.num_cached for row in batch.rows]).take(owner)
+            slots[again] = -1 - stored[again]
+    stored += slots
+    return each, int(np.maximum.reduce(each[0], initial=-1)) + 1
 
 
-def _chains(num_nodes: Ints, used: Bools) -> _Chains:
-    batch, width = used.shape
-    size = num_nodes + 1
-    owner, begin = np.arange(batch).repeat(size), size.cumsum() - size
-    row_of = np.arange(width + 1) + begin[:, None]
-    nodes = row_of[:, 1:][used]
-    row_of[:, 1:][~used] = -1
-    return _Chains(owner, np.arange(len(owner)), begin, nodes, row_of, np.empty((len(owner), 0), np.int32))
+class _Form:
+    """What of a layout depends on how many tokens each sequence computes and on the shape of its draft, and on nothing
+    else: steps have the same again and again. Positions are counted from each sequence's first in the pass."""
+
+    def __init__(self, each: Int32s, owner: Ints, order: Ints, logits: tuple[Tensor, Tensor]) -> None:
+        self.each = each  # (6, M) as the plan's, with the position whose slot a row is written to for the slot
+        self.owner = owner  # (M,)
+        self.order = order  # (M,) where a row's token is: all that are the sequences' own, then the draft's (B, N)
+        self.logit_rows, self.logit_row_of = logits
+        self.no_path = np.empty((len(owner), 0), np.int32)
+        self.ancestors: Ints | None = None  # (M, P) rows of the path, as in the plan; -1: none
+        self.num_nodes: list[int] = []  # by row of the batch
+        self.sampled: list[int] = []
+        self.trees: dict[int, list[int]] = {}
+        self.reads = False  # some sequence computes more than its last token
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[int, ...]]:
+        """Of each: owner, position, prefix and the position it is stored at."""
+        return list(zip(*self.each[[3, 0, 1, 2]].tolist(), strict=True))
+
+    @functools.cached_property
+    def places(self) -> list[int]:
+        """As `order`."""
+        return self.order.tolist()  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def owners(self) -> list[list[int]]:
+        """And its path's length."""
+        return self.each[3:TOKENS].tolist()  # type: ignore[no-any-return]
+
+
+def _form(batch: Batch, draft: Draft) -> _Form:
+    rows = batch.rows
+    if not batch.only_decodes or draft.batch != len(rows):
+        return _form_of([row.count for row in rows], [at for at, row in enumerate(rows) if row.samples], draft)
+    if draft.is_even:
+        return _even(len(rows), draft.width)
+    if len(rows) <= FEW:
+        return _known(len(rows), *(part.numpy().tobytes() for part in (draft.num_nodes, draft.parents, draft.depth)))
+    return _decoding(draft)
 
 
 @functools.lru_cache(64)
-def _even_chains(batch: int, width: int) -> _Chains:
-    """Steps ask for the same again and again."""
-    return _chains(np.full(batch, width), np.ones((batch, width), np.bool_))
+def _even(batch: int, width: int) -> _Form:
+    return _form_of([1] * batch, list(range(batch)), Draft.even(torch.zeros(batch, width, dtype=torch.int64), 0))
 
 
-def _decodes(batch: Batch, draft: Draft, used: Bools | None, block_size: int, tokens: Tensor | None) -> Layout:
-    """The most common batch, in fewer operations: every sequence decodes, its draft a chain or empty.
-
-    `used` None: all nodes are.
-    """
-    rows = batch.rows
-    of = _even_chains(len(rows), draft.width) if used is None else _chains(draft.num_nodes.numpy(), used)
-    stored = of.index + (batch.first - of.begin)[of.owner]
-    if tokens is None:
-        said = np.empty(len(stored), np.int64)
-        said[of.begin] = [row.sequence.tokens[row.first] for row in rows]
-        if draft.width:
-            said[of.nodes] = _drafted(draft, used)
-        tokens = torch.from_numpy(said)
-    return Layout(
-        tokens=tokens,
-        plan=_plan(batch, _each(batch, of.owner, stored, block_size), of.path, block_size),
-        logit_rows=torch.from_numpy(of.index),
-        logit_row_of=torch.from_numpy(of.row_of),
-        rows=rows,
-        num_nodes=draft.num_nodes.tolist(),
-        sampled=list(range(len(rows))),
-        trees={},
-    )
+@functools.lru_cache(256)
+def _known(batch: int, *parts: bytes) -> _Form:
+    num_nodes, parents, depth = (torch.from_numpy(np.frombuffer(part, np.int64).copy()) for part in parts)
+    parents, depth = parents.view(batch, -1), depth.view(batch, -1)
+    return _decoding(Draft(tokens=parents, parents=parents, depth=depth, num_nodes=num_nodes, source=num_nodes))
 
 
-def _each(batch: Batch, owner: Ints, stored: Ints, block_size: int) -> Int32s:
-    """(5, M) what is one number a row, as for tokens and chains: position, slot, sequence, prefix and path's length."""
-    block = stored // block_size
-    each = np.zeros((5, len(owner)), np.int32)
-    each[0], each[2], each[3] = stored, owner, stored + 1
-    each[1] = batch.tables[owner, block] * block_size + (stored - block * block_size)
-    return each
+def _decoding(draft: Draft) -> _Form:
+    """Where every sequence decodes: rows picked from those of drafts that have all the nodes there is width for."""
+    batch, width = draft.batch, draft.width
+    even, num_nodes = _even(batch, width), draft.num_nodes.numpy()
+    used = np.arange(-1, width) < num_nodes[:, None]  # (B, N + 1)
+    (picked,) = used.reshape(-1).nonzero()
+    logit_rows, row_of = even.logit_rows.numpy()[: len(picked)], np.empty(used.shape, np.int64)
+    row_of.fill(-1)
+    row_of.reshape(-1)[picked] = logit_rows
+    logits = torch.from_numpy(logit_rows), torch.from_numpy(row_of)
+    form = _Form(even.each.take(picked, 1), even.owner.take(picked), even.order.take(picked), logits)
+    form.num_nodes, form.sampled = num_nodes.tolist(), even.sampled
+    _place_trees(form, draft, used[:, 1:], batch)
+    return form
 
 
-def _plan(batch: Batch, each: Int32s, path: Int32s, block_size: int) -> PassPlan:
-    packed = torch.from_numpy(each)
-    positions, slots, sequence, prefix, path_len = packed.unbind()
-    return PassPlan(
-        positions=positions,
-        slots=slots,
-        sequence=sequence,
-        prefix=prefix,
-        path=torch.from_numpy(path),
-        path_len=path_len,
-        block_tables=torch.from_numpy(batch.tables),
-        block_size=block_size,
-        max_len=int(each[0].max(initial=-1)) + 1,
-        packed=packed,
-    )
-
-
-def _num_nodes(draft: Draft, sampled: list[int], num_rows: int) -> Ints:
-    """By row of the batch."""
-    num_nodes = np.zeros(num_rows, np.int64)
-    if draft.width:
+def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
+    """Of sequences that compute so many tokens each; those that sample have a draft."""
+    width, count = draft.width, np.array(counts, np.int64)
+    used = np.arange(width) < draft.num_nodes.numpy()[:, None]  # (B, N) nodes, not padding
+    num_nodes = np.zeros(len(counts), np.int64)
+    if width:
         num_nodes[sampled] = draft.num_nodes.numpy()
-    return num_nodes
-
-
-def _spread(count: Ints, num_nodes: Ints) -> tuple[Ints, Ints]:
-    """Whose each row of the pass is, and which node: -1 the last token, before it the others."""
     size = count + num_nodes
     owner = np.arange(len(size)).repeat(size)
-    return owner, np.arange(len(owner)) - (size.cumsum() - num_nodes)[owner]
+    stored = np.arange(len(owner)) - (size.cumsum() - size)[owner]
+    node = stored - count[owner]  # -1 the last token, before it the others
+    is_node = node >= 0
+    wanted = node >= -1 if len(sampled) == len(counts) else (node >= -1) & np.isin(owner, sampled)
+    each = np.zeros((TOKENS + 1, len(owner)), np.int32)
+    each[0], each[1], each[2], each[3] = stored, stored + 1, stored, owner
+    order = np.empty_like(owner)
+    own = len(owner) - np.count_nonzero(is_node)
+    order[~is_node], order[is_node] = np.arange(own), own + np.flatnonzero(used)
+    form = _Form(each, owner, order, (torch.from_numpy(np.flatnonzero(wanted)), torch.from_numpy(_logit_row_of(used))))
+    form.num_nodes, form.sampled = num_nodes.tolist(), sampled
+    form.reads = not len(counts) == own == len(sampled)
+    _place_trees(form, draft, used, own)
+    return form
 
 
-def _tokens(rows: list[Row], draft: Draft, used: Bools, node: Ints) -> Ints:
-    """(M,) the sequences' own and the drafts': nodes are in the order of their rows."""
-    own = chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows])
-    if not draft.width:
-        return np.fromiter(own, np.int64, len(node))
-    tokens, is_node = np.empty_like(node), node >= 0
-    tokens[~is_node] = list(own)
-    tokens[is_node] = _drafted(draft, used)
-    return tokens
+def _place_trees(form: _Form, draft: Draft, used: Bools, own: int) -> None:
+    """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot.
+
+    In a chain every ancestor lies where the block table says, so the rows of chains stand already. `own`: rows that are
+    no nodes.
+    """
+    branches = np.logical_or.reduce(used & (draft.parents.numpy() < np.arange(-1, draft.width - 1)), 1)  # (B,)
+    if not np.logical_or.reduce(branches):
+        return
+    (rows,) = (form.order >= own).nonzero()
+    at = form.order.take(rows) - own  # of the draft's (B, N)
+    of, depth = at // draft.width, draft.depth.numpy().reshape(-1).take(at)
+    node = at - of * draft.width
+    back = node - draft.parents.numpy().reshape(-1).take(at)  # rows to its parent: a draft's lie side by side
+    kept = branches.take(of)
+    if not np.logical_and.reduce(kept):
+        rows, of, depth, node, back = (part[kept] for part in (rows, of, depth, node, back))
+    each, deepest = form.each, int(np.maximum.reduce(depth))
+    length = each[2].take(rows) - node
+    each[0, rows], each[1, rows], each[4, rows] = length - 1 + depth, length, depth
+    above = np.empty_like(form.order)
+    above[rows] = rows - back
+    form.ancestors = ancestors = np.empty((len(above), deepest), np.int64)
+    ancestors.fill(-1)
+    seen, place = rows, depth - 1
+    while len(rows):
+        ancestors[rows, place] = seen
+        more = place > 0
+        rows, seen, place = rows[more], above[seen[more]], place[more] - 1
+    at_depth = np.bincount(of * deepest + depth - 1, minlength=draft.batch * deepest).reshape(-1, deepest).tolist()
+    form.trees = {form.sampled[tree]: at_depth[tree] for tree in branches.nonzero()[0].tolist()}
 
 
-def _drafted(draft: Draft, used: Bools | None) -> Ints:
-    """The nodes' tokens in order, or where they are to be found."""
-    if used is None:
-        found: Ints = np.arange(-1, -1 - draft.tokens.numel(), -1) if draft.unseen else draft.tokens.numpy().reshape(-1)
+def _tokens(rows: list[Row], draft: Draft, form: _Form) -> list[int]:
+    """The sequences' own and the drafts', (B * N), or where those are to be found; see `_Form.order`."""
+    if form.reads:
+        tokens = list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
     else:
-        found = -1 - np.flatnonzero(used) if draft.unseen else draft.tokens.numpy()[used]
-    return found
+        tokens = [row.sequence.tokens[row.first] for row in rows]
+    if draft.unseen:
+        tokens += range(-1, -1 - draft.batch * draft.width, -1)
+    elif draft.width:
+        tokens += chain.from_iterable(draft.tokens.tolist())
+    return tokens
 
 
 def filled_in(tokens: Tensor, draft: Draft) -> Tensor:
@@ -238,34 +289,3 @@ def _logit_row_of(used: Bools) -> Ints:
     slots = np.ones((batch, width + 1), np.bool_)
     slots[:, 1:] = used
     return np.where(slots, slots.cumsum().reshape(slots.shape) - 1, -1)
-
-
-def _trees(draft: Draft, used: Bools) -> list[int]:
-    """The rows of the draft in which some node hangs from another than the one before."""
-    if not draft.width:
-        return []
-    astray = used & (draft.parents.numpy() != np.arange(-1, draft.width - 1))
-    return np.flatnonzero(astray.any(1)).tolist() if astray.any() else []
-
-
-def _place_trees(draft: Draft, trees: list[int], used: Bools, each: Int32s, of_nodes: Ints) -> Int32s:
-    """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, P).
-
-    `of_nodes`: the rows of the pass that are nodes. In a chain every ancestor lies where the block table says, so the
-    rows of chains stand already.
-    """
-    parents, depth = draft.parents.numpy()[trees], draft.depth.numpy()[trees]  # (T, N)
-    at = np.zeros(used.shape, np.int64)
-    at[used] = of_nodes
-    rows, used, tree = at[trees], used[trees], np.arange(len(trees))
-    paths = np.full((*parents.shape, int(depth.max())), -1, np.int32)
-    for node in range(draft.width):  # parents come before their children
-        # The root's children take the last node's, which is not yet there: nothing.
-        paths[:, node] = paths[tree, parents[:, node]]
-        paths[tree, node, depth[:, node] - 1] = each[1, rows[:, node]]
-    length = (each[0, rows] - np.arange(draft.width))[used]
-    rows, depth = rows[used], depth[used]
-    each[0, rows], each[3, rows], each[4, rows] = length - 1 + depth, length, depth
-    path = np.full((each.shape[1], paths.shape[2]), -1, np.int32)
-    path[rows] = paths[used]
-    return path

@@ -12,8 +12,8 @@ from paceline.engine.cost import size_of
 
 
 class Lead:
-    def __init__(self, can_lead: Callable[[str], bool]) -> None:
-        self._can_lead = can_lead
+    def __init__(self, can_lead: Callable[[str], bool], *, possible: bool = True) -> None:
+        self._can_lead, self._possible = can_lead, possible
         self.now: dict[str, str] = {}  # sequences the last plan drafted for -> method
         self._by_size: dict[int, str] = {}  # of the batch: the method that most drafted by
 
@@ -26,15 +26,18 @@ class Lead:
     def main(self) -> tuple[str, int]:
         """The method that most draft by, and how many."""
         methods = list(self.now.values())
+        if len(methods) == 1:
+            return methods[0], 1
         main = max(dict.fromkeys(methods), key=methods.count, default=NONE)
         return main, methods.count(main)
 
     def leader(self, num_sequences: int) -> str:
         """The model that leads where there are about so many sequences."""
+        if not self._possible or not self._by_size:
+            return NONE
         size = size_of(num_sequences)
-        nearest = min(self._by_size, key=lambda known: abs(known - size), default=None)
-        method = NONE if nearest is None else self._by_size[nearest]
-        return method if method != NONE and self._can_lead(method) else NONE
+        method = self._by_size[min(self._by_size, key=lambda known: abs(known - size))]
+        return method if self._can_lead(method) else NONE
 
     def forget(self) -> None:
         self._by_size = {}

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence as SequenceOf
 
 from paceline.drafters import Drafter
+from paceline.drafters.base import HostDrafter
 from paceline.engine.policy import AUTO, wish
 from paceline.sequence import Sequence
 
@@ -35,11 +36,23 @@ class Methods:
         names = self.drafters if method == AUTO else [method]
         return [name for name in names if name not in self.retired]
 
-    def evidence(self, sequence: Sequence, method: str, patient: bool) -> int:
-        """`patient`: a drafter that is far behind is not asked yet."""
+    def evidence(self, sequences: SequenceOf[Sequence], method: str, said: int = 0) -> list[int]:
+        """Of each. `said`: tokens they will have said more."""
+        drafter = self.drafters.get(method)
+        if isinstance(drafter, HostDrafter):
+            try:
+                found = drafter.look(sequences)
+                if found is not None:
+                    return found
+            except Exception as problem:  # of one of them, perhaps
+                self.complain(method, problem)
+        return [self._evidence(sequence, method, said) for sequence in sequences]
+
+    def _evidence(self, sequence: Sequence, method: str, said: int) -> int:
+        """The first tokens of an answer do not wait for a drafter that is far behind."""
         try:
             drafter = self.drafters[method]
-            if not patient or drafter.lag(sequence) <= SMALL_LAG:
+            if not is_patient(sequence, said) or drafter.lag(sequence) <= SMALL_LAG:
                 return drafter.evidence(sequence)
         except Exception as problem:
             self.complain(method, problem)

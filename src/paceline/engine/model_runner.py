@@ -1,72 +1,59 @@
-"""One flight: draft, one target pass over everything scheduled, verify, compact. Plain decoding is the empty draft."""
+"""One flight: draft, one target pass over everything scheduled, verify, move accepted paths into place. Plain decoding
+is the empty draft."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Verdict, packed_to
+from paceline.draft import Draft, Verdict, packed_to, sent
 from paceline.engine.batch import Batch, Stage
 from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.layout import Layout, filled_in, lay_out, slot
+from paceline.engine.layout import Layout, filled_in, lay_out
 from paceline.engine.sampler import Sampler
 from paceline.models.chain import Said
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.rehearse import verifying
+from paceline.models.staging import Buffer, Staging
 
-
-class HostVerdict(NamedTuple):
-    """As `Verdict`, in the host's memory."""
-
-    tokens: np.ndarray[Any, np.dtype[np.int64]]
-    num_accepted: np.ndarray[Any, np.dtype[np.int64]]
-    path: np.ndarray[Any, np.dtype[np.int64]]
-    kinds: np.ndarray[Any, np.dtype[np.uint8]]
+UNREAD = 4  # verdicts under way or still looked at, at most
 
 
 class Reading:
     """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
 
-    def __init__(self, verdict: Verdict) -> None:
-        self._verdict, self._arrived = verdict, None
+    def __init__(self, verdict: Verdict, staging: Staging) -> None:
+        self._verdict = verdict
+        self._arrived: Any = None  # an event; None: it was here at once
         if verdict.tokens.is_cuda:
-            packed = verdict.pack()
-            self._packed = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-            self._shape = verdict.packed_rows or verdict.path.shape[0], verdict.path.shape[1]
+            self._comes_in(staging.fetch(verdict.pack().view(torch.int32)))
+
+    def _comes_in(self, buffer: Buffer) -> None:
+        rows, depth = self._verdict.path.shape
+        places, _ = Verdict.places(self._verdict.packed_rows or rows, depth)
+        self._arrived, packed = buffer.over, buffer.ints.view(np.uint8)
+        self._said = packed[: places[1].stop].view(np.int64), packed[places[3]]
+        self._counts = places[1].start // 8
 
     @property
     def there(self) -> bool:
         """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
-        return self._arrived is not None and bool(self._arrived.query())  # type: ignore[no-untyped-call]
-
-    @functools.cached_property
-    def verdict(self) -> HostVerdict:
-        of = self._verdict
-        if self._arrived is None:
-            return HostVerdict(*(part.numpy() for part in (of.tokens, of.num_accepted, of.path, of.kinds)))
-        self._arrived.synchronize()
-        tokens, num_accepted, path, kinds = unpack(self._packed.numpy(), *self._shape)
-        rows = len(of.path)
-        return HostVerdict(tokens[:rows], num_accepted[:rows], path[:rows], kinds[:rows])
+        return self._arrived is not None and bool(self._arrived.query())
 
     def spoken(self) -> list[int]:
         """By row, where nothing was drafted: its token."""
         if self._arrived is None:
             return self._verdict.tokens[:, 0].tolist()
         self._arrived.synchronize()
-        tokens: list[int] = self._packed.numpy()[: 8 * len(self._verdict.tokens)].view(np.int64).tolist()
+        tokens: list[int] = self._said[0][: len(self._verdict.tokens)].tolist()
         return tokens
 
     def said(self) -> list[tuple[list[int], int, list[int]]]:
@@ -76,23 +63,13 @@ class Reading:
             tokens, counts, kinds = of.tokens.flatten().tolist(), of.num_accepted.tolist(), of.kinds.flatten().tolist()
         else:
             self._arrived.synchronize()
-            packed, (places, _) = self._packed.numpy(), Verdict.places(*self._shape)
-            tokens = packed[: places[1].stop].view(np.int64).tolist()
-            counts, kinds = tokens[places[1].start // 8 :][: len(self._verdict.path)], packed[places[3]].tolist()
-        width, begin = self._verdict.tokens.shape[1], 0
-        rows = []
-        for count in counts:
-            end = begin + count + 1
-            rows.append((tokens[begin:end], count, kinds[begin:end]))
-            begin += width
-        return rows
-
-
-def unpack(packed: np.ndarray[Any, np.dtype[np.uint8]], batch: int, depth: int) -> HostVerdict:
-    places, _ = Verdict.places(batch, depth)
-    tokens, num_accepted, path = (packed[place].view(np.int64) for place in places[:3])
-    kinds = packed[places[3]].reshape(batch, depth + 1)
-    return HostVerdict(tokens.reshape(batch, depth + 1), num_accepted, path.reshape(batch, depth), kinds)
+            tokens, kinds = (part.tolist() for part in self._said)
+            counts = tokens[self._counts :]
+        rows, width = self._verdict.tokens.shape
+        return [
+            (tokens[begin : begin + count + 1], count, kinds[begin : begin + count + 1])
+            for begin, count in zip(range(0, rows * width, width), counts, strict=False)  # there may be more
+        ]
 
 
 @dataclass
@@ -148,12 +125,15 @@ class ModelRunner:
     def __init__(self, model: Model, cache: KVCache, drafters: DrafterSet, sampler: Sampler) -> None:
         self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
         self._caches = cache.layers[: len(model.kv_specs)]
+        self._staging = Staging(model.device, UNREAD)
 
     def prepare(self, most_sequences: int, most_rows: int) -> None:
         """Compile and record beforehand what steps would wait for when they first come, where that is so."""
         shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
         if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
             self.sampler.rehearse()
+            if self.drafters.drafters:
+                self.cache.rehearse()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
@@ -197,26 +177,15 @@ class ModelRunner:
             verdict = self.sampler.verify(
                 sequences, draft, output.logits, layout.logit_row_of, only_chains=not layout.is_tree, lengths=lengths
             )
-            reading, warm = Reading(verdict), warm and self.sampler.warm
+            reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
+            if layout.is_tree:  # so far the slots are their sequences' own, whoever ends before the verdict is read
+                self.cache.compact(sent(branched(layout), verdict.path.device), verdict.path)
         return Flight(layout, draft, verdict, reading, output.taps, model_s, warm=warm, stage=stage)
 
-    @torch.inference_mode()
-    def compact(self, flight: Flight) -> None:
-        """Once a flight is over: move the K/V of accepted paths to where the block table expects them."""
-        layout = flight.layout
-        if not layout.is_tree or flight.reading is None:
-            return
-        size = self.cache.block_size
-        source: list[int] = []
-        target: list[int] = []
-        for index, path in zip(layout.sampled, flight.reading.verdict.path.tolist(), strict=True):
-            sequence = layout.rows[index].sequence
-            if index not in layout.trees or sequence.finished:  # after the flight was launched
-                continue
-            length = len(sequence.tokens)
-            for depth, node in enumerate(path):
-                if node > depth:
-                    source.append(slot(sequence, length + node, size))
-                    target.append(slot(sequence, length + depth, size))
-        if source:
-            self.cache.move(*packed_to(self.model.device, torch.tensor(source), torch.tensor(target)))
+
+def branched(layout: Layout) -> Tensor:
+    """(T, 1 + N) of the sequences whose draft branches: which of those that sample it is, and the slots of its nodes;
+    there may be any slot beyond the last."""
+    rows = np.array([at for at, index in enumerate(layout.sampled) if index in layout.trees])
+    nodes = layout.logit_rows.numpy()[layout.logit_row_of.numpy()[rows, 1:]]  # rows of the pass
+    return torch.from_numpy(np.column_stack((rows, layout.plan.slots.numpy()[nodes])))

@@ -44,9 +44,10 @@ class Offers:
 
     def values(self, sequences: SequenceOf[Sequence], cost: CostModel) -> list[float]:
         """By sequence: what a token of it is worth to whoever waits for all answers of its job."""
-        values, jobs = [1.0] * len(sequences), dict[str, list[int]]()
+        values = [1.0] * len(sequences)
         if len(sequences) == 1:
             return values
+        jobs: dict[str, list[int]] = {}
         for index, sequence in enumerate(sequences):
             jobs.setdefault(sequence.job, []).append(index)
         belief = BELIEF if self._lead.leader(len(sequences)) == NONE else LED_BELIEF
@@ -67,10 +68,14 @@ class Offers:
             # Before it was timed, what casts no shadow is taken to run a model.
             guess = (CHEAP if self._known.shadows.casts(name) else DEAR) * plain
             drafting[name] = self._known.draft_times.lines(name, len(values), guess, self._asking.each_s(name))
-        most = min(len(values) * DEEPEST, MAX_NODES)
-        with_nodes = cost.seconds_with(base + asked.other_rows, most) + self.overhead_s
+        rows, beside = base + asked.other_rows, self.overhead_s
         if asked.other_rows:  # prompts are read once, whatever is drafted beside them: that does not count
-            with_nodes -= cost.seconds_with(base + asked.other_rows - 1, 1) - cost.seconds_with(base - 1, 1)
+            beside -= cost.seconds_with_few(rows - 1, 1)[0] - cost.seconds_with_few(base - 1, 1)[0]
+        with_nodes: list[float] | Floats
+        if len(values) == 1:
+            with_nodes = [seconds + beside for seconds in cost.seconds_with_few(rows, DEEPEST)]
+        else:
+            with_nodes = cost.seconds_with(rows, min(len(values) * DEEPEST, MAX_NODES)) + beside
         doubt, trial = self._known.acceptance.doubt, 1
         if self._lead.leader(len(values)) in drafting:  # drafts that have begun cannot grow, and none has for newcomers
             trial = TRIAL if asked.said else 0
@@ -102,13 +107,12 @@ class Offers:
     ) -> list[Offer]:
         """The best each sequence could have."""
         # What a node must be worth to pay for its row; half of it, since costs are estimates and tokens may weigh more.
-        row = (terms.with_nodes / terms.plain_s - 1) / np.arange(1, len(terms.with_nodes) + 1)
-        least = max(0.5 * float(row.min()) * terms.sequences, HOPELESS)
+        least = max(0.5 * _row(terms) * terms.sequences, HOPELESS)
         together = min(len(self._lead.now), terms.sequences) or len(found)
         casts = self._known.shadows.casts
         trust = {method: self._known.acceptance.trust(method, shadowed=casts(method)) for method in terms.drafting}
         main, spent = self._main(together, terms)
-        known: dict[Any, tuple[float, list[float], Floats]] = {}
+        known: dict[Any, tuple[float, list[float]]] = {}
         offers = []
         for index, candidates in found.items():
             sequence, several = asked.sequences[index], len(candidates) > 1
@@ -121,43 +125,57 @@ class Offers:
                 alike = method, bucket(evidence), sampled, bend, lag, several
                 if alike not in known:
                     alive = self._known.acceptance.survival(method, sampled, evidence, DEEPEST, least, bend)
-                    its = np.zeros(DEEPEST)
-                    its[: len(alive)] = alive
-                    rate = (
-                        self._rate(method, its * trust[method], lag, together, main, spent, terms)
-                        if several
-                        else float(bool(alive))
-                    )
-                    if main not in (NONE, method) and not self._known.shadows.casts(main):
+                    rate = float(bool(alive))
+                    if several:
+                        rate = self._rate(method, alive, trust[method], lag, together, main, spent, terms)
+                    if main not in (NONE, method) and not casts(main):
                         rate *= LEAVING
-                    known[alike] = rate, alive, its
+                    known[alike] = rate, alive
                 if known[alike][0] > best:
-                    best, survival, worth = known[alike]
+                    best, survival = known[alike]
                     chosen = method
             if best:
-                most = asked.open_ended[index][1]
-                if most < DEEPEST:
-                    worth = np.where(np.arange(DEEPEST) < most, worth, 0.0)
-                offers.append(Offer(index, chosen, worth * (trust[chosen] * values[index]), survival))
+                weight = trust[chosen] * values[index]
+                offers.append(Offer(index, chosen, survival, weight, asked.open_ended[index][1]))
         return offers
 
+    @staticmethod
     def _rate(
-        self, method: str, worth: Floats, lag: int, together: int, main: str, spent: float, terms: Terms
+        method: str,
+        alive: list[float],
+        trust: float,
+        lag: int,
+        together: int,
+        main: str,
+        spent: float,
+        terms: Terms,
     ) -> float:
         """Tokens per second if all that are likely to draft did so by this method, as well as this sequence."""
-        if not worth[0]:
-            return 0.0
-        line, most = terms.drafting[method], max(len(terms.with_nodes) // together, 1)
-        reading = line.at(together, 1) * lag / READ_AT_ONCE / READ_FOR
-        depth = np.arange(1, min(len(worth), most) + 1)
-        tokens = terms.sequences + together * np.cumsum(worth[:most])
-        seconds = terms.with_nodes[np.minimum(together * depth, len(terms.with_nodes)) - 1]
-        drafting = np.maximum(line.at(together, depth), spent) if main == method else line.at(together, depth) + spent
-        return float((tokens / (seconds + drafting + reading)).max())
+        line, with_nodes, sequences = terms.drafting[method], terms.with_nodes, terms.sequences
+        nodes = len(with_nodes)
+        first, each = line.at(together, 0), line.at(together, 1) - line.at(together, 0)
+        least, besides = (spent, 0.0) if main == method else (0.0, spent)
+        besides += (first + each) * lag / READ_AT_ONCE / READ_FOR
+        best = gain = 0.0
+        for depth, one in enumerate(alive[: max(nodes // together, 1)], 1):
+            gain += one * trust
+            drafting = first + each * depth
+            seconds = float(with_nodes[min(together * depth, nodes) - 1]) + (drafting if drafting > least else least)
+            rate = (sequences + together * gain) / (seconds + besides)
+            best = rate if rate > best else best
+        return best
 
     def _main(self, together: int, terms: Terms) -> tuple[str, float]:
         """The method that most draft by, and what that takes whether or not one more does."""
         main, number = self._lead.main
         if main not in terms.drafting or 2 * number <= together:
             return NONE, 0.0
-        return main, float(terms.drafting[main].at(together, self._budget.limit))
+        return main, terms.drafting[main].at(together, self._budget.limit)
+
+
+def _row(terms: Terms) -> float:
+    """Of a plain step: what each of the nodes adds where they add least."""
+    if isinstance(terms.with_nodes, list):
+        plain_s = terms.plain_s
+        return min([(seconds / plain_s - 1) / nodes for nodes, seconds in enumerate(terms.with_nodes, 1)])
+    return float(((terms.with_nodes / terms.plain_s - 1) / np.arange(1, len(terms.with_nodes) + 1)).min())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.engine.cost import CostModel
 from paceline.engine.methods import is_patient
@@ -28,8 +29,7 @@ class Plan:
     ahead: bool = False  # it was made behind a pass
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """What a plan is asked for."""
 
     sequences: SequenceOf[Sequence]

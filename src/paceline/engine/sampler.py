@@ -19,7 +19,7 @@ from paceline.models import kernels
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
-from paceline.verify.host import Voice, walk_on_host
+from paceline.verify.host import Speaker, walk_on_host
 from paceline.verify.recorded import Recorded
 
 SETTLED = 8  # plain steps of one size in a row
@@ -70,11 +70,11 @@ class Sampler:
             and draft.q is None
             and not controls.edits
         ):
-            voices = None
+            speakers = None
             if not controls.neutral:
                 known = [len(sequence.tokens) for sequence in sequences] if lengths is None else lengths.tolist()
-                voices = [_voice(*one) for one in zip(sequences, controls.on_host, known, strict=True)]
-            return walk_on_host(draft, logits, row_of, deepest, voices, self._say)
+                speakers = [_speaker(*one) for one in zip(sequences, controls.on_host, known, strict=True)]
+            return walk_on_host(draft, logits, row_of, deepest, speakers, self._say)
         owners: SequenceOf[int] = range(len(sequences))
         if draft.width:
             needs_path = controls.penalties is not None or controls.bad_words is not None
@@ -187,6 +187,6 @@ def _bush(width: int) -> Draft:
     return replace(chain, parents=torch.full_like(chain.parents, -1), depth=torch.ones_like(chain.depth))
 
 
-def _voice(sequence: Sequence, asked: tuple[float, int, float, float], length: int) -> Voice:
+def _speaker(sequence: Sequence, asked: tuple[float, int, float, float], length: int) -> Speaker:
     temperature, top_k, top_p, min_p = asked
-    return Voice(temperature, sequence.noise_key, length, sequence.seed is not None, top_k, top_p, min_p)
+    return Speaker(temperature, sequence.noise_key, length, sequence.seed is not None, top_k, top_p, min_p)

@@ -259,7 +259,8 @@ class Scheduler:
             choice, budget = NO_DRAFT, 0
         end = first + count + 1  # one slot more: what the pass commits
         if len(sequence.blocks) * self.blocks.block_size < end + budget:
-            if budget and not self.blocks.can_allocate(sequence, end + budget):
+            more = self.blocks.blocks_for(end + budget) - len(sequence.blocks)
+            if budget and more + reserved > self.blocks.num_free:  # who is still to come may need a block
                 choice, budget = NO_DRAFT, 0  # rather give up the draft than another's cache
             if not self._make_room(sequence, end, batch):
                 return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 STEPS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 BEYOND = 512  # of more rows: multiples of this
@@ -17,8 +17,7 @@ PATHS = (0, 64)
 FEW = 64  # up to here products choose their tiles by powers of two
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     rows: int
     tiles: int
     tile: int

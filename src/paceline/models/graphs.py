@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,18 +20,19 @@ from torch import Tensor
 
 from paceline.models.buckets import FEW, TILES, Bucket, path_up, up
 from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import ModelOutput, PassPlan
+from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
 from paceline.models.rehearse import Shape, rehearsal
+from paceline.models.staging import Staging
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
 
 log = logging.getLogger("paceline")
 MAX_GRAPHS = 384  # the least recently used gives way
-KNOWN_TILES = 256  # ways rows belong to sequences that are remembered
+KNOWN = 256  # ways rows belong to sequences that are remembered
 SEQUENCES = 512  # block tables a bucket has room for, if it has that many rows
+SEQUENCE = ROW_FIELDS.index("sequence")
 ALIGNED = 4  # ints: every view starts at 16 bytes, as the kernels like it
-ROW_FIELDS = ("tokens", "positions", "slots", "sequence", "prefix", "path_len")
 
 
 class Placed:
@@ -40,28 +41,28 @@ class Placed:
     def __init__(self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int) -> None:
         from paceline.models.triton.attention import HEADER, Division, Work
 
-        self.bucket, self.graph, self.output = bucket, None, None  # type: tuple[Any, Any, Any]
+        self.bucket, self.graph, self.output = bucket, None, None  # type: tuple[Bucket, Any, Any]
         self.kept: list[Tensor] = []  # scratch the graph points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
-        sizes = {"tiles": HEADER + 2 * bucket.tiles, **dict.fromkeys(ROW_FIELDS, bucket.rows)}
+        sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)}
         sizes |= {"logit_rows": bucket.logits, "path": bucket.rows * bucket.path, "tables": self.table_ints}
         self.at: dict[str, slice] = {}
         end = 0
         for name, size in sizes.items():
             self.at[name] = slice(end, end + size)
             end = -(-(end + size) // ALIGNED) * ALIGNED
-        self.row_fields = slice(self.at["positions"].start, self.at["logit_rows"].start)  # each as wide as the others
         self.size = end
+        self._stages: dict[int, _Stage] = {}
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
-        self.blank = np.zeros(self.at["tables"].start, np.int32)
-        self.blank[self.at["slots"]] = -1
+        self._blank = np.zeros(self.at["tables"].start, np.int32)
+        self._blank[self.at["slots"]] = -1
         view = {name: self.device_ints[place] for name, place in self.at.items()}
         kv_heads = decoder.config.num_kv_heads
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
         self.kernels = bucket.kernels(self.division.direct, self.division.tails)
         self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
-        self.header = view["tiles"]  # begins with the width of the block tables
+        self.header = self.device_ints[: self.at["tiles"].stop]  # begins with the width of the block tables
         self.plan = PassPlan(
             positions=view["positions"],
             slots=view["slots"],
@@ -72,42 +73,44 @@ class Placed:
             block_tables=view["tables"],  # the kernels read the tables' width from the header
             block_size=block_size,
             max_len=longest,
-            work=Work(self.division, view["tiles"]),
+            work=Work(self.division, self.header),
         )
 
-    def fill(
-        self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, begin: Any, count: Any, staging: _Staging
-    ) -> None:
+    def fill(self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, tiles: Any, staging: Staging) -> None:
         """One packed copy of everything the pass is; tokens that are already on the device stay there."""
-        staged, host, event = staging.buffer(self.size)
-        at, rows = self.at, plan.positions.shape[0]
-        host[: len(self.blank)] = self.blank
-        tables = plan.block_tables.numpy()
-        header = self.division.header(plan.max_len, tables.shape[1])
-        first = at["tiles"].start + len(header)
-        host[first - len(header) : first] = header
-        host[first : first + len(begin)] = begin
-        first += self.bucket.tiles
-        host[first : first + len(count)] = count
-        if plan.packed is not None:
-            host[self.row_fields].reshape(len(ROW_FIELDS) - 1, -1)[:, :rows] = plan.packed.numpy()
-        else:
-            for name in ROW_FIELDS[1:]:
-                host[at[name].start :][:rows] = getattr(plan, name).numpy()
-        if tokens.is_cpu:
-            first = at["tokens"].start
-            host[first : first + rows] = tokens.numpy()
+        buffer, (each, path, tables, known) = staging.buffer(self.size), plan.host
+        stage = self._stages.get(buffer.turn)
+        if stage is None or stage.ints is not buffer.ints:
+            stage = self._stages[buffer.turn] = _Stage(self, buffer.ints)
+        rows = each.shape[1]
+        stage.blank[:] = self._blank
+        stage.header[:] = self.division.header(plan.max_len, tables.shape[1])
+        stage.tiles[:] = tiles
+        stage.rows[:, :rows] = each
+        if tokens is not known and tokens.is_cpu:
+            stage.rows[-1, :rows] = tokens.numpy()
         if self.bucket.logits:
-            host[at["logit_rows"].start :][: len(logit_rows)] = logit_rows.numpy()
+            stage.logit_rows[: len(logit_rows)] = logit_rows.numpy()
         if self.bucket.path:
-            host[at["path"]].reshape(self.bucket.rows, -1)[:rows, : plan.path.shape[1]] = plan.path.numpy()
-        first = at["tables"].start
-        end = first + tables.size
-        host[first:end] = tables.reshape(-1)
-        self.device_ints[:end].copy_(staged[:end], non_blocking=True)
-        event.record()
-        if not tokens.is_cpu:
+            stage.path[:rows, : path.shape[1]] = path
+        stage.tables[: tables.size] = tables.reshape(-1)
+        staging.send(buffer, self.device_ints, self.at["tables"].start + tables.size)
+        if tokens is not known and not tokens.is_cpu:
             self.tokens[:rows].copy_(tokens)
+
+
+class _Stage:
+    """A bucket's views of a buffer of the host."""
+
+    def __init__(self, of: Placed, ints: Any) -> None:
+        self.ints = ints
+        at, rows = of.at, of.bucket.rows
+        self.blank = ints[: at["tables"].start]
+        self.header, self.tiles = ints[at["header"]], ints[at["tiles"]]
+        # Each of them as wide as the others: rows, and what aligns the next.
+        self.rows = ints[at["positions"].start : at["logit_rows"].start].reshape(len(ROW_FIELDS) + 1, -1)
+        self.logit_rows, self.path = ints[at["logit_rows"]], ints[at["path"]].reshape(rows, -1)
+        self.tables = ints[at["tables"]]
 
 
 class PassGraphs:
@@ -118,10 +121,10 @@ class PassGraphs:
         self._caches: Sequence[LayerCache] | None = None
         self._passes: OrderedDict[Bucket, Placed] = OrderedDict()
         self._logits: Tensor | None = None
-        self._staging = _Staging(decoder.device)
+        self._staging = Staging(decoder.device)
         self._compiled: set[object] = set()  # sets of kernels that passes have used
         self._pool, self._stream = None, None  # type: tuple[Any, Any]
-        self._known_tiles: dict[bytes, tuple[int, Any, Any]] = {}
+        self._known: dict[Hashable, tuple[Bucket, Any]] = {}
         self.captured = 0
 
     def forward(
@@ -147,8 +150,8 @@ class PassGraphs:
         taps: tuple[int, ...] = (),
     ) -> Placed:
         """A pass where its bucket's kernels will read it, to be run once or more; kernels may write into it."""
-        of, begin, count = self._pass(plan, caches, logit_rows, taps)
-        of.fill(tokens, plan, logit_rows, begin, count, self._staging)
+        of, tiles = self._pass(plan, caches, logit_rows, taps)
+        of.fill(tokens, plan, logit_rows, tiles, self._staging)
         return of
 
     def prepare(
@@ -159,9 +162,9 @@ class PassGraphs:
         passes = {}
         for shape in sorted(set(shapes), key=lambda shape: -shape.rows):
             tokens, plan, logit_rows = rehearsal(shape, block_size)
-            of, begin, count = self._pass(plan, caches, logit_rows, taps)
+            of, tiles = self._pass(plan, caches, logit_rows, taps)
             if of.graph is None:
-                passes[of] = tokens, plan, logit_rows, begin, count
+                passes[of] = tokens, plan, logit_rows, tiles
         if self._captures:
             self._compile({of.kernels: of for of in passes if not self._is_compiled(of)}.values())
         for of, content in passes.items():
@@ -180,39 +183,45 @@ class PassGraphs:
             for of in passes:
                 self._compute(of)
 
-    def _tiles(self, sequence: Any) -> tuple[int, Any, Any]:
-        """From one step to the next rows mostly belong to sequences as before, or as not long before."""
-        key = sequence.tobytes()
-        tiles = self._known_tiles.get(key)
-        if tiles is None:
+    def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...]) -> tuple[Bucket, Any]:
+        """And where its tiles begin and how many rows they have. From one step to the next rows mostly belong to
+        sequences as before, or as not long before."""
+        sequence = plan.each[SEQUENCE]
+        key = sequence.tobytes(), plan.path.shape[1], wanted, taps
+        known = self._known.get(key)
+        if known is None:
             from paceline.models.triton.attention import tiles_of
 
             config = self._decoder.config
-            if len(self._known_tiles) == KNOWN_TILES:
-                self._known_tiles.clear()
-            tiles = self._known_tiles[key] = tiles_of(sequence, config.num_heads // config.num_kv_heads)
-        return tiles
+            tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
+            rows, num_tiles = plan.each.shape[1], up(len(begin), TILES)
+            # The bucket's numbers may be equal where those asked for are not.
+            logits = 0 if wanted == rows else up(wanted)
+            tiles = np.zeros((2, num_tiles), np.int32)
+            tiles[0, : len(begin)], tiles[1, : len(begin)] = begin, count
+            if len(self._known) == KNOWN:
+                self._known.clear()
+            bucket = Bucket(up(rows), num_tiles, tile, path_up(plan.path.shape[1]), logits, taps)
+            known = self._known[key] = bucket, tiles.reshape(-1)
+        return known
 
     def _pass(
         self, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: tuple[int, ...]
-    ) -> tuple[Placed, Any, Any]:
-        """The pass of its bucket, and where tiles begin and how many rows they have."""
+    ) -> tuple[Placed, Any]:
+        """The pass of its bucket, and its tiles."""
         if caches is not self._caches:
             self._caches = caches
             self._passes.clear()
             self._pool = None  # it ends with the last graph that was recorded in it
-        tile, begin, count = self._tiles(plan.sequence.numpy())
-        rows, wanted = plan.positions.shape[0], logit_rows.shape[0]
-        # The bucket's numbers may be equal where those asked for are not.
-        logits = 0 if wanted == rows else up(wanted)
-        bucket = Bucket(up(rows), up(len(begin), TILES), tile, path_up(plan.path.shape[1]), logits, taps)
+        host = plan.host
+        bucket, tiles = self._bucket(host, logit_rows.shape[0], taps)
         of = self._passes.get(bucket)
-        if of is None or plan.block_tables.numel() > of.table_ints:
+        if of is None or host.block_tables.size > of.table_ints:
             of = self._passes[bucket] = Placed(bucket, self._decoder, caches, plan.block_size)
             while len(self._passes) > MAX_GRAPHS:
                 self._passes.popitem(last=False)
         self._passes.move_to_end(bucket)
-        return of, begin, count
+        return of, tiles
 
     @property
     def _captures(self) -> bool:
@@ -235,10 +244,12 @@ class PassGraphs:
             self._record(of)
         if of.graph is not None:
             of.graph.replay()
-            result: ModelOutput = of.output
-            return result
-        self._compiled.add(of.kernels)
-        return self._compute(of)
+            output: ModelOutput = of.output
+        else:
+            self._compiled.add(of.kernels)
+            output = self._compute(of)
+        self._staging.mark()
+        return output
 
     def _compute(self, of: Placed) -> ModelOutput:
         assert self._caches is not None
@@ -279,42 +290,3 @@ class PassGraphs:
             shape = (max(rows, FEW), self._decoder.config.vocab_size)
             self._logits = torch.empty(shape, dtype=torch.float32, device=self._decoder.device)
         return self._logits[:rows]
-
-
-class _Staging:
-    """Two buffers of the host, in turn: one is filled while the device reads the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ring: list[tuple[Tensor, Any, Event]] = []
-
-    def buffer(self, size: int) -> tuple[Tensor, Any, Event]:
-        """One of at least so many ints that the device has read, the same as an array, and the event to record when it
-        is copied from."""
-        if len(self._ring) < 2:
-            self._ring.append((*self._made(size), Event(self._device)))
-        buffer, array, event = self._ring.pop()
-        event.wait()
-        if len(array) < size:
-            buffer, array = self._made(size)
-        self._ring.insert(0, (buffer, array, event))
-        return buffer, array, event
-
-    def _made(self, size: int) -> tuple[Tensor, Any]:
-        buffer = torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        return buffer, buffer.numpy()
-
-
-class Event:
-    """When the device has read a staging buffer; nothing to wait for on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def record(self) -> None:
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()

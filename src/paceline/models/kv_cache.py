@@ -5,12 +5,17 @@ A slot is block_id * block_size + offset. The cache knows nothing of sequences; 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +45,42 @@ class KVCache:
             self._storage.append(torch.empty(shape, dtype=dtype, device=device))
             self.layers += [LayerCache(pair[0], pair[1]) for pair in self._storage[-1]]
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` to `target` in every layer. They may overlap: gather first, then scatter."""
-        for storage in self._storage:
-            storage[:, :, target] = storage[:, :, source]
+    def compact(self, nodes: Tensor, path: Tensor) -> None:
+        """Move accepted paths to where block tables expect them, in every layer; on a device without the host.
+
+        `nodes` (T, 1 + N): a row of `path`, then the slots of its nodes. `path` (B, D): the nodes accepted at each
+        depth, -1 beyond; each moves to the slot of the node whose number is its depth.
+        """
+        kernel = _kernel() if path.is_cuda else None
+        if kernel is not None:
+            for storage in self._storage:
+                kernel(storage, nodes, path)
+            return
+        source, target = _moves(nodes.cpu().numpy(), path.cpu().numpy())
+        for storage in self._storage if len(source) else ():
+            storage[:, :, target] = storage[:, :, source]  # some slots may be both: gather first, then scatter
+
+    def rehearse(self) -> None:
+        """A path that leads nowhere: the kernel gets compiled before anybody waits for it."""
+        device = self._storage[0].device
+        self.compact(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.full((1, 1), -1, device=device))
 
     @staticmethod
     def bytes_per_block(specs: Sequence[KVSpec], block_size: int, dtype: torch.dtype) -> int:
         return sum(2 * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
+
+
+def _moves(nodes: Ints, path: Ints) -> tuple[Tensor, Tensor]:
+    """Slots to move from and to."""
+    path, slots = path[nodes[:, 0]], nodes[:, 1:]
+    tree, depth = np.nonzero(path > np.arange(path.shape[1]))
+    return torch.from_numpy(slots[tree, path[tree, depth]]), torch.from_numpy(slots[tree, depth])
+
+
+@functools.cache
+def _kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    try:
+        from paceline.models.triton.compact import compact
+    except ImportError:  # no Triton here
+        return None
+    return compact

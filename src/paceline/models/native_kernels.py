@@ -38,6 +38,14 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int] * 2),
     "say": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
+    "ngram_extend": (None, [c_void_p] * 2 + [c_long]),
+    "ngram_index": (None, [c_void_p, c_long]),
+    "ngram_find": (None, [c_void_p, c_long]),
+    "ngram_draft": (c_long, [c_void_p, c_long, c_long, c_void_p]),
+    "suffix_extend": (None, [c_void_p] * 2 + [c_long]),
+    "suffix_append": (None, [c_void_p] * 2 + [c_long]),
+    "suffix_find": (None, [c_void_p, c_long, c_void_p, c_void_p]),
+    "suffix_draft": (c_long, [c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p]),
 }
 
 

@@ -8,10 +8,25 @@ plainly: kernels that walk positions in order give the same bits for both.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+ROW_FIELDS = ("positions", "prefix", "slots", "sequence", "path_len")  # one number a row
+
+
+class HostPlan(NamedTuple):
+    """A plan as arrays of the host."""
+
+    each: Ints  # (6, M) as ROW_FIELDS, then the tokens
+    path: Ints
+    block_tables: Ints
+    tokens: Tensor | None = None  # those, where they are among them
 
 
 @dataclass(frozen=True)
@@ -30,9 +45,29 @@ class PassPlan:
     block_tables: Tensor  # (S, W) block ids, -1 beyond a sequence's end
     block_size: int
     max_len: int  # the largest positions + 1, known on the host
-    # (5, M): positions, slots, sequence, prefix and path_len where they lie side by side; one copy takes them
-    packed: Tensor | None = None
     work: object = None  # how the kernels cut the pass, where they prepared that beforehand; theirs alone
+
+    @staticmethod
+    def on_host(host: HostPlan, block_size: int, max_len: int) -> PassPlan:
+        """Of arrays: tensors are made of them when they are asked for, which on a GPU nobody does."""
+        plan = object.__new__(PassPlan)
+        plan.__dict__.update(host=host, block_size=block_size, max_len=max_len)
+        return plan
+
+    def __getattr__(self, name: str) -> Tensor:
+        host = self.__dict__.get("host")
+        if host is None or name not in (*ROW_FIELDS, "path", "block_tables"):
+            raise AttributeError(name)
+        self.__dict__.update(zip(ROW_FIELDS, torch.from_numpy(host.each).unbind(), strict=False))
+        self.__dict__.update(path=torch.from_numpy(host.path), block_tables=torch.from_numpy(host.block_tables))
+        found: Tensor = self.__dict__[name]
+        return found
+
+    @functools.cached_property
+    def host(self) -> HostPlan:
+        """Of a plan that lies there."""
+        each = torch.stack([*(getattr(self, name) for name in ROW_FIELDS), torch.zeros_like(self.positions)])
+        return HostPlan(each.numpy(), self.path.numpy(), self.block_tables.numpy())
 
     @staticmethod
     def in_order(

@@ -27,7 +27,7 @@ Say = Callable[[Row, float, float, int, float, float, int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class Speaker:
     """How a sequence draws its tokens."""
 
     temperature: float  # 0: the highest logit
@@ -75,16 +75,16 @@ def walk_on_host(
     logits: Tensor,
     row_of: Tensor,
     max_depth: int,
-    voices: Sequence[Voice] | None,
+    speakers: Sequence[Speaker] | None,
     say: Say | None = None,
 ) -> Verdict:
     """`walk` by what is said of raw logits (R, V) in the host's memory; of equal siblings the first one counts.
 
-    `voices` by row of the draft; None: all are greedy.
+    `speakers` by row of the draft; None: all are greedy.
     """
     values, batch = logits.numpy(), draft.batch
     say = say if values.dtype == np.float32 and values.flags.c_contiguous else None
-    best = values.argmax(-1) if voices is None else None
+    best = values.argmax(-1) if speakers is None else None
     num_accepted = np.zeros(batch, np.int64)
     if not draft.width and not max_depth and best is not None:
         kinds = np.full((batch, 1), int(Kind.BONUS), np.uint8)
@@ -94,7 +94,7 @@ def walk_on_host(
     path = np.full((batch, max_depth), -1, np.int64)
     drafts = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.num_nodes.tolist(), strict=True)
     for row, (at, (drafted, parents, count)) in enumerate(zip(row_of.tolist(), drafts, strict=True)):
-        said = _sayings(values, at, best, None if voices is None else voices[row], say)
+        said = _sayings(values, at, best, None if speakers is None else speakers[row], say)
         node, depth, is_leaf, wanted = -1, 0, True, said(-1, 0)
         for child in range(count):  # nodes come after their parents
             if parents[child] != node:
@@ -110,13 +110,13 @@ def walk_on_host(
 
 
 def _sayings(
-    values: Row, at: Sequence[int], best: Row | None, voice: Voice | None, say: Say | None
+    values: Row, at: Sequence[int], best: Row | None, speaker: Speaker | None, say: Say | None
 ) -> Callable[[int, int], int]:
     """What is said at a node of a certain depth; `at`: which row of logits belongs to which node."""
-    if voice is None:
+    if speaker is None:
         assert best is not None
         return lambda node, depth: int(best[at[node + 1]])
-    return lambda node, depth: voice.says(values[at[node + 1]], node, depth, say)
+    return lambda node, depth: speaker.says(values[at[node + 1]], node, depth, say)
 
 
 def _verdict(

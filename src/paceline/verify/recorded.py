@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from paceline.recorder import Recorder, Recording
+
 log = logging.getLogger("paceline")
 MOST = 256  # recordings; the least recently used gives way
 FIRST = 3  # calls of a key before it is recorded
@@ -37,7 +39,7 @@ class Recorded:
         self._most, self._first = most, first
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
         self._large: Tensor | None = None
-        self._pool, self._stream = None, None  # type: tuple[Any, Any]
+        self._recorder = Recorder()
 
     def __call__(self, work: Callable[..., T], *given: Any, standing: Tensor | None = None, **options: Any) -> T:
         """`work(*given, **options)`. `standing`: a tensor among the given whose like will come at the same address."""
@@ -90,29 +92,13 @@ class Recorded:
     def _recording(self, work: Callable[[], Any], inputs: _Inputs) -> _Recording | None:
         started, before = time.perf_counter(), self._reserved()
         try:
-            graph, result = self._capture(work)
+            recording = self._recorder.record(work)
         except RuntimeError as problem:
             log.warning("cannot be recorded, and runs as it is: %s", str(problem).partition("\n")[0])
             return None
         took, grown = 1e3 * (time.perf_counter() - started), (self._reserved() - before) / 1e6
         log.debug("recorded in %.0f ms, %.0f MB; %d before it", took, grown, len(self))
-        return _Recording(graph, inputs, result)
-
-    def _capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        """Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than recording."""
-        if not len(self):
-            self._pool = torch.cuda.graph_pool_handle()  # it ends with the last graph that was recorded in it
-        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return graph, result
+        return _Recording(recording, inputs)
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
@@ -144,12 +130,12 @@ class _Inputs:
 
 
 class _Recording:
-    """A graph, where it reads, and where it writes."""
+    """A recording, where it reads, and where it writes."""
 
-    def __init__(self, graph: Any, inputs: _Inputs, result: Any) -> None:
-        self._graph, self._inputs, self._result = graph, inputs, result
+    def __init__(self, of: Recording, inputs: _Inputs) -> None:
+        self._of, self._inputs = of, inputs
         self._outputs: list[Tensor] = []
-        _sort(result, self._outputs, None)
+        _sort(of.result, self._outputs, None)
         # Results that are views of one block of memory come out in one copy.
         blocks = {tensor.untyped_storage().data_ptr(): tensor for tensor in self._outputs if tensor.numel()}
         self._blocks = [_bytes_of(tensor) for tensor in blocks.values()]
@@ -158,9 +144,9 @@ class _Recording:
 
     def play(self, tensors: list[Tensor]) -> Any:
         self._inputs.fill(tensors)
-        self._graph.replay()
+        self._of.replay()
         blocks = [block.clone() for block in self._blocks]
-        return _with(self._result, (self._out(blocks, at) for at in range(len(self._outputs))), None)
+        return _with(self._of.result, (self._out(blocks, at) for at in range(len(self._outputs))), None)
 
     def _out(self, blocks: list[Tensor], at: int) -> Tensor:
         like = self._outputs[at]

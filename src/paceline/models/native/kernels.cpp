@@ -6,6 +6,7 @@
 // rows are computed together.
 
 #include "layers.h"
+#include "lookup.h"
 #include "sampling.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -62,4 +63,39 @@ EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* la
 EXPORT long paceline_say(const float* logits, long V, float temperature, float least, long top_k, double top_p, double coin,
                          uint64_t key) {
     return say(logits, V, {temperature, least, top_k, top_p, coin, key});
+}
+
+// -- lookup drafters: see ngram.h, suffix.h and lookup.h
+
+EXPORT void paceline_ngram_extend(ngram::Text* text, const int64_t* tokens, long count) {
+    ngram::extend(*text, tokens, count);
+}
+
+// From the beginning, with tables that are empty again.
+EXPORT void paceline_ngram_index(ngram::Text* text, long count) {
+    text->length = 0;
+    ngram::extend(*text, text->tokens, count);
+}
+
+EXPORT void paceline_ngram_find(int64_t* asked, long rows) { lookup::find_ngrams(asked, rows); }
+
+EXPORT long paceline_ngram_draft(const int64_t* asked, long rows, long width, int64_t* counts) {
+    return lookup::draft_ngrams(asked, rows, width, counts);
+}
+
+EXPORT void paceline_suffix_extend(suffix::Index* index, const int32_t* tokens, long count) {
+    suffix::extend(*index, tokens, count);
+}
+
+EXPORT void paceline_suffix_append(suffix::Row* row, const int64_t* tokens, long count) {
+    suffix::append(*row, tokens, count);
+}
+
+EXPORT void paceline_suffix_find(int64_t* asked, long rows, const suffix::Index* store, const suffix::Weights* weights) {
+    lookup::find_suffixes(asked, rows, store, *weights);
+}
+
+EXPORT long paceline_suffix_draft(const int64_t* asked, long rows, long width, int64_t* counts, const suffix::Index* store,
+                                  const suffix::Weights* weights) {
+    return lookup::draft_suffixes(asked, rows, width, counts, store, *weights);
 }

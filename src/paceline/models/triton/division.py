@@ -82,15 +82,20 @@ def tiles_of(sequence: np.ndarray[Any, Any], group: int) -> tuple[int, np.ndarra
 
     `group` q heads share a K/V head.
     """
-    starts = np.flatnonzero(np.diff(sequence, prepend=-1))
-    lengths = np.diff(starts, append=len(sequence))
-    longest = int(lengths.max(initial=0))
+    (edges,) = (sequence[1:] != sequence[:-1]).nonzero()
+    starts = np.zeros(min(len(edges) + 1, len(sequence)), np.int64)
+    starts[1:] = edges + 1
+    lengths = np.empty_like(starts)
+    lengths[:-1], lengths[-1:] = starts[1:] - starts[:-1], len(sequence) - starts[-1:]
+    longest = int(np.maximum.reduce(lengths, initial=0))
     tile = TILE if longest * group <= WIDE_FROM else 2 * TILE
     if longest == 1 < len(lengths) and group <= NARROW:
         tile = NARROW
     if group > tile:
         raise ValueError(f"{group} query heads for one K/V head: at most {tile} are supported")
     per_tile = tile // group
+    if longest <= per_tile:
+        return tile, starts, lengths
     parts = -(-lengths // per_tile)
     within = (np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)) * per_tile
     return tile, np.repeat(starts, parts) + within, np.minimum(np.repeat(lengths, parts) - within, per_tile)

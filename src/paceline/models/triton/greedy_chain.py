@@ -13,9 +13,9 @@ from torch import Tensor
 from paceline.config import MAX_K, ModelConfig
 from paceline.draft import sent
 from paceline.models.chain import READ, ChainRow, Said
-from paceline.models.graphs import Event
 from paceline.models.kernels import Shape, Weights
 from paceline.models.kv_cache import LayerCache
+from paceline.models.staging import Staging
 from paceline.models.triton.chain import STATE, UNIT, chain
 from paceline.models.triton.follow import known_of
 from paceline.models.triton.launch import INTERPRETED
@@ -195,7 +195,7 @@ class _Buffers:
         size = self._tables + cut.rows * -(-config.max_positions // block_size)
         self.state = torch.zeros(size, dtype=torch.int32, device=like.device)
         on_device = like.device.type == "cuda"
-        self._given = [(torch.zeros(size, dtype=torch.int32, pin_memory=on_device), Event(like.device)) for _ in "ab"]
+        self._staging = Staging(like.device)
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=on_device)
         self._most_positions = config.max_positions
         words = 2 * config.q_size + 2 * config.kv_size + 2 * config.hidden_size + config.intermediate_size
@@ -203,10 +203,8 @@ class _Buffers:
         self.words = torch.zeros(cut.rows * words, dtype=torch.int64, device=like.device)
 
     def fill(self, rows: Sequence[ChainRow], steps: int, tag: int, said: Said | None) -> None:
-        given, read = self._given[0]
-        self._given.reverse()
-        read.wait()  # until the device has what this buffer held before
-        most, host, more = self._cut.rows, given.numpy(), 0 if said is None else said.most
+        buffer = self._staging.buffer(len(self.state))
+        most, host, more = self._cut.rows, buffer.ints, 0 if said is None else said.most
         ends = [min(len(row.blocks) * self._block_size, self._most_positions) for row in rows]
         lasts = [min(row.start + READ + row.count - 2, end - 1) for row, end in zip(rows, ends, strict=True)]
         width = min(max(lasts) + more, max(ends) - 1) // self._block_size + 1
@@ -226,8 +224,7 @@ class _Buffers:
             blocks = row.blocks[:width]
             host[place : place + len(blocks)] = blocks
         end = self._tables + len(rows) * width
-        self.state[:end].copy_(given[:end], non_blocking=True)
-        read.record()
+        self._staging.send(buffer, self.state, end)
         if said is not None:
             known = known_of(
                 [

@@ -1,0 +1,130 @@
+"""What lookup methods share: they index every text as it grows, and look all rows of a step up at once.
+
+A text is looked up once for each length it has: whoever asks afterwards reads what was found. *How* is a form: native
+code where there is a library (`native_lookup`), else Python, which finds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Generic, Protocol, TypeVar
+
+from paceline.draft import Draft
+from paceline.drafters.base import Commit, DraftRow, HostDrafter
+from paceline.sequence import Sequence
+
+
+class State:
+    """What is known of one sequence."""
+
+    __slots__ = ("at", "evidence", "sequence")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.at = -1  # length of the text when it was looked up
+        self.evidence = 0  # that was found then
+
+
+S = TypeVar("S", bound=State)
+
+
+class Form(Protocol[S]):
+    def new(self, sequence: Sequence) -> S:
+        """Nothing of it is taken in yet."""
+
+    def take_in(self, state: S, end: int) -> None:
+        """Index tokens[:end]."""
+
+    def find(self, states: SequenceOf[S]) -> None:
+        """Look up the texts as they are now."""
+
+    def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
+        """From what was found."""
+
+    def guess(self, state: S, count: int) -> list[int]:
+        """The likeliest path of such a draft."""
+
+    def match(self, state: S) -> int:
+        """Tokens of context that the best place found shares."""
+
+    def drop(self, state: S) -> None:
+        """It is not needed any more."""
+
+
+class LookupDrafter(HostDrafter, Generic[S]):
+    def __init__(self, form: Form[S]) -> None:
+        self.form = form
+        self.states: dict[str, S] = {}
+        self._behind: dict[str, Sequence] = {}  # decoded on, and not indexed yet
+
+    def look(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        return [state.evidence for state in self._looked_up(sequences)]
+
+    def evidence(self, sequence: Sequence) -> int:
+        """Of the proposal it would make now: a function of the committed tokens and of past answers."""
+        state = self.states.get(sequence.key)
+        if state is None or state.at != len(sequence.tokens) or state.sequence is not sequence:
+            (state,) = self._looked_up([sequence])
+        return state.evidence
+
+    def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
+        return self.form.draft(self._looked_up([row.sequence for row in rows]), [row.budget for row in rows])
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        (state,) = self._looked_up([sequence])
+        return self.form.guess(state, count)
+
+    def match_length(self, sequence: Sequence) -> int:
+        """Tokens of context that the best place found last shares; 0: nothing was found."""
+        state = self.states.get(sequence.key)
+        return 0 if state is None else self.form.match(state)
+
+    def commit(self, commits: SequenceOf[Commit]) -> None:
+        for commit in commits:
+            sequence, end = commit.sequence, commit.first + commit.count
+            # Of a prompt what was computed is taken in, so that indexing is spread over the chunks; what a decode
+            # committed when it is asked for, or while the next pass is under way.
+            if end >= len(sequence.tokens) - 1:
+                self._behind[sequence.key] = sequence
+            else:
+                self.form.take_in(self._state(sequence), end)
+
+    def overlap(self) -> None:
+        behind, self._behind = self._behind, {}
+        for sequence in behind.values():
+            state = self._state(sequence)
+            if state.at != len(sequence.tokens):
+                self.form.take_in(state, len(sequence.tokens))
+
+    def admit(self, sequence: Sequence, start: int, end: int) -> None:
+        self._forget(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        self._forget(sequence)
+
+    def _looked_up(self, sequences: SequenceOf[Sequence]) -> list[S]:
+        known, states, due = self.states, [], []
+        for sequence in sequences:
+            state = known.get(sequence.key)
+            if state is None or state.sequence is not sequence:
+                state = self._state(sequence)
+            states.append(state)
+            if state.at != len(sequence.tokens):
+                due.append(state)
+        if due:
+            self.form.find(due)
+        return states
+
+    def _state(self, sequence: Sequence) -> S:
+        state = self.states.get(sequence.key)
+        if state is None or state.sequence is not sequence:
+            self._forget(sequence)
+            state = self.states[sequence.key] = self.form.new(sequence)
+        return state
+
+    def _forget(self, sequence: Sequence) -> bool:
+        """Whether it was known."""
+        state, behind = self.states.pop(sequence.key, None), self._behind.pop(sequence.key, None)
+        if state is not None:
+            self.form.drop(state)
+        return behind is sequence or (state is not None and state.sequence is sequence)

@@ -1,0 +1,92 @@
+"""Lookup drafters in native code (models/native/lookup.h): all rows of a step in one call.
+
+The arrays are numpy's, and C sees them through views, kept up to date where arrays are replaced. Of the texts only
+tokens that are new cross over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence as SequenceOf
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from paceline.draft import Draft
+from paceline.drafters.lookup import State
+from paceline.models.native_kernels import Library
+from paceline.sequence import Sequence
+
+PLANES = 3  # of a draft: tokens, parents and depths
+
+
+class NativeState(State):
+    __slots__ = ("address", "indexed", "room", "view")
+
+    def __init__(self, sequence: Sequence, view: ctypes.Structure) -> None:
+        super().__init__(sequence)
+        self.view, self.address = view, ctypes.addressof(view)
+        self.indexed = 0  # tokens taken in
+        self.room = 0  # tokens it may have before room is to be made
+
+
+S = TypeVar("S", bound=NativeState)
+
+
+class NativeForm(ABC, Generic[S]):
+    """`method` has functions of its own to find and to draft; `shared` is what both are given besides."""
+
+    def __init__(self, library: Library, method: str, source: int, *shared: int | None) -> None:
+        self._find, self._draft = library.function(f"{method}_find"), library.function(f"{method}_draft")
+        self._source, self._shared = source, shared
+        self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
+
+    def find(self, states: SequenceOf[S]) -> None:
+        asked = [state.address for state in states]
+        new: list[int] = []
+        for state in states:
+            tokens = state.sequence.tokens
+            if len(tokens) > state.room:
+                self._make_room(state)
+            new += tokens[state.indexed :]
+            asked.append(len(new))
+            state.indexed = len(tokens)
+        packed, rows = array("q", asked + new), len(states)
+        self._find(packed.buffer_info()[0], rows, *self._shared)
+        for state, found in zip(states, packed[rows : 2 * rows].tolist(), strict=True):
+            state.evidence, state.at = found, state.indexed
+
+    def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
+        width, is_even = self._drafted([state.address for state in states], budgets)
+        rows, planes = len(states), 1 if is_even else PLANES
+        nodes = self._out[rows : rows + planes * rows * width].reshape(planes, rows, width).copy()
+        if is_even:
+            return Draft.even(torch.from_numpy(nodes[0]), self._source)
+        tokens, parents, depth = map(torch.from_numpy, nodes)
+        num_nodes, source = torch.from_numpy(self._out[:rows].copy()), torch.from_numpy(np.full(rows, self._source))
+        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source)
+
+    def _one(self, state: S, budget: int) -> tuple[list[int], list[int], list[int]]:
+        """Tokens, parents and depths of one row's draft."""
+        width, _ = self._drafted([state.address], [budget])
+        tokens, parents, depths = self._out[1 : 1 + PLANES * width].reshape(PLANES, width).tolist()
+        return tokens, parents, depths
+
+    def _drafted(self, addresses: list[int], budgets: SequenceOf[int]) -> tuple[int, bool]:
+        """Into `_out`: the numbers of nodes, and the planes. Returns their width, and if all are chains of it."""
+        rows, width = len(addresses), max(budgets, default=0)
+        needed = rows * (1 + PLANES * width)
+        if needed > len(self._out):
+            self._out = np.empty(2 * needed, np.int64)
+            self._out_at = self._out.ctypes.data
+        asked = array("q", addresses)
+        asked.extend(budgets)
+        used: int = self._draft(asked.buffer_info()[0], rows, width, self._out_at, *self._shared)
+        return max(used, -1 - used), used < 0
+
+    @abstractmethod
+    def _make_room(self, state: S) -> None:
+        """For all tokens of its sequence."""

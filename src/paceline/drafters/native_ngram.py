@@ -1,0 +1,70 @@
+"""Prompt lookup in native code (models/native/ngram.h), with the arrays it works on."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from ctypes import c_int64, c_void_p
+
+import numpy as np
+
+from paceline.drafters.native_lookup import NativeForm, NativeState
+from paceline.models.native_kernels import Library
+from paceline.sequence import Sequence
+
+MIN_ROOM = 256  # tokens
+
+
+class _View(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "tables")),
+        *((name, c_int64) for name in ("slots", "least", "most", "length", "match", "start")),
+    )
+
+
+class NgramState(NativeState):
+    __slots__ = ("tables", "tokens")
+    view: _View
+
+    def __init__(self, sequence: Sequence, ngram_min: int, ngram_max: int) -> None:
+        super().__init__(sequence, _View(least=ngram_min, most=ngram_max))
+        self.tokens = self.tables = np.empty(0, np.int32)
+
+
+class NativeNgrams(NativeForm[NgramState]):
+    def __init__(self, library: Library, source: int, ngram_min: int, ngram_max: int) -> None:
+        super().__init__(library, "ngram", source)
+        self._min, self._max = ngram_min, ngram_max
+        self._extend, self._index = library.function("ngram_extend"), library.function("ngram_index")
+
+    def new(self, sequence: Sequence) -> NgramState:
+        return NgramState(sequence, self._min, self._max)
+
+    def take_in(self, state: NgramState, end: int) -> None:
+        if len(state.sequence.tokens) > state.room:
+            self._make_room(state)
+        new = array("q", state.sequence.tokens[state.indexed : end])
+        self._extend(state.address, new.buffer_info()[0], len(new))
+        state.indexed += len(new)
+
+    def guess(self, state: NgramState, count: int) -> list[int]:
+        return self._one(state, count)[0]
+
+    def match(self, state: NgramState) -> int:
+        return state.evidence
+
+    def drop(self, state: NgramState) -> None:
+        pass
+
+    def _make_room(self, state: NgramState) -> None:
+        """Twice as much until the text fits, and all of it indexed again."""
+        room = max(state.room, MIN_ROOM)
+        while room < len(state.sequence.tokens):
+            room *= 2
+        tokens, view = np.empty(room, np.int32), state.view
+        tokens[: state.indexed] = state.tokens[: state.indexed]
+        state.room, state.tokens = room, tokens
+        state.tables = np.full((self._max - self._min + 1, 2 * room), -1, np.int32)
+        view.tokens, view.tables = tokens.ctypes.data, state.tables.ctypes.data
+        view.slots = 2 * room
+        self._index(state.address, state.indexed)

@@ -1,0 +1,131 @@
+"""Suffix decoding in native code (models/native/suffix.h), on the arrays of `SuffixIndex`."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from ctypes import c_double, c_int32, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+
+from paceline.drafters.native_lookup import NativeForm, NativeState
+from paceline.drafters.suffix_index import DEPTH, LEVELS, LIMIT, MIN_ROWS, Ints, Memory, SuffixIndex
+from paceline.drafters.suffix_store import SuffixStore
+from paceline.drafters.suffix_tree import BEHIND, ELSEWHERE, FORETOLD, SURE, THRESHOLD, WITH, Tree
+from paceline.models.native_kernels import Library
+from paceline.sequence import Sequence
+
+_MOST_PLACES = 2 * (len(LEVELS) - 1) * LIMIT + 2
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = (
+        ("foretold", c_double * len(FORETOLD)),
+        *((name, c_double) for name in ("threshold", "elsewhere", "behind", "with")),
+        ("sure", c_double * len(SURE)),
+    )
+
+
+class _Index(ctypes.Structure):
+    _fields_ = (
+        ("text", c_void_p),
+        ("heads", c_void_p * len(LEVELS)),
+        ("links", c_void_p * len(LEVELS)),
+        ("rows", c_int64),
+        ("end", c_int64),
+    )
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (*((name, c_int64) for name in ("match", "elsewhere", "start")), ("votes", c_double))
+
+
+class _Row(ctypes.Structure):
+    _fields_ = (
+        ("own", c_void_p),
+        ("known", c_int64),
+        ("tail", c_int32 * (DEPTH + 2)),
+        ("count", c_int64),
+        ("places", _Place * _MOST_PLACES),
+    )
+
+
+class NativeIndex(SuffixIndex):
+    """The same arrays, to which native code appends."""
+
+    def __init__(self, extend: Callable[..., Any], rows: int = MIN_ROWS) -> None:
+        self._native_extend, self._view = extend, _Index()
+        self.address = ctypes.addressof(self._view)
+        super().__init__(rows)
+
+    @property
+    def end(self) -> int:
+        end: int = self._view.end
+        return end
+
+    @end.setter
+    def end(self, end: int) -> None:
+        self._view.end = end
+
+    def extend(self, tokens: SequenceOf[int]) -> None:
+        self.extend_array(np.asarray(tokens, np.int32))
+
+    def _extend(self, tokens: Ints) -> None:
+        tokens = np.ascontiguousarray(tokens)
+        self._native_extend(self.address, tokens.ctypes.data, len(tokens))
+
+    def _open_views(self) -> None:
+        super()._open_views()
+        view = self._view
+        view.text, view.rows = self._text.ctypes.data, self.rows
+        view.heads[:] = [heads.ctypes.data for heads in self._heads]
+        view.links[:] = [links.ctypes.data for links in self._links]
+
+
+class SuffixState(NativeState):
+    __slots__ = ("index",)
+    view: _Row
+
+    def __init__(self, sequence: Sequence, index: NativeIndex | None) -> None:
+        super().__init__(sequence, _Row(own=None if index is None else index.address))
+        self.index = index
+
+
+class NativeSuffixes(NativeForm[SuffixState]):
+    def __init__(self, library: Library, source: int, memory: Memory[NativeIndex], store: SuffixStore) -> None:
+        past, weights = store.index, _Weights(FORETOLD, THRESHOLD, ELSEWHERE, BEHIND, WITH, SURE)
+        assert past is None or isinstance(past, NativeIndex)
+        address = None if past is None else past.address
+        super().__init__(library, "suffix", source, address, ctypes.addressof(weights))
+        self._append, self._memory, self._kept = library.function("suffix_append"), memory, (past, weights)
+
+    def new(self, sequence: Sequence) -> SuffixState:
+        return SuffixState(sequence, self._memory.new_index())
+
+    def take_in(self, state: SuffixState, end: int) -> None:
+        if len(state.sequence.tokens) > state.room:
+            self._make_room(state)
+        new = array("q", state.sequence.tokens[state.indexed : end])
+        self._append(state.address, new.buffer_info()[0], len(new))
+        state.indexed += len(new)
+
+    def guess(self, state: SuffixState, count: int) -> list[int]:
+        return Tree(*self._one(state, count)).best_path()
+
+    def match(self, state: SuffixState) -> int:
+        return int(state.view.places[0].match) if state.view.count else 0
+
+    def drop(self, state: SuffixState) -> None:
+        self._memory.give_back(state.index)
+
+    def _make_room(self, state: SuffixState) -> None:
+        if state.index is None:
+            state.room = sys.maxsize
+            return
+        self._memory.make_room(state.index, len(state.sequence.tokens) - state.indexed)
+        state.index.number_afresh()
+        state.room = state.indexed + state.index.room

@@ -1,0 +1,50 @@
+"""Accepted paths of token trees moved into place in every layer: one launch, and the host need not know the paths.
+
+The node accepted at depth d (counted from 0) moves to the slot of node d. Nodes come after their ancestors, so it is
+node d itself, which stays, or a later one. Hence depths in ascending order read nothing that was written: the slots
+written before are those of nodes below d. What is read may be written at a later depth, and the barrier keeps the
+threads of a program together until then. No two programs share an element.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST = 1024  # elements of a slot that one program moves
+WARP = 256  # of them, that are one warp's
+
+
+def compact(storage: Tensor, nodes: Tensor, path: Tensor) -> None:
+    """`storage` (L, 2, num_slots, heads, dim); `nodes` and `path` as `KVCache.compact` takes them."""
+    layers, _, _, heads, dim = storage.shape
+    block = min(triton.next_power_of_2(heads * dim), MOST)
+    _compact[(len(nodes), 2 * layers, triton.cdiv(heads * dim, block))](
+        storage,
+        storage.stride(1),
+        nodes,
+        nodes.shape[1],
+        path.contiguous(),
+        path.shape[1],
+        SIZE=heads * dim,
+        BLOCK=block,
+        num_warps=max(block // WARP, 1),
+    )
+
+
+@triton.jit(do_not_specialize=["width", "depth"])
+def _compact(storage, plane, nodes, width, path, depth, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program has some elements of K or V of one layer, of one sequence's slots."""
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    elements = storage + tl.program_id(1).to(tl.int64) * plane + at
+    nodes += tl.program_id(0) * width
+    path += tl.load(nodes) * depth
+    slots = nodes + 1
+    for d in range(depth):
+        node = tl.load(path + d)
+        if node > d:
+            moved = tl.load(elements + tl.load(slots + node) * SIZE, mask=at < SIZE)
+            tl.store(elements + tl.load(slots + d) * SIZE, moved, mask=at < SIZE)
+            tl.debug_barrier()

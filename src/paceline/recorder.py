@@ -1,0 +1,59 @@
+"""Work of a CUDA device recorded as a graph and replayed: one launch instead of one for each kernel.
+
+Recordings of one recorder share memory, so one is replayed at a time, and what it gave is over with the next.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+
+class Recording:
+    def __init__(self, graph: Any, result: Any) -> None:
+        self.replay: Callable[[], None] = graph.replay
+        self.result = result  # each replay writes it again
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self._alive: WeakSet[Recording] = WeakSet()
+        self._pool, self._stream = None, None  # type: tuple[Any, Any]
+
+    def record(self, work: Callable[[], Any]) -> Recording:
+        """Of what `work` launches; its kernels have run before, so that they are compiled. RuntimeError: it cannot be.
+
+        Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than recording.
+        """
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()  # it ends with the last graph that was recorded in it
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), _no_collection():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        recording = Recording(graph, result)
+        self._alive.add(recording)
+        return recording
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph found among garbage would be destroyed, which is not permitted meanwhile and ends the recording."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

@@ -1,0 +1,249 @@
+"""Lookup drafters in native code against the same in Python: places, evidence, trees and drafts, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import SpeculationConfig
+from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow, ngram, suffix, suffix_index
+from paceline.drafters.native_ngram import NativeNgrams
+from paceline.drafters.native_suffix import NativeIndex, NativeSuffixes
+from paceline.drafters.suffix_index import END, SuffixIndex
+from paceline.engine.adaptive import AdaptivePolicy
+from paceline.models.native_kernels import load_library, open_library, runnable_variants
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+from paceline.testing import toy_config
+from tests.drafters.contract_toys import make_engine, params, prompt_of, run
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the native kernels are not built on Windows")
+
+SMALL = 4 * SuffixIndex.bytes_for(64) + 100  # a store of 128 tokens, and one sequence with an index of its own
+
+
+def pair(method, **options):
+    context = DrafterContext(toy_config(100_000), torch.device("cpu"), SpeculationConfig(**options))
+    return DRAFTERS[method](context), DRAFTERS[method](context, native=False)
+
+
+def places_of(drafter, state):
+    """(tokens shared, votes, position, whether elsewhere) of all that vote."""
+    if isinstance(drafter.form, NativeSuffixes):
+        found = state.view.places[: state.view.count]
+        return [(place.match, place.votes, place.start, bool(place.elsewhere)) for place in found]
+    return [(match, votes, start, index is drafter.store.index) for match, votes, start, index in state.places]
+
+
+def same_index(one, other):
+    if one is None or other is None:
+        return one is other
+    arrays = [(index._text, *index._heads, *index._links) for index in (one, other)]
+    return one.end == other.end and all(map(np.array_equal, *arrays))
+
+
+def check_same(both, sequences, budgets):
+    native, plain = both
+    asked = [DraftRow(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+    for drafter in both:
+        drafter.look(sequences)  # in the order of these they share the memory there is
+    assert [native.evidence(one) for one in sequences] == [plain.evidence(one) for one in sequences]
+    for sequence in sequences if native.name == "suffix" else ():
+        states = [drafter.states[sequence.key] for drafter in both]
+        assert places_of(native, states[0]) == places_of(plain, states[1])
+        assert same_index(*(state.index for state in states))
+    drafts = native.propose(asked), plain.propose(asked)
+    drafts[0].validate(100_000)
+    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
+        assert torch.equal(getattr(drafts[0], name), getattr(drafts[1], name)), name
+        assert getattr(drafts[0], name).is_contiguous()
+    for sequence, budget in zip(sequences, budgets, strict=True):
+        assert native.guess(sequence, budget) == plain.guess(sequence, budget)
+        assert native.match_length(sequence) == plain.match_length(sequence)
+
+
+def new_sequence(data, name, alphabet):
+    prompt = data.draw(st.lists(st.sampled_from(alphabet), min_size=1, max_size=90))
+    return Sequence(name, prompt, SamplingParams().resolve({}), max_len=100_000)
+
+
+@st.composite
+def alphabets(draw):
+    return draw(st.sampled_from([[5], [0, 1], [3, 0, 7], [*range(6)], [99_999, 65_536, 1, 0], [*range(40)]]))
+
+
+def live(data, both, alphabet):
+    """Sequences come, say more, are preempted, end; now and then all are asked."""
+    sequences, made = [], 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        what = data.draw(st.sampled_from(["come", "more", "more", "ask", "ask", "repeat", "preempt", "end", "commit"]))
+        if (what == "come" and len(sequences) < 5) or not sequences:
+            made += 1
+            sequences.append(new_sequence(data, data.draw(st.sampled_from([str(made), "again"])), alphabet))
+            if [one.key for one in sequences].count(sequences[-1].key) > 1:
+                sequences.pop()  # a name is used again only once it is free
+            continue
+        sequence = data.draw(st.sampled_from(sequences))
+        if what == "more":
+            sequence.tokens += data.draw(st.lists(st.sampled_from(alphabet), max_size=70))
+        elif what == "repeat":
+            start = data.draw(st.integers(0, len(sequence.tokens)))
+            sequence.tokens += sequence.tokens[start : start + data.draw(st.integers(0, 40))]
+        elif what == "ask":
+            some = data.draw(st.permutations(sequences))[: data.draw(st.integers(1, len(sequences)))]
+            check_same(both, some, [data.draw(st.sampled_from([0, 1, 2, 5, 8, 64])) for _ in some])
+        elif what == "commit":
+            count = data.draw(st.integers(1, len(sequence.tokens)))
+            for drafter in both:
+                drafter.commit([Commit(sequence, 0, count, None)])
+                drafter.overlap()
+        else:
+            sequences.remove(sequence)
+            sequence.finish_reason = data.draw(st.sampled_from(["stop", "abort"])) if what == "end" else None
+            for drafter in both:
+                drafter.release(sequence)
+            if what == "preempt":
+                sequences.append(sequence)
+                for drafter in both:
+                    drafter.admit(sequence, 0, 0)
+    check_same(both, sequences, [7] * len(sequences))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), alphabets(), st.integers(1, 3), st.integers(0, 20))
+def test_ngram_finds_and_drafts_the_same(data, alphabet, ngram_min, more):
+    live(data, pair("ngram", ngram_min=ngram_min, ngram_max=ngram_min + more), alphabet)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), alphabets(), st.sampled_from([200_000, 20_000, SMALL, 9_300, 0]))
+def test_suffix_finds_and_drafts_the_same(data, alphabet, suffix_bytes):
+    """From plenty of memory to none: rings that are full, sequences without an index, no store."""
+    live(data, pair("suffix", suffix_bytes=suffix_bytes), alphabet)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data(), st.integers(0, 3))
+def test_copies_that_stray_and_branch_are_followed_alike(data, changes):
+    """A long text with copies of its own and of past answers, a few tokens changed: trees of all shapes."""
+    both = pair("suffix")
+    noise = data.draw(st.randoms(use_true_random=False))
+    words = [[noise.randrange(50) for _ in range(noise.randint(1, 9))] for _ in range(12)]
+    for number in range(6):
+        sequence = Sequence(str(number), [1], SamplingParams().resolve({}), max_len=100_000)
+        for _ in range(25):
+            word = list(noise.choice(words))
+            for _ in range(changes):
+                if noise.random() < 0.3:
+                    word[noise.randrange(len(word))] = noise.randrange(50)
+            sequence.tokens += word
+            check_same(both, [sequence], [noise.choice([1, 4, 8, 30])])
+        sequence.finish_reason = "stop"
+        for drafter in both:
+            drafter.release(sequence)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("ngram", {"ngram_max": 7}), ("suffix", {"suffix_bytes": SMALL}), ("suffix", {})]
+)
+@pytest.mark.parametrize("size", [2, 30])
+def test_a_long_text_is_followed_step_by_step(method, options, size):
+    """So that tables fill, buckets collide and small rings go round, and drafts come to where they begin again."""
+    both, noise = pair(method, **options), random.Random(size)
+    sequence = Sequence("0", [0, 1], SamplingParams().resolve({}), max_len=100_000)
+    while len(sequence.tokens) < 900:
+        start = noise.randrange(max(len(sequence.tokens) - 60, 0), len(sequence.tokens))
+        copied = sequence.tokens[start : start + noise.choice([0, 0, 3, 40])]
+        for token in [*copied, noise.randrange(size)]:
+            sequence.tokens.append(token)
+            check_same(both, [sequence], [noise.choice([3, 64])])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(END, 3), max_size=90), max_size=8), st.booleans(), st.sampled_from([300, 1 << 30]))
+def test_an_index_is_the_same_arrays(pieces, grows, last_position):
+    library = load_library()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(suffix_index, "_LAST_POSITION", last_position)
+        native, plain = NativeIndex(library.function("suffix_extend")), SuffixIndex()
+        for piece in pieces:
+            for index in (native, plain):
+                if grows:
+                    index.make_room(len(piece), 1 << 20)
+                index.extend(piece)
+            assert same_index(native, plain)
+            assert native.tokens().tolist() == plain.tokens().tolist()
+
+
+def test_a_text_longer_than_its_positions_is_numbered_afresh(monkeypatch):
+    monkeypatch.setattr(suffix_index, "_LAST_POSITION", 300)
+    native, plain = pair("suffix", suffix_bytes=SMALL)
+    sequence = Sequence("0", [1, 2, 3], SamplingParams().resolve({}), max_len=100_000)
+    for step in range(600):
+        sequence.tokens.append(1 + step * step % 7)
+        native.evidence(sequence)
+        assert native.states["0/0"].index.end <= 301
+    rows = [DraftRow(sequence, 4)]
+    assert torch.equal(native.propose(rows).tokens, plain.propose(rows).tokens)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_every_variant_says_the_same(method, monkeypatch):
+    told = []
+    for variant in runnable_variants():
+        library = open_library(variant)
+        for module in (ngram, suffix):
+            monkeypatch.setattr(module, "load_library", lambda library=library: library)
+        drafter, _ = pair(method)
+        sequence = Sequence("0", [1, 2, 3, 4, 1, 2, 5, 1, 2, 3], SamplingParams().resolve({}), max_len=100)
+        told.append((drafter.evidence(sequence), drafter.propose([DraftRow(sequence, 8)]).tokens.tolist()))
+    assert told == told[:1] * len(told)
+
+
+def test_native_code_serves_where_there_is_a_library_and_python_elsewhere(monkeypatch):
+    assert isinstance(pair("ngram")[0].form, NativeNgrams)
+    assert isinstance(pair("suffix")[0].form, NativeSuffixes)
+    for module, plain in ((ngram, ngram.PlainNgrams), (suffix, suffix.PlainSuffixes)):
+        monkeypatch.setattr(module, "load_library", lambda: None)
+        assert isinstance(pair(module.__name__.rsplit(".", 1)[-1])[0].form, plain)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("native", [True, False])
+def test_all_are_looked_up_at_once_and_once(method, native, monkeypatch):
+    drafter = pair(method)[0 if native else 1]
+    sequences = [Sequence(str(i), [1, 2, i, 1, 2], SamplingParams().resolve({}), max_len=100) for i in range(5)]
+    asked = []
+    find = drafter.form.find
+    monkeypatch.setattr(drafter.form, "find", lambda states: (asked.append(len(states)), find(states)))
+    drafter.look([*sequences, sequences[0]])
+    assert all(drafter.evidence(sequence) for sequence in sequences)
+    drafter.propose([DraftRow(sequence, 3) for sequence in sequences])
+    assert asked in ([5], [6])
+    sequences[1].tokens += [1]
+    drafter.look(sequences)
+    assert asked[1:] == [1], "only where the text has grown"
+    if method == "suffix":
+        sequences[2].finish_reason = "stop"
+        sequences[2].tokens += [7, 8, 9]
+        drafter.release(sequences[2])
+        drafter.look([sequences[3]])
+        assert asked[2:] == [1], "or the store has learned"
+
+
+@pytest.mark.parametrize(("method", "k"), [("suffix", 3), ("auto", 3), ("suffix", None), ("auto", None)])
+def test_the_policy_has_all_looked_up_at_once(method, k, monkeypatch):
+    drafters = [pair(name)[0] for name in ("ngram", "suffix")]
+    engine = make_engine(drafters, policy=AdaptivePolicy(drafters, method, k))
+    asked = []
+    find = drafters[1].form.find
+    monkeypatch.setattr(drafters[1].form, "find", lambda states: (asked.append(len(states)), find(states)))
+    run(engine, [(0, str(i), prompt_of(i, 9), params(max_tokens=12, ignore_eos=True)) for i in range(6)])
+    assert max(asked) == 6
+    assert engine.drafters.failures == 0

@@ -1,0 +1,216 @@
+"""The contract on a CUDA device, for what no CPU can run: passes, verification and picks of a chain replayed from
+recordings, attention in Gluon, paths moved into place behind a verdict. `pytest -m cuda` runs all tests of that kind.
+"""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from paceline.config import EngineConfig, ModelConfig
+from paceline.draft import Draft
+from paceline.drafters import DRAFTERS
+from paceline.drafters.base import HostDrafter
+from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.engine.engine import Engine
+from paceline.engine.layout import slot
+from paceline.engine.policy import Choice
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import kernels_for
+from paceline.models.plan import PassPlan
+from tests.drafters.contract_toys import ByRequest, context_for, exercised, params, run
+
+pytestmark = pytest.mark.cuda
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CONFIG = ModelConfig(
+    architecture="llama",
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_positions=512,
+    tie_embeddings=True,
+)
+PROMPTS = [[(7 * at + at * at * which) % 90 for at in range(20 + 50 * which)] for which in range(4)]
+METHODS = ("ngram", "suffix", "draft-model", "bushes")
+LENGTH, K, OTHER = 50, 6, 0.12  # the draft model is the target with so much of another one
+
+
+def weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inter, q, kv = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.q_size, CONFIG.kv_size
+    shapes = {"model.embed_tokens": (CONFIG.vocab_size, hidden), "model.norm": (hidden,)}
+    for layer in range(CONFIG.num_layers):
+        parts = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (q, hidden)}
+        parts |= {"self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q)}
+        parts |= {"mlp.gate_proj": (inter, hidden), "mlp.up_proj": (inter, hidden), "mlp.down_proj": (hidden, inter)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {
+        f"{name}.weight": 1 + 0.2 * part if part.dim() == 1 else 1.5 * part / part.shape[1] ** 0.5
+        for name, part in made.items()
+    }
+
+
+class Bushes(HostDrafter):
+    """Knows the answers; at every depth a wrong token comes before the right one, and now and then there is no right
+    one, so accepted paths have to be moved, and end."""
+
+    name = "bushes"
+
+    def __init__(self):
+        self.answers = {}
+
+    def propose(self, rows):
+        draft = Draft.empty(len(rows), width=max(row.budget for row in rows))
+        for at, row in enumerate(rows):
+            said, parent, node = row.sequence.num_output, -1, 0
+            for depth, token in enumerate(
+                self.answers[row.sequence.request_id][said : said + row.budget // 2], start=1
+            ):
+                missed = (said + depth) % 7 == 0
+                for drafted in ((token + depth) % CONFIG.vocab_size, token)[: 1 if missed else 2]:
+                    draft.tokens[at, node], draft.parents[at, node], draft.depth[at, node] = drafted, parent, depth
+                    node += 1
+                if missed:
+                    break
+                parent = node - 1
+            draft.num_nodes[at] = node
+        return draft
+
+
+@pytest.fixture(scope="module")
+def engine():
+    own, other, kernels = weights(1), weights(2), kernels_for(DEVICE)
+    blend = {name: torch.lerp(own[name], other[name], OTHER) for name in own}
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    target, small = (Decoder(CONFIG, made, kernels, device=DEVICE, dtype=dtype) for made in (own, blend))
+    drafters = [
+        DRAFTERS["ngram"](context_for(CONFIG, ngram_min=1, ngram_max=3)),
+        DRAFTERS["suffix"](context_for(CONFIG)),
+        DraftModelDrafter(small),
+        Bushes(),
+    ]
+    config = EngineConfig(
+        prefix_caching=False, num_blocks=256, block_size=16, max_num_seqs=4, max_num_batched_tokens=96
+    )
+    return Engine(target, config, drafters=drafters, policy=ByRequest({}))
+
+
+def answers(engine, wanted, methods):
+    """Of all prompts, each drafted for by its method, in one batch: sequences by request id."""
+    engine.policy.choices = {str(at): Choice(method, K) for at, method in enumerate(methods) if method != "none"}
+    requests = [(at, str(at), prompt, one) for at, (prompt, one) in enumerate(zip(PROMPTS, wanted, strict=True))]
+    sequences, _ = run(engine, requests)
+    assert engine.drafters.failures == 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    return sequences
+
+
+ASKED = {
+    "greedy": [{}] * 4,
+    "seeded": [{"temperature": 0.6, "seed": at} for at in range(4)],
+    "each its own": [{}, {"temperature": 0.6, "seed": 1}, {"top_p": 0.7, "temperature": 0.9, "seed": 2}, {}],
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_speculation_changes_when_tokens_come_never_which(engine, asked):
+    wanted = [params(max_tokens=LENGTH, ignore_eos=True, **one) for one in ASKED[asked]]
+    plain = {name: one.output_tokens for name, one in answers(engine, wanted, ["none"] * 4).items()}
+    engine.drafters.drafters[-1].answers = plain
+    for methods in (*([method] * 4 for method in METHODS), METHODS):
+        sequences = answers(engine, wanted, methods)
+        assert {name: one.output_tokens for name, one in sequences.items()} == plain, methods
+        assert exercised(sequences.values()), methods
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft-model"])
+def test_what_is_sampled_does_not_depend_on_what_is_recorded(engine, method, monkeypatch):
+    """Coins are the same in both runs, and no policy looks at a clock."""
+    wanted = [
+        params(max_tokens=LENGTH, temperature=0.8, ignore_eos=True, **one) for one in ({}, {}, {"top_p": 0.9}, {})
+    ]
+    recorded, booths = engine.runner.sampler._recorded, engine.drafters.drafters[2]._booths
+    said = []
+    for records in (True, True, False):
+        keys = random.Random(3)
+        monkeypatch.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
+        monkeypatch.setattr(recorded, "records", records and DEVICE.type == "cuda")
+        with mock.patch.object(booths, "of", booths.of if records else lambda *given: None):
+            said.append(answers(engine, wanted, [method] * 4))
+    assert exercised(said[0].values())
+    texts = [[one.output_tokens for one in each.values()] for each in said]
+    assert texts[0] == texts[1] == texts[2]
+    if DEVICE.type == "cuda":
+        assert len(recorded) > 0
+        assert method != "draft-model" or any(booth._recording for booth in booths._made.values())
+
+
+def test_the_cache_after_accepted_and_rejected_branches_is_a_fresh_prefills(engine):
+    wanted = params(max_tokens=LENGTH, ignore_eos=True)
+    bushes, cache = engine.drafters.drafters[-1], engine.runner.cache
+    bushes.answers = {name: one.output_tokens for name, one in answers(engine, [wanted] * 4, ["none"] * 4).items()}
+    moved, compact = [], cache.compact
+
+    def counting(nodes, path):
+        moved.append((path > torch.arange(path.shape[1], device=path.device)).sum())
+        compact(nodes, path)
+
+    engine.policy.choices = {str(at): Choice("bushes", K) for at in range(4)}
+    sequences = [engine.add_request(str(at), prompt, wanted)[0] for at, prompt in enumerate(PROMPTS)]
+    with mock.patch.object(cache, "compact", counting):
+        while max(sequence.num_output for sequence in sequences) < LENGTH - K:
+            engine.step()
+    kept = [(sequence.tokens[: sequence.num_computed], read(engine, sequence)) for sequence in sequences]
+    for sequence in sequences:
+        engine.cancel(sequence.request_id)
+    assert sum(int(one) for one in moved) > 20
+    engine.policy.choices = {}
+    for tokens, found in kept:
+        (sequence,) = engine.add_request("fresh", tokens, wanted)
+        while sequence.num_computed < len(tokens):
+            engine.step()
+        for one, other in zip(found, read(engine, sequence, len(tokens)), strict=True):
+            assert torch.equal(one, other)
+        engine.cancel("fresh")
+
+
+def read(engine, sequence, count=None):
+    """(2, n, heads, dim) of each of the target's layers."""
+    cache = engine.runner.cache
+    slots = [slot(sequence, at, cache.block_size) for at in range(count or sequence.num_computed)]
+    layers = cache.layers[: CONFIG.num_layers]
+    return [torch.stack((layer.k[slots], layer.v[slots])) for layer in layers]
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 4, 64), (1, 7, 128)])
+def test_attention_in_gluon_has_the_bits_of_the_kernel_that_serves_all(kv_heads, group, dim):
+    from paceline.models.triton import attention
+
+    if not attention.pipelines(torch.empty(1, 1, dim, dtype=torch.bfloat16, device=DEVICE)):
+        pytest.skip("no such kernel for this device")
+    torch.manual_seed(0)
+    ends, counts = torch.tensor([5, 64, 200, 700, 700]), torch.tensor([1, 3, 20, 1, 40])
+    blocks = torch.randperm(5 * 44, dtype=torch.int32).view(5, 44)
+    owner = torch.arange(5).repeat_interleave(counts)
+    positions = (ends - counts - (counts.cumsum(0) - counts))[owner] + torch.arange(len(owner))
+    plan = PassPlan.in_order(positions.int(), positions.int(), owner.int(), blocks, 16, 700).to(DEVICE)
+    shape = (blocks.numel() * 16, kv_heads, dim)
+    cache = attention.LayerCache(*(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in "kv"))
+    q = torch.randn(len(owner), kv_heads * group, dim, device=DEVICE, dtype=torch.bfloat16)
+    work, workspace = attention.work_of(plan, group, kv_heads), attention.Workspace(DEVICE)
+
+    def attended():
+        return attention.attention(q, plan, work, cache, dim**-0.5, None, workspace).clone()
+
+    gluon = attended()
+    with mock.patch.object(attention, "pipelines", return_value=False):
+        assert torch.equal(gluon, attended())
+    assert bool(gluon.isfinite().all())

@@ -1,0 +1,109 @@
+"""Recording as its graphs see it: here graphs that keep a diary, on a device real ones."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paceline.recorder import Recorder
+
+
+class Graph:
+    diary: list[str]
+    made = 0
+
+    def __init__(self):
+        Graph.made += 1
+        self.name = str(Graph.made)
+
+    def capture_begin(self, pool, capture_error_mode):
+        Graph.diary.append(f"begin {self.name} in {pool}")
+
+    def capture_end(self):
+        Graph.diary.append(f"end {self.name}")
+
+    def replay(self):
+        Graph.diary.append(f"replay {self.name}")
+
+
+@pytest.fixture
+def diary(monkeypatch):
+    Graph.diary, Graph.made, pools = [], 0, iter("abc")
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"CUDAGraph": Graph, "graph_pool_handle": lambda: next(pools), "stream": lambda stream: nullcontext()}
+    for name, fake in (fakes | {"Stream": lambda: stream, "current_stream": lambda: stream}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return Graph.diary
+
+
+def test_what_is_recorded_is_replayed(diary):
+    recording = Recorder().record(lambda: (diary.append("work"), 7)[-1])
+    recording.replay()
+    assert (diary, recording.result) == (["begin 1 in a", "work", "end 1", "replay 1"], 7)
+
+
+def test_memory_is_shared_while_a_recording_lives_and_no_longer(diary):
+    recorder = Recorder()
+    kept = [recorder.record(int) for _ in range(2)]
+    del kept[0]
+    kept.append(recorder.record(int))
+    kept.clear()
+    gc.collect()
+    kept.append(recorder.record(int))
+    assert [line for line in diary if "begin" in line] == [
+        f"begin {at + 1} in {pool}" for at, pool in enumerate("aaab")
+    ]
+
+
+def test_work_that_fails_ends_its_recording_and_leaves_the_next_alone(diary):
+    def fails():
+        raise RuntimeError("not permitted")
+
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder.record(fails)
+    assert diary == ["begin 1 in a", "end 1"]
+    recorder.record(int).replay()
+    assert diary[2:] == ["begin 2 in b", "end 2", "replay 2"]
+
+
+def test_garbage_may_hold_graphs_and_is_not_collected_meanwhile(diary):
+    recorder = Recorder()
+    assert recorder.record(gc.isenabled).result is False
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        recorder.record(int)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.cuda
+def test_graphs_among_garbage_do_not_end_a_recording():
+    def work():
+        if gc.isenabled():
+            gc.collect()  # as may happen at any time
+        return 2 * x
+
+    x = torch.ones(4, device="cuda")
+    work()
+    garbage = [Recorder().record(work)]
+    garbage.append(garbage)
+    del garbage
+    recording = Recorder().record(work)
+    recording.replay()
+    assert recording.result.tolist() == [2] * 4
+
+
+@pytest.mark.cuda
+def test_a_device_does_again_what_was_recorded():
+    x = torch.zeros(4, device="cuda")
+    recording = Recorder().record(lambda: 2 * (x + 1))
+    x.fill_(4)
+    recording.replay()
+    assert recording.result.tolist() == [10] * 4
