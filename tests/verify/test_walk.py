@@ -627,6 +627,30 @@ def test_a_malformed_draft_is_refused(change, complaint):
         Draft(**{**vars(draft), **change}).validate(4)
 
 
+@given(st.integers(0, 100_000), st.integers(1, 4))
+def test_few_rows_are_judged_as_many_are(seed, width):
+    """The same row once, and so often that arrays are worth their while."""
+    noise = random.Random(seed)
+    parents = [noise.randint(-1, max(node - 1, -1)) for node in range(width)]
+    depth = [1] * width
+    for node, parent in enumerate(parents):
+        depth[node] = depth[parent] + 1 if parent >= 0 else 1
+    parts = {"tokens": [noise.randrange(4) for _ in range(width)], "parents": parents, "depth": depth}
+    if noise.random() < 0.7:
+        noise.choice(list(parts.values()))[noise.randrange(width)] += noise.choice([-4, -1, 1, 4])
+    count = noise.randint(-1, width + 1) if noise.random() < 0.3 else noise.randint(0, width)
+    told = []
+    for rows in (1, 9):
+        tensors = {name: torch.tensor([part] * rows) for name, part in parts.items()}
+        draft = Draft(**tensors, num_nodes=torch.full((rows,), count), source=torch.zeros(rows, dtype=torch.int64))
+        try:
+            draft.validate(4)
+            told.append("sound")
+        except ValueError as problem:
+            told.append(str(problem))
+    assert told[0] == told[1]
+
+
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
 def test_chains_are_walked_as_trees_are(seed, batch, width):
     noise = torch.Generator().manual_seed(seed)

@@ -10,10 +10,12 @@ import ctypes
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.draft import Draft
 from paceline.drafters.lookup import State
@@ -66,8 +68,10 @@ class NativeForm(ABC, Generic[S]):
         if is_even:
             return Draft.even(torch.from_numpy(nodes[0]), self._source)
         tokens, parents, depth = map(torch.from_numpy, nodes)
-        num_nodes, source = torch.from_numpy(self._out[:rows].copy()), torch.from_numpy(np.full(rows, self._source))
-        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source)
+        num_nodes = torch.from_numpy(self._out[:rows].copy())
+        return Draft(
+            tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=_sources(rows, self._source)
+        )
 
     def _one(self, state: S, budget: int) -> tuple[list[int], list[int], list[int]]:
         """Tokens, parents and depths of one row's draft."""
@@ -90,3 +94,9 @@ class NativeForm(ABC, Generic[S]):
     @abstractmethod
     def _make_room(self, state: S) -> None:
         """For all tokens of its sequence."""
+
+
+@lru_cache(64)
+def _sources(rows: int, source: int) -> Tensor:
+    """Made once for many drafts, so nobody may write to it."""
+    return torch.full((rows,), source)

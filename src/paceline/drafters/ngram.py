@@ -1,9 +1,9 @@
 """Prompt lookup: find the last few tokens earlier in the same text and propose what followed them there.
 
 For n from `ngram_max` down to `ngram_min` the most recent earlier occurrence of the last n tokens wins. The index maps
-every n-gram, packed exactly into one integer, to where its most recent continuation begins: a step costs the same
-however long the context is. Invariant: it holds the n-grams that end before the last indexed token, so the end of the
-text never finds itself. What a step committed is indexed while the next pass is under way.
+every n-gram to where its most recent continuation begins, exactly: a step costs the same however long the context is.
+Invariant: it holds the n-grams that end before the last indexed token, so the end of the text never finds itself. What
+a step committed is indexed when somebody asks, or while the next pass is under way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FEW = 16  # tokens that are looked through rather than indexed on the spot
 
 
 class NgramIndex:
-    """Where the continuations of a growing text's n-grams begin."""
+    """Where the continuations of a growing text's n-grams begin; each n-gram packed into one integer."""
 
     def __init__(self, ngram_min: int, ngram_max: int, vocab_size: int) -> None:
         self._bits = max(vocab_size - 1, 1).bit_length()

@@ -2,8 +2,8 @@
 
 Each scheduled sequence gives its uncomputed tokens and then its draft's nodes; only valid nodes become rows. Node j
 of a sequence with L tokens is written to the slot of position L + j, whatever its depth, and stands at position L - 1
-+ depth: in a chain that is the same. All rows are laid out at once, in a few operations on arrays: a step may have
-hundreds of sequences.
++ depth: in a chain that is the same. A device waits while a step is laid out: what depends on the drafts' shape alone
+is kept from step to step (`_Form`), and the rest is a few operations, for hundreds of sequences too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paceline.sequence import Sequence
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
-FEW = 24  # rows
-TOKENS = len(ROW_FIELDS)  # where a plan's arrays have them
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+FEW = 24  # rows
+POSITION, PREFIX, SLOT, OWNER, PATH_LEN, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
 
 
 def slot(sequence: Sequence, position: int, block_size: int) -> int:
@@ -78,20 +78,18 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     """`tokens` (M,) where the host does not know them."""
     rows, tables = batch.rows, batch.tables
     form = _form(batch, draft)
-    known = [] if tokens is not None else _tokens(rows, draft, form)
+    known = _own_tokens(rows, form) if tokens is None else None
     if len(form.owner) <= FEW and not form.reads:
-        each, max_len = _few(rows, form, known, block_size)
+        each, max_len = _few(rows, form, known, draft, block_size)
     else:
-        each, max_len = _many(batch, form, known, block_size)
+        each, max_len = _many(batch, form, known, draft, block_size)
     path = form.no_path
     if form.ancestors is not None:
-        path = np.append(each[2], np.int32(-1)).take(form.ancestors)
-    own = None
-    if tokens is None:
-        tokens = own = torch.from_numpy(each[TOKENS])
-    host = HostPlan(each, path, tables, own)
+        path = np.append(each[SLOT], np.int32(-1)).take(form.ancestors)
+    said = torch.from_numpy(each[TOKEN]) if tokens is None else tokens
+    host = HostPlan(each, path, tables, None if known is None else said)
     return Layout(
-        tokens=tokens,
+        tokens=said,
         plan=PassPlan.on_host(host, block_size, max_len),
         logit_rows=form.logit_rows,
         logit_row_of=form.logit_row_of,
@@ -102,7 +100,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
     )
 
 
-def _few(rows: list[Row], form: _Form, tokens: list[int], block_size: int) -> tuple[Int32s, int]:
+def _few(rows: list[Row], form: _Form, tokens: list[int] | None, draft: Draft, block_size: int) -> tuple[Int32s, int]:
     """(6, M) as the plan's, and the longest context. Of few rows: arrays take longer to begin than to finish."""
     firsts, tables = [row.first for row in rows], [row.sequence.blocks for row in rows]
     positions, prefixes, slots = [], [], []
@@ -112,25 +110,29 @@ def _few(rows: list[Row], form: _Form, tokens: list[int], block_size: int) -> tu
         positions.append(first + position)
         prefixes.append(first + prefix)
         slots.append(tables[owner][block] * block_size + offset)
-    said = [tokens[at] for at in form.places] if tokens else slots
+    said = slots  # any, where they are not known
+    if tokens is not None:
+        tokens += _codes(draft) if draft.unseen else chain.from_iterable(draft.tokens.tolist())
+        said = [tokens[at] for at in form.places]
     return np.array([positions, prefixes, slots, *form.owners, said], np.int32), max(positions) + 1
 
 
-def _many(batch: Batch, form: _Form, tokens: list[int], block_size: int) -> tuple[Int32s, int]:
+def _many(batch: Batch, form: _Form, tokens: list[int] | None, draft: Draft, block_size: int) -> tuple[Int32s, int]:
     each = form.each.copy()
-    moved, stored, owner, tables = each[:3], each[2], form.owner, batch.tables
+    moved, stored, owner, tables = each[: SLOT + 1], each[SLOT], form.owner, batch.tables
     moved += batch.first.astype(np.int32).take(owner)
     block = stored // block_size
     slots = tables.reshape(-1).take(owner * tables.shape[1] + block)
     slots -= block
     slots *= block_size
-    if tokens:
-        each[TOKENS] = np.array(tokens, np.int32).take(form.order)
+    if tokens is not None:
+        drafted = np.array(_codes(draft)) if draft.unseen else draft.tokens.numpy().reshape(-1)
+        each[TOKEN] = np.concatenate((np.array(tokens, np.int64), drafted)).take(form.order)
         if form.reads:  # what others computed is computed once more, but not written
             again = stored < np.array([row.sequence.num_cached for row in batch.rows]).take(owner)
             slots[again] = -1 - stored[again]
     stored += slots
-    return each, int(np.maximum.reduce(each[0], initial=-1)) + 1
+    return each, int(np.maximum.reduce(each[POSITION], initial=-1)) + 1
 
 
 class _Form:
@@ -152,7 +154,7 @@ class _Form:
     @functools.cached_property
     def rows(self) -> list[tuple[int, ...]]:
         """Of each: owner, position, prefix and the position it is stored at."""
-        return list(zip(*self.each[[3, 0, 1, 2]].tolist(), strict=True))
+        return list(zip(*self.each[[OWNER, POSITION, PREFIX, SLOT]].tolist(), strict=True))
 
     @functools.cached_property
     def places(self) -> list[int]:
@@ -161,8 +163,8 @@ class _Form:
 
     @functools.cached_property
     def owners(self) -> list[list[int]]:
-        """And its path's length."""
-        return self.each[3:TOKENS].tolist()  # type: ignore[no-any-return]
+        """And their paths' lengths."""
+        return self.each[OWNER:TOKEN].tolist()  # type: ignore[no-any-return]
 
 
 def _form(batch: Batch, draft: Draft) -> _Form:
@@ -217,8 +219,8 @@ def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
     node = stored - count[owner]  # -1 the last token, before it the others
     is_node = node >= 0
     wanted = node >= -1 if len(sampled) == len(counts) else (node >= -1) & np.isin(owner, sampled)
-    each = np.zeros((TOKENS + 1, len(owner)), np.int32)
-    each[0], each[1], each[2], each[3] = stored, stored + 1, stored, owner
+    each = np.zeros((TOKEN + 1, len(owner)), np.int32)
+    each[POSITION], each[PREFIX], each[SLOT], each[OWNER] = stored, stored + 1, stored, owner
     order = np.empty_like(owner)
     own = len(owner) - np.count_nonzero(is_node)
     order[~is_node], order[is_node] = np.arange(own), own + np.flatnonzero(used)
@@ -247,8 +249,8 @@ def _place_trees(form: _Form, draft: Draft, used: Bools, own: int) -> None:
     if not np.logical_and.reduce(kept):
         rows, of, depth, node, back = (part[kept] for part in (rows, of, depth, node, back))
     each, deepest = form.each, int(np.maximum.reduce(depth))
-    length = each[2].take(rows) - node
-    each[0, rows], each[1, rows], each[4, rows] = length - 1 + depth, length, depth
+    length = each[SLOT].take(rows) - node
+    each[POSITION, rows], each[PREFIX, rows], each[PATH_LEN, rows] = length - 1 + depth, length, depth
     above = np.empty_like(form.order)
     above[rows] = rows - back
     form.ancestors = ancestors = np.empty((len(above), deepest), np.int64)
@@ -262,17 +264,15 @@ def _place_trees(form: _Form, draft: Draft, used: Bools, own: int) -> None:
     form.trees = {form.sampled[tree]: at_depth[tree] for tree in branches.nonzero()[0].tolist()}
 
 
-def _tokens(rows: list[Row], draft: Draft, form: _Form) -> list[int]:
-    """The sequences' own and the drafts', (B * N), or where those are to be found; see `_Form.order`."""
+def _own_tokens(rows: list[Row], form: _Form) -> list[int]:
     if form.reads:
-        tokens = list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
-    else:
-        tokens = [row.sequence.tokens[row.first] for row in rows]
-    if draft.unseen:
-        tokens += range(-1, -1 - draft.batch * draft.width, -1)
-    elif draft.width:
-        tokens += chain.from_iterable(draft.tokens.tolist())
-    return tokens
+        return list(chain.from_iterable([row.sequence.tokens[row.first : row.first + row.count] for row in rows]))
+    return [row.sequence.tokens[row.first] for row in rows]
+
+
+def _codes(draft: Draft) -> range:
+    """For the tokens of a draft that the host has not seen."""
+    return range(-1, -1 - draft.tokens.numel(), -1)
 
 
 def filled_in(tokens: Tensor, draft: Draft) -> Tensor:

@@ -1,7 +1,7 @@
 // Suffix decoding for many texts in one call: the same index, places, evidence and trees as `paceline.drafters.suffix_index`
 // and `suffix_tree`, which say what they mean, operation by operation, so that all numbers are the same bits.
 //
-// The arrays are the caller's; nothing is allocated here.
+// All memory is the caller's.
 
 #pragma once
 
@@ -11,10 +11,10 @@
 namespace suffix {
 
 constexpr int DEPTH = 24, NUM_LEVELS = 3, LEVELS[NUM_LEVELS] = {5, 2, 1}, LIMIT = 6;
-constexpr int COPY = 1;                    // the level of two tokens
+constexpr int COPY = 1;  // the level of two tokens
 constexpr int32_t END = -1, STRANGER = -2;
 constexpr uint64_t PRIME = 1858537381, BASE = (1ull << 32) % PRIME;
-constexpr int MOST = 2 * (NUM_LEVELS - 1) * LIMIT + 2;  // places: two texts, or fewer with a long context; a copy that strayed
+constexpr int MOST = 2 * (NUM_LEVELS - 1) * LIMIT + 2;  // places: two levels of two texts, a copy that strayed
 static_assert(MOST <= 64, "sets of places are bits of a word");
 
 struct Weights {  // as `suffix_tree` has them
