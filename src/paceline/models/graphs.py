@@ -23,6 +23,7 @@ from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
 from paceline.models.rehearse import Shape, rehearsal
 from paceline.models.staging import Staging
+from paceline.recorder import Recorder, Recording
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
@@ -36,13 +37,14 @@ ALIGNED = 4  # ints: every view starts at 16 bytes, as the kernels like it
 
 
 class Placed:
-    """A bucket's buffers, and its graph once there is one."""
+    """A bucket's buffers, and its recording once there is one."""
 
     def __init__(self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int) -> None:
         from paceline.models.triton.attention import HEADER, Division, Work
 
-        self.bucket, self.graph, self.output = bucket, None, None  # type: tuple[Bucket, Any, Any]
-        self.kept: list[Tensor] = []  # scratch the graph points into
+        self.bucket = bucket
+        self.recording: Recording | None = None
+        self.kept: list[Tensor] = []  # scratch it points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
         sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)}
@@ -123,7 +125,7 @@ class PassGraphs:
         self._logits: Tensor | None = None
         self._staging = Staging(decoder.device)
         self._compiled: set[object] = set()  # sets of kernels that passes have used
-        self._pool, self._stream = None, None  # type: tuple[Any, Any]
+        self._recorder = Recorder()
         self._known: dict[Hashable, tuple[Bucket, Any]] = {}
         self.captured = 0
 
@@ -163,7 +165,7 @@ class PassGraphs:
         for shape in sorted(set(shapes), key=lambda shape: -shape.rows):
             tokens, plan, logit_rows = rehearsal(shape, block_size)
             of, tiles = self._pass(plan, caches, logit_rows, taps)
-            if of.graph is None:
+            if of.recording is None:
                 passes[of] = tokens, plan, logit_rows, tiles
         if self._captures:
             self._compile({of.kernels: of for of in passes if not self._is_compiled(of)}.values())
@@ -212,7 +214,6 @@ class PassGraphs:
         if caches is not self._caches:
             self._caches = caches
             self._passes.clear()
-            self._pool = None  # it ends with the last graph that was recorded in it
         host = plan.host
         bucket, tiles = self._bucket(host, logit_rows.shape[0], taps)
         of = self._passes.get(bucket)
@@ -236,15 +237,15 @@ class PassGraphs:
 
     def is_warm(self, of: Placed) -> bool:
         """It will not be recorded first."""
-        return of.graph is not None or not self.capture
+        return of.recording is not None or not self.capture
 
     def run(self, of: Placed) -> ModelOutput:
         """What the bucket gives, padding included."""
-        if of.graph is None and self._is_compiled(of) and self._captures:
+        if of.recording is None and self._is_compiled(of) and self._captures:
             self._record(of)
-        if of.graph is not None:
-            of.graph.replay()
-            output: ModelOutput = of.output
+        if of.recording is not None:
+            of.recording.replay()
+            output: ModelOutput = of.recording.result
         else:
             self._compiled.add(of.kernels)
             output = self._compute(of)
@@ -258,22 +259,9 @@ class PassGraphs:
         return self._decoder.compute(of.tokens, of.plan, self._caches, of.logit_rows, bucket.taps, out)
 
     def _record(self, of: Placed) -> None:
-        """Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than recording."""
         started, before = time.perf_counter(), self._reserved()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                of.output = self._compute(of)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        of.graph = graph
-        of.kept = [of.output.logits, *self._scratch()]
+        of.recording = self._recorder.record(lambda: self._compute(of))
+        of.kept = [of.recording.result.logits, *self._scratch()]
         self.captured += 1
         grown = (self._reserved() - before) / 1e6
         log.debug("captured %s in %.0f ms, %.0f MB", of.bucket, 1e3 * (time.perf_counter() - started), grown)
