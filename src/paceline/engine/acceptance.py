@@ -30,7 +30,8 @@ TRUST_FADES, TRUST_WEIGHT = 0.99, 3.0  # likewise for what was promised against 
 BAD_LUCK = 0.5  # standard deviations: more of it costs batches on slow cores, less costs a single answer
 DOUBT_TOKENS = 20.0
 EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and the next begins
-FIRST_GUESS = (0.0, 0.12, 0.25, 0.4, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
+FIRST_GUESS = (0.0, 0.17, 0.24, 0.49, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
+MISSES, FEWER = 0.45, 0.85  # once such a one has held: how often the next token does not, and how much less often each
 
 Key = tuple[str, bool, int]
 
@@ -42,8 +43,13 @@ def bucket(evidence: int) -> int:
 
 @functools.cache
 def prior(evidence_bucket: int) -> tuple[float, ...]:
-    """By position, before anything was seen: more evidence is better, and a draft that held so far tends to hold."""
+    """By position, before anything was seen: more evidence is better, and a draft that held so far tends to hold.
+
+    Of short matches that is as it was for answers to the workloads `bench` ships and to training prompts.
+    """
     first = FIRST_GUESS[evidence_bucket]
+    if first < 1 - MISSES:
+        return (first, *[1 - MISSES * FEWER**at for at in range(1, POSITIONS)])
     return (min(first, 0.9), *[min(first + 0.15, 0.9)] * (POSITIONS - 1))
 
 

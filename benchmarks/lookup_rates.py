@@ -1,0 +1,87 @@
+"""How often lookups are right, by what speaks for them: plain answers to the workloads `paceline bench` ships, and to a
+file of prompts, read again token by token.
+
+The policy's first guesses (`engine/acceptance.py`) are from here, so that they know nothing of the prompts it is
+measured on.
+
+    python benchmarks/lookup_rates.py --prompts gsm8k_train.jsonl --count 12
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+
+from common import finish
+from speculation import Configuration, read_prompts
+
+from paceline import SamplingParams
+from paceline.bench.prompts import shipped
+from paceline.config import SpeculationConfig
+from paceline.drafters import DRAFTERS, Drafter, DrafterContext
+from paceline.engine.acceptance import FIRST_GUESS, POSITIONS, bucket
+from paceline.models.hub import resolve
+from paceline.models.runtime import LoadedModel, load_model
+from paceline.sequence import Sequence
+
+PER_WORKLOAD, TOGETHER, DEPTH = 6, 16, 8
+SHOWN = (0, 1, 2, 3, 5, 7)  # positions
+
+Cell = tuple[str, int, int]  # method, bucket of evidence, position
+
+
+def asked(loaded: LoadedModel, path: str | None, count: int) -> Iterator[list[int]]:
+    for prompt in shipped(per_workload=PER_WORKLOAD):
+        yield loaded.tokenizer.apply_chat_template(prompt.messages([])[:1])
+    for line in read_prompts([path], None)[:count] if path else ():
+        yield loaded.tokenizer.apply_chat_template([{"role": "user", "content": line["turns"][0]}])
+
+
+def judge(drafters: list[Drafter], sequence: Sequence, answer: list[int], tried: Counter[Cell], hit: Counter[Cell]):
+    """What each would have said before every token, and how far it would have been right."""
+    for at, token in enumerate(answer[:-1], start=1):
+        sequence.tokens.append(token)
+        for drafter in drafters:
+            evidence, guess = bucket(drafter.evidence(sequence)), drafter.guess(sequence, DEPTH)
+            for position, (said, true) in enumerate(zip(guess, answer[at:], strict=False)):
+                tried[drafter.name, evidence, position] += 1
+                if said != true:
+                    break
+                hit[drafter.name, evidence, position] += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", help="a file as speculation.py takes it, beside the workloads")
+    parser.add_argument("--count", type=int, default=12, help="of its prompts")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    args = parser.parse_args()
+    loaded = load_model(resolve("smollm2"), dtype="float32", device="cpu")
+    context = DrafterContext(loaded.config, loaded.decoder.device, SpeculationConfig(method="auto"))
+    prompts, found = list(asked(loaded, args.prompts, args.count)), {}
+    for temperature in args.temperatures:
+        seed = {"seed": 11} if temperature else {}
+        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, **seed).resolve({})
+        plain, drafters = Configuration(loaded, "none", None), [DRAFTERS[name](context) for name in ("ngram", "suffix")]
+        tried, hit = Counter[Cell](), Counter[Cell]()
+        for start in range(0, len(prompts), TOGETHER):
+            group = prompts[start : start + TOGETHER]
+            for index, (prompt, answer) in enumerate(zip(group, plain.answer(group, params)[1], strict=True)):
+                one = Sequence(f"{start + index}", prompt, params, max_len=len(prompt) + args.max_tokens)
+                judge(drafters, one, answer, tried, hit)
+                for drafter in drafters:
+                    drafter.release(one)  # unfinished, so that nothing is learned from it
+        print(f"temperature {temperature}: right / tried at positions {', '.join(str(at + 1) for at in SHOWN)}")
+        for method, evidence in sorted({key[:2] for key in tried}):
+            cells = [(method, evidence, at) for at in SHOWN]
+            rates = "  ".join(f"{hit[cell] / max(tried[cell], 1):.2f}/{tried[cell]:<4}" for cell in cells)
+            print(f"  {method:<7} bucket {evidence} (first guess {FIRST_GUESS[evidence]:.2f}): {rates}", flush=True)
+            keys = [(method, evidence, at) for at in range(POSITIONS) if tried[method, evidence, at]]
+            found[f"{temperature} {method} {evidence}"] = [[hit[key], tried[key]] for key in keys]
+    finish("lookup_rates", {"answers": len(prompts), "rates": found})
+
+
+if __name__ == "__main__":
+    main()
