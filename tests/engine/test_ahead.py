@@ -281,6 +281,7 @@ def test_what_a_company_keeps_from_step_to_step_changes_nothing(
         sequences = run(engine, requests, cancel)
         assert engine.blocks.num_free == num_blocks
         assert not engine.committer._watches
+        assert engine.committer._expected[0] is None
         ends = {
             name: (one.tokens, one.text, one.finish_reason, one.stop_reason, one.num_computed, one.stats.as_dict())
             for name, (one,) in sequences.items()
@@ -320,6 +321,16 @@ def test_a_company_says_its_tokens_without_looking_at_each_sequence():
         name: greedy_alone(prompt_of(i, 6), 20) for i, name in enumerate("abc")
     }
     assert kept == [False, *[True] * 19], "the first reads prompts"
+
+
+def test_a_company_that_nobody_samples_in_any_more_is_greedy():
+    """What plain steps would have taken is known apart for both."""
+    engine, _ = ahead_engine(num_blocks=128)
+    asked = []
+    engine.policy.plain_seconds = lambda rows, sampled: asked.append((rows, sampled))
+    wanted = {"a": params(max_tokens=20), "b": params(max_tokens=8, seed=5, temperature=0.8)}
+    run(engine, [(0, name, prompt_of(i, 6), one) for i, (name, one) in enumerate(wanted.items())])
+    assert asked == [(2, True)] * 7 + [(1, False)] * 12
 
 
 class Early:
