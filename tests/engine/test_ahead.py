@@ -516,6 +516,35 @@ def test_whoever_ended_in_an_interrupted_step_leaves_nothing_to_the_next_of_its_
     assert sequence.text == Letters().decode(greedy_alone(prompt_of(1, 6), 9))
 
 
+@pytest.mark.parametrize("leaves", ["cancelled", "after an interruption"])
+def test_whoever_leaves_is_forgotten_although_that_is_interrupted(leaves):
+    toy = Early(tokenizer=Letters())
+    engine, forget, tell = toy.engine, toy.engine.committer.forget, toy.engine.committer.tell
+
+    def interrupted(*_):
+        engine.committer.forget, engine.committer.tell = forget, tell
+        raise KeyboardInterrupt
+
+    engine.add_request("a", prompt_of(0, 6), params(max_tokens=3))
+    engine.step()
+    if leaves == "cancelled":
+        engine.committer.forget = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.cancel("a")
+        engine.cancel("a")
+    else:
+        engine.committer.tell = lambda collected: interrupted() if collected.ends else tell(collected)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, [])
+        engine.committer.forget = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert engine.step() == []
+    assert not engine.committer._watches
+    (sequence,) = run(engine, [(0, "a", prompt_of(1, 6), params(max_tokens=9))])["a"]
+    assert sequence.text == Letters().decode(greedy_alone(prompt_of(1, 6), 9))
+
+
 early_strategy = st.lists(
     st.tuples(
         st.integers(0, 12),  # arrival
