@@ -83,6 +83,22 @@ def test_garbage_may_hold_graphs_and_is_not_collected_meanwhile(diary):
         gc.enable()
 
 
+def test_memory_is_not_taken_for_shared_when_the_last_recording_goes_with_the_garbage(diary, monkeypatch):
+    class Heavy(Graph):
+        def __init__(self):
+            if gc.isenabled():
+                gc.collect()  # as may happen at any time
+            super().__init__()
+
+    recorder, alive = Recorder(), []
+    garbage = [recorder.record(int)]
+    garbage.append(garbage)
+    del garbage
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Heavy)
+    recorder.record(lambda: alive.append(len(recorder._alive)))
+    assert (diary[2], alive) == ("begin 2 in a", [1])
+
+
 @pytest.mark.cuda
 def test_graphs_among_garbage_do_not_end_a_recording():
     def work():

@@ -14,6 +14,19 @@ from weakref import WeakSet
 import torch
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph found among garbage would be destroyed, which is not permitted while another is recorded and ends that;
+    the last of a recorder's would take their memory with it, in which the next is to be recorded."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 class Recording:
     def __init__(self, graph: Any, result: Any) -> None:
         self.replay: Callable[[], None] = graph.replay
@@ -25,6 +38,7 @@ class Recorder:
         self._alive: WeakSet[Recording] = WeakSet()
         self._pool, self._stream = None, None  # type: tuple[Any, Any]
 
+    @_no_collection()
     def record(self, work: Callable[[], Any]) -> Recording:
         """Of what `work` launches; its kernels have run before, so that they are compiled. RuntimeError: it cannot be.
 
@@ -35,7 +49,7 @@ class Recorder:
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), _no_collection():
+        with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
@@ -45,15 +59,3 @@ class Recorder:
         recording = Recording(graph, result)
         self._alive.add(recording)
         return recording
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A graph found among garbage would be destroyed, which is not permitted meanwhile and ends the recording."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()

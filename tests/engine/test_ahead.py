@@ -281,6 +281,7 @@ def test_what_a_company_keeps_from_step_to_step_changes_nothing(
         sequences = run(engine, requests, cancel)
         assert engine.blocks.num_free == num_blocks
         assert not engine.committer._watches
+        assert engine.committer._expected[0] is None
         ends = {
             name: (one.tokens, one.text, one.finish_reason, one.stop_reason, one.num_computed, one.stats.as_dict())
             for name, (one,) in sequences.items()
@@ -320,6 +321,16 @@ def test_a_company_says_its_tokens_without_looking_at_each_sequence():
         name: greedy_alone(prompt_of(i, 6), 20) for i, name in enumerate("abc")
     }
     assert kept == [False, *[True] * 19], "the first reads prompts"
+
+
+def test_a_company_that_nobody_samples_in_any_more_is_greedy():
+    """What plain steps would have taken is known apart for both."""
+    engine, _ = ahead_engine(num_blocks=128)
+    asked = []
+    engine.policy.plain_seconds = lambda rows, sampled: asked.append((rows, sampled))
+    wanted = {"a": params(max_tokens=20), "b": params(max_tokens=8, seed=5, temperature=0.8)}
+    run(engine, [(0, name, prompt_of(i, 6), one) for i, (name, one) in enumerate(wanted.items())])
+    assert asked == [(2, True)] * 7 + [(1, False)] * 12
 
 
 class Early:
@@ -502,6 +513,35 @@ def test_whoever_ended_in_an_interrupted_step_leaves_nothing_to_the_next_of_its_
     toy.engine.committer.tell = tell
     assert "a" in toy.engine.policy.forgotten
     (sequence,) = run(toy.engine, [(0, "a", prompt_of(1, 6), params(max_tokens=9))])["a"]
+    assert sequence.text == Letters().decode(greedy_alone(prompt_of(1, 6), 9))
+
+
+@pytest.mark.parametrize("leaves", ["cancelled", "after an interruption"])
+def test_whoever_leaves_is_forgotten_although_that_is_interrupted(leaves):
+    toy = Early(tokenizer=Letters())
+    engine, forget, tell = toy.engine, toy.engine.committer.forget, toy.engine.committer.tell
+
+    def interrupted(*_):
+        engine.committer.forget, engine.committer.tell = forget, tell
+        raise KeyboardInterrupt
+
+    engine.add_request("a", prompt_of(0, 6), params(max_tokens=3))
+    engine.step()
+    if leaves == "cancelled":
+        engine.committer.forget = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.cancel("a")
+        engine.cancel("a")
+    else:
+        engine.committer.tell = lambda collected: interrupted() if collected.ends else tell(collected)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, [])
+        engine.committer.forget = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert engine.step() == []
+    assert not engine.committer._watches
+    (sequence,) = run(engine, [(0, "a", prompt_of(1, 6), params(max_tokens=9))])["a"]
     assert sequence.text == Letters().decode(greedy_alone(prompt_of(1, 6), 9))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from paceline.models.staging import TURNS, Runtime, Staging
+from paceline.models.staging import TURNS, Buffer, Runtime, Staging
 
 CPU = torch.device("cpu")
 
@@ -77,6 +78,69 @@ def test_the_runtime_copies_both_ways_and_is_told_when_that_is_over(monkeypatch:
     staging.send(staging.buffer(4), there, 1)
     staging.buffer(4)  # which marks what was sent before
     assert library.recorded == [0, 1, 2]
+
+
+class Late(Library):
+    """A device that does nothing before somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, ...]] = []  # copies, and events
+
+    def cudaMemcpyAsync(self, *given: int) -> int:
+        self.asked.append(given)
+        return 0
+
+    def cudaEventRecord(self, event: int, stream: int) -> int:
+        self.asked.append((event,))
+        return 0
+
+    def wait(self, event: int | None = None) -> None:
+        while self.asked if event is None else (event,) in self.asked:
+            one = self.asked.pop(0)
+            if len(one) > 1:
+                ctypes.memmove(*one[:3])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_buffer_is_filled_or_given_away_before_its_last_copy_is_over(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise, library, sizes = random.Random(seed), Late(), range(1, 9)
+    staging, events = staged(library, monkeypatch), iter(range(99))
+    kept: list[torch.Tensor] = []  # what late copies read and write
+
+    class Made(Buffer):
+        def __init__(self, turn: int, size: int, device: torch.device) -> None:
+            super().__init__(turn, size, device)
+            kept.append(self.pinned)
+            number = next(events)
+            self.over = SimpleNamespace(cuda_event=number, synchronize=lambda: library.wait(number))
+
+    monkeypatch.setattr("paceline.models.staging.Buffer", Made)
+    staging._buffers = [None] * TURNS
+    sent: list[tuple[torch.Tensor, list[int]]] = []
+    read: list[tuple[list[int], list[int]]] = []
+    for step in range(40):
+        size = noise.choice(sizes)
+        if noise.random() < 0.6:
+            buffer, there = staging.buffer(size), torch.zeros(8, dtype=torch.int32)
+            buffer.ints[:size] = range(step, step + size)
+            if noise.random() < 0.9:  # else something failed before it was sent
+                staging.send(buffer, there, size)
+                sent.append((there, list(range(step, step + size))))
+            if noise.random() < 0.5:
+                staging.mark()
+        else:
+            said = torch.arange(step, step + size, dtype=torch.int32)
+            buffer = staging.fetch(said)
+            if noise.random() < 0.7:  # else nobody reads it
+                buffer.over.synchronize()
+                read.append((buffer.ints[:size].tolist(), said.tolist()))
+            kept.append(said)
+    library.wait()
+    assert all(there[: len(said)].tolist() == said for there, said in sent)
+    assert all(there == said for there, said in read)
 
 
 @pytest.mark.parametrize("failing", ["copy", "record"])

@@ -50,13 +50,14 @@ class Company:
 
     def part(self, going: list[int]) -> Company:
         """Those that are left."""
+        sequences = [self.sequences[index] for index in going]
         return Company(
-            [self.sequences[index] for index in going],
+            sequences,
             [self.stats[index] for index in going],
             self.max_len[going],
             self.seats[going],
             self.width,
-            self.sampled,
+            self.sampled and any(not sequence.params.greedy for sequence in sequences),
         )
 
 

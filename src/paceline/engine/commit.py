@@ -103,10 +103,12 @@ class Committer:
         return collected
 
     def expect(self, flight: Flight) -> None:
-        """What collecting takes and no verdict changes, while that is waited for."""
+        """What collecting takes and no verdict changes, while that is waited for; a company's is at hand."""
+        if flight.stage is not None:
+            return
         expected: list[_Expected] = []
         layout, watches, finished = flight.layout, self._watches, Status.FINISHED
-        for index, row in enumerate(layout.rows if flight.stage is None else ()):
+        for index, row in enumerate(layout.rows):
             sequence, watch, output = row.sequence, None, None
             if sequence.status is finished:  # after the flight was launched
                 continue

@@ -96,8 +96,8 @@ class Engine:
         with torch_threads(self.model.torch_threads), says_what_to_lower(), no_collection():
             if self._unfinished:  # a step was interrupted: who had said the last word leaves now
                 for sequence in [one for one in self.scheduler.running if one.finish_reason is not None]:
-                    self.scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
                     self._forget(sequence)
+                    self.scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
             self._unfinished = True
             outputs = self._step()
             self._unfinished = False
@@ -237,11 +237,12 @@ class Engine:
         """Stop all answers to a request; their blocks are free when this returns."""
         cancelled = [sequence for sequence in self.scheduler.sequences() if sequence.request_id == request_id]
         for sequence in cancelled:
-            self.scheduler.finish(sequence, "abort")
             self._forget(sequence)
+            self.scheduler.finish(sequence, "abort")
         return cancelled
 
     def _forget(self, sequence: Sequence) -> None:
+        """Before it leaves: where this is interrupted, whoever tries again still finds it."""
         self.policy.forget(sequence)
         self.committer.forget(sequence)
 

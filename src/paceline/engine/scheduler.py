@@ -137,13 +137,7 @@ class Scheduler:
     def _further(self, batch: Batch, stage: Stage) -> tuple[Batch, SequenceOf[int]] | None:
         """The same for a company: who is still there and has room goes on, one position further."""
         going: SequenceOf[int] = range(len(batch.rows))
-        company, first, last, spare, size = (
-            stage.company,
-            stage.first + 1,
-            batch.rows,
-            stage.spare,
-            self.blocks.block_size,
-        )
+        company, first, last, spare = stage.company, stage.first + 1, batch.rows, stage.spare
         if not self.is_whole(stage):
             running, fits = Status.RUNNING, (first + 1 < company.max_len).tolist()
             going = [at for at, one in enumerate(company.sequences) if fits[at] and one.status is running]
@@ -151,6 +145,7 @@ class Scheduler:
                 return None
             company, first, last = company.part(going), first[going], [last[index] for index in going]
             spare = None if spare is None else [spare[index] for index in going]
+        size = self.blocks.block_size
         begin = [company.sequences[index] for index in np.flatnonzero(first % size == 0)]  # a block each
         short = [sequence for sequence in begin if len(sequence.blocks) * size <= len(sequence.tokens)]
         if not self.policy.rests(company.sequences) or len(short) > self.blocks.num_free:
@@ -265,9 +260,7 @@ class Scheduler:
             if not self._make_room(sequence, end, batch):
                 return
             self.blocks.allocate(sequence, end + budget)
-        batch.rows.append(Row(sequence, first, count, count == uncomputed, choice.method, budget))
-        batch.num_tokens += count + budget
-        batch.num_drafted += budget
+        batch.add(Row(sequence, first, count, count == uncomputed, choice.method, budget))
 
     def _make_room(self, sequence: Sequence, end: int, batch: Batch) -> bool:
         """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""
