@@ -194,6 +194,17 @@ def test_a_text_longer_than_its_positions_is_numbered_afresh(monkeypatch):
 
 
 @pytest.mark.parametrize("native", [True, False])
+def test_positions_stay_where_nothing_is_new(native, monkeypatch):
+    monkeypatch.setattr(suffix_index, "_LAST_POSITION", 130)
+    drafter = pair("suffix", suffix_bytes=SMALL)[0 if native else 1]
+    sequence = Sequence("0", [1] * 300, SamplingParams().resolve({}), max_len=100_000)
+    drafter.evidence(sequence)
+    end = drafter.states["0/0"].index.end
+    drafter.commit([Commit(sequence, 0, 7, None)])  # read again, perhaps
+    assert drafter.states["0/0"].index.end == end, "what was found is of these positions"
+
+
+@pytest.mark.parametrize("native", [True, False])
 def test_nothing_before_a_full_ring_is_read(native):
     """The longest match that ends where the ring begins again: what lies before the text is not its own."""
     drafter = pair("suffix", suffix_bytes=SMALL)[0 if native else 1]

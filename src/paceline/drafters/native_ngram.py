@@ -41,6 +41,8 @@ class NativeNgrams(NativeForm[NgramState]):
         return NgramState(sequence, self._min, self._max)
 
     def take_in(self, state: NgramState, end: int) -> None:
+        if end <= state.indexed:  # what was found stands, so its positions must
+            return
         if len(state.sequence.tokens) > state.room:
             self._make_room(state)
         new = array("q", state.sequence.tokens[state.indexed : end])

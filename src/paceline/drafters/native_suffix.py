@@ -107,6 +107,8 @@ class NativeSuffixes(NativeForm[SuffixState]):
         return SuffixState(sequence, self._memory.new_index())
 
     def take_in(self, state: SuffixState, end: int) -> None:
+        if end <= state.indexed:  # what was found stands, so its positions must
+            return
         if len(state.sequence.tokens) > state.room:
             self._make_room(state)
         new = array("q", state.sequence.tokens[state.indexed : end])
