@@ -44,6 +44,7 @@ class Sequence:
         self.bad_words = tuple(tuple(word) for word in bad_words)  # as token ids
         # What it asks of a pass depends on tokens before, or is asked of the host, so it cannot run ahead of them.
         self.looks_back = bool(params.penalised or bad_words or params.min_tokens or params.logprobs is not None)
+        self.sampled = not params.greedy
         self.seed = params.sub_seed(index)
         self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # what its coins are keyed by
 

@@ -45,7 +45,7 @@ class Company:
             np.array([sequence.max_len for sequence in sequences], np.int64),
             np.array([sequence.seat for sequence in sequences], np.int64),
             max(len(sequence.blocks) for sequence in sequences),
-            any(not sequence.params.greedy for sequence in sequences),
+            any(sequence.sampled for sequence in sequences),
         )
 
     def part(self, going: list[int]) -> Company:

@@ -63,4 +63,4 @@ class Standing:
 
 
 def any_sampled(sequences: Iterable[Sequence]) -> bool:
-    return any(not sequence.params.greedy for sequence in sequences)
+    return any(sequence.sampled for sequence in sequences)
