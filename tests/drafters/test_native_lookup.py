@@ -15,7 +15,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow, ngram, suffix, suffix_index
 from paceline.drafters.native_ngram import NativeNgrams
 from paceline.drafters.native_suffix import NativeIndex, NativeSuffixes
-from paceline.drafters.suffix_index import END, SuffixIndex
+from paceline.drafters.suffix_index import DEPTH, END, SuffixIndex
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.models.native_kernels import load_library, open_library, runnable_variants
 from paceline.sampling_params import SamplingParams
@@ -191,6 +191,90 @@ def test_a_text_longer_than_its_positions_is_numbered_afresh(monkeypatch):
         assert native.states["0/0"].index.end <= 301
     rows = [DraftRow(sequence, 4)]
     assert torch.equal(native.propose(rows).tokens, plain.propose(rows).tokens)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_positions_stay_where_nothing_is_new(native, monkeypatch):
+    monkeypatch.setattr(suffix_index, "_LAST_POSITION", 130)
+    drafter = pair("suffix", suffix_bytes=SMALL)[0 if native else 1]
+    sequence = Sequence("0", [1] * 300, SamplingParams().resolve({}), max_len=100_000)
+    drafter.evidence(sequence)
+    end = drafter.states["0/0"].index.end
+    drafter.commit([Commit(sequence, 0, 7, None)])  # read again, perhaps
+    assert drafter.states["0/0"].index.end == end, "what was found is of these positions"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_nothing_before_a_full_ring_is_read(native):
+    """The longest match that ends where the ring begins again: what lies before the text is not its own."""
+    drafter = pair("suffix", suffix_bytes=SMALL)[0 if native else 1]
+    repeated = [*range(100, 100 + DEPTH)]
+    sequence = Sequence("0", [7] * 64 + repeated, SamplingParams().resolve({}), max_len=100_000)
+    drafter.evidence(sequence)
+    index = drafter.states["0/0"].index
+    assert index.rows == 64, "no memory to grow"
+    sequence.tokens += [5] * (-index.end % 64) + repeated + [6, 8]  # the 6 comes to lie at DEPTH
+    drafter.evidence(sequence)
+    assert index.text[DEPTH] == 6
+    around = np.full(index.rows + 2 * DEPTH, -2, np.int32)  # equal to what stands behind a context
+    around[DEPTH:] = index._text
+    index._work_on(index.rows, around[DEPTH:], index._heads, index._links)
+    sequence.tokens += repeated
+    drafter.evidence(sequence)
+    ((match, _, start, _),) = places_of(drafter, drafter.states["0/0"])
+    assert (match, start & 63) == (DEPTH, DEPTH)
+
+
+def failing(monkeypatch, name, after):
+    """numpy's `name` has no memory once it was called so often."""
+    real, left = getattr(np, name), [after]
+
+    def call(*args, **options):
+        left[0] -= 1
+        if left[0] == -1:
+            raise MemoryError
+        return real(*args, **options)
+
+    monkeypatch.setattr(np, name, call)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(
+    ("method", "name", "after"),
+    [("ngram", "empty", 0), ("ngram", "full", 0)]
+    + [("suffix", name, after) for name, most in (("full", 4), ("tile", 3)) for after in range(most)],
+)
+def test_where_memory_is_missing_nothing_has_changed(method, name, after, native, monkeypatch):
+    """Of one of two texts: what was kept still serves, and the other one misses nothing."""
+    drafter, fresh = pair(method)[0 if native else 1], pair(method)[1]
+    texts = [[1, 2, 3, 4, 5], [*range(30)] * 2]
+    sequences = [Sequence(str(i), text, SamplingParams().resolve({}), max_len=9_999) for i, text in enumerate(texts)]
+    drafter.look(sequences)
+    sequences[0].tokens += [1, 2, 3, 4]
+    sequences[1].tokens += [*range(30)] * 9
+    held = drafter.nbytes if method == "suffix" else 0
+    with monkeypatch.context() as patched:
+        failing(patched, name, after)
+        if native or method == "suffix":
+            with pytest.raises(MemoryError):
+                drafter.look(sequences)
+    assert method == "ngram" or drafter.nbytes == held
+    for _ in range(2):
+        assert drafter.look(sequences) == fresh.look(sequences)
+        rows = [DraftRow(sequence, 5) for sequence in sequences]
+        assert torch.equal(drafter.propose(rows).tokens, fresh.propose(rows).tokens)
+        for sequence in sequences:
+            sequence.tokens += [5, 1, 2]
+
+
+def test_an_index_that_could_not_be_made_takes_no_memory(monkeypatch):
+    drafter = pair("suffix")[0]
+    held = drafter.nbytes
+    with monkeypatch.context() as patched:
+        failing(patched, "full", 2)
+        with pytest.raises(MemoryError):
+            drafter.look([Sequence("0", [1, 2], SamplingParams().resolve({}), max_len=99)])
+    assert drafter.nbytes == held
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

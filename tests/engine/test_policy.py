@@ -532,12 +532,13 @@ def test_what_was_learnt_survives_a_restart():
     again.load(json.loads(json.dumps(policy.state())))
     fresh = [sequence("t")]
     assert again.plan(fresh, 0, False)[0].budget >= 4, "a one-shot request does not start cold"
-    cost = policy.state()["costs"][0]
+    cost, record = policy.state()["costs"][0], policy.state()["acceptance"][0]
     for broken in (
         {},
         {"costs": [{"sampled": 1, "size": 0, "scale": 1, "plain": {"rows": [7], "factor": [1]}}]},
         {"costs": 3},
         *(policy.state() | {"costs": [cost | {"scale": scale}]} for scale in (0, -1e-3, 1e9, math.nan)),
+        *(policy.state() | {"acceptance": [record | {"tried": [one] * 16}]} for one in (math.nan, math.inf, -1.0)),
     ):
         with pytest.raises((KeyError, TypeError, ValueError)):
             again.load(broken)
@@ -670,6 +671,35 @@ def test_a_step_is_learnt_from_by_what_was_known_when_its_draft_was_chosen():
         policy.observe(StepReport(8, 10, 0.02, {}, [StepOutput(sequences[0], [1], "", [], False, "lookup", 2, 0)]))
     policy._learn()
     assert noted == [("lookup", 4), ("lookup", 9)]
+
+
+def test_a_plan_does_not_stand_by_a_method_that_was_switched_off():
+    model, other = Guesser("model", 0.9, evidence=6, shadow=False), Guesser("other", 0.9, evidence=6, shadow=False)
+    policy, one = timeless([model, other], "auto"), sequence("s")
+    policy._known.costs.of(1, False).observe(1, 0.02)
+    policy._standing = Standing({one.key: Choice("model", 2)}, Plan(drafts=True), steps=6, left=5)
+    assert policy.plan([one], 0, False) == [Choice("model", 2)]
+    spoken = [StepOutput(one, [1], "", [], False, "model", 0, 0)]
+    policy.observe(StepReport(1, 1, 0.02, {}, spoken, retired=frozenset(["model"])))
+    assert policy.plan([one], 0, False)[0].method != "model"
+
+
+@pytest.mark.parametrize("answers", [[4], [4, 4, 4, 4], None])
+def test_one_of_many_that_cannot_be_looked_up_silences_no_other(answers):
+    """Whether all at once fails or gives too few or too many."""
+    sequences = [sequence(f"s{i}") for i in range(3)]
+
+    class Partly(Guesser):
+        def look(self, sequences):
+            if answers is None:
+                raise RuntimeError("one of them")
+            return answers
+
+        def evidence(self, sequence):
+            return 4 if sequence is not sequences[1] else 1 // 0
+
+    policy = timeless([Partly("g", 0.9)], "g", 3)
+    assert policy.plan(sequences, 0, False) == [Choice("g", 3), Choice(), Choice("g", 3)]
 
 
 def test_behind_a_pass_nobody_asks_about_those_that_have_left():

@@ -47,12 +47,13 @@ class NativeForm(ABC, Generic[S]):
         self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
 
     def find(self, states: SequenceOf[S]) -> None:
+        for state in states:  # before a token counts as taken in: there may be no room for one of them
+            if len(state.sequence.tokens) > state.room:
+                self._make_room(state)
         asked = [state.address for state in states]
         new: list[int] = []
         for state in states:
             tokens = state.sequence.tokens
-            if len(tokens) > state.room:
-                self._make_room(state)
             new += tokens[state.indexed :]
             asked.append(len(new))
             state.indexed = len(tokens)

@@ -41,6 +41,8 @@ class NativeNgrams(NativeForm[NgramState]):
         return NgramState(sequence, self._min, self._max)
 
     def take_in(self, state: NgramState, end: int) -> None:
+        if end <= state.indexed:  # what was found stands, so its positions must
+            return
         if len(state.sequence.tokens) > state.room:
             self._make_room(state)
         new = array("q", state.sequence.tokens[state.indexed : end])
@@ -61,10 +63,9 @@ class NativeNgrams(NativeForm[NgramState]):
         room = max(state.room, MIN_ROOM)
         while room < len(state.sequence.tokens):
             room *= 2
-        tokens, view = np.empty(room, np.int32), state.view
+        tokens, tables = np.empty(room, np.int32), np.full((self._max - self._min + 1) * 2 * room, -1, np.int32)
         tokens[: state.indexed] = state.tokens[: state.indexed]
-        state.room, state.tokens = room, tokens
-        state.tables = np.full((self._max - self._min + 1, 2 * room), -1, np.int32)
-        view.tokens, view.tables = tokens.ctypes.data, state.tables.ctypes.data
-        view.slots = 2 * room
+        state.room, state.tokens, state.tables = room, tokens, tables
+        view = state.view
+        view.tokens, view.tables, view.slots = tokens.ctypes.data, tables.ctypes.data, 2 * room
         self._index(state.address, state.indexed)

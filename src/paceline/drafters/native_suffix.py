@@ -78,12 +78,12 @@ class NativeIndex(SuffixIndex):
         tokens = np.ascontiguousarray(tokens)
         self._native_extend(self.address, tokens.ctypes.data, len(tokens))
 
-    def _open_views(self) -> None:
-        super()._open_views()
+    def _work_on(self, rows: int, text: Ints, heads: list[Ints], links: list[Ints]) -> None:
+        super()._work_on(rows, text, heads, links)
         view = self._view
-        view.text, view.rows = self._text.ctypes.data, self.rows
-        view.heads[:] = [heads.ctypes.data for heads in self._heads]
-        view.links[:] = [links.ctypes.data for links in self._links]
+        view.text, view.rows = text.ctypes.data, rows
+        view.heads[:] = [one.ctypes.data for one in heads]
+        view.links[:] = [one.ctypes.data for one in links]
 
 
 class SuffixState(NativeState):
@@ -107,6 +107,8 @@ class NativeSuffixes(NativeForm[SuffixState]):
         return SuffixState(sequence, self._memory.new_index())
 
     def take_in(self, state: SuffixState, end: int) -> None:
+        if end <= state.indexed:  # what was found stands, so its positions must
+            return
         if len(state.sequence.tokens) > state.room:
             self._make_room(state)
         new = array("q", state.sequence.tokens[state.indexed : end])

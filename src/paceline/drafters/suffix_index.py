@@ -68,15 +68,18 @@ class SuffixIndex:
 
     def _clear(self) -> None:
         rows = self.rows
+        text: Ints = np.full(rows + DEPTH, END, np.int32)  # the first DEPTH slots again behind the last
+        heads, links = ([np.full(rows, -1, np.int32) for _ in LEVELS] for _ in range(2))
         self.end = DEPTH  # END fills those before, so that every token has a context
-        self._text: Ints = np.full(rows + DEPTH, END, np.int32)  # the first DEPTH slots again behind the last
-        self._heads: list[Ints] = [np.full(rows, -1, np.int32) for _ in LEVELS]
-        self._links: list[Ints] = [np.full(rows, -1, np.int32) for _ in LEVELS]
         self._recent = (1 << 32 * LEVELS[0]) - 1  # the last tokens, packed; END before the beginning
-        self._open_views()
+        self._work_on(rows, text, heads, links)
 
-    def _open_views(self) -> None:
-        """Single elements are read and written through memoryviews, several times faster than through numpy."""
+    def _work_on(self, rows: int, text: Ints, heads: list[Ints], links: list[Ints]) -> None:
+        """These from now on, all at once: where memory for one of them is missing, nothing has changed.
+
+        Single elements are read and written through memoryviews, several times faster than through numpy.
+        """
+        self.rows, self._text, self._heads, self._links = rows, text, heads, links
         self.text = self._text.data
         self._bytes = self.text.cast("B")
         self._chains = [
@@ -104,19 +107,14 @@ class SuffixIndex:
 
     def _grow(self, rows: int) -> None:
         """Nothing is hashed again: a head stands for every bucket its own splits into, chains keep a few strangers."""
-        self._chains.clear()
-        del self.text, self._bytes
         text: Ints = np.full(rows + DEPTH, END, np.int32)
         text[: self.rows] = self._text[: self.rows]
         text[rows:] = text[:DEPTH]
-        self._text = text
-        for level in range(len(LEVELS)):
-            self._heads[level] = np.tile(self._heads[level], rows // self.rows)
-            links: Ints = np.full(rows, -1, np.int32)
-            links[: self.rows] = self._links[level]
-            self._links[level] = links
-        self.rows = rows
-        self._open_views()
+        heads = [np.tile(heads, rows // self.rows) for heads in self._heads]
+        links = [np.full(rows, -1, np.int32) for _ in LEVELS]
+        for longer, shorter in zip(links, self._links, strict=True):
+            longer[: self.rows] = shorter
+        self._work_on(rows, text, heads, links)
 
     def extend(self, tokens: SequenceOf[int]) -> None:
         """Append; each token becomes the continuation of the n-grams that end before it."""
@@ -235,7 +233,7 @@ class SuffixIndex:
             match = known.get(position, -1)
             if match < 0:
                 slot = position & mask
-                if slot < DEPTH:
+                if slot <= DEPTH:  # what is before the longest match is looked at too
                     slot += rows
                 if n >= LEVELS[0] and self._bytes[4 * (slot - DEPTH) : 4 * slot] == context.packed:
                     match = DEPTH  # a loop, most likely: one comparison in place of many
@@ -265,8 +263,9 @@ class Memory(Generic[Index]):
     def new_index(self) -> Index | None:
         if self.nbytes + SuffixIndex.bytes_for(MIN_ROWS) > self._max_bytes:
             return None
-        self.nbytes += SuffixIndex.bytes_for(MIN_ROWS)
-        return self._make()
+        index = self._make()
+        self.nbytes += index.nbytes
+        return index
 
     def make_room(self, index: Index, count: int) -> None:
         self.nbytes += index.make_room(count, self._max_bytes - self.nbytes)

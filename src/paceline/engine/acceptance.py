@@ -171,5 +171,7 @@ class Acceptance:
     def load(self, stored: list[dict[str, Any]]) -> None:
         for entry in stored:
             tried, hit = [float(x) for x in entry["tried"]], [float(x) for x in entry["hit"]]
+            if not all(0 <= one <= most < math.inf for one, most in zip(hit, tried, strict=False)):
+                raise ValueError("an acceptance of another form")
             if len(tried) == len(hit) == POSITIONS:
                 self._records[str(entry["method"]), bool(entry["sampled"]), int(entry["bucket"])] = Record(tried, hit)

@@ -347,7 +347,8 @@ class AdaptivePolicy:
 
     def observe(self, report: StepReport) -> None:
         self._learn()
-        self._methods.retired = report.retired
+        if report.retired != self._methods.retired:
+            self._methods.retired, self._standing = report.retired, None  # nobody drafts by those any more
         judged = report.outputs if self._methods.drafters else ()
         starts = [len(output.sequence.tokens) - len(output.tokens) for output in judged]
         self._lesson, self._made = (self._made, report, starts), Plan()  # a step launched ahead has no plan

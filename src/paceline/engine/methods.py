@@ -42,6 +42,8 @@ class Methods:
         if isinstance(drafter, HostDrafter):
             try:
                 found = drafter.look(sequences)
+                if found is not None and len(found) != len(sequences):
+                    raise ValueError(f"{len(found)} answers for {len(sequences)} sequences")
                 if found is not None:
                     return found
             except Exception as problem:  # of one of them, perhaps

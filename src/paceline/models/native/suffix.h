@@ -78,7 +78,7 @@ static int occurrences(const Index& index, int level, const int32_t* tail, int64
     int64_t position = index.heads[level][hash & mask];
     for (int tries = 0; tries < 2 * LIMIT && position >= oldest && count < LIMIT; tries++) {
         int64_t slot = position & mask;
-        if (slot < DEPTH) slot += rows;
+        if (slot <= DEPTH) slot += rows;  // what is before the longest match is looked at too
         int64_t match = 0;
         while (index.text[slot - 1 - match] == tail[match]) match++;
         if (match >= n) found[count++] = {position, match};
