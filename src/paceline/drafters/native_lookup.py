@@ -47,20 +47,23 @@ class NativeForm(ABC, Generic[S]):
         self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
 
     def find(self, states: SequenceOf[S]) -> None:
-        for state in states:  # before a token counts as taken in: there may be no room for one of them
-            if len(state.sequence.tokens) > state.room:
-                self._make_room(state)
+        states = list(dict.fromkeys(states))  # what is new of a text is sent once
         asked = [state.address for state in states]
         new: list[int] = []
+        lengths = []
         for state in states:
             tokens = state.sequence.tokens
+            length = len(tokens)
+            if length > state.room:
+                self._make_room(state)
             new += tokens[state.indexed :]
             asked.append(len(new))
-            state.indexed = len(tokens)
+            lengths.append(length)
         packed, rows = array("q", asked + new), len(states)
         self._find(packed.buffer_info()[0], rows, *self._shared)
-        for state, found in zip(states, packed[rows : 2 * rows].tolist(), strict=True):
-            state.evidence, state.at = found, state.indexed
+        # Not before: there may be no room for one of them, and then nothing was taken in.
+        for state, found, length in zip(states, packed[rows : 2 * rows].tolist(), lengths, strict=True):
+            state.evidence, state.at, state.indexed = found, length, length
 
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
         width, is_even = self._drafted([state.address for state in states], budgets)
