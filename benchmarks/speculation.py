@@ -110,14 +110,17 @@ def other_prompts(paths: Sequence[str], count: int, measured: Sequence[dict[str,
     return others[:: max(len(others) // count, 1)][:count]
 
 
-def speedup(rows: list[dict[str, Any]], name: str, over: str = "none") -> dict[str, float] | None:
-    """Time per token of `over` over that of `name`, all groups together, with a paired interval over groups."""
+def speedup(rows: list[dict[str, Any]], name: str, over: str = "none") -> dict[str, float]:
+    """Time per token of `over` over that of `name`, all groups together, with a paired interval over groups where there
+    are enough of them."""
     pairs = [
         Pair(row["seconds"][over] * row["tokens"], row["tokens"], row["seconds"][name] * row["tokens"], row["tokens"])
         for row in rows
     ]
     found = paired_speedup(pairs)
-    return None if found is None else {"ratio": found.ratio, "low": found.low, "high": found.high}
+    if found is None:
+        return {"ratio": sum(pair.plain_s for pair in pairs) / sum(pair.own_s for pair in pairs)}
+    return {"ratio": found.ratio, "low": found.low, "high": found.high}
 
 
 def main() -> None:
@@ -211,9 +214,8 @@ def report(
         ]
         cell: dict[str, Any] = {"temperature": temperature, "category": category, "answers": len(mine)}
         for name in names:
-            ratio = speedup(mine, name)
-            if ratio is not None:
-                cell[name] = ratio | {"tau": statistics.mean(row["tau"][name] for row in mine)}
+            if mine:
+                cell[name] = speedup(mine, name) | {"tau": statistics.mean(row["tau"][name] for row in mine)}
         fixed = [name for name in names if name in cell and not name.startswith("auto")]
         best = max(fixed, key=lambda name: cell[name]["ratio"], default=None)
         for name in [name for name in names if name in cell and name not in fixed and best]:
@@ -228,10 +230,14 @@ def report(
 
 
 def figure(entry: dict[str, Any]) -> str:
-    said = f"{entry['ratio']:.2f}x [{entry['low']:.2f}, {entry['high']:.2f}] τ {entry['tau']:.2f}"
+    said = f"{entry['ratio']:.2f}x{interval(entry, 2)} τ {entry['tau']:.2f}"
     if share := entry.get("share"):  # of the best fixed method, the same groups compared
-        said += f" ({share['ratio']:.3f} [{share['low']:.3f}, {share['high']:.3f}] of {entry['of']})"
+        said += f" ({share['ratio']:.3f}{interval(share, 3)} of {entry['of']})"
     return said
+
+
+def interval(of: dict[str, float], digits: int) -> str:
+    return f" [{of['low']:.{digits}f}, {of['high']:.{digits}f}]" if "low" in of else ""
 
 
 if __name__ == "__main__":
