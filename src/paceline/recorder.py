@@ -5,26 +5,13 @@ Recordings of one recorder share memory, so one is replayed at a time, and what 
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A graph found among garbage would be destroyed, which is not permitted while another is recorded and ends that;
-    the last of a recorder's would take their memory with it, in which the next is to be recorded."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
+from paceline.garbage import no_collection
 
 
 class Recording:
@@ -38,11 +25,13 @@ class Recorder:
         self._alive: WeakSet[Recording] = WeakSet()
         self._pool, self._stream = None, None  # type: tuple[Any, Any]
 
-    @_no_collection()
+    @no_collection()
     def record(self, work: Callable[[], Any]) -> Recording:
         """Of what `work` launches; its kernels have run before, so that they are compiled. RuntimeError: it cannot be.
 
         Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than recording.
+        Nor is garbage collected meanwhile: a graph found in it would be destroyed, which is not permitted while another
+        is recorded and ends that; the last of a recorder's would take the memory with it that the next is recorded in.
         """
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()  # it ends with the last graph that was recorded in it

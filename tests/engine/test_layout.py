@@ -18,9 +18,9 @@ from paceline import draft as draft_module
 from paceline.draft import Draft, Verdict, packed_to
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.engine import expect_objects, no_collection
 from paceline.engine.layout import filled_in, lay_out, slot
 from paceline.engine.model_runner import Reading, branched
+from paceline.garbage import expect_objects, no_collection
 from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence

@@ -6,11 +6,8 @@ decoding is the empty draft, so the baseline and the fast path are the same code
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from typing import Protocol
 
 from paceline.config import EngineConfig
@@ -28,6 +25,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
 from paceline.errors import InvalidParameter, InvalidPrompt
+from paceline.garbage import expect_objects, no_collection
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.memory import cache_bytes, says_what_to_lower
@@ -93,6 +91,7 @@ class Engine:
         self._unfinished = False  # the last step was interrupted
 
     def step(self) -> list[StepOutput]:
+        # A step leaves nothing behind that refers to itself; looking for it amid hundreds of rows takes milliseconds.
         with torch_threads(self.model.torch_threads), says_what_to_lower(), no_collection():
             if self._unfinished:  # a step was interrupted: who had said the last word leaves now
                 for sequence in [one for one in self.scheduler.running if one.finish_reason is not None]:
@@ -294,26 +293,6 @@ class Engine:
         params = sequence.params
         decoder = self.tokenizer.incremental_decoder(params.skip_special_tokens)
         return OutputText(decoder, params.stops, include_stop=params.include_stop_str_in_output)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """A step leaves nothing behind that refers to itself; looking for it amid hundreds of rows takes milliseconds."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
-def expect_objects(count: int) -> None:
-    """So many new objects at a time are no sign of garbage. Else a large batch has the collector run after each step,
-    and from time to time through all there is, which takes as long as many steps."""
-    young, *older = gc.get_threshold()
-    if 0 < young < count:
-        gc.set_threshold(count, *older)
 
 
 def _context(config: EngineConfig, model_len: int, capacity: int) -> int:
