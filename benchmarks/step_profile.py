@@ -153,16 +153,10 @@ def timed_by_phase(engine: Engine, cell: str, steps: int) -> dict[str, float]:
 
         return patch.object(owner, name, wrapped)
 
-    def said(reading: Reading, work: Any = Reading.said) -> Any:
-        if reading._arrived is not None:
-            reading._arrived.synchronize()
-        mark("arrived")
-        return work(reading)
-
     with ExitStack() as stack:
         for wrapping in (
             marked(engine.policy, "meanwhile", after="meanwhile"),
-            patch.object(Reading, "said", said),
+            marked(Reading, "wait", after="arrived"),
             marked(engine.committer, "collect", after="collected"),
             marked(engine.policy, "plan", "scheduling", "planned"),
             marked(engine.drafters, "propose", "scheduled", "proposed"),

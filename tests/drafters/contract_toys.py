@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -19,8 +20,10 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.chain import READ
 from paceline.models.decoder import ModelOutput
+from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import KVSpec
-from paceline.models.plan import PassPlan
+from paceline.models.native_relay import HEADER
+from paceline.models.plan import ROW_FIELDS, PassPlan
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.testing import context_logits, toy_config
@@ -74,6 +77,28 @@ class FunctionModel:
         contexts = read_contexts(plan, caches, logit_rows)
         logits = [self.logits_of(context, self.config.vocab_size) for context in contexts]
         return ModelOutput(torch.tensor(logits, dtype=torch.float32).view(len(contexts), self.config.vocab_size), None)
+
+
+class PlacedModel(FunctionModel):
+    """Takes its passes from the buffers a graph would read, padding and all, so that some may be begun early."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.graphs, self.kernels = PassGraphs(self, capture=False), None
+
+    def forward(self, tokens, plan, caches, logit_rows, taps=()):
+        return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
+
+    def compute(self, tokens, plan, caches, logit_rows, taps=(), out=None):
+        header, tiles = plan.work.tiles[:HEADER], plan.work.tiles[HEADER:].view(2, -1)
+        rows, sequences = int(tiles[1].sum()), int(plan.sequence.max()) + 1
+        parts = {name: getattr(plan, name)[:rows] for name in (*ROW_FIELDS, "path")}
+        tables = plan.block_tables[: sequences * int(header[0])].view(sequences, -1)
+        wanted = torch.arange(rows) if logit_rows is None else logit_rows.long()
+        unpadded = replace(plan, **parts, block_tables=tables, work=None)
+        logits = FunctionModel.forward(self, tokens[:rows], unpadded, caches, wanted).logits
+        out[: len(logits)] = logits
+        return ModelOutput(out, None)
 
 
 class ChainModel(FunctionModel):
@@ -201,6 +226,8 @@ def context_for(config, **options):
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # Steps are launched before the one before is told, as on a device.
 EARLY = {"ngram, launched early": "ngram", "suffix, launched early": "suffix"}
+# And native code begins the next pass, as soon as a verdict is there.
+HANDED_OVER = {"ngram, handed over": "ngram", "suffix, handed over": "suffix"}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
@@ -208,7 +235,7 @@ MAKERS = {
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
-MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}
+MAKERS |= {way: MAKERS[method] for way, method in (EARLY | HANDED_OVER).items()}
 # As where there is no native library.
 PLAIN = {
     "ngram, in Python": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3), native=False),
@@ -237,6 +264,11 @@ class ByRequest(Choosing):
 
     def choose(self, sequence):
         return self.choices.get(sequence.request_id, self.default)
+
+    def settled(self, sequences):
+        choices = [self.choose(sequence) for sequence in sequences]
+        methods = {choice.method for choice in choices}
+        return (*methods, [choice.budget for choice in choices]) if len(methods) == 1 else None
 
 
 def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, ahead=False, **config):

@@ -87,12 +87,12 @@ class LookupDrafter(HostDrafter, Generic[S]):
             if end >= len(sequence.tokens) - 1:
                 self._behind[sequence.key] = sequence
             else:
-                self.form.take_in(self._state(sequence), end)
+                self.form.take_in(self.state_of(sequence), end)
 
     def overlap(self) -> None:
         behind, self._behind = self._behind, {}
         for sequence in behind.values():
-            state = self._state(sequence)
+            state = self.state_of(sequence)
             if state.at != len(sequence.tokens):
                 self.form.take_in(state, len(sequence.tokens))
 
@@ -107,7 +107,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
         for sequence in sequences:
             state = known.get(sequence.key)
             if state is None or state.sequence is not sequence:
-                state = self._state(sequence)
+                state = self.state_of(sequence)
             states.append(state)
             if state.at != len(sequence.tokens):
                 due.append(state)
@@ -115,7 +115,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
             self.form.find(due)
         return states
 
-    def _state(self, sequence: Sequence) -> S:
+    def state_of(self, sequence: Sequence) -> S:
         state = self.states.get(sequence.key)
         if state is None or state.sequence is not sequence:
             self._forget(sequence)

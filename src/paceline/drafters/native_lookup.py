@@ -43,6 +43,7 @@ class NativeForm(ABC, Generic[S]):
 
     def __init__(self, library: Library, method: str, source: int, *shared: int | None) -> None:
         self._find, self._draft = library.function(f"{method}_find"), library.function(f"{method}_draft")
+        self._relay = library.function(f"{method}_relay")
         self._source, self._shared = source, shared
         self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
 
@@ -55,7 +56,7 @@ class NativeForm(ABC, Generic[S]):
             tokens = state.sequence.tokens
             length = len(tokens)
             if length > state.room:
-                self._make_room(state)
+                self._make_room(state, length)
             new += tokens[state.indexed :]
             asked.append(len(new))
             lengths.append(length)
@@ -95,9 +96,25 @@ class NativeForm(ABC, Generic[S]):
         used: int = self._draft(asked.buffer_info()[0], rows, width, self._out_at, *self._shared)
         return max(used, -1 - used), used < 0
 
+    def ready(self, state: S, more: int) -> None:
+        """All its tokens are taken in, and there is room for so many that are not known yet."""
+        length = len(state.sequence.tokens)
+        self.take_in(state, length)
+        if length + more > state.room:
+            self._make_room(state, length + more)
+
+    def relay(self, step: int) -> int:
+        """`draft` of native/relay.h; `step` is its address."""
+        answer: int = self._relay(step, *self._shared)
+        return answer
+
     @abstractmethod
-    def _make_room(self, state: S) -> None:
-        """For all tokens of its sequence."""
+    def take_in(self, state: S, end: int) -> None:
+        """Index tokens[:end]."""
+
+    @abstractmethod
+    def _make_room(self, state: S, length: int) -> None:
+        """For a text of so many tokens."""
 
 
 @lru_cache(64)

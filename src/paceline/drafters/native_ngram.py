@@ -44,7 +44,7 @@ class NativeNgrams(NativeForm[NgramState]):
         if end <= state.indexed:  # what was found stands, so its positions must
             return
         if len(state.sequence.tokens) > state.room:
-            self._make_room(state)
+            self._make_room(state, len(state.sequence.tokens))
         new = array("q", state.sequence.tokens[state.indexed : end])
         self._extend(state.address, new.buffer_info()[0], len(new))
         state.indexed += len(new)
@@ -58,10 +58,10 @@ class NativeNgrams(NativeForm[NgramState]):
     def drop(self, state: NgramState) -> None:
         pass
 
-    def _make_room(self, state: NgramState) -> None:
+    def _make_room(self, state: NgramState, length: int) -> None:
         """Twice as much until the text fits, and all of it indexed again."""
         room = max(state.room, MIN_ROOM)
-        while room < len(state.sequence.tokens):
+        while room < length:
             room *= 2
         tokens, tables = np.empty(room, np.int32), np.full((self._max - self._min + 1) * 2 * room, -1, np.int32)
         tokens[: state.indexed] = state.tokens[: state.indexed]

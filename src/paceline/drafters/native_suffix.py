@@ -110,7 +110,7 @@ class NativeSuffixes(NativeForm[SuffixState]):
         if end <= state.indexed:  # what was found stands, so its positions must
             return
         if len(state.sequence.tokens) > state.room:
-            self._make_room(state)
+            self._make_room(state, len(state.sequence.tokens))
         new = array("q", state.sequence.tokens[state.indexed : end])
         self._append(state.address, new.buffer_info()[0], len(new))
         state.indexed += len(new)
@@ -124,10 +124,10 @@ class NativeSuffixes(NativeForm[SuffixState]):
     def drop(self, state: SuffixState) -> None:
         self._memory.give_back(state.index)
 
-    def _make_room(self, state: SuffixState) -> None:
+    def _make_room(self, state: SuffixState, length: int) -> None:
         if state.index is None:
             state.room = sys.maxsize
             return
-        self._memory.make_room(state.index, len(state.sequence.tokens) - state.indexed)
+        self._memory.make_room(state.index, length - state.indexed)
         state.index.number_afresh()
         state.room = state.indexed + state.index.room

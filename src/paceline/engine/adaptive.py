@@ -335,6 +335,15 @@ class AdaptivePolicy:
     def drafts_on(self) -> bool:
         return self._method == NONE or self._k is not None or self._since_plain + 1 < self._plain_due
 
+    def settled(self, sequences: SequenceOf[Sequence]) -> tuple[str, list[int]] | None:
+        wishes = [self._methods.wish(sequence) for sequence in sequences]
+        budgets = [k for _, k in wishes if k is not None]
+        methods = {name for method, _ in wishes for name in self._methods.allowed(method)}
+        if len(methods) != 1 or len(budgets) < len(wishes):
+            return None
+        (method,) = methods
+        return method, budgets
+
     def _evidence(self, sequences: SequenceOf[Sequence], method: str, said: int = 0) -> list[int]:
         found = self._methods.evidence(sequences, method, said)
         self._made.evidence.update(zip([(one.key, method) for one in sequences], found, strict=True))

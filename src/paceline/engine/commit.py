@@ -118,6 +118,12 @@ class Committer:
             expected.append((index, row, sequence, watch, output))
         self._expected = flight, expected
 
+    @property
+    def may_end(self) -> frozenset[int]:
+        """Tokens that may end one of those whose verdict is expected."""
+        watches = {watch.ends for *_, watch, _ in self._expected[1] if watch is not None}
+        return frozenset[int]().union(*watches)
+
     def _collect_together(self, flight: Flight, stage: Stage) -> Collected:
         """The same for a company: everybody says one token, and few end."""
         assert flight.reading is not None

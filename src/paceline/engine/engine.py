@@ -6,6 +6,7 @@ decoding is the empty draft, so the baseline and the fast path are the same code
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
@@ -20,6 +21,7 @@ from paceline.engine.drafting import DrafterSet
 from paceline.engine.model_runner import Flight, ModelRunner
 from paceline.engine.plans import any_sampled
 from paceline.engine.policy import AUTO, Policy, StepReport, wish
+from paceline.engine.relay import Relay
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
@@ -33,6 +35,7 @@ from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
+log = logging.getLogger("paceline")
 AWAY = 0.1  # of a step's time that the caller may take: more, and it is not known how long the device took
 OBJECTS_A_ROW = 8  # that a step makes and the next one drops, about
 
@@ -80,6 +83,7 @@ class Engine:
         self.runner = ModelRunner(model, cache, self.drafters, Sampler(model.config.vocab_size, eos, model.device))
         with says_what_to_lower():
             self.runner.prepare(config.max_num_seqs, config.max_num_batched_tokens)
+        self.relay = Relay.of(model, drafters)
         self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
         self.stats = EngineStats()
         expect_objects(OBJECTS_A_ROW * config.max_num_seqs)
@@ -97,6 +101,8 @@ class Engine:
                 for sequence in [one for one in self.scheduler.running if one.finish_reason is not None]:
                     self._forget(sequence)
                     self.scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
+                if self.relay is not None:
+                    self.relay.forget_unsaid(self.scheduler.running)
             self._unfinished = True
             outputs = self._step()
             self._unfinished = False
@@ -119,8 +125,10 @@ class Engine:
         self.drafters.overlap()  # what may run while the device computes
         self.policy.meanwhile()
         self.committer.expect(flight)
-        collected = self.committer.collect(flight)  # the one device-to-host copy; append
         early = self.runs_ahead and ahead is None
+        if early and self.relay is not None:
+            self._hand_over(self.relay, batch, flight)
+        collected = self.committer.collect(flight)  # the one device-to-host copy; append
         outputs = [] if early else self.committer.tell(collected)  # text, stop, finish
         try:
             report = self._observe(batch, flight, collected.outputs, started)
@@ -143,6 +151,21 @@ class Engine:
         """The step after this one, where nothing in it depends on tokens the host has not seen: the device goes on."""
         following = self.scheduler.ahead(batch) if self.runs_ahead else None
         return None if following is None else (following[0], self.runner.launch_after(flight, *following))
+
+    def _hand_over(self, relay: Relay, batch: Batch, flight: Flight) -> None:
+        """Begin the pass after a step as soon as its verdict is there, if that says what it will be."""
+        sequences = [row.sequence for row in batch.rows]
+        settled = self.policy.settled(sequences) if flight.reading is not None and flight.stage is None else None
+        if flight.reading is None or settled is None or not relay.knows(settled[0]):
+            return
+        method, budgets = settled
+        room = self.scheduler.make_room(batch, flight.reading.parts[2], budgets)
+        if room is not None:
+            try:
+                relay.hand_over(flight.reading, sequences, method, budgets, room, self.committer.may_end)
+            except Exception as problem:  # the step is taken as ever
+                log.warning("steps are no longer handed over by native code: %r", problem)
+                self.relay = None
 
     def _launch_early(self, collected: Collected) -> tuple[tuple[Batch, Flight] | None, list[StepOutput]]:
         """The step after one whose tokens stand, before they are told: the device goes on meanwhile. Who turns out to

@@ -44,6 +44,19 @@ class Reading:
         self._counts = places[1].start // 8
 
     @property
+    def parts(self) -> tuple[int, int, int]:
+        """Addresses of the tokens and of how many were accepted, by row, and the places a row has for tokens."""
+        tokens, accepted = self._verdict.tokens, self._verdict.num_accepted
+        if self._arrived is None:
+            return tokens.data_ptr(), accepted.data_ptr(), tokens.shape[1]
+        at: int = self._said[0].ctypes.data
+        return at, at + 8 * self._counts, tokens.shape[1]
+
+    def wait(self) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    @property
     def there(self) -> bool:
         """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
         return self._arrived is not None and bool(self._arrived.query())
@@ -52,7 +65,7 @@ class Reading:
         """By row, where nothing was drafted: its token."""
         if self._arrived is None:
             return self._verdict.tokens[:, 0].tolist()
-        self._arrived.synchronize()
+        self.wait()
         tokens: list[int] = self._said[0][: len(self._verdict.tokens)].tolist()
         return tokens
 
@@ -62,7 +75,7 @@ class Reading:
             of = self._verdict
             tokens, counts, kinds = of.tokens.flatten().tolist(), of.num_accepted.tolist(), of.kinds.flatten().tolist()
         else:
-            self._arrived.synchronize()
+            self.wait()
             tokens, kinds = (part.tolist() for part in self._said)
             counts = tokens[self._counts :]
         rows, width = self._verdict.tokens.shape

@@ -50,6 +50,10 @@ class Policy(Protocol):
     def drafts_on(self) -> bool:
         """The step after the one under way may well draft as that one does: drafts may begin before it is planned."""
 
+    def settled(self, sequences: SequenceOf[Sequence]) -> tuple[str, list[int]] | None:
+        """The method that will draft for all of these in the step after the one under way, and the nodes each may have,
+        where nothing is left to decide but whether it finds something."""
+
     def observe(self, report: StepReport) -> None:
         """A step has ended; what there is to learn from it may wait."""
 
@@ -71,6 +75,9 @@ class LearnsNothing:
 
     def drafts_on(self) -> bool:
         return True
+
+    def settled(self, sequences: SequenceOf[Sequence]) -> tuple[str, list[int]] | None:
+        return None
 
     def observe(self, report: StepReport) -> None:
         pass

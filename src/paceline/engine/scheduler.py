@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.drafters import NONE
-from paceline.engine.batch import Batch, Company, Ints, Row, Stage
+from paceline.engine.batch import Batch, Company, Ints, Room, Row, Stage
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
 from paceline.sequence import Sequence, Status
@@ -191,6 +191,33 @@ class Scheduler:
                 sequence.reserved = end
                 going.append((index, budget))
         return going
+
+    def make_room(self, batch: Batch, said: int, budgets: SequenceOf[int]) -> Room | None:
+        """For the step after one that is still computed, if nobody ends with it: each may say so many tokens in it, and
+        have such a draft in the next. None: it may come otherwise, or there is not enough left for everybody.
+
+        Room is kept until the next step is planned.
+        """
+        rows, size, running = batch.rows, self.blocks.block_size, Status.RUNNING
+        spare = min(self._draft_cap, self._most_tokens - len(rows))
+        if (self.waiting and self.has_place) or len(rows) < len(self.running) or sum(budgets) > spare:
+            return None
+        held = needed = 0
+        lengths = []
+        for row, budget in zip(rows, budgets, strict=True):
+            sequence = row.sequence
+            if not row.samples or sequence.status is not running or sequence.logprobs is not None:
+                return None
+            length = min(len(sequence.tokens) + said + budget + 1, sequence.max_len)
+            lengths.append(length)
+            needed += -(-length // size)
+            held += len(sequence.blocks)
+        if needed - held + SPARE * len(rows) > self.blocks.num_free:
+            return None
+        for row, length in zip(rows, lengths, strict=True):
+            self.blocks.allocate(row.sequence, length)
+            row.sequence.reserved = length
+        return Room(self.blocks.tables([row.sequence for row in rows]), size)
 
     @property
     def has_place(self) -> bool:

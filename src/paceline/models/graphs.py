@@ -4,15 +4,19 @@ A pass is padded to a bucket of (rows, tiles, path, logits). Everything that cha
 packed int32 buffer of the bucket: filled in pinned memory, copied in one go, read by the kernels through fixed views.
 Padding rows write to no cache slot and belong to no tile, so they change no other row's bits. The first pass that
 takes some set of kernels runs eagerly, which compiles them; buckets are captured when they first occur after that.
+
+A pass may be begun before it is asked for (`begin`), by whoever knows what it will be: if that is what is asked for
+next, it is under way already.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +24,10 @@ from torch import Tensor
 
 from paceline.models.buckets import FEW, TILES, Bucket, path_up, up
 from paceline.models.kv_cache import LayerCache
+from paceline.models.native_relay import Place
 from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
 from paceline.models.rehearse import Shape, rehearsal
-from paceline.models.staging import Staging
+from paceline.models.staging import Buffer, Staging
 from paceline.recorder import Recorder, Recording
 
 if TYPE_CHECKING:
@@ -34,6 +39,25 @@ KNOWN = 256  # ways rows belong to sequences that are remembered
 SEQUENCES = 512  # block tables a bucket has room for, if it has that many rows
 SEQUENCE = ROW_FIELDS.index("sequence")
 ALIGNED = 4  # ints: every view starts at 16 bytes, as the kernels like it
+
+
+class Coming(NamedTuple):
+    """Of a pass in which every sequence has a run of rows, and all rows' logits are wanted."""
+
+    rows: int
+    longest: int  # run
+    runs: int
+    path: int  # columns of paths
+    max_len: int
+    table_width: int
+
+
+class Begun(NamedTuple):
+    """A pass that is under way and was not asked for yet."""
+
+    of: Placed
+    written: Any  # what the kernels read
+    output: ModelOutput
 
 
 class Placed:
@@ -79,7 +103,19 @@ class Placed:
         )
 
     def fill(self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, tiles: Any, staging: Staging) -> None:
-        """One packed copy of everything the pass is; tokens that are already on the device stay there."""
+        """One packed copy of everything the pass is."""
+        self.send(tokens, plan, staging, *self.write(tokens, plan, logit_rows, tiles, staging))
+
+    def send(self, tokens: Tensor, plan: PassPlan, staging: Staging, buffer: Buffer, size: int) -> None:
+        """What was written; tokens that are already on the device stay there."""
+        staging.send(buffer, self.device_ints, size)
+        if tokens is not plan.host.tokens and not tokens.is_cpu:
+            self.tokens[: len(tokens)].copy_(tokens)
+
+    def write(
+        self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, tiles: Any, staging: Staging
+    ) -> tuple[Buffer, int]:
+        """A buffer with the pass, and how many ints it takes."""
         buffer, (each, path, tables, known) = staging.buffer(self.size), plan.host
         stage = self._stages.get(buffer.turn)
         if stage is None or stage.ints is not buffer.ints:
@@ -96,9 +132,23 @@ class Placed:
         if self.bucket.path:
             stage.path[:rows, : path.shape[1]] = path
         stage.tables[: tables.size] = tables.reshape(-1)
-        staging.send(buffer, self.device_ints, self.at["tables"].start + tables.size)
-        if tokens is not known and not tokens.is_cpu:
-            self.tokens[:rows].copy_(tokens)
+        return buffer, self.at["tables"].start + tables.size
+
+    @functools.cached_property
+    def place(self) -> Place:
+        """For native code to write to; what differs from pass to pass is left open."""
+        at, fields = self.at, self.at["positions"].start
+        stride = (at["logit_rows"].start - fields) // (len(ROW_FIELDS) + 1)
+        return Place(
+            tiles=at["tiles"].start,
+            num_tiles=self.bucket.tiles,
+            fields=fields,
+            stride=stride,
+            rows=self.bucket.rows,
+            path=at["path"].start,
+            path_stride=self.bucket.path,
+            tables=at["tables"].start,
+        )
 
 
 class _Stage:
@@ -127,6 +177,7 @@ class PassGraphs:
         self._compiled: set[object] = set()  # sets of kernels that passes have used
         self._recorder = Recorder()
         self._known: dict[Hashable, tuple[Bucket, Any]] = {}
+        self._begun: Begun | None = None
         self.captured = 0
 
     def forward(
@@ -137,9 +188,15 @@ class PassGraphs:
         logit_rows: Tensor,
         taps: tuple[int, ...],
     ) -> ModelOutput:
-        of = self.place(tokens, plan, caches, logit_rows, taps)
+        begun = self._begun
+        of, tiles = self._pass(plan, caches, logit_rows, taps)
         warm = self.is_warm(of)
-        output = self.run(of)
+        buffer, size = of.write(tokens, plan, logit_rows, tiles, self._staging)
+        if begun is not None and begun.of is of and tokens.is_cpu and np.array_equal(buffer.ints[:size], begun.written):
+            self._begun, output = None, begun.output
+        else:
+            of.send(tokens, plan, self._staging, buffer, size)
+            output = self.run(of)
         taken = None if output.taps is None else output.taps[: len(tokens)]
         return ModelOutput(output.logits[: len(logit_rows)], taken, warm)
 
@@ -152,9 +209,31 @@ class PassGraphs:
         taps: tuple[int, ...] = (),
     ) -> Placed:
         """A pass where its bucket's kernels will read it, to be run once or more; kernels may write into it."""
+        self._begun = None
         of, tiles = self._pass(plan, caches, logit_rows, taps)
         of.fill(tokens, plan, logit_rows, tiles, self._staging)
         return of
+
+    def begin(self, coming: Coming, write: Callable[[Place, int], None]) -> bool:
+        """Run a pass that will be asked for, as far as one can tell; `write` is given the place to write it to, and the
+        address of the buffer. False: nothing of the kind was run before."""
+        from paceline.models.triton.division import tile_of
+
+        config = self._decoder.config
+        tile, per_tile = tile_of(coming.longest, coming.runs, config.num_heads // config.num_kv_heads)
+        if coming.longest > per_tile:
+            return False
+        of = self._passes.get(Bucket(up(coming.rows), up(coming.runs, TILES), tile, path_up(coming.path), 0, ()))
+        tables = coming.runs * coming.table_width
+        if of is None or tables > of.table_ints or not self.is_warm(of):
+            return False
+        buffer, place, size = self._staging.buffer(of.size), of.place, of.at["tables"].start + tables
+        place.per_tile, place.header[:] = per_tile, of.division.header(coming.max_len, coming.table_width)
+        write(place, buffer.address)
+        self._staging.send(buffer, of.device_ints, size)
+        output = self.run(of)
+        self._begun = Begun(of, buffer.ints[:size], output)
+        return True
 
     def prepare(
         self, caches: Sequence[LayerCache], block_size: int, taps: tuple[int, ...], shapes: Iterable[Shape]
@@ -241,6 +320,7 @@ class PassGraphs:
 
     def run(self, of: Placed) -> ModelOutput:
         """What the bucket gives, padding included."""
+        self._begun = None  # another pass takes its logits
         if of.recording is None and self._is_compiled(of) and self._captures:
             self._record(of)
         if of.recording is not None:

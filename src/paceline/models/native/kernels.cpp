@@ -7,6 +7,7 @@
 
 #include "layers.h"
 #include "lookup.h"
+#include "relay.h"
 #include "sampling.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -65,7 +66,7 @@ EXPORT long paceline_say(const float* logits, long V, float temperature, float l
     return say(logits, V, {temperature, least, top_k, top_p, coin, key});
 }
 
-// -- lookup drafters: see ngram.h, suffix.h and lookup.h
+// -- lookup drafters: see ngram.h, suffix.h, lookup.h and relay.h
 
 EXPORT void paceline_ngram_extend(ngram::Text* text, const int64_t* tokens, long count) {
     ngram::extend(*text, tokens, count);
@@ -77,11 +78,13 @@ EXPORT void paceline_ngram_index(ngram::Text* text, long count) {
     ngram::extend(*text, text->tokens, count);
 }
 
-EXPORT void paceline_ngram_find(int64_t* asked, long rows) { lookup::find_ngrams(asked, rows); }
+EXPORT void paceline_ngram_find(int64_t* asked, long rows) { lookup::find_all(lookup::Ngrams{}, asked, rows); }
 
 EXPORT long paceline_ngram_draft(const int64_t* asked, long rows, long width, int64_t* counts) {
-    return lookup::draft_ngrams(asked, rows, width, counts);
+    return lookup::draft_all(lookup::Ngrams{}, asked, rows, width, counts);
 }
+
+EXPORT long paceline_ngram_relay(relay::Step* step) { return relay::draft(lookup::Ngrams{}, *step); }
 
 EXPORT void paceline_suffix_extend(suffix::Index* index, const int32_t* tokens, long count) {
     suffix::extend(*index, tokens, count);
@@ -92,10 +95,18 @@ EXPORT void paceline_suffix_append(suffix::Row* row, const int64_t* tokens, long
 }
 
 EXPORT void paceline_suffix_find(int64_t* asked, long rows, const suffix::Index* store, const suffix::Weights* weights) {
-    lookup::find_suffixes(asked, rows, store, *weights);
+    lookup::find_all(lookup::Suffixes{store, *weights}, asked, rows);
 }
 
 EXPORT long paceline_suffix_draft(const int64_t* asked, long rows, long width, int64_t* counts, const suffix::Index* store,
                                   const suffix::Weights* weights) {
-    return lookup::draft_suffixes(asked, rows, width, counts, store, *weights);
+    return lookup::draft_all(lookup::Suffixes{store, *weights}, asked, rows, width, counts);
+}
+
+EXPORT long paceline_suffix_relay(relay::Step* step, const suffix::Index* store, const suffix::Weights* weights) {
+    return relay::draft(lookup::Suffixes{store, *weights}, *step);
+}
+
+EXPORT void paceline_relay_pass(const relay::Step* step, const relay::Place* place, int32_t* out) {
+    relay::write(*step, *place, out);
 }

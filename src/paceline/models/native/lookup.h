@@ -11,35 +11,55 @@
 
 namespace lookup {
 
-template <typename Text>
-inline Text& text_at(int64_t address) {
-    return *reinterpret_cast<Text*>(address);
-}
+struct Ngrams {
+    using Text = ngram::Text;
 
-// `asked`: the rows' texts, where the new tokens of each end, and the tokens. The evidence found takes the place of the ends.
-template <typename Text, typename Find>
-inline void find_all(int64_t* asked, long rows, Find find) {
-    int64_t *ends = asked + rows, *tokens = ends + rows;
-    for (long row = 0, first = 0, end; row < rows; row++, first = end) {
-        end = ends[row];
-        ends[row] = find(text_at<Text>(asked[row]), tokens + first, end - first);
-    }
-}
-
-inline void find_ngrams(int64_t* asked, long rows) {
-    find_all<ngram::Text>(asked, rows, [](ngram::Text& text, const int64_t* tokens, int64_t count) {
+    // Takes tokens in and returns the evidence that is found behind them.
+    int64_t find(Text& text, const int64_t* tokens, int64_t count) const {
         ngram::extend(text, tokens, count);
         ngram::find(text);
         return text.match;
-    });
-}
+    }
 
-inline void find_suffixes(int64_t* asked, long rows, const suffix::Index* store, const suffix::Weights& weights) {
-    find_all<suffix::Row>(asked, rows, [&](suffix::Row& row, const int64_t* tokens, int64_t count) {
+    // Writes a tree of at most `budget` nodes from what was found and returns its size.
+    int64_t draft(const Text& text, int64_t budget, int64_t* tokens, int64_t* parents, int64_t* depths) const {
+        int64_t size = ngram::draft(text, budget, tokens);
+        for (int64_t node = 0; node < size; node++) parents[node] = node - 1, depths[node] = node + 1;
+        return size;
+    }
+};
+
+struct Suffixes {
+    using Text = suffix::Row;
+    const suffix::Index* store;
+    const suffix::Weights& weights;
+
+    int64_t find(Text& row, const int64_t* tokens, int64_t count) const {
         suffix::append(row, tokens, count);
         suffix::find(row, store, weights);
         return suffix::evidence(row, store, weights);
-    });
+    }
+
+    int64_t draft(const Text& row, int64_t budget, int64_t* tokens, int64_t* parents, int64_t* depths) const {
+        suffix::Tree tree = {tokens, parents, depths, 0};
+        suffix::grow(row, budget, store, weights, tree);
+        return tree.size;
+    }
+};
+
+template <typename Method>
+inline typename Method::Text& text_at(int64_t address) {
+    return *reinterpret_cast<typename Method::Text*>(address);
+}
+
+// `asked`: the rows' texts, where the new tokens of each end, and the tokens. The evidence found takes the place of the ends.
+template <typename Method>
+inline void find_all(const Method& method, int64_t* asked, long rows) {
+    int64_t *ends = asked + rows, *tokens = ends + rows;
+    for (long row = 0, first = 0, end; row < rows; row++, first = end) {
+        end = ends[row];
+        ends[row] = method.find(text_at<Method>(asked[row]), tokens + first, end - first);
+    }
 }
 
 // Rows of `counts` numbers, `width` apart, come to lie `packed` apart.
@@ -56,13 +76,14 @@ inline long widest(const int64_t* counts, long rows) {
     return most;
 }
 
-// `asked`: the rows' texts, and their budgets. `draft` writes one row's tree and returns its size.
-template <typename Text, typename Draft>
-inline long draft_all(const int64_t* asked, long rows, long width, int64_t* counts, Draft draft) {
+// `asked`: the rows' texts, and their budgets.
+template <typename Method>
+inline long draft_all(const Method& method, const int64_t* asked, long rows, long width, int64_t* counts) {
     int64_t *tokens = counts + rows, *parents = tokens + rows * width, *depths = parents + rows * width;
     bool even = true;
     for (long row = 0, at = 0; row < rows; row++, at += width) {
-        int64_t size = draft(text_at<Text>(asked[row]), asked[rows + row], tokens + at, parents + at, depths + at);
+        int64_t budget = asked[rows + row];
+        int64_t size = method.draft(text_at<Method>(asked[row]), budget, tokens + at, parents + at, depths + at);
         counts[row] = size;
         even = even && size == counts[0] && (!size || depths[at + size - 1] == size);
     }
@@ -71,25 +92,6 @@ inline long draft_all(const int64_t* asked, long rows, long width, int64_t* coun
     pack(parents, tokens + rows * packed, counts, rows, width, packed, -1);
     pack(depths, tokens + 2 * rows * packed, counts, rows, width, packed, 0);
     return even ? -1 - packed : packed;
-}
-
-inline long draft_ngrams(const int64_t* asked, long rows, long width, int64_t* counts) {
-    auto draft = [](const ngram::Text& text, int64_t budget, int64_t* tokens, int64_t* parents, int64_t* depths) {
-        int64_t size = ngram::draft(text, budget, tokens);
-        for (int64_t node = 0; node < size; node++) parents[node] = node - 1, depths[node] = node + 1;
-        return size;
-    };
-    return draft_all<ngram::Text>(asked, rows, width, counts, draft);
-}
-
-inline long draft_suffixes(const int64_t* asked, long rows, long width, int64_t* counts, const suffix::Index* store,
-                           const suffix::Weights& weights) {
-    auto draft = [&](const suffix::Row& row, int64_t budget, int64_t* tokens, int64_t* parents, int64_t* depths) {
-        suffix::Tree tree = {tokens, parents, depths, 0};
-        suffix::grow(row, budget, store, weights, tree);
-        return tree.size;
-    };
-    return draft_all<suffix::Row>(asked, rows, width, counts, draft);
 }
 
 }  // namespace lookup

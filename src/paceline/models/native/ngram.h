@@ -42,7 +42,7 @@ static inline int32_t* slot_of(const Text& text, int64_t n, int64_t at, uint64_t
 // Tokens behind the text: each continues the n-grams that end before it.
 template <typename Token>
 static void extend(Text& text, const Token* tokens, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count && 2 * text.length < text.slots; i++) {
         int64_t at = text.length++;
         text.tokens[at] = (int32_t)tokens[i];
         uint64_t hash = 0;

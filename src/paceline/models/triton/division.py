@@ -88,14 +88,19 @@ def tiles_of(sequence: np.ndarray[Any, Any], group: int) -> tuple[int, np.ndarra
     lengths = np.empty_like(starts)
     lengths[:-1], lengths[-1:] = starts[1:] - starts[:-1], len(sequence) - starts[-1:]
     longest = int(np.maximum.reduce(lengths, initial=0))
-    tile = TILE if longest * group <= WIDE_FROM else 2 * TILE
-    if longest == 1 < len(lengths) and group <= NARROW:
-        tile = NARROW
-    if group > tile:
-        raise ValueError(f"{group} query heads for one K/V head: at most {tile} are supported")
-    per_tile = tile // group
+    tile, per_tile = tile_of(longest, len(lengths), group)
     if longest <= per_tile:
         return tile, starts, lengths
     parts = -(-lengths // per_tile)
     within = (np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)) * per_tile
     return tile, np.repeat(starts, parts) + within, np.minimum(np.repeat(lengths, parts) - within, per_tile)
+
+
+def tile_of(longest: int, runs: int, group: int) -> tuple[int, int]:
+    """For so many runs of rows of one sequence each, with so many in the longest: q rows of a tile, and rows."""
+    tile = TILE if longest * group <= WIDE_FROM else 2 * TILE
+    if longest == 1 < runs and group <= NARROW:
+        tile = NARROW
+    if group > tile:
+        raise ValueError(f"{group} query heads for one K/V head: at most {tile} are supported")
+    return tile, tile // group
