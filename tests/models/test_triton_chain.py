@@ -24,10 +24,9 @@ from paceline.models.kernels import Weights
 from paceline.models.kv_cache import KVCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
-from paceline.models.staging import TURNS
 from paceline.models.torch_kernels import TorchKernels
 from paceline.models.triton.greedy_chain import CUT as DEFAULT_CUT
-from paceline.models.triton.greedy_chain import MOST_HELD, MOST_TAG, ChainFailed, Cut, Share, TritonChain
+from paceline.models.triton.greedy_chain import LOOK_EVERY, MOST_HELD, MOST_TAG, ChainFailed, Cut, Share, TritonChain
 from paceline.models.triton_kernels import TritonKernels
 
 pytestmark = [
@@ -233,10 +232,13 @@ def test_tags_start_over_before_they_run_out() -> None:
 def test_a_launch_that_gave_up_raises() -> None:
     scene = Scene()
     row = scene.row(9, 1, 2)
-    buffers = scene.chain._buffers
-    for _ in range(TURNS):
-        buffers._staging.buffer(len(buffers.state)).ints[0] = 1
     scene.chain.draft([row])
+    scene.chain.check()
+    buffers = scene.chain._buffers
+    buffers.state[0] = 1
+    buffers.fill([row], 1, 1, None)  # nobody who has given up begins anew
+    for _ in range(LOOK_EVERY):
+        buffers.drafted([row])
     with pytest.raises(ChainFailed):
         scene.chain.check()
 

@@ -24,6 +24,7 @@ HEADER = 8  # ints
 MOST_TAG = 1 << 30
 MOST_HELD = 128 << 10  # bytes of a layer's weights that a program can have in registers, beside all else
 ALIGNED = 16  # bytes
+LOOK_EVERY = 16  # drafts: whether one has failed, which is asked in passing
 
 
 @dataclass(frozen=True)
@@ -191,11 +192,12 @@ class _Buffers:
     def __init__(self, cut: Cut, config: ModelConfig, like: Tensor, block_size: int, programs: int) -> None:
         self._cut, self._programs, self._kv, self._block_size = cut, programs, config.num_kv_heads, block_size
         self._out = STATE + cut.rows * MAX_K
-        self._tables = self._out + HEADER + cut.rows * (3 + READ)
-        size = self._tables + cut.rows * -(-config.max_positions // block_size)
+        self._tables = HEADER + cut.rows * (3 + READ)  # in what the host says, which comes behind
+        size = self._out + self._tables + cut.rows * -(-config.max_positions // block_size)
         self.state = torch.zeros(size, dtype=torch.int32, device=like.device)
         on_device = like.device.type == "cuda"
         self._staging = Staging(like.device)
+        self._drafts = 0
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=on_device)
         self._most_positions = config.max_positions
         words = 2 * config.q_size + 2 * config.kv_size + 2 * config.hidden_size + config.intermediate_size
@@ -203,7 +205,8 @@ class _Buffers:
         self.words = torch.zeros(cut.rows * words, dtype=torch.int64, device=like.device)
 
     def fill(self, rows: Sequence[ChainRow], steps: int, tag: int, said: Said | None) -> None:
-        buffer = self._staging.buffer(len(self.state))
+        said_by_host = self.state[self._out :]
+        buffer = self._staging.buffer(len(said_by_host))
         most, host, more = self._cut.rows, buffer.ints, 0 if said is None else said.most
         ends = [min(len(row.blocks) * self._block_size, self._most_positions) for row in rows]
         lasts = [min(row.start + READ + row.count - 2, end - 1) for row, end in zip(rows, ends, strict=True)]
@@ -211,9 +214,8 @@ class _Buffers:
         splits = self._cut.splits  # the interpreter's one program takes them one after the other
         if self._programs > 1:
             splits = max(min(splits, self._programs // (len(rows) * self._kv)), 1)
-        at = self._out
-        host[at : at + 6] = len(rows), steps, min(row.lag for row in rows) - 1, splits, width, tag
-        at += HEADER
+        host[:6] = len(rows), steps, min(row.lag for row in rows) - 1, splits, width, tag
+        at = HEADER
         for index, row in enumerate(rows):
             host[at + index] = row.start + READ - row.lag
             host[at + most + index] = lasts[index]
@@ -224,7 +226,7 @@ class _Buffers:
             blocks = row.blocks[:width]
             host[place : place + len(blocks)] = blocks
         end = self._tables + len(rows) * width
-        self._staging.send(buffer, self.state, end)
+        self._staging.send(buffer, said_by_host, end)
         if said is not None:
             known = known_of(
                 [
@@ -235,11 +237,13 @@ class _Buffers:
             counts = torch.tensor([[row.count for row in rows]])
             known = sent(torch.cat([known, counts]), self.state.device)
             _begin[(len(rows),)](
-                said.tokens, said.most, said.num_accepted, known, len(rows), self.state[at:], ROWS=most, READ=READ
+                said.tokens, said.most, said.num_accepted, known, len(rows), said_by_host[at:], ROWS=most, READ=READ
             )
 
     def drafted(self, rows: Sequence[ChainRow]) -> Tensor:
-        self._failed.copy_(self.state[:1], non_blocking=True)
+        if self._drafts % LOOK_EVERY == 0:  # a copy to the host; once one has failed, all do at once
+            self._failed.copy_(self.state[:1], non_blocking=True)
+        self._drafts += 1
         tokens = self.state[STATE : self._out].view(self._cut.rows, MAX_K)
         return tokens[: len(rows), : max(row.count for row in rows)].to(torch.int64)
 
