@@ -80,7 +80,7 @@ def check(method, requests, *, k=4, drafter=None, begun=0, for_nothing=1, **opti
     if method in HANDED_OVER:
         extra = len(engine.model.rows_per_pass) - engine.stats.num_steps
         assert extra <= for_nothing, "passes begun in vain, or for those whose text had ended"
-        assert engine.relay.begun >= begun
+        assert engine.runner.relay.begun >= begun
     return sequences, outputs
 
 

@@ -57,7 +57,7 @@ def test_the_policy_of_users_hands_over_where_k_is_fixed(method):
     policy = AdaptivePolicy([drafter], method, 4)
     engine = make_engine([drafter], policy=policy, model=PlacedModel(repeating), ahead=True)
     check(engine)
-    assert engine.relay.begun > 15
+    assert engine.runner.relay.begun > 15
     assert in_vain(engine) == 0
 
 
@@ -73,7 +73,32 @@ def test_trees_are_written_as_they_are_laid_out():
     requests = [(0, str(i), prompt_of(i, 12) * 3, params(max_tokens=60)) for i in range(3)]
     check(engine, requests)
     assert sum(width > 0 for width in trees) > 5, "some drafts branch"
-    assert engine.relay.begun > 10
+    assert engine.runner.relay.begun > 10
+    assert in_vain(engine) == 0
+
+
+class Open(ByRequest):
+    """Does not say beforehand what it will plan."""
+
+    def settled(self, sequences):
+        return None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pass_that_is_planned_is_begun_before_it_is_laid_out(method):
+    choices = {"0": Choice(method, 6), "1": Choice(method, 2), "2": Choice()}
+    engine = relayed(method, Open(choices))
+    check(engine)
+    assert engine.runner.relay.begun > 15
+    assert in_vain(engine) == 0
+
+
+def test_of_drafts_by_several_methods_none_is_begun():
+    drafters = [make_drafter(name) for name in METHODS]
+    policy = ByRequest({str(at): Choice(METHODS[at % 2], 4) for at in range(3)})
+    engine = make_engine(drafters, policy=policy, model=PlacedModel(repeating), ahead=True)
+    sequences = check(engine)
+    assert {method for one in sequences.values() for method in one.stats.drafts_by_method} == set(METHODS)
     assert in_vain(engine) == 0
 
 
@@ -102,9 +127,9 @@ def test_a_handing_over_that_fails_is_not_tried_again(method, monkeypatch, caplo
 
     monkeypatch.setattr(PassGraphs, "begin", fail)
     check(engine)
-    assert engine.relay is None
+    assert engine.runner.relay is None
     assert len(calls) == 1
-    assert "no longer handed over" in caplog.text
+    assert "no longer begun" in caplog.text
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -135,8 +160,8 @@ def test_what_an_interrupted_step_had_not_said_is_forgotten(method, where, monke
 
 def test_nothing_is_handed_over_without_recorded_passes_or_native_lookups():
     drafter = DRAFTERS["ngram"](context_for(toy_config(VOCAB)), native=False)
-    assert make_engine([drafter], model=PlacedModel(repeating), ahead=True).relay is None
-    assert make_engine([make_drafter("ngram")], ahead=True).relay is None
+    assert make_engine([drafter], model=PlacedModel(repeating), ahead=True).runner.relay is None
+    assert make_engine([make_drafter("ngram")], ahead=True).runner.relay is None
 
 
 @pytest.mark.parametrize(

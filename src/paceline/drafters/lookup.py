@@ -58,20 +58,20 @@ class LookupDrafter(HostDrafter, Generic[S]):
         self._behind: dict[str, Sequence] = {}  # decoded on, and not indexed yet
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        return [state.evidence for state in self._looked_up(sequences)]
+        return [state.evidence for state in self.looked_up(sequences)]
 
     def evidence(self, sequence: Sequence) -> int:
         """Of the proposal it would make now: a function of the committed tokens and of past answers."""
         state = self.states.get(sequence.key)
         if state is None or state.at != len(sequence.tokens) or state.sequence is not sequence:
-            (state,) = self._looked_up([sequence])
+            (state,) = self.looked_up([sequence])
         return state.evidence
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
-        return self.form.draft(self._looked_up([row.sequence for row in rows]), [row.budget for row in rows])
+        return self.form.draft(self.looked_up([row.sequence for row in rows]), [row.budget for row in rows])
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        (state,) = self._looked_up([sequence])
+        (state,) = self.looked_up([sequence])
         return self.form.guess(state, count)
 
     def match_length(self, sequence: Sequence) -> int:
@@ -102,7 +102,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
     def release(self, sequence: Sequence) -> None:
         self._forget(sequence)
 
-    def _looked_up(self, sequences: SequenceOf[Sequence]) -> list[S]:
+    def looked_up(self, sequences: SequenceOf[Sequence]) -> list[S]:
         known, states, due = self.states, [], []
         for sequence in sequences:
             state = known.get(sequence.key)

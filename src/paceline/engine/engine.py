@@ -6,7 +6,6 @@ decoding is the empty draft, so the baseline and the fast path are the same code
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
@@ -35,7 +34,6 @@ from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
-log = logging.getLogger("paceline")
 AWAY = 0.1  # of a step's time that the caller may take: more, and it is not known how long the device took
 OBJECTS_A_ROW = 8  # that a step makes and the next one drops, about
 
@@ -83,7 +81,6 @@ class Engine:
         self.runner = ModelRunner(model, cache, self.drafters, Sampler(model.config.vocab_size, eos, model.device))
         with says_what_to_lower():
             self.runner.prepare(config.max_num_seqs, config.max_num_batched_tokens)
-        self.relay = Relay.of(model, drafters)
         self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
         self.stats = EngineStats()
         expect_objects(OBJECTS_A_ROW * config.max_num_seqs)
@@ -101,8 +98,8 @@ class Engine:
                 for sequence in [one for one in self.scheduler.running if one.finish_reason is not None]:
                     self._forget(sequence)
                     self.scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
-                if self.relay is not None:
-                    self.relay.forget_unsaid(self.scheduler.running)
+                if self.runner.relay is not None:
+                    self.runner.relay.forget_unsaid(self.scheduler.running)
             self._unfinished = True
             outputs = self._step()
             self._unfinished = False
@@ -126,8 +123,8 @@ class Engine:
         self.policy.meanwhile()
         self.committer.expect(flight)
         early = self.runs_ahead and ahead is None
-        if early and self.relay is not None:
-            self._hand_over(self.relay, batch, flight)
+        if early and self.runner.relay is not None:
+            self._hand_over(self.runner.relay, batch, flight)
         collected = self.committer.collect(flight)  # the one device-to-host copy; append
         outputs = [] if early else self.committer.tell(collected)  # text, stop, finish
         try:
@@ -164,8 +161,7 @@ class Engine:
             try:
                 relay.hand_over(flight.reading, sequences, method, budgets, room, self.committer.may_end)
             except Exception as problem:  # the step is taken as ever
-                log.warning("steps are no longer handed over by native code: %r", problem)
-                self.relay = None
+                self.runner.give_up_relay(problem)
 
     def _launch_early(self, collected: Collected) -> tuple[tuple[Batch, Flight] | None, list[StepOutput]]:
         """The step after one whose tokens stand, before they are told: the device goes on meanwhile. Who turns out to

@@ -3,6 +3,7 @@ is the empty draft."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from paceline.engine.batch import Batch, Stage
 from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out
+from paceline.engine.relay import Relay
 from paceline.engine.sampler import Sampler
 from paceline.models.chain import Said
 from paceline.models.decoder import Model
@@ -24,6 +26,7 @@ from paceline.models.kv_cache import KVCache
 from paceline.models.rehearse import verifying
 from paceline.models.staging import Buffer, Staging
 
+log = logging.getLogger("paceline")
 UNREAD = 4  # verdicts under way or still looked at, at most
 
 
@@ -139,6 +142,7 @@ class ModelRunner:
         self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
         self._caches = cache.layers[: len(model.kv_specs)]
         self._staging = Staging(model.device, UNREAD)
+        self.relay = Relay.of(model, drafters.drafters)
 
     def prepare(self, most_sequences: int, most_rows: int) -> None:
         """Compile and record beforehand what steps would wait for when they first come, where that is so."""
@@ -150,11 +154,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
+        if self.relay is not None:
+            try:
+                self.relay.begin(batch, self.cache.block_size)
+            except Exception as problem:  # the step is taken as ever
+                self.give_up_relay(problem)
         draft = self.drafters.propose([row for row in batch.rows if row.samples])
         layout = lay_out(batch, draft, self.cache.block_size)
         if draft.width and draft.unseen:
             layout.tokens = filled_in(layout.tokens, draft)
         return self._fly(layout, draft)
+
+    def give_up_relay(self, problem: Exception) -> None:
+        log.warning("passes are no longer begun by native code: %r", problem)
+        self.relay = None
 
     @torch.inference_mode()
     def draft_ahead(self, flight: Flight, rows: list[tuple[int, int]]) -> None:

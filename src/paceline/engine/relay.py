@@ -1,10 +1,11 @@
-"""From one step to the next without Python between them, where drafts are looked up and how many is fixed.
+"""From one step to the next with little Python between them, where drafts are looked up.
 
-What the next pass is follows then from the verdict alone, as long as everybody goes on. So all else is prepared while
-that is waited for, and native code (models/native/relay.h) takes in what was said, drafts, and writes the pass, which
-begins at once. The engine goes through the step as ever, with the device busy meanwhile, and finds the pass it asks for
-under way. Should it ask for another, that is computed as if this one had never been: what is begun here changes when
-an answer comes, never what it says.
+With k fixed, what the next pass is follows from the verdict alone, as long as everybody goes on. So all else is prepared
+while that is waited for, and native code (models/native/relay.h) takes in what was said, drafts, and writes the pass,
+which begins at once (`hand_over`). Elsewhere it is planned first, and then drafted for and written in the same way
+(`begin`). The engine goes through the step as ever, with the device busy meanwhile, and finds the pass it asks for under
+way. Should it ask for another, that is computed as if this one had never been: what is begun here changes when an
+answer comes, never what it says.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,13 +21,15 @@ import torch
 from paceline.drafters import Drafter
 from paceline.drafters.lookup import LookupDrafter
 from paceline.drafters.native_lookup import PLANES, NativeForm
-from paceline.engine.batch import Room
-from paceline.engine.model_runner import Reading
+from paceline.engine.batch import Batch, Ints, Room, Tables
 from paceline.models.decoder import Model
 from paceline.models.graphs import Coming, PassGraphs
 from paceline.models.native_kernels import Library, load_library
 from paceline.models.native_relay import Place, Step
 from paceline.sequence import Sequence
+
+if TYPE_CHECKING:
+    from paceline.engine.model_runner import Reading
 
 Lookups = Mapping[str, tuple[LookupDrafter[Any], NativeForm[Any]]]
 
@@ -37,6 +40,7 @@ class Relay:
         self._write = library.function("relay_pass")
         self._step = Step(vocab=vocab_size)
         self._at = ctypes.addressof(self._step)
+        self._handed_over = False  # the next pass is begun
         self.begun = 0  # passes
 
     @staticmethod
@@ -66,30 +70,72 @@ class Relay:
         ends: Collection[int],
     ) -> None:
         """Wait for the verdict on these sequences and begin the pass after it. `ends`: what may be somebody's last."""
-        (lookup, form), step, rows, most = self._lookups[method], self._step, len(sequences), max(budgets)
+        lookup, form = self._lookups[method]
         said, accepted, width = reading.parts
         states = [lookup.state_of(sequence) for sequence in sequences]
         for state in states:
             form.ready(state, width)
         lengths, limits = [len(one.tokens) for one in sequences], [one.max_len for one in sequences]
         given = np.array([*(state.address for state in states), *lengths, *limits, *budgets, *ends], np.int64)
-        found, tables = np.empty((3 + PLANES * most, rows), np.int64), np.ascontiguousarray(room.tables)
-        step.said, step.accepted, step.width, step.rows, step.most = said, accepted, width, rows, most
-        at, each = given.ctypes.data, given.itemsize * rows
-        step.texts, step.lengths, step.limits, step.budgets, step.ends = range(at, at + 5 * each, each)
-        step.num_ends, step.block_size = len(ends), room.block_size
-        step.tables, step.table_width = tables.ctypes.data, tables.shape[1]
-        step.evidence, step.nodes = found.ctypes.data, found.ctypes.data + 2 * each
+        found = np.empty((3 + PLANES * max(budgets), len(states)), np.int64)
+        self._point_to(given, found, room.tables)
+        step = self._step
+        step.said, step.accepted, step.width = said, accepted, width
+        step.num_ends, step.block_size, step.found = len(ends), room.block_size, 0
         reading.wait()
         answer = 0
         try:
             answer = form.relay(self._at)
             if answer > 0:
-                coming = Coming(step.pass_rows, step.longest, rows, step.path, step.max_len, step.table_width)
-                self.begun += self._graphs.begin(coming, self._written)
+                self._begin()
         finally:
             for state, evidence, length in zip(states, *found[:2].tolist(), strict=True) if answer else ():
                 state.evidence, state.at, state.indexed = evidence, length, length
+
+    @torch.inference_mode()
+    def begin(self, batch: Batch, block_size: int) -> None:
+        """Begin the pass of a batch that is planned, before its drafts are made and it is laid out by the book."""
+        if self._handed_over:
+            self._handed_over = False
+            return
+        rows, methods = batch.rows, {row.method for row in batch.rows if row.budget}
+        if len(methods) != 1 or not batch.only_decodes or not all(row.samples for row in rows):
+            return
+        known = self._lookups.get(methods.pop())
+        if known is None:
+            return
+        lookup, form = known
+        drafting = [at for at, row in enumerate(rows) if row.budget]
+        texts, none = [0] * len(rows), [0] * len(rows)
+        for at, state in zip(drafting, lookup.looked_up([rows[at].sequence for at in drafting]), strict=True):
+            texts[at] = state.address
+        budgets, limits = [row.budget for row in rows], [row.sequence.max_len for row in rows]
+        tokens = [row.sequence.tokens[row.first] for row in rows]
+        given = np.array([*texts, *(row.first for row in rows), *limits, *budgets, *tokens, *none], np.int64)
+        found = np.empty((3 + PLANES * max(budgets), len(rows)), np.int64)
+        found[0] = 1
+        self._point_to(given, found, batch.tables)
+        step = self._step
+        step.said, step.accepted, step.width = step.ends, step.ends + 8 * len(rows), 1
+        step.num_ends, step.block_size, step.found = 0, block_size, 1
+        if form.relay(self._at) > 0:
+            self._begin()
+        self._handed_over = False
+
+    def _point_to(self, given: Ints, found: Ints, tables: Tables) -> None:
+        """`given`: by row texts, lengths, limits and budgets, and then ends; all must outlive the call that follows."""
+        step, rows = self._step, found.shape[1]
+        at, each = given.ctypes.data, given.itemsize * rows
+        step.texts, step.lengths, step.limits, step.budgets, step.ends = range(at, at + 5 * each, each)
+        step.rows, step.most = rows, (len(found) - 3) // PLANES
+        step.tables, step.table_width = tables.ctypes.data, tables.shape[1]
+        step.evidence, step.nodes = found.ctypes.data, found.ctypes.data + 2 * each
+
+    def _begin(self) -> None:
+        step = self._step
+        coming = Coming(step.pass_rows, step.longest, step.rows, step.path, step.max_len, step.table_width)
+        self._handed_over = self._graphs.begin(coming, self._written)
+        self.begun += self._handed_over
 
     def forget_unsaid(self, sequences: SequenceOf[Sequence]) -> None:
         """A step was interrupted: what it would have said is perhaps taken in already, and may be said otherwise."""

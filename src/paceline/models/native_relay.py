@@ -17,7 +17,7 @@ class Step(ctypes.Structure):
         *((name, c_void_p) for name in ("texts", "lengths", "limits", "budgets", "ends")),
         ("num_ends", c_int64),
         ("tables", c_void_p),
-        *((name, c_int64) for name in ("table_width", "block_size", "most", "vocab")),
+        *((name, c_int64) for name in ("table_width", "block_size", "most", "vocab", "found")),
         *((name, c_void_p) for name in ("evidence", "nodes")),
         *((name, c_int64) for name in ("pass_rows", "longest", "path", "max_len")),
     )

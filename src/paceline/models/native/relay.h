@@ -25,6 +25,7 @@ struct Step {
     const int32_t *tables;                      // (rows, table_width) blocks
     int64_t table_width, block_size;
     int64_t most, vocab;                        // the largest budget; tokens there are
+    int64_t found;                              // what was said is taken in, and looked up, already
     int64_t *evidence;                          // (2, rows) what was found, and how long the texts are then
     int64_t *nodes;                             // (rows) of each draft, and (rows, most) tokens, parents and depths
     // Of the pass: rows, the most of them of one sequence, columns of paths, and the longest context.
@@ -69,19 +70,24 @@ static inline bool branches(const Tree& tree) { return tree.size && tree.depths[
 // Returns 0 where somebody ends, and then nothing was done; -1 where a draft is not to be passed on.
 template <typename Method>
 static long draft(const Method& method, Step& step) {
-    if (!all_go_on(step)) return 0;
+    if (!step.found && !all_go_on(step)) return 0;
     step.pass_rows = step.longest = step.path = step.max_len = 0;
     int64_t plane = step.rows * step.most, *trees = step.nodes + step.rows;
     bool sound = true;
     for (int64_t row = 0; row < step.rows; row++) {
-        auto& text = lookup::text_at<Method>(step.texts[row]);
         int64_t length = length_of(step, row), room = step.limits[row] - length - 1, budget = step.budgets[row];
-        step.evidence[row] = method.find(text, step.said + row * step.width, step.accepted[row] + 1);
-        step.evidence[step.rows + row] = length;
+        if (!step.found) {
+            auto& text = lookup::text_at<Method>(step.texts[row]);
+            step.evidence[row] = method.find(text, step.said + row * step.width, step.accepted[row] + 1);
+            step.evidence[step.rows + row] = length;
+        }
         if (budget > room) budget = room;
-        int64_t* tokens = trees + row * step.most;
-        bool any = budget > 0 && step.evidence[row] > 0;
-        step.nodes[row] = any ? method.draft(text, budget, tokens, tokens + plane, tokens + 2 * plane) : 0;
+        step.nodes[row] = 0;
+        if (budget > 0 && step.evidence[row] > 0) {
+            int64_t* tokens = trees + row * step.most;
+            auto& text = lookup::text_at<Method>(step.texts[row]);
+            step.nodes[row] = method.draft(text, budget, tokens, tokens + plane, tokens + 2 * plane);
+        }
         Tree tree = tree_of(step, row);
         int64_t deepest = 0;
         for (int64_t node = 0; node < tree.size; node++) {
