@@ -1,11 +1,11 @@
 """From one step to the next with little Python between them, where drafts are looked up.
 
 With k fixed, what the next pass is follows from the verdict alone, as long as everybody goes on. So all else is
-prepared while that is waited for, and native code (models/native/relay.h) takes in what was said, drafts, and writes the
-pass, which begins at once (`hand_over`). Elsewhere it is planned first, and then drafted for and written in the same way
-(`begin`). The engine goes through the step as ever, with the device busy meanwhile, and finds the pass it asks for
-under way. Should it ask for another, that is computed as if this one had never been: what is begun here changes when
-an answer comes, never what it says.
+prepared while that is waited for, and native code (models/native/relay.h) takes in what was said, drafts, and writes
+the pass, which begins at once (`hand_over`). Elsewhere it is planned first, and then drafted for and written in the
+same way (`begin`). The engine goes through the step as ever, with the device busy meanwhile, and finds the pass it asks
+for under way. Should it ask for another, that is computed as if this one had never been: what is begun here changes
+when an answer comes, never what it says.
 """
 
 from __future__ import annotations
