@@ -93,12 +93,21 @@ def test_a_pass_that_is_planned_is_begun_before_it_is_laid_out(method):
     assert in_vain(engine) == 0
 
 
-def test_of_drafts_by_several_methods_none_is_begun():
+def test_several_lookups_may_draft_for_one_pass():
     drafters = [make_drafter(name) for name in METHODS]
-    policy = ByRequest({str(at): Choice(METHODS[at % 2], 4) for at in range(3)})
+    policy = ByRequest({str(at): Choice(METHODS[at % 2], 4 + at) for at in range(3)})
     engine = make_engine(drafters, policy=policy, model=PlacedModel(repeating), ahead=True)
     sequences = check(engine)
     assert {method for one in sequences.values() for method in one.stats.drafts_by_method} == set(METHODS)
+    assert engine.runner.relay.begun > 15
+    assert in_vain(engine) == 0
+
+
+def test_beside_a_drafter_of_another_kind_nothing_is_begun():
+    drafters = [make_drafter("ngram"), make_drafter("draft-model")]
+    policy = ByRequest({"0": Choice("ngram", 4)}, Choice("draft-model", 3))
+    engine = make_engine(drafters, policy=policy, model=PlacedModel(repeating), ahead=True)
+    check(engine, REQUESTS[:2])
     assert in_vain(engine) == 0
 
 

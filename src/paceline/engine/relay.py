@@ -98,28 +98,33 @@ class Relay:
         if self._handed_over:
             self._handed_over = False
             return
-        rows, methods = batch.rows, {row.method for row in batch.rows if row.budget}
-        if len(methods) != 1 or not batch.only_decodes or not all(row.samples for row in rows):
+        rows = batch.rows
+        drafting: dict[str, list[int]] = {}
+        for at, row in enumerate(rows):
+            if row.budget:
+                drafting.setdefault(row.method, []).append(at)
+        by_lookup = drafting and self._lookups.keys() >= drafting.keys()
+        if not by_lookup or not batch.only_decodes or not all(row.samples for row in rows):
             return
-        known = self._lookups.get(methods.pop())
-        if known is None:
-            return
-        lookup, form = known
-        drafting = [at for at, row in enumerate(rows) if row.budget]
         texts, none = [0] * len(rows), [0] * len(rows)
-        for at, state in zip(drafting, lookup.looked_up([rows[at].sequence for at in drafting]), strict=True):
-            texts[at] = state.address
+        for method, members in drafting.items():
+            states = self._lookups[method][0].looked_up([rows[at].sequence for at in members])
+            for at, state in zip(members, states, strict=True):
+                texts[at] = state.address
         budgets, limits = [row.budget for row in rows], [row.sequence.max_len for row in rows]
         tokens = [row.sequence.tokens[row.first] for row in rows]
         given = np.array([*texts, *(row.first for row in rows), *limits, *budgets, *tokens, *none], np.int64)
-        found = np.empty((3 + PLANES * max(budgets), len(rows)), np.int64)
-        found[0] = 1
+        found = np.zeros((3 + PLANES * max(budgets), len(rows)), np.int64)
         self._point_to(given, found, batch.tables)
         step = self._step
         step.said, step.accepted, step.width = step.ends, step.ends + 8 * len(rows), 1
         step.num_ends, step.block_size, step.found = 0, block_size, 1
-        if form.relay(self._at) > 0:
-            self._begin()
+        for method, members in drafting.items():
+            found[0] = 0
+            found[0, members] = 1
+            if self._lookups[method][1].relay(self._at) < 0:
+                return
+        self._begin()
         self._handed_over = False
 
     def _point_to(self, given: Ints, found: Ints, tables: Tables) -> None:

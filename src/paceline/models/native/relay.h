@@ -25,7 +25,7 @@ struct Step {
     const int32_t *tables;                      // (rows, table_width) blocks
     int64_t table_width, block_size;
     int64_t most, vocab;                        // the largest budget; tokens there are
-    int64_t found;                              // what was said is taken in, and looked up, already
+    int64_t found;                              // already: who has evidence drafts, for others nodes are left as they are
     int64_t *evidence;                          // (2, rows) what was found, and how long the texts are then
     int64_t *nodes;                             // (rows) of each draft, and (rows, most) tokens, parents and depths
     // Of the pass: rows, the most of them of one sequence, columns of paths, and the longest context.
@@ -82,11 +82,12 @@ static long draft(const Method& method, Step& step) {
             step.evidence[step.rows + row] = length;
         }
         if (budget > room) budget = room;
-        step.nodes[row] = 0;
         if (budget > 0 && step.evidence[row] > 0) {
             int64_t* tokens = trees + row * step.most;
             auto& text = lookup::text_at<Method>(step.texts[row]);
             step.nodes[row] = method.draft(text, budget, tokens, tokens + plane, tokens + 2 * plane);
+        } else if (!step.found) {
+            step.nodes[row] = 0;
         }
         Tree tree = tree_of(step, row);
         int64_t deepest = 0;
