@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
@@ -22,6 +23,7 @@ from paceline.models.chain import READ
 from paceline.models.decoder import ModelOutput
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import KVSpec
+from paceline.models.native_kernels import load_library
 from paceline.models.native_relay import HEADER
 from paceline.models.plan import ROW_FIELDS, PassPlan
 from paceline.sampling_params import SamplingParams
@@ -228,6 +230,7 @@ AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, a
 EARLY = {"ngram, launched early": "ngram", "suffix, launched early": "suffix"}
 # And native code begins the next pass, as soon as a verdict is there.
 HANDED_OVER = {"ngram, handed over": "ngram", "suffix, handed over": "suffix"}
+CAN_HAND_OVER = load_library() is not None and find_spec("triton") is not None
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),

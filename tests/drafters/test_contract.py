@@ -23,6 +23,7 @@ from paceline.models.decoder import ModelOutput
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
     AHEAD,
+    CAN_HAND_OVER,
     EARLY,
     HANDED_OVER,
     MAKERS,
@@ -47,7 +48,7 @@ from tests.drafters.contract_toys import (
 )
 
 METHODS = list(DRAFTERS)
-WAYS = [*METHODS, AHEAD, *EARLY, *HANDED_OVER, *PLAIN]
+WAYS = [*METHODS, AHEAD, *EARLY, *(HANDED_OVER if CAN_HAND_OVER else ()), *PLAIN]
 DEVICE = {AHEAD, *EARLY, *HANDED_OVER}  # ways that run ahead of the host
 FALSE_ALARM = 1e-6  # of each statistical test
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.drafters import DRAFTERS
 from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.batch import Batch, Row
 from paceline.engine.policy import Choice
 from paceline.models.graphs import PassGraphs
-from paceline.testing import toy_config
+from paceline.testing import context_logits, toy_config
 from tests.drafters.contract_toys import (
+    CAN_HAND_OVER,
     VOCAB,
     ByRequest,
     PlacedModel,
@@ -23,6 +27,7 @@ from tests.drafters.contract_toys import (
     run,
 )
 
+pytestmark = pytest.mark.skipif(not CAN_HAND_OVER, reason="there is no native library here, or no triton")
 METHODS = ["ngram", "suffix"]
 REQUESTS = [(0, str(i), prompt_of(i, 5 + 3 * i), params(max_tokens=40)) for i in range(3)]
 
@@ -36,6 +41,18 @@ def to_the_end(engine, check=lambda: ()):
     while engine.has_work:
         engine.step()
         assert all(check())
+
+
+def taken_in(state):
+    if hasattr(state, "index"):
+        return state.index.tokens().tolist()
+    return state.tokens[: state.view.length].tolist()
+
+
+def told(state):
+    """The text in native memory is that of the sequence, as far as it was taken in."""
+    text = taken_in(state)
+    return text == state.sequence.tokens[: len(text)] and len(text) >= len(state.sequence.tokens) - 8
 
 
 def in_vain(engine):
@@ -136,7 +153,7 @@ def test_a_handing_over_that_fails_is_not_tried_again(method, monkeypatch, caplo
 
     monkeypatch.setattr(PassGraphs, "begin", fail)
     check(engine)
-    assert engine.runner.relay is None
+    assert not engine.runner.relay.works
     assert len(calls) == 1
     assert "no longer begun" in caplog.text
 
@@ -162,8 +179,8 @@ def test_what_an_interrupted_step_had_not_said_is_forgotten(method, where, monke
     states = engine.drafters.drafters[0].states
     with pytest.raises(KeyboardInterrupt):
         to_the_end(engine)
-    assert states[sequence.key].indexed > len(sequence.tokens), "the case in question"
-    to_the_end(engine, lambda: [state.indexed <= len(state.sequence.tokens) for state in states.values()])
+    assert taken_in(states[sequence.key]) != sequence.tokens, "the case in question"
+    to_the_end(engine, lambda: [told(state) for state in states.values()])
     assert sequence.num_output == 50
     assert engine.blocks.num_free == engine.blocks.num_blocks
 
@@ -192,3 +209,105 @@ def test_what_the_next_plan_will_be_is_said_only_where_nothing_is_open(method, k
     (first,) = engine.add_request("a", prompt_of(0, 5), params(max_tokens=5))
     (second,) = engine.add_request("b", prompt_of(0, 5), params(max_tokens=5, speculation=own))
     assert policy.settled([first, second]) == settled
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_who_may_end_is_not_handed_over(method):
+    """Its end is seen before the pass after it is begun."""
+    drafter, eos = make_drafter(method), 5
+    model = PlacedModel(repeating, toy_config(VOCAB, eos_token_ids=(eos,)))
+    engine = make_engine([drafter], k=4, model=model, ahead=True)
+    requests = [(0, str(i), prompt_of(i, 9), params(max_tokens=12 + i, stop_token_ids=[7])) for i in range(6)]
+    sequences, _ = run(engine, requests)
+    for name, alone in plain(requests, eos=(eos,)).items():
+        assert sequences[name].output_tokens == alone.output_tokens
+    assert {one.finish_reason for one in sequences.values()} == {"stop", "length"}
+    assert in_vain(engine) == 0
+
+
+def test_a_pass_begun_is_over_once_another_was_run():
+    """Its logits and what it wrote to the cache stand no longer."""
+    engine = relayed("ngram")
+    graphs, taken = engine.model.graphs, []
+    forward, begin = graphs.forward, graphs.begin
+
+    def beginning(*given):
+        began = begin(*given)
+        if began:
+            graphs.begin, again = begin, graphs._begun
+            graphs.run(again.of)
+            taken.append(graphs._begun)
+            graphs.begin = beginning
+        return began
+
+    graphs.begin = beginning
+    check(engine)
+    assert taken
+    assert set(taken) == {None}
+    assert in_vain(engine) >= 2 * len(taken) - 1
+    assert forward == graphs.forward
+
+
+def test_of_rows_that_take_several_tiles_nothing_is_begun():
+    config = replace(toy_config(VOCAB), num_heads=32, num_kv_heads=1)
+    engine = make_engine([make_drafter("ngram")], k=12, model=PlacedModel(repeating, config), ahead=True)
+    check(engine)
+    assert engine.runner.relay.begun < engine.stats.num_steps / 2, "only short drafts"
+    assert in_vain(engine) == 0
+
+
+def chaos(context, vocab_size):
+    """Some copy for ever, and the others never."""
+    if context[0] == 1:
+        return [9.0 * (token == context[-1] % 3 + 1) for token in range(vocab_size)]
+    return context_logits(context, vocab_size, "chaos")
+
+
+def crowded(relays, num_blocks, requests, block_size):
+    config = toy_config(499)
+    drafter = DRAFTERS["ngram"](context_for(config, ngram_min=3, ngram_max=3))
+    policy = AdaptivePolicy([drafter], "ngram", 64)
+    engine = make_engine(
+        [drafter],
+        policy=policy,
+        model=PlacedModel(chaos, config),
+        ahead=True,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_batched_tokens=1024,
+        prefix_caching=False,
+    )
+    engine.runner.relay.works = relays
+    sequences, _ = run(engine, requests)
+    return engine.stats.num_steps, {name: (one.num_preemptions, one.output_tokens) for name, one in sequences.items()}
+
+
+@pytest.mark.parametrize("new", [150, 170, 190])
+def test_room_that_others_hold_is_nobody_elses(new):
+    """Deep drafts of one leave all with much room; a newcomer then finds next to none."""
+    requests = [(0, f"{i}", [5 + (7 * i + j * j) % 400 for j in range(8)], params(max_tokens=220)) for i in range(2)]
+    requests.append((0, "copies", [1, 2, 3] * 4, params(max_tokens=131)))
+    requests.append((3, "new", [5 + (j**3 + 5) % 400 for j in range(new)], params(max_tokens=60)))
+    assert crowded(True, 120, requests, 4)[1] == crowded(False, 120, requests, 4)[1]
+
+
+@pytest.mark.parametrize("arrival", [12, 20])
+def test_room_that_drafts_do_not_take_is_given_back_at_once(arrival):
+    requests = [(0, f"{i}", [5 + (7 * i + j * j) % 400 for j in range(8)], params(max_tokens=60)) for i in range(6)]
+    requests.append((arrival, "new", [5 + (j**3 + 5) % 400 for j in range(210)], params(max_tokens=40)))
+    assert crowded(True, 42, requests, 16) == crowded(False, 42, requests, 16)
+
+
+def test_what_one_holds_too_much_does_not_hide_what_another_lacks():
+    engine = relayed("ngram", num_blocks=24)
+    for name in "ab":
+        engine.add_request(name, prompt_of(0, 6), params(max_tokens=30))
+    while any(sequence.num_output < 2 for sequence in engine.scheduler.sequences()):
+        engine.step()
+    one, other = engine.scheduler.running
+    batch = Batch([Row(sequence, len(sequence.tokens) - 1, 1, True, "ngram", 4) for sequence in (one, other)])
+    assert engine.scheduler.make_room(batch, 5, [4, 4]) is not None
+    engine.blocks.trim(other, len(other.tokens))
+    engine.blocks.allocate(one, 4 * (len(one.blocks) + engine.blocks.num_free))
+    assert engine.scheduler.make_room(batch, 5, [4, 4]) is None
+    engine.blocks.check([one, other])

@@ -203,7 +203,8 @@ class Committer:
                     sequence.stats.add_plain()
                 if output.finished:
                     ended.append(sequence)
-            if row.budget or sequence.num_computed % size < count:  # room was reserved for a draft, or a block is full
+            more = len(sequence.blocks) * size >= len(sequence.tokens) + size  # room was made that a draft did not take
+            if more or row.budget or sequence.num_computed % size < count:  # or a block is full
                 unsettled.append(sequence)
         self._inform(self._drafters.patient, collected)
         self._scheduler.blocks.settle(unsettled)

@@ -123,7 +123,7 @@ class Engine:
         self.policy.meanwhile()
         self.committer.expect(flight)
         early = self.runs_ahead and ahead is None
-        if early and self.runner.relay is not None:
+        if early and self.runner.relay is not None and self.runner.relay.works:
             self._hand_over(self.runner.relay, batch, flight)
         collected = self.committer.collect(flight)  # the one device-to-host copy; append
         outputs = [] if early else self.committer.tell(collected)  # text, stop, finish
@@ -161,7 +161,7 @@ class Engine:
             try:
                 relay.hand_over(flight.reading, sequences, method, budgets, room, self.committer.may_end)
             except Exception as problem:  # the step is taken as ever
-                self.runner.give_up_relay(problem)
+                relay.give_up(problem)
 
     def _launch_early(self, collected: Collected) -> tuple[tuple[Batch, Flight] | None, list[StepOutput]]:
         """The step after one whose tokens stand, before they are told: the device goes on meanwhile. Who turns out to

@@ -3,7 +3,6 @@ is the empty draft."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from paceline.models.kv_cache import KVCache
 from paceline.models.rehearse import verifying
 from paceline.models.staging import Buffer, Staging
 
-log = logging.getLogger("paceline")
 UNREAD = 4  # verdicts under way or still looked at, at most
 
 
@@ -154,20 +152,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Flight:
-        if self.relay is not None:
+        if self.relay is not None and self.relay.works:
             try:
                 self.relay.begin(batch, self.cache.block_size)
             except Exception as problem:  # the step is taken as ever
-                self.give_up_relay(problem)
+                self.relay.give_up(problem)
         draft = self.drafters.propose([row for row in batch.rows if row.samples])
         layout = lay_out(batch, draft, self.cache.block_size)
         if draft.width and draft.unseen:
             layout.tokens = filled_in(layout.tokens, draft)
         return self._fly(layout, draft)
-
-    def give_up_relay(self, problem: Exception) -> None:
-        log.warning("passes are no longer begun by native code: %r", problem)
-        self.relay = None
 
     @torch.inference_mode()
     def draft_ahead(self, flight: Flight, rows: list[tuple[int, int]]) -> None:

@@ -11,6 +11,7 @@ when an answer comes, never what it says.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from paceline.models.native_kernels import Library, load_library
 from paceline.models.native_relay import Place, Step
 from paceline.sequence import Sequence
 
+log = logging.getLogger("paceline")
 if TYPE_CHECKING:
     from paceline.engine.model_runner import Reading
 
@@ -40,7 +42,8 @@ class Relay:
         self._write = library.function("relay_pass")
         self._step = Step(vocab=vocab_size)
         self._at = ctypes.addressof(self._step)
-        self._handed_over = False  # the next pass is begun
+        self._handed_over = False  # the pass of the next step is begun, or was refused
+        self.works = True
         self.begun = 0  # passes
 
     @staticmethod
@@ -83,14 +86,17 @@ class Relay:
         step.said, step.accepted, step.width = said, accepted, width
         step.num_ends, step.block_size, step.found = len(ends), room.block_size, 0
         reading.wait()
-        answer = 0
+        answer = None
         try:
             answer = form.relay(self._at)
+            self._handed_over = answer != 0
             if answer > 0:
                 self._begin()
         finally:
             for state, evidence, length in zip(states, *found[:2].tolist(), strict=True) if answer else ():
                 state.evidence, state.at, state.indexed = evidence, length, length
+            for state in states if answer is None else ():  # what was taken in is not known
+                lookup.admit(state.sequence, 0, 0)
 
     @torch.inference_mode()
     def begin(self, batch: Batch, block_size: int) -> None:
@@ -125,7 +131,6 @@ class Relay:
             if self._lookups[method][1].relay(self._at) < 0:
                 return
         self._begin()
-        self._handed_over = False
 
     def _point_to(self, given: Ints, found: Ints, tables: Tables) -> None:
         """`given`: by row texts, lengths, limits and budgets, and then ends; all must outlive the call that follows."""
@@ -139,8 +144,11 @@ class Relay:
     def _begin(self) -> None:
         step = self._step
         coming = Coming(step.pass_rows, step.longest, step.rows, step.path, step.max_len, step.table_width)
-        self._handed_over = self._graphs.begin(coming, self._written)
-        self.begun += self._handed_over
+        self.begun += self._graphs.begin(coming, self._written)
+
+    def give_up(self, problem: Exception) -> None:
+        log.warning("passes are no longer begun by native code: %r", problem)
+        self.works = False
 
     def forget_unsaid(self, sequences: SequenceOf[Sequence]) -> None:
         """A step was interrupted: what it would have said is perhaps taken in already, and may be said otherwise."""

@@ -202,17 +202,15 @@ class Scheduler:
         spare = min(self._draft_cap, self._most_tokens - len(rows))
         if (self.waiting and self.has_place) or len(rows) < len(self.running) or sum(budgets) > spare:
             return None
-        held = needed = 0
-        lengths = []
+        needed, lengths = len(rows) // size, []  # as `early` will want it
         for row, budget in zip(rows, budgets, strict=True):
             sequence = row.sequence
             if not row.samples or sequence.status is not running or sequence.logprobs is not None:
                 return None
             length = min(len(sequence.tokens) + said + budget + 1, sequence.max_len)
             lengths.append(length)
-            needed += -(-length // size)
-            held += len(sequence.blocks)
-        if needed - held + SPARE * len(rows) > self.blocks.num_free:
+            needed += max(-(-length // size) - len(sequence.blocks), 0)
+        if needed + SPARE * len(rows) > self.blocks.num_free:
             return None
         for row, length in zip(rows, lengths, strict=True):
             self.blocks.allocate(row.sequence, length)

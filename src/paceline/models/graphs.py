@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.models.buckets import FEW, TILES, Bucket, path_up, up
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_relay import Place
+from paceline.models.native_relay import HEADER, Place
 from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
 from paceline.models.rehearse import Shape, rehearsal
 from paceline.models.staging import Buffer, Staging
@@ -64,7 +64,7 @@ class Placed:
     """A bucket's buffers, and its recording once there is one."""
 
     def __init__(self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int) -> None:
-        from paceline.models.triton.attention import HEADER, Division, Work
+        from paceline.models.triton.attention import Division, Work
 
         self.bucket = bucket
         self.recording: Recording | None = None
@@ -221,14 +221,14 @@ class PassGraphs:
 
         config = self._decoder.config
         tile, per_tile = tile_of(coming.longest, coming.runs, config.num_heads // config.num_kv_heads)
-        if coming.longest > per_tile:
+        if coming.longest > per_tile:  # it takes several tiles
             return False
         of = self._passes.get(Bucket(up(coming.rows), up(coming.runs, TILES), tile, path_up(coming.path), 0, ()))
         tables = coming.runs * coming.table_width
         if of is None or tables > of.table_ints or not self.is_warm(of):
             return False
         buffer, place, size = self._staging.buffer(of.size), of.place, of.at["tables"].start + tables
-        place.per_tile, place.header[:] = per_tile, of.division.header(coming.max_len, coming.table_width)
+        place.header[:] = of.division.header(coming.max_len, coming.table_width)
         write(place, buffer.address)
         self._staging.send(buffer, of.device_ints, size)
         output = self.run(of)

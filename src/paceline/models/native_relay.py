@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int32, c_int64, c_void_p
 
-HEADER = 4  # ints
+HEADER = 4  # ints before the tiles: width of the block tables, whether a unit is a block, most units of a tile, nothing
 
 
 class Step(ctypes.Structure):
@@ -27,7 +27,7 @@ class Place(ctypes.Structure):
     """Where the parts of a pass lie, in ints from the start of its buffer."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("tiles", "num_tiles", "per_tile", "fields", "stride", "rows")),
+        *((name, c_int64) for name in ("tiles", "num_tiles", "fields", "stride", "rows")),
         *((name, c_int64) for name in ("path", "path_stride", "tables")),
         ("header", c_int32 * HEADER),
     )

@@ -34,7 +34,7 @@ struct Step {
 
 // Where a pass is written: ints from the start of the buffer. As `Placed` in `paceline.models.graphs`.
 struct Place {
-    int64_t tiles, num_tiles, per_tile;
+    int64_t tiles, num_tiles;      // one for each sequence, which all its rows must fit into
     int64_t fields, stride, rows;  // positions, prefix, slots, sequence, path_len, tokens: `stride` apart
     int64_t path, path_stride;
     int64_t tables;
@@ -109,7 +109,7 @@ static void write(const Step& step, const Place& place, int32_t* out) {
     int32_t* field[6];  // positions, prefix, slots, sequence, path_len, tokens
     for (int i = 0; i < 6; i++) field[i] = out + place.fields + i * place.stride;
     for (int64_t row = 0; row < place.rows; row++) field[2][row] = -1;
-    int64_t at = 0, tile = 0;
+    int64_t at = 0;
     for (int64_t row = 0; row < step.rows; row++) {
         Tree tree = tree_of(step, row);
         bool bushy = branches(tree);
@@ -129,10 +129,8 @@ static void write(const Step& step, const Place& place, int32_t* out) {
             for (int64_t above = node, i = depth - 1; i >= 0; above = tree.parents[above], i--)
                 path[i] = field[2][begin + 1 + above];
         }
-        for (int64_t from = begin; from < at; from += place.per_tile, tile++) {
-            out[place.tiles + tile] = (int32_t)from;
-            out[place.tiles + place.num_tiles + tile] = (int32_t)(at - from < place.per_tile ? at - from : place.per_tile);
-        }
+        out[place.tiles + row] = (int32_t)begin;
+        out[place.tiles + place.num_tiles + row] = (int32_t)(at - begin);
     }
     memcpy(out + place.tables, step.tables, step.rows * step.table_width * sizeof(int32_t));
 }

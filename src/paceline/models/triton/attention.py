@@ -24,7 +24,6 @@ from paceline.models.plan import PassPlan
 from paceline.models.triton.division import (
     CHUNK,
     EARLY,
-    HEADER,
     KEYS,
     TILE,
     Division,
@@ -42,7 +41,7 @@ try:
 except ImportError:  # a Triton without Gluon
     pipelined = None  # type: ignore[assignment]
 
-__all__ = ["HEADER", "Division", "Work", "Workspace", "attention", "tiles_of", "work_of"]
+__all__ = ["Division", "Work", "Workspace", "attention", "tiles_of", "work_of"]
 
 MOST_INT = (1 << 31) - 1  # elements of a cache addressed with 32 bits
 

@@ -24,7 +24,6 @@ MOST_SPLITS = 68
 NARROW = 16  # q rows of a tile where every sequence has one token: more of them are cut block by block
 TILE = 64
 WIDE_FROM = 64  # q rows of a sequence: more take tiles of twice as many
-HEADER = 4  # ints before the tiles: width of the block tables, whether a unit is a block, most units of a tile
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Division:
         return Division(tile, num_tiles, direct, units, tails, splits)
 
     def header(self, max_len: int, table_width: int) -> list[int]:
-        """What the kernels read of a pass beside its tiles: HEADER ints."""
+        """What the kernels read of a pass beside its tiles: `native_relay.HEADER` ints."""
         blocks = -(-max_len // KEYS)
         by_block = blocks * self.num_tiles * self.tile // 64 <= SPLIT_BLOCKS
         return [table_width, int(by_block), blocks if by_block else chunks_of(blocks), 0]

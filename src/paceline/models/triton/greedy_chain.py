@@ -24,7 +24,7 @@ HEADER = 8  # ints
 MOST_TAG = 1 << 30
 MOST_HELD = 128 << 10  # bytes of a layer's weights that a program can have in registers, beside all else
 ALIGNED = 16  # bytes
-LOOK_EVERY = 16  # drafts: whether one has failed, which is asked in passing
+LOOK_EVERY = 16  # drafts: whether one has failed, which is asked in passing; those since then may be worth nothing
 
 
 @dataclass(frozen=True)
