@@ -187,6 +187,19 @@ def test_the_value_of_a_token_is_what_it_takes_off_the_time_until_all_have_ended
     assert token_values([1.0] * 16, [99.0] * 16, pass_s=1.0, row_s=0.1) == pytest.approx([1.0] * 16, rel=1e-4)
 
 
+def test_a_few_sequences_are_asked_more_often():
+    earned = {}
+    for size in (4, 16):
+        policy, several = timeless([Guesser("a", 0.5)], "auto"), [sequence(f"s{i}") for i in range(size)]
+        policy._asking.purse.empty()
+        outputs = [StepOutput(one, [1], "", [], False, "none", 0, 0) for one in several]
+        policy.observe(StepReport(size, size, 0.03, {}, outputs))
+        policy.meanwhile()
+        earned[size] = policy._asking.purse.seconds
+    assert earned[4] == pytest.approx(0.01 * 0.03)
+    assert earned[16] == pytest.approx(0.005 * 0.03)
+
+
 def test_of_a_few_the_one_that_will_be_the_last_is_worth_most_the_more_the_nearer_the_limit():
     assert values_of_few([1.0] * 4, [99.0] * 4, pass_s=1.0, row_s=0.1) == pytest.approx([1.0] * 4)
     shares = []
