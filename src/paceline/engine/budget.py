@@ -98,11 +98,13 @@ def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
     """
     if not offers:
         return None
+    if len(offers) == 1:
+        return _alone(offers[0], terms)
     methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
     lines = [terms.drafting[name] for name in methods]
     costs_passes = [line.slope > DEAR * terms.plain_s for line in lines]
-    if len(offers) == 1 or (isinstance(terms.with_nodes, list) and not any(costs_passes)):
-        return _of_few(offers, terms, costs_passes[0])
+    if isinstance(terms.with_nodes, list) and not any(costs_passes):
+        return _of_few(offers, terms)
     worth = _worth(offers).ravel()
     by = np.array([methods[offer.method] for offer in offers])
     dear, first = np.array(costs_passes), worth
@@ -141,8 +143,25 @@ def _worth(offers: SequenceOf[Offer]) -> Floats:
     return worth
 
 
-def _of_few(offers: SequenceOf[Offer], terms: Terms, dear: bool) -> Prospect | None:
-    """The same of one offer, or of a few that cost no passes, in a fraction of the time."""
+def _alone(offer: Offer, terms: Terms) -> Prospect | None:
+    """The same of one offer, whose nodes are in order, in a tenth of the time."""
+    line, value, weight, with_nodes = terms.drafting[offer.method], terms.value, offer.weight, terms.with_nodes
+    a, b, each_s = line.a[0], line.b[0], line.each_s
+    limit, gain, rates = 0, 0.0, []
+    for depth, alive in enumerate(offer.survival[: offer.most], 1):
+        gain += alive * weight
+        rates.append((value + gain) / (float(with_nodes[depth - 1]) + (a + b * depth + each_s)))
+    if not rates:
+        return None
+    if line.slope > DEAR * terms.plain_s:
+        best = [top * _to_the_end(depth, terms) for depth, top in enumerate(itertools.accumulate(rates, max), 1)]
+        limit = _argmax(best) + 1
+        del rates[limit:]
+    return Prospect(1, [0] * len(rates), rates, limit)
+
+
+def _of_few(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
+    """The same of a few that cost no passes, in a third of it."""
     nodes = [
         (-alive * offer.weight, at, depth)
         for at, offer in enumerate(offers)
@@ -152,20 +171,19 @@ def _of_few(offers: SequenceOf[Offer], terms: Terms, dear: bool) -> Prospect | N
     if not nodes:
         return None
     nodes.sort()
-    gain, drafting = terms.value, dict.fromkeys([offer.method for offer in offers], (0, 0, 0.0))
-    rates, limit = [], 0
+    gain, drafting_s, rates = terms.value, 0.0, []
+    drafts = {offer.method: (0, 0, 0.0) for offer in offers}  # sequences, tokens ahead, and the seconds that takes
     for (worth, at, depth), seconds in zip(nodes, terms.with_nodes, strict=False):
         method = offers[at].method
-        rows, deepest, _ = drafting[method]
-        rows, deepest = rows + (depth == 1), max(deepest, depth)
-        drafting[method] = rows, deepest, terms.drafting[method].at(rows, deepest)
+        rows, deepest, before = drafts[method]
+        if depth == 1 or depth > deepest:
+            rows, deepest = rows + (depth == 1), max(deepest, depth)
+            taken = terms.drafting[method].at(rows, deepest)
+            drafts[method] = rows, deepest, taken
+            drafting_s += taken - before
         gain -= worth
-        rates.append(gain / (float(seconds) + sum([taken for _, _, taken in drafting.values()])))
-    if dear:
-        best = [top * _to_the_end(depth, terms) for depth, top in enumerate(itertools.accumulate(rates, max), 1)]
-        limit = _argmax(best) + 1
-        del rates[limit:]
-    return Prospect(len(offers), [at for _, at, _ in nodes], rates, limit)
+        rates.append(gain / (float(seconds) + drafting_s))
+    return Prospect(len(offers), [at for _, at, _ in nodes], rates, limit=0)
 
 
 def _argmax(values: list[float] | Floats) -> int:
