@@ -125,7 +125,7 @@ CLOCKS = {
         row_s=0.06e-3,
         drafted_s=0.4e-3,
         node_s=0.08e-3,
-        drafting={"ngram": Drafting(0.1e-3, 15e-6, 15e-6), "suffix": Drafting(0.1e-3, 15e-6, 50e-6)},
+        drafting={"ngram": Drafting(0.05e-3, 10e-6, 12e-6), "suffix": Drafting(0.05e-3, 10e-6, 15e-6)},
         prior=pass_prior.CPU,
         waits=True,
         fixed=LOOKUP,
@@ -232,7 +232,16 @@ def record(paths: Sequence[str], temperature: float, seed: int) -> list[Record]:
 class Replay:
     """One configuration, from cold, through groups of records."""
 
-    def __init__(self, method: str, k: int | None, clock: Clock, times: Times, *, deciding: bool = False) -> None:
+    def __init__(
+        self,
+        method: str,
+        k: int | None,
+        clock: Clock,
+        times: Times,
+        *,
+        deciding: bool = False,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
         config = SimpleNamespace(vocab_size=VOCABULARY)  # all that lookup drafters ask of a model
         context = DrafterContext(config, torch.device("cpu"), SpeculationConfig(method=method, k=k))  # type: ignore[arg-type]
         names = {"none": [], "auto": list(clock.drafting)}.get(method, [method])
@@ -240,7 +249,7 @@ class Replay:
         self.drafters: list[Drafter] = [
             self.oracle if name == self.oracle.name else DRAFTERS[name](context) for name in names
         ]
-        self.clock, self.times, self.deciding = clock, times, deciding
+        self.clock, self.times, self.deciding, self.max_tokens = clock, times, deciding, max_tokens
         self.policy = AdaptivePolicy(self.drafters, method, k, clock.prior, lambda: self.asked_s)
         self.asked_s, self.resting = 0.0, False
         self._count_plans()
@@ -259,15 +268,15 @@ class Replay:
     def _count_questions(self, drafter: Drafter) -> None:
         """Deciding takes what its questions take; answers are looked up once for evidence and guess alike."""
 
-        def counted(answer: Callable[..., Any]) -> Callable[..., Any]:
-            def ask(*args: Any) -> Any:
-                self.asked_s += self.clock.drafting[drafter.name].asked_s
-                return answer(*args)
+        def counted(answer: Callable[..., Any], *, many: bool) -> Callable[..., Any]:
+            def ask(of: Any, *args: Any) -> Any:
+                self.asked_s += self.clock.drafting[drafter.name].asked_s * (len(of) if many else 1)
+                return answer(of, *args)
 
             return ask
 
-        for name in ("evidence", "guess"):
-            setattr(drafter, name, counted(getattr(drafter, name)))
+        for name in ("evidence", "guess", "look") if self.clock.waits else ("evidence", "guess"):
+            setattr(drafter, name, counted(getattr(drafter, name), many=name == "look"))
 
     def seconds(self, group: Sequence[Record]) -> float:
         """From the first tokens of all to the last of the last."""
@@ -281,8 +290,8 @@ class Replay:
 
     def _begin(self, index: int, one: Record) -> Answer:
         sampling = {"temperature": 0.7, "seed": 7} if one["sampled"] else {"temperature": 0.0}
-        params = SamplingParams(**sampling, max_tokens=MAX_TOKENS).resolve({})
-        limit = len(one["prompt"]) + MAX_TOKENS
+        params = SamplingParams(**sampling, max_tokens=self.max_tokens).resolve({})
+        limit = len(one["prompt"]) + self.max_tokens
         sequence = Answer(str(index), one["prompt"], params, max_len=limit, job="group")
         sequence.tokens.append(one["answer"][0])
         self.oracle.answers[sequence.key] = one["answer"]
@@ -382,7 +391,8 @@ def main() -> None:
             groups = [mine[start : start + batch] for start in range(0, len(mine), batch)]
             taken = {}
             for method, k in [("none", None), ("auto", None), *clock.fixed]:
-                replay = Replay(method, k, clock, Times(args.noise), deciding=args.deciding and method == "auto")
+                times = Times(args.noise)
+                replay = Replay(method, k, clock, times, deciding=args.deciding, max_tokens=args.max_tokens)
                 taken[method if k is None else f"{method} k={k}"] = [replay.seconds(group) for group in groups]
             rows.append({"file": file, "batch": batch, "groups": len(groups), **judged(taken)})
             print(f"{file:10} batch {batch:3}, {len(groups):3} groups: {rows[-1].pop('said')}", flush=True)

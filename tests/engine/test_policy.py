@@ -20,7 +20,7 @@ from paceline.engine.budget import DEEPEST, Budget, Offer, Terms, prospect_of
 from paceline.engine.cost import FINE, CostModel, DraftTimes, Lines
 from paceline.engine.plans import Plan, Standing
 from paceline.engine.policy import Choice, StepReport
-from paceline.engine.value import token_values
+from paceline.engine.value import token_values, values_of_few
 from paceline.errors import InvalidParameter
 from paceline.models.pass_prior import CPU as CPU_PRIOR
 from paceline.models.pass_prior import GPU
@@ -185,6 +185,31 @@ def test_the_value_of_a_token_is_what_it_takes_off_the_time_until_all_have_ended
         error = saved.std() / 400_000**0.5 / rooms[index] * 4 / (pass_s + 4 * row_s)
         assert abs(value - expected) < 4 * error + 0.01 * expected
     assert token_values([1.0] * 16, [99.0] * 16, pass_s=1.0, row_s=0.1) == pytest.approx([1.0] * 16, rel=1e-4)
+
+
+def test_a_few_sequences_are_asked_more_often():
+    earned = {}
+    for size in (4, 16):
+        policy, several = timeless([Guesser("a", 0.5)], "auto"), [sequence(f"s{i}") for i in range(size)]
+        policy._asking.purse.empty()
+        outputs = [StepOutput(one, [1], "", [], False, "none", 0, 0) for one in several]
+        policy.observe(StepReport(size, size, 0.03, {}, outputs))
+        policy.meanwhile()
+        earned[size] = policy._asking.purse.seconds
+    assert earned[4] == pytest.approx(0.01 * 0.03)
+    assert earned[16] == pytest.approx(0.005 * 0.03)
+
+
+def test_of_a_few_the_one_that_will_be_the_last_is_worth_most_the_more_the_nearer_the_limit():
+    assert values_of_few([1.0] * 4, [99.0] * 4, pass_s=1.0, row_s=0.1) == pytest.approx([1.0] * 4)
+    shares = []
+    for room in (1e6, 200.0, 40.0):
+        values = values_of_few([1.0] * 4, [room, room, room, room / 2], pass_s=0.025, row_s=0.0005)
+        assert values[0] == values[1] == values[2] > 1 > values[3] > 0.0005 * 4 / 0.027, "its row at least"
+        shares.append(values[3] / values[0])
+    assert shares == sorted(shares, reverse=True)
+    two = {"paces": [1.0, 3.0], "rooms": [1e9, 2e9], "pass_s": 0.025, "row_s": 0.001}
+    assert values_of_few(**two) == pytest.approx(token_values(**two), rel=0.02), "of two without a limit it is exact"
 
 
 def best_fixed(alpha, curve, num_sequences):
@@ -736,7 +761,7 @@ def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(
         assert (alone is None) == (beside is None) == (nodes == 0)
         if alone is not None:
             assert alone.limit == beside.limit
-            assert list(alone.order) == beside.order.tolist()
+            assert alone.of == beside.of.tolist()
             assert alone.rates == pytest.approx(beside.rates.tolist(), rel=1e-12)
             for trial in (0, 1):
                 budgets = Budget(), Budget()
@@ -746,6 +771,30 @@ def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(
                 depths = budgets[0].spread(alone, asked), budgets[1].spread(beside, asked)
                 assert depths[0] == depths[1][:1]
                 assert budgets[0].explores == budgets[1].explores
+
+
+def test_a_few_offers_promise_the_same_without_arrays():
+    noise = np.random.default_rng(4)
+    for trial in range(20):
+        cost = CostModel()
+        for _ in range(trial):
+            cost.observe(int(noise.integers(1, 40)), noise.uniform(0.01, 0.1), drafted=noise.random() < 0.5)
+        scale, offers = cost.scale or 1.0, []
+        for at in range(4):
+            survival = np.cumprod(noise.uniform(0.3, 1.0, int(noise.integers(0, DEEPEST)))).tolist()
+            most = int(noise.integers(1, DEEPEST + 1))
+            offers.append(Offer(at, "ab"[int(noise.integers(2))], survival, noise.uniform(0.5, 1.0), most))
+        lines = {
+            name: Lines((scale * noise.uniform(0, 0.1, 3)).tolist(), [scale * 0.001] * 3, scale * 1e-3) for name in "ab"
+        }
+        arrays = Terms(cost, 4, 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), lines)
+        many = prospect_of(offers, arrays)
+        few = prospect_of(offers, arrays._replace(with_nodes=cost.seconds_with_few(4, 4 * DEEPEST)))
+        assert isinstance(few.rates, list)
+        assert few.of == many.of.tolist()
+        assert few.rates == pytest.approx(many.rates.tolist(), rel=1e-9)
+        for number in range(len(few.rates) + 1):
+            assert few.depths(number) == many.depths(number)
 
 
 @pytest.mark.parametrize(("sequences", "by_model", "drafts"), [(1, False, True), (1, True, False), (8, False, False)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as SequenceOf
 
-SHARE = 0.005  # of the steps' time
+SHARE, FEW_SHARE = 0.005, 0.01  # of the steps' time, and where there are few sequences: they are soon asked
 AT_ONCE = 0.3  # of one step's time: what may be saved up
 FIRST_GUESS_S = 10e-6
 FADES = 0.9
@@ -18,11 +18,11 @@ FADES = 0.9
 class Purse:
     """Time saved up for something that need not be done in every step. It may be overdrawn once, and pays back."""
 
-    def __init__(self, share: float) -> None:
-        self._share, self._seconds = share, math.inf  # full at first
+    def __init__(self) -> None:
+        self._seconds = math.inf  # full at first
 
-    def earn(self, step_s: float) -> None:
-        self._seconds = min(self._seconds + self._share * step_s, AT_ONCE * step_s)
+    def earn(self, step_s: float, share: float) -> None:
+        self._seconds = min(self._seconds + share * step_s, AT_ONCE * step_s)
 
     def pay(self, seconds: float) -> None:
         self._seconds -= seconds
@@ -38,7 +38,7 @@ class Purse:
 
 class Asking:
     def __init__(self) -> None:
-        self.purse = Purse(SHARE)
+        self.purse = Purse()
         self.spent_s = 0.0
         self._each_s: dict[str, float] = {}  # by method
         self._next: dict[str, int] = {}

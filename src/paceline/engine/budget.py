@@ -32,6 +32,7 @@ ENDS = np.arange(1, DEEPEST + 1)[:, None]  # where drafts that cost passes may e
 FIRST = 1e6  # more than any node is worth
 AMID = 0.4  # of a draft is for nothing: an answer ends amid its last one
 TRIED = 256  # numbers of nodes
+FEW = 8  # sequences: planning for no more of them takes less without arrays
 DEAR = 0.01  # of a plain step: a token ahead that costs more is worth a limit
 
 
@@ -70,11 +71,11 @@ class Terms(NamedTuple):
 class Prospect(NamedTuple):
     """What offers promise: their nodes in order of worth, and the rate with the first 1, 2, ... of them.
 
-    Of one offer these are plain lists: on caches that a pass has emptied, each small operation on arrays costs dearly.
+    Of a few offers these are plain lists: on caches that a pass has emptied, small operations on arrays cost dearly.
     """
 
     offers: int
-    order: range | Ints
+    of: list[int] | Ints  # the offer that each node belongs to
     rates: list[float] | Floats
     limit: int  # the depth where drafts end that cost passes; 0: none does
 
@@ -84,9 +85,9 @@ class Prospect(NamedTuple):
 
     def depths(self, number: int) -> list[int]:
         """Nodes for each offer, of the first so many."""
-        if isinstance(self.order, range):
-            return [number]
-        depths: list[int] = np.bincount(self.order[:number] // DEEPEST, minlength=self.offers).tolist()
+        if isinstance(self.of, list):
+            return [self.of[:number].count(offer) for offer in range(self.offers)]
+        depths: list[int] = np.bincount(self.of[:number], minlength=self.offers).tolist()
         return depths
 
 
@@ -99,12 +100,14 @@ def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
         return None
     if len(offers) == 1:
         return _alone(offers[0], terms)
-    worth = _worth(offers).ravel()
     methods = {name: at for at, name in enumerate({offer.method: None for offer in offers})}
     lines = [terms.drafting[name] for name in methods]
+    costs_passes = [line.slope > DEAR * terms.plain_s for line in lines]
+    if isinstance(terms.with_nodes, list) and not any(costs_passes):
+        return _of_few(offers, terms)
+    worth = _worth(offers).ravel()
     by = np.array([methods[offer.method] for offer in offers])
-    dear = np.array([line.slope > DEAR * terms.plain_s for line in lines])
-    first = worth
+    dear, first = np.array(costs_passes), worth
     if terms.in_step:  # whoever falls out of step has the whole draft made for it alone
         first = worth.copy()
         first[::DEEPEST][dear[by] & (worth[::DEEPEST] > 0)] += FIRST
@@ -122,7 +125,7 @@ def prospect_of(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
     drafting = sum(line.seconds(by == method, depth) for method, line in enumerate(lines))
     with_nodes = np.asarray(terms.with_nodes[: len(order)])
     rates = (terms.value + np.cumsum(worth[order])) / (with_nodes + drafting)
-    return Prospect(len(offers), order, rates, limit)
+    return Prospect(len(offers), order // DEEPEST, rates, limit)
 
 
 def _worth(offers: SequenceOf[Offer]) -> Floats:
@@ -154,7 +157,33 @@ def _alone(offer: Offer, terms: Terms) -> Prospect | None:
         best = [top * _to_the_end(depth, terms) for depth, top in enumerate(itertools.accumulate(rates, max), 1)]
         limit = _argmax(best) + 1
         del rates[limit:]
-    return Prospect(1, range(len(rates)), rates, limit)
+    return Prospect(1, [0] * len(rates), rates, limit)
+
+
+def _of_few(offers: SequenceOf[Offer], terms: Terms) -> Prospect | None:
+    """The same of a few that cost no passes, in a third of it."""
+    nodes = [
+        (-alive * offer.weight, at, depth)
+        for at, offer in enumerate(offers)
+        for depth, alive in enumerate(offer.survival[: offer.most], 1)
+        if alive * offer.weight > 0
+    ]
+    if not nodes:
+        return None
+    nodes.sort()
+    gain, drafting_s, rates = terms.value, 0.0, []
+    drafts = {offer.method: (0, 0, 0.0) for offer in offers}  # sequences, tokens ahead, and the seconds that takes
+    for (worth, at, depth), seconds in zip(nodes, terms.with_nodes, strict=False):
+        method = offers[at].method
+        rows, deepest, before = drafts[method]
+        if depth == 1 or depth > deepest:
+            rows, deepest = rows + (depth == 1), max(deepest, depth)
+            taken = terms.drafting[method].at(rows, deepest)
+            drafts[method] = rows, deepest, taken
+            drafting_s += taken - before
+        gain -= worth
+        rates.append(gain / (float(seconds) + drafting_s))
+    return Prospect(len(offers), [at for _, at, _ in nodes], rates, limit=0)
 
 
 def _argmax(values: list[float] | Floats) -> int:
@@ -172,9 +201,10 @@ def _best_limit(depth: Ints, worth: Floats, by: Ints, lines: SequenceOf[Lines], 
     number, gain = np.cumsum(taken, axis=1), np.cumsum(np.where(taken, worth, 0.0), axis=1)
     drafting = sum((line.seconds(by == method, depth, ENDS) for method, line in enumerate(lines)), np.zeros(1))
     each = -(-len(depth) // TRIED)
-    some, most = slice((len(depth) - 1) % each, None, each), len(terms.with_nodes)
+    with_nodes = np.asarray(terms.with_nodes)
+    some, most = slice((len(depth) - 1) % each, None, each), len(with_nodes)
     number = number[:, some]
-    rates = (terms.value + gain[:, some]) / (terms.with_nodes[np.minimum(number, most) - 1] + drafting[:, some])
+    rates = (terms.value + gain[:, some]) / (with_nodes[np.minimum(number, most) - 1] + drafting[:, some])
     rates[number > most] = 0.0
     best = rates.max(axis=1) * _to_the_end(ENDS[:, 0], terms)
     return int(best.argmax()) + 1

@@ -12,8 +12,9 @@ from typing import Any
 
 from paceline.drafters import NONE
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.asking import Purse
+from paceline.engine.asking import FEW_SHARE, SHARE, Purse
 from paceline.engine.batch import StepOutput
+from paceline.engine.budget import FEW
 from paceline.engine.cost import CostModel, DraftTimes, size_of
 from paceline.engine.methods import Methods
 from paceline.engine.plans import Plan, any_sampled
@@ -51,7 +52,7 @@ class Experience:
     def __init__(self, methods: Methods, prior: PassPrior, purse: Purse, clock: Callable[[], float]) -> None:
         self._methods, self._asking_purse, self._clock = methods, purse, clock
         self.costs, self.draft_times, self.acceptance = StepCosts(prior, {}), DraftTimes(), Acceptance()
-        self.shadows, self._shadow_purse = Shadows(), Purse(SHADOWS_SHARE)
+        self.shadows, self._shadow_purse = Shadows(), Purse()
         self.pace: dict[str, float] = {}  # tokens per step, by sequence
         self.on_device = bool(prior.padded_to)  # passes are replayed, and drafts by models begin ahead
         self._runs_ahead = False  # steps are launched before the one before is read, where nobody drafts
@@ -68,8 +69,9 @@ class Experience:
         self._watch(report.outputs)
 
     def _learn_costs(self, plan: Plan, report: StepReport) -> None:
-        self._asking_purse.earn(report.step_s)
-        self._shadow_purse.earn(report.step_s)
+        few = report.num_sequences <= FEW and not self.on_device
+        self._asking_purse.earn(report.step_s, FEW_SHARE if few else SHARE)
+        self._shadow_purse.earn(report.step_s, SHADOWS_SHARE)
         self._runs_ahead |= report.ahead
         drafted: dict[str, int] = {}  # method -> sequences
         for output in report.outputs if report.rows > report.num_sequences else ():

@@ -14,16 +14,16 @@ import numpy as np
 from paceline.drafters import NONE
 from paceline.engine.acceptance import HOPELESS, bucket
 from paceline.engine.asking import Asking
-from paceline.engine.budget import DEEPEST, MAX_NODES, Budget, Offer, Prospect, Terms, prospect_of
+from paceline.engine.budget import DEEPEST, FEW, MAX_NODES, Budget, Offer, Prospect, Terms, prospect_of
 from paceline.engine.cost import CostModel, Floats
 from paceline.engine.experience import Experience
 from paceline.engine.lead import Lead
 from paceline.engine.methods import SMALL_LAG, Methods
 from paceline.engine.plans import Question
-from paceline.engine.value import token_values
+from paceline.engine.value import token_values, values_of_few
 from paceline.sequence import Sequence
 
-BELIEF = 0.65  # in what a token is worth to a job, against a token being a token: who will be the last is a guess
+BELIEF = 0.65  # in what a token is worth to a job, against a token being a token: of many, who is last is a guess
 LED_BELIEF = 0.3  # the same where a model leads, whose drafts are as long for all: a few must not make them long
 LEAST_ROOM = 32.0  # where less is left, drafts are cut to it anyway
 FAR = 256  # an answer's end is not foreseen further than that
@@ -50,13 +50,15 @@ class Offers:
         jobs: dict[str, list[int]] = {}
         for index, sequence in enumerate(sequences):
             jobs.setdefault(sequence.job, []).append(index)
-        belief = BELIEF if self._lead.leader(len(sequences)) == NONE else LED_BELIEF
+        led = self._lead.leader(len(sequences)) != NONE
+        few = len(sequences) <= FEW and not led
+        value_of, belief = (values_of_few, 1.0) if few else (token_values, LED_BELIEF if led else BELIEF)
         for members in jobs.values() if len(jobs) < len(sequences) else ():
             if len(members) > 1:
                 row_s = max(cost.seconds(len(members)) - cost.seconds(1), 0.0) / (len(members) - 1)
                 paces = [self._known.pace.get(sequences[index].key, 1.0) for index in members]
                 rooms = [min(sequences[index].room, FAR) for index in members]
-                worth = token_values(paces, rooms, pass_s=max(cost.seconds(1) - row_s, 0.0), row_s=row_s)
+                worth = value_of(paces, rooms, pass_s=max(cost.seconds(1) - row_s, 0.0), row_s=row_s)
                 for index, value in zip(members, worth, strict=True):
                     values[index] = 1 - belief + belief * value
         return values
@@ -72,8 +74,8 @@ class Offers:
         if asked.other_rows:  # prompts are read once, whatever is drafted beside them: that does not count
             beside -= cost.seconds_with_few(rows - 1, 1)[0] - cost.seconds_with_few(base - 1, 1)[0]
         with_nodes: list[float] | Floats
-        if len(values) == 1:
-            with_nodes = [seconds + beside for seconds in cost.seconds_with_few(rows, DEEPEST)]
+        if len(values) <= FEW:
+            with_nodes = [seconds + beside for seconds in cost.seconds_with_few(rows, len(values) * DEEPEST)]
         else:
             with_nodes = cost.seconds_with(rows, min(len(values) * DEEPEST, MAX_NODES)) + beside
         doubt, trial = self._known.acceptance.doubt, 1

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+LENGTH = 256.0  # tokens after which an answer may have ended by itself
+FORESEEN, FORESEEN_MOST = 0.6, 4.0  # how far a limit tells who will be the last
 _POINTS = 24
 _V = (np.arange(_POINTS) + 0.5)[:, None] / _POINTS  # (P, 1); u = v^4 crowds points where few are left
 
@@ -31,3 +33,15 @@ def token_values(paces: Sequence[float], rooms: Sequence[float], pass_s: float, 
     value = (alive * all_others_gone).sum(axis=0) * pass_s + row_s / speed
     value = value / (mean * room) * len(room) / (pass_s + len(room) * row_s)
     return [float(one) for one in value]
+
+
+def values_of_few(paces: Sequence[float], rooms: Sequence[float], pass_s: float, row_s: float) -> list[float]:
+    """The same of a few, in a tenth of the time, and with an eye to limits.
+
+    How likely one is to be the last grows with the steps it still needs: of two in proportion where answers end by
+    themselves, as above, and as a higher power of them where a limit is near that ends them all.
+    """
+    power = min(1 + FORESEEN * LENGTH / max(rooms), FORESEEN_MOST)
+    chances = [(room / pace) ** power for pace, room in zip(paces, rooms, strict=True)]
+    last_s, scale = pass_s / sum(chances), len(rooms) / (pass_s + len(rooms) * row_s)
+    return [(chance * last_s + row_s) / pace * scale for chance, pace in zip(chances, paces, strict=True)]
