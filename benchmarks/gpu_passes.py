@@ -237,7 +237,7 @@ def prefill(subject: Subject) -> dict[str, Any]:
 
 def numerics(subject: Subject) -> dict[str, Any]:
     """What exactness costs: the same passes with `--numerics fast`, one kind after the other at every size."""
-    sizes = (1, 5) if subject.tiny else (1, 8, 64, 96, 128, 256, 512, 2048)
+    sizes = (1, 5) if subject.tiny else (1, 8, 64, 96, 128, 256, 384, 512, 640, 768, 1024, 2048)
     context = 100 if subject.tiny else 1024
     benches = {name: Bench(subject.made(name), context + max(sizes)) for name in ("exact", "fast")}
     found: dict[str, Any] = {}
