@@ -122,7 +122,9 @@ def bits(subject: Subject) -> dict[str, Any]:
         plan = bench.rows([0] * count + [1] * rows, [*range(context, length), *others])
         both = bench.forward(torch.cat([tokens[context:], tokens[:rows]]), plan)
         note(f"{count} rows beside {rows} of another sequence", both[:count])
-    note("all of it as one prefill chunk", bench.forward(tokens, bench.chain(0, length))[context:])
+    for rows in (length,) if subject.tiny else (256, 384, 512, 640, 768, length):  # one choice of tiles after the other
+        first = length - rows
+        note(f"a prefill chunk of {rows}", bench.forward(tokens[first:], bench.chain(first, rows))[context - first :])
     for step in (2, count - 1):  # fewer rows' logits than rows, also where both fill a bucket
         plan = bench.chain(context, count)
         note(
@@ -237,7 +239,7 @@ def prefill(subject: Subject) -> dict[str, Any]:
 
 def numerics(subject: Subject) -> dict[str, Any]:
     """What exactness costs: the same passes with `--numerics fast`, one kind after the other at every size."""
-    sizes = (1, 5) if subject.tiny else (1, 8, 64, 96, 128, 256, 512, 2048)
+    sizes = (1, 5) if subject.tiny else (1, 8, 64, 96, 128, 256, 384, 512, 640, 768, 1024, 2048)
     context = 100 if subject.tiny else 1024
     benches = {name: Bench(subject.made(name), context + max(sizes)) for name in ("exact", "fast")}
     found: dict[str, Any] = {}

@@ -170,6 +170,16 @@ def test_a_tile_that_cannot_come_through_the_copy_engine_comes_by_pointers(kerne
     assert_close(linear(x, weight, tile=Tile(48, 64, 64, 4, 2, boxes=True)), x.double() @ weight.weight.double().T)
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "columns"),
+    [(512, 6144, 256), (512, 28672, 128), (768, 6144, 128), (1024, 6144, 128), (1024, 28672, 256), (640, 49152, 256)],
+)
+def test_many_rows_take_the_widest_tile_that_leaves_no_multiprocessor_idle_for_longer(
+    rows: int, n: int, columns: int
+) -> None:
+    assert linear_module.tile_for(rows, n, 4096, 2).n == columns
+
+
 def test_half_products_are_summed_in_fp32(kernels: TritonKernels) -> None:
     """In float16: the interpreter does not know how to transpose bfloat16."""
     x, weight = torch.randn(4, 256).half(), torch.randn(32, 256).half()

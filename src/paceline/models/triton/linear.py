@@ -24,6 +24,8 @@ from paceline.models.triton.launch import fetch, overlapped, release, wait
 
 FEW_ROWS = 64
 SMALL = 1 << 22  # a weight of no more numbers is asked for before the kernel before is over
+MULTIPROCESSORS = 132
+EARLY_ROWS = 192  # of more, large products let nothing start early: what does crowds on the multiprocessors left idle
 APART_ROWS = 256  # up to so many, segments are summed by programs of their own
 
 
@@ -101,6 +103,7 @@ def linear(
     if rows == 0:
         return into
     tile = tile or tile_for(rows, n, k, x.element_size())
+    overlap = overlap and (rows <= EARLY_ROWS or n * k <= SMALL)
     length = k // weight.segments
     part, more = tile.parts
     boxes = tile.boxes and length % tile.k == 0 and x.data_ptr() % 16 == 0 and dim & (dim - 1) == 0
@@ -203,16 +206,22 @@ def _many_rows(rows: int, n: int, k: int) -> Tile:
         return Tile(FEW_ROWS, 32, _divisor(k, 128), 4, 4)
     thrice = 128 < rows <= 192 or 256 < rows <= 384
     if n >= 16384:
-        if thrice:
-            return _boxes(192, 256, k, 64, 8, 3)
-        return _boxes(128, 256, k, 64, 8, 4) if rows <= 256 or n >= 32768 else _boxes(128, 128, k, 64, 8, 5)
+        return _boxes(192, 256, k, 64, 8, 3) if thrice else _even(rows, n, k)
     if rows <= 128:
         return _boxes(128, 64, k, 128, 4, 4)
     if rows <= 192:
         return _boxes(192, 64, k, 64, 4, 4)
     if n > 4096:
-        return _boxes(192, 128, k, 64, 8, 4) if thrice else _boxes(128, 128, k, 64, 8, 5)
+        return _boxes(192, 128, k, 64, 8, 4) if thrice else _even(rows, n, k)
     return _boxes(128, 128, k, 128, 8, 3) if rows <= APART_ROWS else _boxes(128, 128, k, 64, 8, 5)
+
+
+def _even(rows: int, n: int, k: int) -> Tile:
+    """Tiles of 256 columns are faster, unless they leave multiprocessors idle for longer at the end."""
+    waves = [triton.cdiv(triton.cdiv(rows, 128) * triton.cdiv(n, columns), MULTIPROCESSORS) for columns in (128, 256)]
+    if n >= 32768 or 2 * waves[1] <= waves[0]:
+        return _boxes(128, 256, k, 64, 8, 4)
+    return _boxes(128, 128, k, 64, 8, 5)
 
 
 def _boxes(m: int, n: int, k: int, step: int, warps: int, stages: int) -> Tile:
