@@ -51,7 +51,7 @@ class Offers:
         for index, sequence in enumerate(sequences):
             jobs.setdefault(sequence.job, []).append(index)
         led = self._lead.leader(len(sequences)) != NONE
-        few = len(sequences) <= FEW and not led
+        few = len(sequences) <= FEW and not led and not self._known.on_device
         value_of, belief = (values_of_few, 1.0) if few else (token_values, LED_BELIEF if led else BELIEF)
         for members in jobs.values() if len(jobs) < len(sequences) else ():
             if len(members) > 1:
