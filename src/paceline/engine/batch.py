@@ -102,14 +102,6 @@ class Batch:
             self.num_drafted -= row.budget
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """That sequences have in the cache for a step to come."""
-
-    tables: Tables
-    block_size: int
-
-
 @dataclass(slots=True)
 class StepOutput:
     sequence: Sequence

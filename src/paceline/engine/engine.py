@@ -156,10 +156,10 @@ class Engine:
         if flight.reading is None or settled is None or not relay.knows(settled[0]):
             return
         method, budgets = settled
-        room = self.scheduler.make_room(batch, flight.reading.parts[2], budgets)
-        if room is not None:
+        tables = self.scheduler.make_room(batch, flight.reading.parts[2], budgets)
+        if tables is not None:
             try:
-                relay.hand_over(flight.reading, sequences, method, budgets, room, self.committer.may_end)
+                relay.hand_over(flight.reading, sequences, method, budgets, tables, self.committer.may_end)
             except Exception as problem:  # the step is taken as ever
                 relay.give_up(problem)
 

@@ -140,7 +140,8 @@ class ModelRunner:
         self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
         self._caches = cache.layers[: len(model.kv_specs)]
         self._staging = Staging(model.device, UNREAD)
-        self.relay = Relay.of(model, drafters.drafters)
+        # What is begun early taps nothing.
+        self.relay = None if drafters.taps else Relay.of(model, drafters.drafters, cache.block_size)
 
     def prepare(self, most_sequences: int, most_rows: int) -> None:
         """Compile and record beforehand what steps would wait for when they first come, where that is so."""
@@ -154,7 +155,7 @@ class ModelRunner:
     def launch(self, batch: Batch) -> Flight:
         if self.relay is not None and self.relay.works:
             try:
-                self.relay.begin(batch, self.cache.block_size)
+                self.relay.begin(batch)
             except Exception as problem:  # the step is taken as ever
                 self.relay.give_up(problem)
         draft = self.drafters.propose([row for row in batch.rows if row.samples])

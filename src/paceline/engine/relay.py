@@ -22,7 +22,7 @@ import torch
 from paceline.drafters import Drafter
 from paceline.drafters.lookup import LookupDrafter
 from paceline.drafters.native_lookup import PLANES, NativeForm
-from paceline.engine.batch import Batch, Ints, Room, Tables
+from paceline.engine.batch import Batch, Ints, Tables
 from paceline.models.decoder import Model
 from paceline.models.graphs import Coming, PassGraphs
 from paceline.models.native_kernels import Library, load_library
@@ -37,17 +37,19 @@ Lookups = Mapping[str, tuple[LookupDrafter[Any], NativeForm[Any]]]
 
 
 class Relay:
-    def __init__(self, graphs: PassGraphs, vocab_size: int, library: Library, lookups: Lookups) -> None:
+    def __init__(
+        self, graphs: PassGraphs, vocab_size: int, block_size: int, library: Library, lookups: Lookups
+    ) -> None:
         self._graphs, self._lookups = graphs, lookups
         self._write = library.function("relay_pass")
-        self._step = Step(vocab=vocab_size)
+        self._step = Step(vocab=vocab_size, block_size=block_size)
         self._at = ctypes.addressof(self._step)
         self._handed_over = False  # the pass of the next step is begun, or was refused
         self.works = True
         self.begun = 0  # passes
 
     @staticmethod
-    def of(model: Model, drafters: SequenceOf[Drafter]) -> Relay | None:
+    def of(model: Model, drafters: SequenceOf[Drafter], block_size: int) -> Relay | None:
         """None where no pass is recorded, or nobody looks drafts up in native code: there is nothing to win."""
         graphs, library = getattr(model, "graphs", None), load_library()
         lookups = {
@@ -57,7 +59,7 @@ class Relay:
         }
         if graphs is None or library is None or not lookups:
             return None
-        return Relay(graphs, model.config.vocab_size, library, lookups)
+        return Relay(graphs, model.config.vocab_size, block_size, library, lookups)
 
     def knows(self, method: str) -> bool:
         return method in self._lookups
@@ -69,10 +71,13 @@ class Relay:
         sequences: SequenceOf[Sequence],
         method: str,
         budgets: SequenceOf[int],
-        room: Room,
+        tables: Tables,
         ends: Collection[int],
     ) -> None:
-        """Wait for the verdict on these sequences and begin the pass after it. `ends`: what may be somebody's last."""
+        """Wait for the verdict on these sequences and begin the pass after it, for which `tables` have room.
+
+        `ends`: what may be somebody's last.
+        """
         lookup, form = self._lookups[method]
         said, accepted, width = reading.parts
         states = [lookup.state_of(sequence) for sequence in sequences]
@@ -81,10 +86,10 @@ class Relay:
         lengths, limits = [len(one.tokens) for one in sequences], [one.max_len for one in sequences]
         given = np.array([*(state.address for state in states), *lengths, *limits, *budgets, *ends], np.int64)
         found = np.empty((3 + PLANES * max(budgets), len(states)), np.int64)
-        self._point_to(given, found, room.tables)
+        self._point_to(given, found, tables)
         step = self._step
         step.said, step.accepted, step.width = said, accepted, width
-        step.num_ends, step.block_size, step.found = len(ends), room.block_size, 0
+        step.num_ends, step.found = len(ends), 0
         reading.wait()
         answer = None
         try:
@@ -99,7 +104,7 @@ class Relay:
                 lookup.admit(state.sequence, 0, 0)
 
     @torch.inference_mode()
-    def begin(self, batch: Batch, block_size: int) -> None:
+    def begin(self, batch: Batch) -> None:
         """Begin the pass of a batch that is planned, before its drafts are made and it is laid out by the book."""
         if self._handed_over:
             self._handed_over = False
@@ -124,7 +129,7 @@ class Relay:
         self._point_to(given, found, batch.tables)
         step = self._step
         step.said, step.accepted, step.width = step.ends, step.ends + 8 * len(rows), 1
-        step.num_ends, step.block_size, step.found = 0, block_size, 1
+        step.num_ends, step.found = 0, 1
         for method, members in drafting.items():
             found[0] = 0
             found[0, members] = 1

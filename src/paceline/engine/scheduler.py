@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.drafters import NONE
-from paceline.engine.batch import Batch, Company, Ints, Room, Row, Stage
+from paceline.engine.batch import Batch, Company, Ints, Row, Stage, Tables
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
 from paceline.sequence import Sequence, Status
@@ -192,9 +192,9 @@ class Scheduler:
                 going.append((index, budget))
         return going
 
-    def make_room(self, batch: Batch, said: int, budgets: SequenceOf[int]) -> Room | None:
+    def make_room(self, batch: Batch, said: int, budgets: SequenceOf[int]) -> Tables | None:
         """For the step after one that is still computed, if nobody ends with it: each may say so many tokens in it, and
-        have such a draft in the next. None: it may come otherwise, or there is not enough left for everybody.
+        have such a draft in the next. Their block tables; None: it may come otherwise, or there are too few blocks.
 
         Room is kept until the next step is planned.
         """
@@ -215,7 +215,7 @@ class Scheduler:
         for row, length in zip(rows, lengths, strict=True):
             self.blocks.allocate(row.sequence, length)
             row.sequence.reserved = length
-        return Room(self.blocks.tables([row.sequence for row in rows]), size)
+        return self.blocks.tables([row.sequence for row in rows])
 
     @property
     def has_place(self) -> bool:
