@@ -391,7 +391,9 @@ def test_whoever_drafts_in_step_with_others_has_one_node_at_least():
     line = Lines([0.0] * 4, [1e-4] * 4)
     good, bad = ([each**ahead for ahead in range(1, DEEPEST + 1)] for each in (0.98, 0.3))
     offers = [Offer(i, "model", bad if i == 3 else good) for i in range(4)]
-    in_step = Terms(cost, 4, 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), {"model": line}, in_step=True)
+    in_step = Terms(
+        cost, 4, cost.seconds(4), 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), {"model": line}, in_step=True
+    )
     each_alone = in_step._replace(in_step=False)
     assert Budget().spread(prospect_of(offers, each_alone), each_alone)[3] == 0
     depths = Budget().spread(prospect_of(offers, in_step), in_step)
@@ -403,7 +405,7 @@ def test_drafts_are_shorter_where_answers_end_soon():
     cost = CostModel(replace(GPU, padded_to=(8, 64)))
     cost.observe(8, 4e-3)
     offer = Offer(0, "m", [0.95**ahead for ahead in range(1, DEEPEST + 1)])
-    far = Terms(cost, 1, 1, 1.0, 0.0, cost.seconds_with(1, DEEPEST), {"m": Lines([0.0], [3e-4])})
+    far = Terms(cost, 1, cost.seconds(1), 1, 1.0, 0.0, cost.seconds_with(1, DEEPEST), {"m": Lines([0.0], [3e-4])})
     limits = [prospect_of([offer], far._replace(room=room)).limit for room in (1e6, 40.0)]
     assert limits[0] > limits[1] >= 4
 
@@ -756,7 +758,7 @@ def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(
         lines = {"a": Lines((scale * noise.uniform(0, 0.1, 2)).tolist(), [scale * slope] * 2, scale * 1e-3)}
         many, few = cost.seconds_with(2, 2 * DEEPEST), cost.seconds_with_few(2, DEEPEST)
         assert few == pytest.approx(many[:DEEPEST].tolist(), rel=1e-12)
-        terms = Terms(cost, 2, 2, 2.0, 0.0, many, lines, in_step, room=noise.uniform(32, 99))
+        terms = Terms(cost, 2, cost.seconds(2), 2, 2.0, 0.0, many, lines, in_step, room=noise.uniform(32, 99))
         alone, beside = prospect_of([offer], terms._replace(with_nodes=few)), prospect_of([offer, nothing], terms)
         assert (alone is None) == (beside is None) == (nodes == 0)
         if alone is not None:
@@ -787,7 +789,7 @@ def test_a_few_offers_promise_the_same_without_arrays():
         lines = {
             name: Lines((scale * noise.uniform(0, 0.1, 3)).tolist(), [scale * 0.001] * 3, scale * 1e-3) for name in "ab"
         }
-        arrays = Terms(cost, 4, 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), lines)
+        arrays = Terms(cost, 4, cost.seconds(4), 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), lines)
         many = prospect_of(offers, arrays)
         few = prospect_of(offers, arrays._replace(with_nodes=cost.seconds_with_few(4, 4 * DEEPEST)))
         assert isinstance(few.rates, list)
@@ -802,7 +804,9 @@ def test_a_promise_of_three_per_cent_is_enough_for_one_sequence_that_looks_up(se
     cost = CostModel()
     for rows in (sequences, sequences + 1):
         cost.observe(rows, 0.03)
-    terms = Terms(cost, sequences, sequences, float(sequences), 0.0, cost.seconds_with(sequences, 1), {})
+    terms = Terms(
+        cost, sequences, cost.seconds(sequences), sequences, float(sequences), 0.0, cost.seconds_with(sequences, 1), {}
+    )
     promised = np.array([1.03 * terms.value / terms.plain_s])
     assert Budget()._best_number(promised, terms, by_model) == int(drafts)
 

@@ -196,7 +196,7 @@ def test_nothing_is_handed_over_without_recorded_passes_or_native_lookups():
     [
         ("ngram", 4, None, ("ngram", [4, 4])),
         ("ngram", None, None, None),
-        ("auto", 4, None, None),
+        ("auto", 4, None, ("suffix", [4, 4])),
         ("ngram", 4, {"method": "suffix", "k": 2}, None),
         ("ngram", 4, {"k": 2}, ("ngram", [4, 2])),
         ("ngram", 4, "none", None),

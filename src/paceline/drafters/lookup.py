@@ -80,7 +80,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
         return 0 if state is None else self.form.match(state)
 
     def commit(self, commits: SequenceOf[Commit]) -> None:
-        for commit in commits:
+        for commit in commits if not self.idle else ():
             sequence, end = commit.sequence, commit.first + commit.count
             # Of a prompt what was computed is taken in, so that indexing is spread over the chunks; what a decode
             # committed when it is asked for, or while the next pass is under way.
@@ -103,7 +103,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
         self._forget(sequence)
 
     def looked_up(self, sequences: SequenceOf[Sequence]) -> list[S]:
-        known, states, due = self.states, [], []
+        known, states, due, self.idle = self.states, [], [], False
         for sequence in sequences:
             state = known.get(sequence.key)
             if state is None or state.sequence is not sequence:

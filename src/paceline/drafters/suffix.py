@@ -90,6 +90,7 @@ class PlainSuffixes:
 class SuffixDrafter(LookupDrafter[Any]):
     name = "suffix"
     source = 1  # in `Draft.source`
+    covers = ("ngram",)
 
     def __init__(self, context: DrafterContext, native: bool = True) -> None:
         """`native`: with the library's help, where there is one."""

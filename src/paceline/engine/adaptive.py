@@ -19,14 +19,14 @@ from typing import Any
 from paceline.config import MAX_K
 from paceline.drafters import NONE, Drafter
 from paceline.engine.asking import Asking
-from paceline.engine.budget import Budget, Offer, Terms
+from paceline.engine.budget import FEW, Budget, Offer, Terms
 from paceline.engine.cost import NOTHING_S, CostModel, size_of
 from paceline.engine.experience import Experience
 from paceline.engine.lead import Lead
 from paceline.engine.methods import Methods, is_patient
-from paceline.engine.offers import TRIAL, Candidate, Offers
+from paceline.engine.offers import TRIAL, Candidate, Offers, Outlook
 from paceline.engine.plans import STILL_THERE, Open, Plan, Question, Standing, any_sampled
-from paceline.engine.policy import AUTO, Choice, StepReport
+from paceline.engine.policy import Choice, StepReport
 from paceline.models.pass_prior import CPU, PassPrior
 from paceline.sequence import Sequence
 
@@ -70,6 +70,7 @@ class AdaptivePolicy:
         self._lesson: tuple[Plan, StepReport, list[int]] | None = None  # not learnt yet; where its tokens begin
         self._heard: set[str] = set()  # sequences that were asked
         self._standing: Standing | None = None
+        self._outlook: Outlook | None = None
         self._live: list[Sequence] = []  # that were planned for
         self._others_wait = False
         self._since_tried: dict[str, int] = {}  # looks since a method that casts no shadow was asked for a draft
@@ -116,7 +117,7 @@ class AdaptivePolicy:
             base = len(sequences) + sum(choice.budget for choice in choices)
             cost = self._known.costs.of(len(sequences), any_sampled(sequences))
             if self._knows_plain(cost, base + other_rows) and not self._stands(sequences, open_ended, choices):
-                self._choose(Question(sequences, open_ended, others_wait, cost, base, other_rows), choices)
+                self._choose(Question(sequences, open_ended, others_wait, cost, base, other_rows), choices, began)
                 self._let_stand(sequences, open_ended, choices)
         plan.seconds = self._clock() - began
         return choices
@@ -143,7 +144,8 @@ class AdaptivePolicy:
         made, self._made = self._made, Plan(ahead=True)
         choices = [_choice(NONE, 0)] * len(going)
         cost = self._known.costs.of(len(going), any_sampled(going))
-        self._choose(Question(going, open_ended, self._others_wait, cost, len(going), 0, said=1), choices)
+        asked = Question(going, open_ended, self._others_wait, cost, len(going), 0, said=1)
+        self._choose(asked, choices, self._clock())
         self._let_stand(going, open_ended, choices)
         if self._standing is not None:
             self._standing.left += 1  # it has not served yet
@@ -224,15 +226,16 @@ class AdaptivePolicy:
                 steps = TRIAL if self._made.ahead else 1
             self._standing = Standing(made, self._made, steps, left=steps - 1)
 
-    def _choose(self, asked: Question, choices: list[Choice]) -> None:
-        """For those whose method or k is open."""
+    def _choose(self, asked: Question, choices: list[Choice], began: float) -> None:
+        """For those whose method or k is open. `began`: when that was thought of."""
         sequences, open_ended = asked.sequences, asked.open_ended
-        began, spent = self._clock(), self._asking.spent_s
-        found = self._candidates(asked)
+        spent = self._asking.spent_s
+        few = len(sequences) <= FEW and self._methods.look_up and not self._known.on_device
+        found = self._candidates_of_few(asked, began) if few else self._candidates(asked)
         if found:
-            values = [1.0] * len(sequences) if asked.others_wait else self._offers.values(sequences, asked.cost)
-            terms = self._offers.terms(asked, values, found)
-            offers, prospect = self._offers.best(asked, found, values, terms)
+            outlook = self._looked_out(asked, found)
+            terms = outlook.terms
+            offers, prospect = self._offers.best(asked, found, outlook)
             depths = self._budget.spread(prospect, terms) if prospect else [0] * len(offers)
             for offer, depth in zip(offers, depths, strict=True):
                 self._made.promises[sequences[offer.sequence].key] = offer.survival
@@ -253,11 +256,22 @@ class AdaptivePolicy:
             self._asking.purse.pay(taken)
             self._hear(sequences, open_ended)  # some speak for all; the others in turn
 
+    def _looked_out(self, asked: Question, found: Mapping[int, list[Candidate]]) -> Outlook:
+        """What offers are weighed by: as in the step before where that serves, but for what a token is worth."""
+        outlook = self._outlook
+        if outlook is not None and outlook.serves(asked):
+            outlook.left -= 1
+        else:
+            self._outlook = outlook = self._offers.outlook(asked, found)
+        outlook.values = self._offers.values(asked, outlook.jobs)
+        outlook.terms = outlook.terms._replace(value=sum(outlook.values))
+        return outlook
+
     def _candidates(self, asked: Question) -> dict[int, list[Candidate]]:
         """Methods that have something to say. Asked are newcomers, those that draft, and some of the others in turn."""
         sequences, open_ended = asked.sequences, asked.open_ended
         found: dict[int, list[Candidate]] = {}
-        methods = self._methods.allowed(AUTO)
+        methods = self._methods.wanted([wish for wish, _ in open_ended.values()])
         may_take = self._asking.purse.seconds / max(len(methods), 1)
         shrank = self._shrank(len(sequences))
         new = [at for at in open_ended if shrank or sequences[at].key not in self._heard]
@@ -276,9 +290,9 @@ class AdaptivePolicy:
             some = new[: max(NEWCOMERS, int(NEWCOMERS_SHARE * asked.cost.seconds(asked.base) / each_s))]
         for method in methods:
             casts = self._known.shadows.casts(method)
-            may = [at for at in current if open_ended[at][0] in (AUTO, method)]
+            may = [at for at in current if method in self._methods.allowed(open_ended[at][0])]
             due = {at for at in may if current[at] == method}
-            if due and not casts:
+            if not casts and self._lead.now:
                 due.update(may)  # a pass of a model serves many at little more than one
             if new:
                 due.update({*may}.intersection(some if casts else new))
@@ -294,6 +308,27 @@ class AdaptivePolicy:
                         found.setdefault(index, []).append((method, known))
                 self._asking.note(method, self._clock() - began, len(due), len(others))
         self._hear(sequences, new if leads else some)
+        return found
+
+    def _candidates_of_few(self, asked: Question, began: float) -> dict[int, list[Candidate]]:
+        """The same where one more question takes next to nothing: all are asked, or nobody while nobody drafts."""
+        sequences, open_ended = asked.sequences, asked.open_ended
+        found: dict[int, list[Candidate]] = {}
+        new = [at for at in open_ended if sequences[at].key not in self._heard]
+        due = bool(self._lead.now or new or self._shrank(len(sequences)))
+        if not due and self._asking.purse.seconds <= 0:
+            return found
+        self._made.asked, self._waiting = True, False
+        for method in self._methods.wanted([wish for wish, _ in open_ended.values()]):
+            order = [at for at, (wish, _) in open_ended.items() if method in self._methods.allowed(wish)]
+            evidence = self._evidence([sequences[at] for at in order], method)
+            for at, known in zip(order, evidence, strict=True):
+                if known:
+                    found.setdefault(at, []).append((method, known))
+            others, now = 0 if due else len(order), self._clock()
+            self._asking.note(method, now - began, len(order) - others, others)
+            began = now
+        self._hear(sequences, new)
         return found
 
     def _shrank(self, num_sequences: int) -> bool:
@@ -357,7 +392,8 @@ class AdaptivePolicy:
     def observe(self, report: StepReport) -> None:
         self._learn()
         if report.retired != self._methods.retired:
-            self._methods.retired, self._standing = report.retired, None  # nobody drafts by those any more
+            self._methods.retire(report.retired)
+            self._standing = self._outlook = None  # nobody drafts by those any more
         judged = report.outputs if self._methods.drafters else ()
         starts = [len(output.sequence.tokens) - len(output.tokens) for output in judged]
         self._lesson, self._made = (self._made, report, starts), Plan()  # a step launched ahead has no plan
@@ -396,4 +432,4 @@ class AdaptivePolicy:
         """Raises KeyError, TypeError or ValueError on a state of another form, and is then as before."""
         self._known.load(state)
         self._lead.forget()
-        self._lesson = self._standing = None
+        self._lesson = self._standing = self._outlook = None

@@ -25,7 +25,7 @@ MODEL_MARGIN = 0.04
 COLD_EACH, COLD_MOST = 0.005, 0.1  # on top of that while nothing is known of what promises are worth
 EXPLORE_SHARE = 0.005  # of the time: what putting guessed costs to the test may cost
 LITTLE = 0.04  # of a step that a trial of fewer nodes may lose
-EXPLORE_WITHIN, EXPLORE_MOST = 0.15, 4.0  # no more than that of one step; steps that may be saved up for it
+EXPLORE_WITHIN, EXPLORE_MOST = 0.2, 4.0  # no more than that of one step; steps that may be saved up for it
 TRIALS = 4  # plans by models that are followed although what they promise is doubted
 DEEPEST, MAX_NODES = 16, 1024  # how far ahead a plan looks, and how many nodes one step may take
 ENDS = np.arange(1, DEEPEST + 1)[:, None]  # where drafts that cost passes may end
@@ -54,6 +54,7 @@ class Terms(NamedTuple):
 
     cost: CostModel
     base: int  # rows of the pass without the drafts in question
+    plain_s: float  # seconds of such a step
     sequences: int
     value: float  # of a token for each of them
     doubt: float  # in what is promised: from 1 at first to 0
@@ -62,10 +63,6 @@ class Terms(NamedTuple):
     in_step: bool = False  # drafts that cost passes begin ahead, for those only that have one now
     room: float = math.inf  # tokens that a sequence may still say, on average
     trial: int = 1  # steps that a number of nodes of unknown cost would be tried for; 0: not now
-
-    @property
-    def plain_s(self) -> float:
-        return self.cost.seconds(self.base)
 
 
 class Prospect(NamedTuple):

@@ -23,7 +23,8 @@ from paceline.engine.shadows import Shadows
 from paceline.models.pass_prior import PassPrior
 from paceline.sequence import Sequence
 
-SHADOWS, SHADOWS_SHARE = 4, 0.0025  # sequences whose shadows are compared in one step, and the time it may take
+SHADOWS, SHADOWS_OF_FEW = 4, 1  # sequences whose shadows are cast in one step, most of all
+SHADOWS_SHARE = 0.0025  # of the steps' time, that it may take
 PACE_FADES = 0.9
 SHOWN = 0.02  # of a step: deciding that takes longer may show in it
 
@@ -117,7 +118,8 @@ class Experience:
 
     def _watch(self, outputs: SequenceOf[StepOutput]) -> None:
         """Cast shadows for some sequences, as far as there is time for it."""
-        for _ in range(min(SHADOWS, len(outputs))):
+        few = len(outputs) <= FEW and not self.on_device  # they are soon through, and mostly draft
+        for _ in range(min(SHADOWS_OF_FEW if few else SHADOWS, len(outputs))):
             if self._shadow_purse.seconds > 0:
                 began = self._clock()
                 self._turn += 1

@@ -6,6 +6,7 @@ A drafter that fails to answer has nothing to say; the answer under way does not
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from paceline.drafters import Drafter
@@ -25,16 +26,31 @@ def is_patient(sequence: Sequence, said: int = 0) -> bool:
 class Methods:
     def __init__(self, drafters: SequenceOf[Drafter], method: str, k: int | None) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
+        self.look_up = all(isinstance(drafter, HostDrafter) for drafter in drafters)  # none of them runs a model
         self._method, self._k = method, k
-        self.retired: frozenset[str] = frozenset()
+        self.retire(frozenset())
         self._complained: set[tuple[str, type]] = set()
 
     def wish(self, sequence: Sequence) -> tuple[str, int | None]:
         return wish(sequence, self._method, self._k)
 
+    def retire(self, names: frozenset[str]) -> None:
+        """These are switched off."""
+        self.retired = names
+        working = {name: drafter for name, drafter in self.drafters.items() if name not in names}
+        covered = {name for drafter in working.values() if isinstance(drafter, HostDrafter) for name in drafter.covers}
+        self._auto = [name for name in working if name not in covered]
+
     def allowed(self, method: str) -> SequenceOf[str]:
-        names = self.drafters if method == AUTO else [method]
-        return [name for name in names if name not in self.retired]
+        """Of those that look the same up, whoever leaves the choice open gets the one that finds most."""
+        if method == AUTO:
+            return self._auto
+        return [method] if method not in self.retired else []
+
+    def wanted(self, wishes: Iterable[str]) -> list[str]:
+        """Methods that may draft for somebody."""
+        names = {name for wish in set(wishes) for name in self.allowed(wish)}
+        return [name for name in self.drafters if name in names]
 
     def evidence(self, sequences: SequenceOf[Sequence], method: str, said: int = 0) -> list[int]:
         """Of each. `said`: tokens they will have said more."""

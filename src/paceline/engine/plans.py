@@ -17,7 +17,7 @@ STILL_THERE = 0.9  # share of a plan's sequences that must be left, or have the 
 Open = dict[int, tuple[str, int]]  # sequence -> (method or auto, most nodes)
 
 
-@dataclass
+@dataclass(slots=True)
 class Plan:
     """What the last plan was made of, for whoever learns from what came of it."""
 
