@@ -237,6 +237,8 @@ class AdaptivePolicy:
             terms = outlook.terms
             offers, prospect = self._offers.best(asked, found, outlook)
             depths = self._budget.spread(prospect, terms) if prospect else [0] * len(offers)
+            if self._budget.explores and not self._known.on_device:  # there a plan for it serves for some steps
+                self._made.trial = terms
             for offer, depth in zip(offers, depths, strict=True):
                 self._made.promises[sequences[offer.sequence].key] = offer.survival
                 if depth:
@@ -409,6 +411,9 @@ class AdaptivePolicy:
         if lesson is None:
             return
         self._known.learn(*lesson)
+        plan, report, _ = lesson
+        if plan.trial is not None:
+            self._budget.settle(plan.trial, report.rows - plan.trial.base, report.step_s)
         for output in lesson[1].outputs if self._methods.drafters else ():
             if output.finished or output.sequence.finished:
                 self.forget(output.sequence)

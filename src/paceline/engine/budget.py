@@ -26,6 +26,7 @@ COLD_EACH, COLD_MOST = 0.005, 0.1  # on top of that while nothing is known of wh
 EXPLORE_SHARE = 0.005  # of the time: what putting guessed costs to the test may cost
 LITTLE = 0.04  # of a step that a trial of fewer nodes may lose
 EXPLORE_WITHIN, EXPLORE_MOST = 0.2, 4.0  # no more than that of one step; steps that may be saved up for it
+TRIAL_OFF = 0.5  # of a step: more than that says something about the machine
 TRIALS = 4  # plans by models that are followed although what they promise is doubted
 DEEPEST, MAX_NODES = 16, 1024  # how far ahead a plan looks, and how many nodes one step may take
 ENDS = np.arange(1, DEEPEST + 1)[:, None]  # where drafts that cost passes may end
@@ -231,6 +232,12 @@ class Budget:
             return False
         self._allowance -= max(steps, 0.0)
         return True
+
+    def settle(self, terms: Terms, nodes: int, taken_s: float) -> None:
+        """A trial took more than was expected, or less: the next may be as much later or sooner."""
+        if 0 < nodes <= len(terms.with_nodes):
+            overrun = (taken_s - float(terms.with_nodes[nodes - 1])) / terms.plain_s
+            self._allowance -= min(max(overrun, -TRIAL_OFF), TRIAL_OFF)
 
     def _best_number(self, rates: list[float] | Floats, terms: Terms, dear: bool) -> int:
         """How many nodes, in their order, give the most tokens per second; now and then a number of unknown cost."""

@@ -27,6 +27,7 @@ SHAPE_RATE = 0.02
 STEADY, DRIFTING = (0.1, 0.0), (0.2, 0.5)
 OUTLIER = 3.0  # a step this many times off says more about the machine than about the rows
 RECENT = 3
+SURE, SETTLED = 1.1, 9  # a cost that is as far off still is a guess, unless it was seen so often
 TRIED = 0.8  # of so many rows as were tried: that is another number of rows
 NEAR = 1.6  # times as many rows, or as few: the prior's form is trusted between them
 NEAR_TIME = 1.3  # where passes are padded, also between rows that take about as long by the prior
@@ -211,9 +212,11 @@ class CostModel:
         if at not in curve.seen:
             guess = (self._with_drafts() if drafted and self._plain.points else curve).at(at)
         rate, weight = DRIFTING if self.prior.drifts else STEADY
-        self.scale *= curve.observe(at, seconds / (self.scale * share), guess, weight) ** rate
+        off = curve.observe(at, seconds / (self.scale * share), guess, weight)
+        self.scale *= off**rate
         if drafted:
-            self._unsure[point] = curve.seen[at] < RECENT
+            seen = curve.seen[at]
+            self._unsure[point] = seen < RECENT or (seen < SETTLED and not 1 / SURE < off < SURE)
 
     def _with_drafts(self) -> _Curve:
         """For steps with drafts: with fewer rows than any seen they are like plain ones."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.engine.budget import Terms
 from paceline.engine.cost import CostModel
 from paceline.engine.methods import is_patient
 from paceline.engine.policy import Choice
@@ -25,6 +26,7 @@ class Plan:
     promises: dict[str, list[float]] = field(default_factory=dict)  # by sequence: how likely it is to get how far
     drafts: bool = False  # of the policy's own choosing
     seconds: float = 0.0  # that it took
+    trial: Terms | None = None  # it is made for what it teaches, under these
     asked: bool = False  # somebody was asked
     ahead: bool = False  # it was made behind a pass
 
