@@ -5,6 +5,9 @@ once: no answer is memorised. Prompts are interleaved: all configurations answer
 requests are seeded, so all give the same tokens and the comparison is paired. EOS is respected. Answers that repeat a
 16-gram are looping and are reported apart, since loops flatter lookup.
 
+`--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed, so
+that few groups of a category become enough for an interval; greedily the groups are the same, timed once more.
+
 `auto` starts cold. Users' policies are remembered between runs: `--remembered` adds an `auto` whose policy has answered
 other prompts before, with a suffix store that is empty all the same.
 
@@ -132,6 +135,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
     parser.add_argument("--remembered", nargs="+", default=[], help="files of other prompts that a policy learnt from")
     parser.add_argument("--remembered-answers", type=int, default=24)
@@ -149,37 +153,35 @@ def main() -> None:
         result["remembered"] = {"answers": len(others), "of": [Path(path).name for path in args.remembered]}
         print(f"auto starts cold; {REMEMBERED}: its policy has answered {len(others)} other prompts before")
     for temperature in args.temperature:
-        configurations = [Configuration(loaded, m, k) for m, k in [("none", None), ("auto", None), *fixed]]
-        if others:
-            configurations.append(remembered(loaded, others, sampling(temperature, args), args.batch))
-        rows = run(configurations, loaded, prompts, temperature, args)
-        report(configurations, rows, temperature, result)
+        rows = []
+        for seed in range(args.seed, args.seed + args.rounds):
+            chosen = {"seed": seed} if temperature else {}
+            params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, **chosen).resolve({})
+            configurations = [Configuration(loaded, m, k) for m, k in [("none", None), ("auto", None), *fixed]]
+            if others:
+                configurations.append(remembered(loaded, others, params, args.batch))
+            rows += run(configurations, loaded, prompts, params, args.batch)
+        report([one.name for one in configurations if one.name != "none"], rows, temperature, result)
     finish("speculation", result)
-
-
-def sampling(temperature: float, args: argparse.Namespace) -> SamplingParams:
-    seed = args.seed if temperature else None
-    return SamplingParams(temperature=temperature, seed=seed, max_tokens=args.max_tokens).resolve({})
 
 
 def run(
     configurations: list[Configuration],
     loaded: LoadedModel,
     prompts: list[dict[str, Any]],
-    temperature: float,
-    args: argparse.Namespace,
+    params: SamplingParams,
+    batch: int,
 ) -> list[dict[str, Any]]:
     """One row per batch of conversations and turn; the second turn continues from plain decoding's first answer."""
-    noise, rows = random.Random(0), []
-    params = sampling(temperature, args)
+    noise, rows = random.Random(params.seed or 0), []
     for configuration in configurations:  # warm up: the first passes fault pages in
-        configuration.answer([loaded.tokenizer.encode("Hello there, how are you today?")] * args.batch, params)
+        configuration.answer([loaded.tokenizer.encode("Hello there, how are you today?")] * batch, params)
     by_category: dict[str, list[dict[str, Any]]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt["category"], []).append(prompt)
     for category, members in by_category.items():
-        for start in range(0, len(members) - args.batch + 1, args.batch):
-            group = members[start : start + args.batch]
+        for start in range(0, len(members) - batch + 1, batch):
+            group = members[start : start + batch]
             talks: list[list[dict[str, str]]] = [[] for _ in group]
             for turn in range(min(len(prompt["turns"]) for prompt in group)):
                 for talk, prompt in zip(talks, group, strict=True):
@@ -202,10 +204,7 @@ def run(
     return rows
 
 
-def report(
-    configurations: list[Configuration], rows: list[dict[str, Any]], temperature: float, result: dict[str, Any]
-) -> None:
-    names = [configuration.name for configuration in configurations if configuration.name != "none"]
+def report(names: list[str], rows: list[dict[str, Any]], temperature: float, result: dict[str, Any]) -> None:
     print(f"\ntemperature {temperature}: speed-up over plain decoding [95 %], τ; {torch.get_num_threads()} threads")
     categories = ["all", NO_LOOPS, *dict.fromkeys(row["category"] for row in rows)]
     for category in categories:
