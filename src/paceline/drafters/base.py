@@ -131,7 +131,7 @@ class HostDrafter:
     version = "1"
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    covers: tuple[str, ...] = ()  # methods that find nothing which this one does not find as well
+    covers: tuple[str, ...] = ()  # methods that look in the same texts and find less
     idle = False  # nobody is likely to ask it: it takes nothing in until somebody does
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
