@@ -6,7 +6,8 @@ requests are seeded, so all give the same tokens and the comparison is paired. E
 16-gram are looping and are reported apart, since loops flatter lookup.
 
 `--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed, so
-that few groups of a category become enough for an interval; greedily the groups are the same, timed once more.
+that few groups of a category become enough for an interval. It is one over runs of these prompts: greedily the groups
+are the same, timed once more.
 
 `auto` starts cold. Users' policies are remembered between runs: `--remembered` adds an `auto` whose policy has answered
 other prompts before, with a suffix store that is empty all the same.
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, choices=range(1, 100), metavar="N")
     parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
     parser.add_argument("--remembered", nargs="+", default=[], help="files of other prompts that a policy learnt from")
     parser.add_argument("--remembered-answers", type=int, default=24)
@@ -147,7 +148,8 @@ def main() -> None:
     if args.mixed:
         prompts = [{"category": "mixed", "turns": prompt["turns"][:1]} for prompt in prompts]
         random.Random(0).shuffle(prompts)
-    result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens, "cells": []}
+    result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens}
+    result |= {"rounds": args.rounds, "seed": args.seed, "cells": []}
     others = other_prompts(args.remembered, args.remembered_answers, prompts) if args.remembered else []
     if others:
         result["remembered"] = {"answers": len(others), "of": [Path(path).name for path in args.remembered]}
@@ -160,7 +162,7 @@ def main() -> None:
             configurations = [Configuration(loaded, m, k) for m, k in [("none", None), ("auto", None), *fixed]]
             if others:
                 configurations.append(remembered(loaded, others, params, args.batch))
-            rows += run(configurations, loaded, prompts, params, args.batch)
+            rows += run(configurations, loaded, prompts, params, args.batch, random.Random(seed))
         report([one.name for one in configurations if one.name != "none"], rows, temperature, result)
     finish("speculation", result)
 
@@ -171,9 +173,10 @@ def run(
     prompts: list[dict[str, Any]],
     params: SamplingParams,
     batch: int,
+    noise: random.Random,
 ) -> list[dict[str, Any]]:
     """One row per batch of conversations and turn; the second turn continues from plain decoding's first answer."""
-    noise, rows = random.Random(params.seed or 0), []
+    rows = []
     for configuration in configurations:  # warm up: the first passes fault pages in
         configuration.answer([loaded.tokenizer.encode("Hello there, how are you today?")] * batch, params)
     by_category: dict[str, list[dict[str, Any]]] = {}

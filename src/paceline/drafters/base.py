@@ -132,7 +132,7 @@ class HostDrafter:
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
     covers: tuple[str, ...] = ()  # methods that look in the same texts and find less
-    idle = False  # nobody is likely to ask it: it takes nothing in until somebody does
+    idle = False  # hardly anybody asks it: it follows those sequences only that it was asked about
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What lookup methods share: they index every text as it grows, and look all rows of a step up at once.
+"""What lookup methods share: they index texts as these grow, and look all rows of a step up at once.
 
 A text is looked up once for each length it has: whoever asks afterwards reads what was found. *How* is a form: native
 code where there is a library (`native_lookup`), else Python, which finds the same.
@@ -80,8 +80,10 @@ class LookupDrafter(HostDrafter, Generic[S]):
         return 0 if state is None else self.form.match(state)
 
     def commit(self, commits: SequenceOf[Commit]) -> None:
-        for commit in commits if not self.idle else ():
+        for commit in commits:
             sequence, end = commit.sequence, commit.first + commit.count
+            if self.idle and sequence.key not in self.states:
+                continue
             # Of a prompt what was computed is taken in, so that indexing is spread over the chunks; what a decode
             # committed when it is asked for, or while the next pass is under way.
             if end >= len(sequence.tokens) - 1:
@@ -103,7 +105,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
         self._forget(sequence)
 
     def looked_up(self, sequences: SequenceOf[Sequence]) -> list[S]:
-        known, states, due, self.idle = self.states, [], [], False
+        known, states, due = self.states, [], []
         for sequence in sequences:
             state = known.get(sequence.key)
             if state is None or state.sequence is not sequence:

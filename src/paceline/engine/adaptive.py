@@ -19,7 +19,7 @@ from typing import Any
 from paceline.config import MAX_K
 from paceline.drafters import NONE, Drafter
 from paceline.engine.asking import Asking
-from paceline.engine.budget import FEW, Budget, Offer, Terms
+from paceline.engine.budget import Budget, Offer, Terms
 from paceline.engine.cost import NOTHING_S, CostModel, size_of
 from paceline.engine.experience import Experience
 from paceline.engine.lead import Lead
@@ -109,6 +109,7 @@ class AdaptivePolicy:
                 fixed[method] = [(index, most)]
         for method, rows in fixed.items():
             self._choose_surest(sequences, method, rows, choices)
+        began_open = self._clock() if fixed else began
         self._live = [sequences[index] for index in open_ended]
         self._others_wait = others_wait
         if open_ended:
@@ -117,7 +118,7 @@ class AdaptivePolicy:
             base = len(sequences) + sum(choice.budget for choice in choices)
             cost = self._known.costs.of(len(sequences), any_sampled(sequences))
             if self._knows_plain(cost, base + other_rows) and not self._stands(sequences, open_ended, choices):
-                self._choose(Question(sequences, open_ended, others_wait, cost, base, other_rows), choices, began)
+                self._choose(Question(sequences, open_ended, others_wait, cost, base, other_rows), choices, began_open)
                 self._let_stand(sequences, open_ended, choices)
         plan.seconds = self._clock() - began
         return choices
@@ -230,15 +231,17 @@ class AdaptivePolicy:
         """For those whose method or k is open. `began`: when that was thought of."""
         sequences, open_ended = asked.sequences, asked.open_ended
         spent = self._asking.spent_s
-        few = len(sequences) <= FEW and self._methods.look_up and not self._known.on_device
+        few = self._known.few(len(sequences)) and self._methods.look_up
         found = self._candidates_of_few(asked, began) if few else self._candidates(asked)
-        if found:
+        if not found:
+            self._outlook = None
+        else:
             outlook = self._looked_out(asked, found)
             terms = outlook.terms
             offers, prospect = self._offers.best(asked, found, outlook)
             depths = self._budget.spread(prospect, terms) if prospect else [0] * len(offers)
-            if self._budget.explores and not self._known.on_device:  # there a plan for it serves for some steps
-                self._made.trial = terms
+            if prospect and self._budget.explores and not self._known.on_device and not asked.other_rows:
+                self._made.trial = terms  # on a device a plan for what it teaches serves for some steps
             for offer, depth in zip(offers, depths, strict=True):
                 self._made.promises[sequences[offer.sequence].key] = offer.survival
                 if depth:
@@ -320,7 +323,7 @@ class AdaptivePolicy:
         due = bool(self._lead.now or new or self._shrank(len(sequences)))
         if not due and self._asking.purse.seconds <= 0:
             return found
-        self._made.asked, self._waiting = True, False
+        self._made.asked = True
         for method in self._methods.wanted([wish for wish, _ in open_ended.values()]):
             order = [at for at, (wish, _) in open_ended.items() if method in self._methods.allowed(wish)]
             evidence = self._evidence([sequences[at] for at in order], method)
@@ -412,8 +415,9 @@ class AdaptivePolicy:
             return
         self._known.learn(*lesson)
         plan, report, _ = lesson
-        if plan.trial is not None:
-            self._budget.settle(plan.trial, report.rows - plan.trial.base, report.step_s)
+        if plan.trial is not None and report.warm:
+            taken = report.step_s - sum(seconds for _, seconds in report.draft_s.values())
+            self._budget.settle(plan.trial, report.rows - plan.trial.base, taken)
         for output in lesson[1].outputs if self._methods.drafters else ():
             if output.finished or output.sequence.finished:
                 self.forget(output.sequence)

@@ -1,7 +1,7 @@
 """Whom to ask what it knows: asking takes time too, most of all in a large batch where nobody drafts.
 
-Sequences that draft are asked in every step, by the method that drafts for them. For all other questions a small share
-of the steps' time is saved up, and they are asked in turn.
+Sequences that draft are asked in every step, by the method that drafts for them, and then all by models; a few on a CPU
+are all asked. For all other questions a small share of the steps' time is saved up, and they are asked in turn.
 """
 
 from __future__ import annotations

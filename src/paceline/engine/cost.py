@@ -148,7 +148,7 @@ class CostModel:
         self.scale: float | None = None  # seconds of a step of one row
         self._plain, self._drafted = _Curve(), _Curve()
         self._padded, self._share, self._point, self._grid, self._arrays = _tables(prior)
-        self._unsure = [True] * len(self._grid)  # by point of the grid: with drafts seen a few times only
+        self._unsure = [True] * len(self._grid)  # by point of the grid: with drafts seen seldom, or still moving
 
     def seconds(self, rows: int) -> float:
         """Of a plain step. 1.0 for one row while nothing is known: then only ratios mean anything."""

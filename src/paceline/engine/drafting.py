@@ -41,9 +41,6 @@ class DrafterSet:
         # Those on the host look at the tokens when they are asked, so they may be told of them later.
         self.patient = tuple(drafter for drafter in drafters if isinstance(drafter, HostDrafter))
         self.at_once = tuple(drafter for drafter in drafters if not isinstance(drafter, HostDrafter))
-        covered = {name for drafter in self.patient for name in drafter.covers}
-        for drafter in self.patient:
-            drafter.idle = drafter.name in covered
         self._on_device = {drafter.name: drafter for drafter in drafters if isinstance(drafter, DraftsAhead)}
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self.failures = 0

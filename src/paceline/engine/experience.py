@@ -23,7 +23,7 @@ from paceline.engine.shadows import Shadows
 from paceline.models.pass_prior import PassPrior
 from paceline.sequence import Sequence
 
-SHADOWS, SHADOWS_OF_FEW = 4, 1  # sequences whose shadows are cast in one step, most of all
+SHADOWS, SHADOWS_OF_FEW = 4, 1  # sequences whose shadows are cast in one step, at most
 SHADOWS_SHARE = 0.0025  # of the steps' time, that it may take
 PACE_FADES = 0.9
 SHOWN = 0.02  # of a step: deciding that takes longer may show in it
@@ -59,6 +59,10 @@ class Experience:
         self._runs_ahead = False  # steps are launched before the one before is read, where nobody drafts
         self._turn = 0
 
+    def few(self, num_sequences: int) -> bool:
+        """So few that planning for them without arrays takes less, where a pass empties the host's caches."""
+        return num_sequences <= FEW and not self.on_device
+
     def learn(self, plan: Plan, report: StepReport, starts: SequenceOf[int]) -> None:
         """`starts`: where the tokens begin that each output has."""
         self._learn_costs(plan, report)
@@ -70,8 +74,7 @@ class Experience:
         self._watch(report.outputs)
 
     def _learn_costs(self, plan: Plan, report: StepReport) -> None:
-        few = report.num_sequences <= FEW and not self.on_device
-        self._asking_purse.earn(report.step_s, FEW_SHARE if few else SHARE)
+        self._asking_purse.earn(report.step_s, FEW_SHARE if self.few(report.num_sequences) else SHARE)
         self._shadow_purse.earn(report.step_s, SHADOWS_SHARE)
         self._runs_ahead |= report.ahead
         drafted: dict[str, int] = {}  # method -> sequences
@@ -118,8 +121,8 @@ class Experience:
 
     def _watch(self, outputs: SequenceOf[StepOutput]) -> None:
         """Cast shadows for some sequences, as far as there is time for it."""
-        few = len(outputs) <= FEW and not self.on_device  # they are soon through, and mostly draft
-        for _ in range(min(SHADOWS_OF_FEW if few else SHADOWS, len(outputs))):
+        most = SHADOWS_OF_FEW if self.few(len(outputs)) else SHADOWS  # few are soon through, and mostly draft
+        for _ in range(min(most, len(outputs))):
             if self._shadow_purse.seconds > 0:
                 began = self._clock()
                 self._turn += 1

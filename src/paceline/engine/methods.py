@@ -26,7 +26,6 @@ def is_patient(sequence: Sequence, said: int = 0) -> bool:
 class Methods:
     def __init__(self, drafters: SequenceOf[Drafter], method: str, k: int | None) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self.look_up = all(isinstance(drafter, HostDrafter) for drafter in drafters)  # none of them runs a model
         self._method, self._k = method, k
         self.retire(frozenset())
         self._complained: set[tuple[str, type]] = set()
@@ -38,8 +37,14 @@ class Methods:
         """These are switched off."""
         self.retired = names
         working = {name: drafter for name, drafter in self.drafters.items() if name not in names}
-        covered = {name for drafter in working.values() if isinstance(drafter, HostDrafter) for name in drafter.covers}
+        hosts = [drafter for drafter in working.values() if isinstance(drafter, HostDrafter)]
+        covered = {name for host in hosts for name in host.covers}
+        for host in hosts:
+            host.idle = self._method == AUTO and host.name in covered
         self._auto = [name for name in working if name not in covered]
+        # Whether they all only look up: what has to read before it drafts runs a model, or is the record of one.
+        lags: list[object] = [type(host).lag for host in hosts]
+        self.look_up = len(hosts) == len(working) and all(lag is HostDrafter.lag for lag in lags)
 
     def allowed(self, method: str) -> SequenceOf[str]:
         """Of those that look the same up, whoever leaves the choice open gets the one that finds most."""

@@ -34,7 +34,9 @@ LEAVING = 0.95  # of what another method promises where a model drafts for most:
 # read what others said when it is back
 TRIAL = 3  # steps that a plan for what it teaches serves, where the drafts of the first have begun before it
 
-KEPT = 4  # steps that what a few sequences' offers are weighed by serves, once it is not doubted: it changes slowly
+KEPT = (
+    4  # more steps that what a few sequences' offers are weighed by serves, once it is not doubted: it changes slowly
+)
 
 Candidate = tuple[str, int]  # method, evidence
 
@@ -83,7 +85,7 @@ class Offers:
 
     def outlook(self, asked: Question, found: Mapping[int, list[Candidate]]) -> Outlook:
         """For those found, or where there are few, for as many as may be found in the steps to come."""
-        few = len(asked.sequences) <= FEW and not self._known.on_device
+        few = self._known.few(len(asked.sequences))
         methods = {method for candidates in found.values() for method, _ in candidates}
         if few:
             methods.update(self._methods.wanted([wish for wish, _ in asked.open_ended.values()]))
@@ -114,7 +116,7 @@ class Offers:
         """By sequence: what a token of it is worth to whoever waits for all answers of its job."""
         sequences, values = asked.sequences, [1.0] * len(asked.sequences)
         led = self._lead.leader(len(sequences)) != NONE
-        few = len(sequences) <= FEW and not led and not self._known.on_device
+        few = self._known.few(len(sequences)) and not led
         value_of, belief = (values_of_few, 1.0) if few else (token_values, LED_BELIEF if led else BELIEF)
         for members, pass_s, row_s in jobs:
             paces = [self._known.pace.get(sequences[index].key, 1.0) for index in members]
@@ -173,7 +175,7 @@ class Offers:
             best = 0.0
             for method, evidence in candidates:
                 bend = bend_of(sequence.key, method)
-                lag = self._methods.lag(sequence, method) if several and not self._methods.look_up else 0
+                lag = self._methods.lag(sequence, method) if several else 0
                 lag = -(-lag // LAGS) * LAGS if lag > SMALL_LAG else 0
                 alike = method, bucket(evidence), sampled, bend, lag, several
                 if alike not in known:
