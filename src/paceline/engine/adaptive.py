@@ -418,7 +418,7 @@ class AdaptivePolicy:
         if plan.trial is not None and report.warm:
             taken = report.step_s - sum(seconds for _, seconds in report.draft_s.values())
             self._budget.settle(plan.trial, report.rows - plan.trial.base, taken)
-        for output in lesson[1].outputs if self._methods.drafters else ():
+        for output in report.outputs if self._methods.drafters else ():
             if output.finished or output.sequence.finished:
                 self.forget(output.sequence)
 

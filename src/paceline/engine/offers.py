@@ -33,10 +33,7 @@ READ_FOR, LAGS = 16, 64  # steps that what was read is taken to serve; lags are 
 LEAVING = 0.95  # of what another method promises where a model drafts for most: its draft may have begun, and it must
 # read what others said when it is back
 TRIAL = 3  # steps that a plan for what it teaches serves, where the drafts of the first have begun before it
-
-KEPT = (
-    4  # more steps that what a few sequences' offers are weighed by serves, once it is not doubted: it changes slowly
-)
+KEPT = 4  # more steps that what offers of a few are weighed by serves, once it is not doubted: it changes slowly
 
 Candidate = tuple[str, int]  # method, evidence
 
