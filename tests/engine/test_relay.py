@@ -68,12 +68,13 @@ def check(engine, requests=REQUESTS):
     return sequences
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "auto"])
 def test_the_policy_of_users_hands_over_where_k_is_fixed(method):
-    drafter = make_drafter(method)
-    policy = AdaptivePolicy([drafter], method, 4)
-    engine = make_engine([drafter], policy=policy, model=PlacedModel(repeating), ahead=True)
+    drafters = [make_drafter(name) for name in METHODS if method in (name, "auto")]
+    policy = AdaptivePolicy(drafters, method, 4)
+    engine = make_engine(drafters, policy=policy, model=PlacedModel(repeating), ahead=True)
     check(engine)
+    assert all(drafter.states == {} for drafter in drafters)
     assert engine.runner.relay.begun > 15
     assert in_vain(engine) == 0
 
