@@ -1,9 +1,10 @@
 """Speculation against our own plain decoding: copy-heavy work of our own, or any file of prompts, by category.
 
 Every configuration is an engine of its own over the same weights, with its own suffix store, and sees each prompt
-once: no answer is memorised. Prompts are interleaved: all configurations answer one before the next. At temperature 0.7
-requests are seeded, so all give the same tokens and the comparison is paired. EOS is respected. Answers that repeat a
-16-gram are looping and are reported apart, since loops flatter lookup.
+once: no answer is memorised. They are interleaved step by step: each takes one in turn, in a new order every time, so a
+machine that slows down for a second does so for all. (A pass reads all weights, so none finds its own data in a cache
+anyway.) At temperature 0.7 requests are seeded, so all give the same tokens and the comparison is paired. EOS is
+respected. Answers that repeat a 16-gram are looping and are reported apart, since loops flatter lookup.
 
 `--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed, so
 that few groups of a category become enough for an interval. It is one over runs of these prompts: greedily the groups
@@ -57,26 +58,40 @@ class Configuration:
         self.policy = AdaptivePolicy(drafters, method, k)
         config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29)
         self.engine = Engine(loaded.decoder, config, drafters=drafters, policy=self.policy)
-        self.overhead: list[float] = []
 
-    def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, list[list[int]], Any]:
-        """Seconds of decoding (after every first token), the answers, and the statistics of the first."""
-        sequences = [
+    def begin(self, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+        """Up to every first token."""
+        self.sequences = [
             self.engine.add_request(str(index), prompt, params, job="group")[0] for index, prompt in enumerate(prompts)
         ]
-        while any(sequence.num_output == 0 for sequence in sequences):
+        while any(sequence.num_output == 0 for sequence in self.sequences):
             self.engine.step()
-        already = sum(sequence.num_output for sequence in sequences)
+        self.already = sum(sequence.num_output for sequence in self.sequences)
+        self.seconds = 0.0
+
+    def step(self) -> bool:
+        """One more, timed; whether there was one."""
+        if not self.engine.has_work:
+            return False
         started = time.perf_counter()
-        while self.engine.has_work:
-            self.engine.step()
-        seconds = time.perf_counter() - started
-        stats = sequences[0].stats
-        for sequence in sequences[1:]:
+        self.engine.step()
+        self.seconds += time.perf_counter() - started
+        return True
+
+    def end(self) -> tuple[float, list[list[int]], Any]:
+        """Seconds of decoding a token, the answers, and the statistics of all of them."""
+        stats = self.sequences[0].stats
+        for sequence in self.sequences[1:]:
             stats.merge(sequence.stats)
-        answers = [sequence.output_tokens for sequence in sequences]
-        decoded = sum(map(len, answers)) - already
-        return (seconds / decoded if decoded else 0.0), answers, stats
+        answers = [sequence.output_tokens for sequence in self.sequences]
+        decoded = sum(map(len, answers)) - self.already
+        return (self.seconds / decoded if decoded else 0.0), answers, stats
+
+    def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, list[list[int]], Any]:
+        self.begin(prompts, params)
+        while self.step():
+            pass
+        return self.end()
 
 
 def read_prompts(paths: Sequence[str], per_category: int | None) -> list[dict[str, Any]]:
@@ -130,7 +145,7 @@ def speedup(rows: list[dict[str, Any]], name: str, over: str = "none") -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", nargs="*", default=[])
-    parser.add_argument("--mixed", action="store_true", help="batches of all categories, first turns only")
+    parser.add_argument("--mixed", action="store_true", help="batches of all categories")
     parser.add_argument("--per-category", type=int)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
@@ -146,7 +161,7 @@ def main() -> None:
     fixed = [(name.split(":")[0], int(name.split(":")[1])) for name in args.fixed]
     prompts = read_prompts(args.prompts, args.per_category)
     if args.mixed:
-        prompts = [{"category": "mixed", "turns": prompt["turns"][:1]} for prompt in prompts]
+        prompts = [{"category": "mixed", "turns": prompt["turns"]} for prompt in prompts]
         random.Random(0).shuffle(prompts)
     result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens}
     result |= {"rounds": args.rounds, "seed": args.seed, "cells": []}
@@ -190,11 +205,15 @@ def run(
                 for talk, prompt in zip(talks, group, strict=True):
                     talk.append({"role": "user", "content": prompt["turns"][turn]})
                 tokens = [loaded.tokenizer.apply_chat_template(talk) for talk in talks]
-                order = configurations[:]
-                noise.shuffle(order)
+                for configuration in configurations:
+                    configuration.begin(tokens, params)
+                going = configurations[:]
+                while going:
+                    noise.shuffle(going)
+                    going = [configuration for configuration in going if configuration.step()]
                 answers, row = {}, {"category": category, "seconds": {}, "tau": {}}
-                for configuration in order:
-                    seconds, answers[configuration.name], stats = configuration.answer(tokens, params)
+                for configuration in configurations:
+                    seconds, answers[configuration.name], stats = configuration.end()
                     row["seconds"][configuration.name] = seconds
                     row["tau"][configuration.name] = stats.mean_acceptance_length
                 same = all(answer == answers["none"] for answer in answers.values())
