@@ -34,11 +34,14 @@ void pack_panel(const float* const* rows, long K, float* panel, const float* con
 
 // The right-hand sides of a product tile: where its k-th pair of vectors comes from.
 template <class T>
-struct Weights {  // streamed from memory: ask for it 2 KiB ahead
+struct Weights {  // streamed from memory: ask for it ahead, and further where a tile of few rows is soon through
     const T* panel;
-    static constexpr long AHEAD = 2048 / sizeof(T), LINE = 64 / sizeof(T);
+    template <int M>
+    static constexpr long AHEAD = (M <= 4 ? 8192 : 2048) / sizeof(T);
+    static constexpr long LINE = 64 / sizeof(T);
+    template <int M>
     void prefetch(long k) const {
-        for (long i = 0; i < NT; i += LINE) __builtin_prefetch(panel + k * NT + AHEAD + i, 0, 3);
+        for (long i = 0; i < NT; i += LINE) __builtin_prefetch(panel + k * NT + AHEAD<M> + i, 0, 3);
     }
     Weights next_tile() const { return *this; }
     vec low(long k) const { return load(panel + k * NT); }
@@ -47,6 +50,7 @@ struct Weights {  // streamed from memory: ask for it 2 KiB ahead
 struct Keys {  // a panel in L1; meanwhile the values of the same positions may be asked for, a line at a time
     const float* panel;
     const float* const* ahead = nullptr;
+    template <int>
     void prefetch(long k) const {
         if (!ahead) return;
         const float* row = ahead[k % NT] + (k - k % NT);
@@ -59,6 +63,7 @@ struct Keys {  // a panel in L1; meanwhile the values of the same positions may 
 struct Values {  // rows of the cache, wherever they are
     const float* const* rows;
     long column;
+    template <int>
     void prefetch(long) const {}
     Values next_tile() const { return *this; }
     vec low(long k) const { return load(rows[k] + column); }
@@ -94,7 +99,7 @@ void product_tile(const float* x, long ldx, W w, long k0, long k1, Output to) {
         }
     }
     for (long k = k0; k < k1; k++) {
-        w.prefetch(k);
+        w.template prefetch<M>(k);
         const vec low = w.low(k), high = w.high(k);
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
