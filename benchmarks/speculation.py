@@ -15,6 +15,7 @@ other prompts before, with a suffix store that is empty all the same.
 
     python benchmarks/speculation.py                                   # copy-heavy prompts
     python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --batch 4
+    python benchmarks/speculation.py --prompts mt_bench.jsonl --batch 4 --fixed suffix:2 suffix:2  # what chance does
     python benchmarks/speculation.py --prompts mt_bench.jsonl --remembered gsm8k_train.jsonl
 """
 
@@ -25,6 +26,7 @@ import json
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,17 +58,18 @@ class Configuration:
         names = [] if method == "none" else ["ngram", "suffix"] if method == "auto" else [method]
         drafters = [DRAFTERS[name](context) for name in names]
         self.policy = AdaptivePolicy(drafters, method, k)
-        config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29)
+        # All prompts of a group are read in one step: nobody is ahead when timing starts.
+        config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29, max_num_batched_tokens=1 << 14)
         self.engine = Engine(loaded.decoder, config, drafters=drafters, policy=self.policy)
 
     def begin(self, prompts: Sequence[list[int]], params: SamplingParams) -> None:
-        """Up to every first token."""
+        """Up to the first token of each, and no further."""
         self.sequences = [
             self.engine.add_request(str(index), prompt, params, job="group")[0] for index, prompt in enumerate(prompts)
         ]
         while any(sequence.num_output == 0 for sequence in self.sequences):
             self.engine.step()
-        self.already = sum(sequence.num_output for sequence in self.sequences)
+        assert all(sequence.num_output == 1 for sequence in self.sequences), "some were ahead of the others"
         self.seconds = 0.0
 
     def step(self) -> bool:
@@ -84,7 +87,7 @@ class Configuration:
         for sequence in self.sequences[1:]:
             stats.merge(sequence.stats)
         answers = [sequence.output_tokens for sequence in self.sequences]
-        decoded = sum(map(len, answers)) - self.already
+        decoded = sum(map(len, answers)) - len(answers)
         return (self.seconds / decoded if decoded else 0.0), answers, stats
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[float, list[list[int]], Any]:
@@ -175,11 +178,21 @@ def main() -> None:
             chosen = {"seed": seed} if temperature else {}
             params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, **chosen).resolve({})
             configurations = [Configuration(loaded, m, k) for m, k in [("none", None), ("auto", None), *fixed]]
+            tell_apart(configurations)
             if others:
                 configurations.append(remembered(loaded, others, params, args.batch))
             rows += run(configurations, loaded, prompts, params, args.batch, random.Random(seed))
         report([one.name for one in configurations if one.name != "none"], rows, temperature, result)
     finish("speculation", result)
+
+
+def tell_apart(configurations: list[Configuration]) -> None:
+    """The same method and k may run twice, to see what differs by chance."""
+    names = Counter[str]()
+    for one in configurations:
+        names[one.name] += 1
+        if names[one.name] > 1:
+            one.name += f" ({names[one.name]})"
 
 
 def run(
