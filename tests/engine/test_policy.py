@@ -309,12 +309,9 @@ def test_slow_first_drafts_and_single_slow_steps_poison_no_cost():
         times.observe("m", 16, depth, seconds)  # captured, compiled, and once somebody else's work
     assert times.lines("m", 16, 1.0, 0.0).at(16, 4) == pytest.approx(0.004, rel=0.2)
     assert times.lines("m", 16, 1.0, 0.0).at(16, 8) == pytest.approx(0.006, rel=0.2)
-    steady = CostModel(replace(CPU_PRIOR, drifts=False))
     for seconds in (0.02, 0.02, 9.0, 0.02, 0.02):
         cost.observe(4, seconds)
-        steady.observe(4, seconds)
-    assert cost.seconds(4) == pytest.approx(0.02, rel=0.08), "a little: the machine may have become slower"
-    assert steady.seconds(4) == pytest.approx(0.02, rel=0.01)
+    assert cost.seconds(4) == pytest.approx(0.02, rel=0.01)
 
 
 def test_a_plan_that_models_draft_by_stands_for_some_steps_and_not_for_newcomers():

@@ -3,8 +3,7 @@
 A model is a shape (cost by rows, relative) times a scale (how fast the machine is right now). Every step moves the
 scale quickly and the shape slowly, so a machine that slows down for a minute does not make one number of rows look
 dear and another cheap. Steps with drafts have a shape of their own: they do more than pass more rows. One slow step
-(a capture, a collection of garbage) teaches nothing: the middle one of the last three counts. Where other work slows
-steps down all the time, each number of rows is judged by its neighbours too (`belief`).
+(a capture, a collection of garbage) teaches nothing: the middle one of the last three counts.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.engine.belief import Belief
 from paceline.models.pass_prior import CPU, PassPrior
 
 FINE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
 SHAPE_RATE = 0.02
-SCALE_RATE = 0.1
+# How fast the scale moves, and how often a guess counts as seen: a step that is slow because the machine has become so
+# must not make its number of rows look dear.
+STEADY, DRIFTING = (0.1, 0.0), (0.2, 0.5)
 OUTLIER = 3.0  # a step this many times off says more about the machine than about the rows
 RECENT = 3
 SURE, SETTLED = 1.1, 9  # a cost that is as far off still is a guess, unless it was seen so often
@@ -86,10 +86,10 @@ class _Curve:
         self.factors.insert(place, factor)
         self.seen[point] = times
 
-    def observe(self, point: int, factor: float, guess: float) -> float:
+    def observe(self, point: int, factor: float, guess: float, weight: float) -> float:
         """Take in one measurement; returns how far off, by the middle of the last few, the estimate was.
 
-        At a point never seen that is `guess`.
+        At a point never seen that is `guess`, which counts as if seen `weight` times.
         """
         recent = self._recent.setdefault(point, [])
         recent.append(factor)
@@ -99,14 +99,23 @@ class _Curve:
             self.add(point, guess, times=0)
         place = bisect.bisect_left(self.points, point)
         ratio = min(max(factor / self.factors[place], 1 / OUTLIER), OUTLIER)
-        fresh = 1 / (1 + self.seen[point])
-        self.factors[place] *= ratio ** (1.0 if self.seen[point] < RECENT else max(SHAPE_RATE, fresh))
+        fresh = 1 / (1 + self.seen[point] + weight)
+        at_once = not weight and self.seen[point] < RECENT
+        self.factors[place] *= ratio ** (1.0 if at_once else max(SHAPE_RATE, fresh))
         self.seen[point] += 1
         return float(ratio ** (1 - fresh))
 
     def as_dict(self) -> dict[str, Any]:
-        seen = [(point, factor) for point, factor in zip(self.points, self.factors, strict=True) if point in self.seen]
-        return {"rows": [point for point, _ in seen], "factor": [factor for _, factor in seen]}
+        return {"rows": self.points, "factor": self.factors}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any], grid: SequenceOf[int], seen: int) -> _Curve:
+        curve = cls()
+        for point, factor in zip(stored["rows"], stored["factor"], strict=True):
+            if point not in grid or not 0 < float(factor) < 1e6:
+                raise ValueError("a cost model of another form")
+            curve.add(int(point), float(factor), seen)
+        return curve
 
 
 class _Tables(NamedTuple):
@@ -137,11 +146,8 @@ class CostModel:
     def __init__(self, prior: PassPrior = CPU) -> None:
         self.prior = prior
         self.scale: float | None = None  # seconds of a step of one row
+        self._plain, self._drafted = _Curve(), _Curve()
         self._padded, self._share, self._point, self._grid, self._arrays = _tables(prior)
-        self._plain, self._drafted, self._belief = _Curve(), _Curve(), None
-        if prior.drifts:  # then there is something to say about every number of rows
-            self._plain, self._drafted = (_Curve(self._grid, [1.0] * len(self._grid)) for _ in range(2))
-            self._belief = Belief(self._grid)
         self._unsure = [True] * len(self._grid)  # by point of the grid: with drafts seen seldom, or still moving
 
     def seconds(self, rows: int) -> float:
@@ -176,8 +182,8 @@ class CostModel:
 
     def fewer_than_tried(self, base: int) -> int:
         """Nodes on top of `base` rows that are fewer than any step with drafts had; 0 before there was one."""
-        tried = self._drafted.seen
-        return max(math.ceil(min(tried) * TRIED) - base - 1, 0) if tried else 0
+        tried = self._drafted.points
+        return max(math.ceil(tried[0] * TRIED) - base - 1, 0) if tried else 0
 
     def plain_seen(self, rows: int) -> int:
         """How often plain steps of about so many rows were."""
@@ -202,17 +208,12 @@ class CostModel:
         if self.scale is None:
             self.scale = seconds / share
         curve, at = self._drafted if drafted else self._plain, self._grid[point]
-        factor = seconds / (self.scale * share)
-        if self._belief is not None:
-            off = self._belief.observe(point, factor, drafted=drafted)
-            self._plain.factors, self._drafted.factors = self._belief.factors()
-            curve.seen[at] = curve.seen.get(at, 0) + 1
-        else:
-            guess = 1.0  # where it was seen there is no need of one
-            if at not in curve.seen:
-                guess = (self._with_drafts() if drafted and self._plain.points else curve).at(at)
-            off = curve.observe(at, factor, guess)
-            self.scale *= off**SCALE_RATE
+        guess = 1.0  # where it was seen there is no need of one
+        if at not in curve.seen:
+            guess = (self._with_drafts() if drafted and self._plain.points else curve).at(at)
+        rate, weight = DRIFTING if self.prior.drifts else STEADY
+        off = curve.observe(at, seconds / (self.scale * share), guess, weight)
+        self.scale *= off**rate
         if drafted:
             seen = curve.seen[at]
             self._unsure[point] = seen < RECENT or (seen < SETTLED and not 1 / SURE < off < SURE)
@@ -220,8 +221,6 @@ class CostModel:
     def _with_drafts(self) -> _Curve:
         """For steps with drafts: with fewer rows than any seen they are like plain ones."""
         plain, drafted = self._plain, self._drafted
-        if self._belief is not None:
-            return drafted
         if not drafted.points:
             return plain
         fewer = bisect.bisect_left(plain.points, drafted.points[0])
@@ -240,21 +239,10 @@ class CostModel:
             raise ValueError("a cost model of another form")
         model = cls(prior)
         model.scale = None if stored["scale"] is None else float(stored["scale"])
-        for drafted, curve in enumerate((model._plain, model._drafted)):
-            its = stored["drafted" if drafted else "plain"]
-            for at, factor in zip(its["rows"], its["factor"], strict=True):
-                if at not in model._grid or not 0 < float(factor) < 1e6:
-                    raise ValueError("a cost model of another form")
-                if model._belief is None:
-                    curve.add(int(at), float(factor), seen)
-                else:
-                    model._belief.assume(model._point[at], float(factor), seen, drafted=bool(drafted))
-                    curve.seen[int(at)] = seen
-        if model._belief is not None:
-            model._belief.loosen()
-            model._plain.factors, model._drafted.factors = model._belief.factors()
+        model._plain = _Curve.from_dict(stored["plain"], model._grid, seen)
+        model._drafted = _Curve.from_dict(stored["drafted"], model._grid, seen)
         if seen >= RECENT:
-            model._unsure = [point not in model._drafted.seen for point in model._grid]
+            model._unsure = [point not in model._drafted.points for point in model._grid]
         return model
 
 
