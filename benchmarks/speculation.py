@@ -2,9 +2,9 @@
 
 Every configuration is an engine of its own over the same weights, with its own suffix store, and sees each prompt
 once: no answer is memorised. They are interleaved step by step: each takes one in turn, in a new order every time, so a
-machine that slows down for a second does so for all. (A pass reads all weights, so none finds its own data in a cache
-anyway.) At temperature 0.7 requests are seeded, so all give the same tokens and the comparison is paired. EOS is
-respected. Answers that repeat a 16-gram are looping and are reported apart, since loops flatter lookup.
+machine that slows down for a second does so for all that are still answering. (A pass reads all weights, so none finds
+its own data in a cache anyway.) At temperature 0.7 requests are seeded, so all give the same tokens and the comparison
+is paired. EOS is respected. Answers that repeat a 16-gram are looping and reported apart, since loops flatter lookup.
 
 `--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed, so
 that few groups of a category become enough for an interval. It is one over runs of these prompts: greedily the groups
@@ -26,7 +26,6 @@ import json
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from paceline.models.hub import resolve
 from paceline.models.runtime import LoadedModel, load_model
 
 NO_LOOPS = "all but loops"
-REMEMBERED = "auto remembered"
+REMEMBERED, AGAIN = "auto remembered", " again"
 
 
 class Configuration:
@@ -188,11 +187,11 @@ def main() -> None:
 
 def tell_apart(configurations: list[Configuration]) -> None:
     """The same method and k may run twice, to see what differs by chance."""
-    names = Counter[str]()
+    names = set[str]()
     for one in configurations:
-        names[one.name] += 1
-        if names[one.name] > 1:
-            one.name += f" ({names[one.name]})"
+        while one.name in names:
+            one.name += AGAIN
+        names.add(one.name)
 
 
 def run(
@@ -250,9 +249,9 @@ def report(names: list[str], rows: list[dict[str, Any]], temperature: float, res
         for name in names:
             if mine:
                 cell[name] = speedup(mine, name) | {"tau": statistics.mean(row["tau"][name] for row in mine)}
-        fixed = [name for name in names if name in cell and not name.startswith("auto")]
+        fixed = [name for name in names if name in cell and not name.startswith("auto") and not name.endswith(AGAIN)]
         best = max(fixed, key=lambda name: cell[name]["ratio"], default=None)
-        for name in [name for name in names if name in cell and name not in fixed and best]:
+        for name in [name for name in names if name in cell and name.startswith("auto") and best]:
             cell[name] |= {"of": best, "share": speedup(mine, name, over=str(best))}
         cell["identical"] = all(row["identical"] for row in mine)
         cell["looping"] = sum(row["loops"] for row in mine)
