@@ -80,7 +80,6 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
         parents=torch.tensor(parents, device=DEVICE).expand(shape).contiguous(),
         depth=torch.tensor(depth, device=DEVICE).expand(shape).contiguous(),
         num_nodes=torch.full((rows,), nodes, device=DEVICE),
-        source=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
         q=proposal,
     )
     seq = torch.arange(rows, device=DEVICE).repeat_interleave(slots)

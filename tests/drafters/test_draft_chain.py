@@ -110,7 +110,7 @@ def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkey
 def test_drafts_that_are_sampled_may_be_cut_by_what_is_asked_for_next():
     """q goes with the rows and nodes that are left of it."""
     drafted = Drafted(torch.arange(12).view(3, 4), torch.arange(8.0)[:, None].expand(8, 20), (0, 2))
-    draft = drafted.chains([2, 1, 0], [3, 2, 0], source=2)
+    draft = drafted.chains([2, 1, 0], [3, 2, 0])
     assert draft.unseen
     assert draft.tokens.tolist() == [[8, 9, 10], [4, 5, 6], [0, 1, 2]]
     assert draft.num_nodes.tolist() == [3, 2, 0]

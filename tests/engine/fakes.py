@@ -34,7 +34,7 @@ class ChainDrafter(FakeDrafter):
         width = max(map(len, chains))
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.int64)
         tokens = tokens.view(len(rows), width)
-        return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]), source=0)
+        return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]))
 
 
 class TreeDrafter(FakeDrafter):
@@ -64,7 +64,6 @@ class TreeDrafter(FakeDrafter):
                 draft.tokens[b, node], draft.parents[b, node] = token, parent
                 draft.depth[b, node] = 1 if parent < 0 else draft.depth[b, parent] + 1
                 draft.num_nodes[b] = node + 1
-            draft.source[b] = 1
         q = Proposal(probs=torch.stack(probs), row_of=row_of)
         return Draft(**{**vars(draft), "q": q})
 
@@ -94,14 +93,14 @@ class GreedyBudgetDrafter(ChainDrafter):
 
     def propose(self, rows):
         width = max(row.budget for row in rows) + 3
-        return Draft.chains(torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows),), width), source=0)
+        return Draft.chains(torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows),), width))
 
 
 class NarrowDrafter(FakeDrafter):
     """Even chains of int32 tokens, two of which look like one int64."""
 
     def propose(self, rows):
-        return Draft.even(torch.zeros(len(rows), 2, dtype=torch.int32), source=0)
+        return Draft.chains(torch.zeros(len(rows), 2, dtype=torch.int32))
 
 
 class TapDrafter(TappedDrafter):
@@ -149,4 +148,4 @@ class TapDrafter(TappedDrafter):
             self.catch_up(row.sequence)
             assert self.check(row.sequence) == len(row.sequence.tokens)
         tokens = torch.tensor([[row.sequence.tokens[-1] % 11] for row in rows])
-        return Draft.chains(tokens, torch.ones(len(rows), dtype=torch.int64), source=2)
+        return Draft.chains(tokens, torch.ones(len(rows), dtype=torch.int64))

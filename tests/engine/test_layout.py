@@ -172,7 +172,7 @@ def test_a_step_leaves_garbage_collection_as_it_found_it(enabled):
 
 
 def test_tokens_the_host_has_not_seen_are_filled_in_from_the_draft():
-    draft = Draft.chains(torch.tensor([[10, 11], [12, 13]]), torch.tensor([2, 1]), source=0)
+    draft = Draft.chains(torch.tensor([[10, 11], [12, 13]]), torch.tensor([2, 1]))
     assert filled_in(torch.tensor([5, -1, -2, 7, -3]), draft).tolist() == [5, 10, 11, 7, 12]
 
 
@@ -199,12 +199,12 @@ def test_numbers_packed_for_a_device_arrive_whole_and_aligned(monkeypatch):
 
 
 def test_even_chains_are_known_by_what_they_were_made_of():
-    draft = Draft.even(torch.zeros(2, 3, dtype=torch.int64), source=1)
-    chains = Draft.chains(draft.tokens, torch.tensor([3, 3]), source=1)
+    draft = Draft.even(torch.zeros(2, 3, dtype=torch.int64))
+    chains = Draft.chains(draft.tokens, torch.tensor([3, 3]))
     for name in ("tokens", "parents", "depth", "num_nodes", "source"):
         assert torch.equal(getattr(draft, name), getattr(chains, name)), name
     for width in range(99):
-        Draft.even(torch.zeros(1, width, dtype=torch.int64), source=0)
+        Draft.even(torch.zeros(1, width, dtype=torch.int64))
     assert draft.is_even
     assert not chains.is_even
     for name in ("parents", "depth", "num_nodes"):

@@ -173,7 +173,7 @@ def test_a_verdict_comes_out_packed_as_it_was(depth):
     recorded = Recorder()
     for at in range(4):
         tokens = torch.full((3, depth + 1), at)
-        draft = Draft.chains(tokens, torch.tensor([1, 0, 1]), source=0, unseen=True)
+        draft = Draft.chains(tokens, torch.tensor([1, 0, 1]), unseen=True)
         verdict, again = recorded(judge, draft), judge(draft)
         for name in ("tokens", "num_accepted", "path", "kinds"):
             assert torch.equal(getattr(verdict, name), getattr(again, name))

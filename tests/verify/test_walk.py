@@ -46,7 +46,6 @@ def batch_of(rows, width=None):
         parents=pad([r[1] for r in rows], -1),
         depth=pad([r[2] for r in rows], 0),
         num_nodes=torch.tensor([len(r[0]) for r in rows]),
-        source=torch.zeros(len(rows), dtype=torch.int64),
     )
 
 
@@ -474,7 +473,7 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
         said = (*said, chain[-1])
     draws = Draws(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
     for tokens, accepted in ((chain, 4), ([(t + 1) % 5 for t in chain], 0)):
-        draft = Draft.chains(torch.tensor([tokens]), torch.tensor([4]), source=0)
+        draft = Draft.chains(torch.tensor([tokens]), torch.tensor([4]))
         row_of, nodes = flatten(draft)
         verdict = verify(draft, toy.rows([()], nodes), row_of, nodes, Controls(), draws, max_depth=4)
         assert verdict.num_accepted.tolist() == [accepted]
@@ -583,20 +582,17 @@ def test_merging_drafts_keeps_every_row_and_every_q():
     first = Draft.chains(
         torch.tensor([[4, 2], [1, 0]]),
         torch.tensor([2, 1]),
-        source=3,
         q=Proposal(probs=torch.rand(3, 3), row_of=torch.tensor([[0, 1, -1], [2, -1, -1]]), ids=ids),
     )
     second = tree([0, 1, 3], [-1, -1, 1])
     third = Draft.chains(
         torch.tensor([[3]]),
         torch.tensor([1]),
-        source=5,
         q=Proposal(probs=torch.rand(1, 5), row_of=torch.tensor([[0, -1]])),
     )
     merged = Draft.merge([([4, 0], first), ([2], second), ([3], third)], batch=6, vocab_size=5)
     merged.validate(5)
     assert merged.num_nodes.tolist() == [1, 0, 3, 1, 2, 0]
-    assert merged.source.tolist() == [3, -1, 0, 5, 3, -1]
     assert merged.tokens.tolist()[4] == [4, 2, 0]
     assert merged.parents.tolist()[2] == [-1, -1, 1]
     assert merged.q.ids is None
@@ -642,7 +638,7 @@ def test_few_rows_are_judged_as_many_are(seed, width):
     told = []
     for rows in (1, 9):
         tensors = {name: torch.tensor([part] * rows) for name, part in parts.items()}
-        draft = Draft(**tensors, num_nodes=torch.full((rows,), count), source=torch.zeros(rows, dtype=torch.int64))
+        draft = Draft(**tensors, num_nodes=torch.full((rows,), count))
         try:
             draft.validate(4)
             told.append("sound")
@@ -656,7 +652,7 @@ def test_chains_are_walked_as_trees_are(seed, batch, width):
     noise = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 3, (batch, width), generator=noise)
     counts = torch.randint(0, width + 1, (batch,), generator=noise)
-    draft = Draft.chains(tokens, counts, source=0)
+    draft = Draft.chains(tokens, counts)
     used = torch.arange(-1, width) < counts[:, None]
     row_of = torch.where(used, used.flatten().cumsum(0).view_as(used) - 1, -1)
     drawn = torch.randint(0, 3, (int(used.sum()),), generator=noise)
@@ -670,7 +666,7 @@ def test_chains_are_walked_as_trees_are(seed, batch, width):
     ("name", "value"), [("tokens", 9), ("tokens", -1), ("parents", 1), ("parents", -2), ("depth", 1), ("num_nodes", 3)]
 )
 def test_a_draft_that_breaks_the_contract_is_refused_among_few_rows_and_many(batch, name, value):
-    draft = Draft.chains(torch.ones(batch, 2, dtype=torch.int64), torch.full((batch,), 2), source=0)
+    draft = Draft.chains(torch.ones(batch, 2, dtype=torch.int64), torch.full((batch,), 2))
     draft.validate(9)
     getattr(draft, name)[(-1, *[-1] * (getattr(draft, name).ndim - 1))] = value
     with pytest.raises(ValueError, match=f"row {batch - 1}"):

@@ -33,14 +33,14 @@ class Drafted:
     q: Tensor | None = None  # (K * C, V), depth by depth, of the C rows drawn by coins
     coins: tuple[int, ...] = ()  # which rows those are
 
-    def chains(self, rows: list[int], counts: list[int], source: int) -> Draft:
+    def chains(self, rows: list[int], counts: list[int]) -> Draft:
         """Some of the rows, each as far as it is wanted. How far must not depend on what was drawn."""
         width, tokens = max(counts), self.tokens
         if rows != list(range(len(tokens))):
             (index,) = packed_to(tokens.device, torch.tensor(rows))
             tokens = tokens[index]
         q = None if self.q is None else Proposal(probs=self.q, row_of=self._row_of(rows, counts, width))
-        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), source=source, q=q, unseen=True)
+        return Draft.chains(tokens[:, :width].contiguous(), torch.tensor(counts), q, unseen=True)
 
     def _row_of(self, rows: list[int], counts: list[int], width: int) -> Tensor:
         row_of = torch.full((len(rows), width + 1), -1)

@@ -178,7 +178,7 @@ def rounded(rows: int) -> int:
 
 
 def _chain(width: int) -> Draft:
-    return Draft.chains(torch.zeros(1, width, dtype=torch.int64), torch.tensor([width]), source=0)
+    return Draft.chains(torch.zeros(1, width, dtype=torch.int64), torch.tensor([width]))
 
 
 def _bush(width: int) -> Draft:

@@ -59,6 +59,5 @@ def take(draft: Draft, rows: Tensor) -> Draft:
         parents=draft.parents[rows],
         depth=draft.depth[rows],
         num_nodes=draft.num_nodes[rows],
-        source=draft.source[rows],
         q=q,
     )
