@@ -26,7 +26,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 FEW = 24  # rows
-POSITION, PREFIX, SLOT, OWNER, PATH_LEN, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
+POSITION, PREFIX, SLOT, OWNER, REACH, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
 
 
 def slot(sequence: Sequence, position: int, block_size: int) -> int:
@@ -103,24 +103,27 @@ def lay_out(batch: Batch, draft: Draft, block_size: int, tokens: Tensor | None =
 def _few(rows: list[Row], form: _Form, tokens: list[int] | None, draft: Draft, block_size: int) -> tuple[Int32s, int]:
     """(6, M) as the plan's, and the longest context. Of few rows: arrays take longer to begin than to finish."""
     firsts, tables = [row.first for row in rows], [row.sequence.blocks for row in rows]
-    positions, prefixes, slots = [], [], []
-    for owner, position, prefix, stored in form.rows:
+    positions, prefixes, slots, reaches = [], [], [], []
+    for owner, position, prefix, stored, reach in form.rows:
         first = firsts[owner]
         block, offset = divmod(first + stored, block_size)
         positions.append(first + position)
         prefixes.append(first + prefix)
+        reaches.append(first + reach)
         slots.append(tables[owner][block] * block_size + offset)
     said = slots  # any, where they are not known
     if tokens is not None:
         tokens += _codes(draft) if draft.unseen else chain.from_iterable(draft.tokens.tolist())
         said = [tokens[at] for at in form.places]
-    return np.array([positions, prefixes, slots, *form.owners, said], np.int32), max(positions) + 1
+    return np.array([positions, prefixes, slots, form.owners, reaches, said], np.int32), max(reaches)
 
 
 def _many(batch: Batch, form: _Form, tokens: list[int] | None, draft: Draft, block_size: int) -> tuple[Int32s, int]:
     each = form.each.copy()
     moved, stored, owner, tables = each[: SLOT + 1], each[SLOT], form.owner, batch.tables
-    moved += batch.first.astype(np.int32).take(owner)
+    first = batch.first.astype(np.int32).take(owner)
+    moved += first
+    each[REACH] += first
     block = stored // block_size
     slots = tables.reshape(-1).take(owner * tables.shape[1] + block)
     slots -= block
@@ -132,7 +135,7 @@ def _many(batch: Batch, form: _Form, tokens: list[int] | None, draft: Draft, blo
             again = stored < np.array([row.sequence.num_cached for row in batch.rows]).take(owner)
             slots[again] = -1 - stored[again]
     stored += slots
-    return each, int(np.maximum.reduce(each[POSITION], initial=-1)) + 1
+    return each, int(np.maximum.reduce(each[REACH], initial=0))
 
 
 class _Form:
@@ -153,8 +156,8 @@ class _Form:
 
     @functools.cached_property
     def rows(self) -> list[tuple[int, ...]]:
-        """Of each: owner, position, prefix and the position it is stored at."""
-        return list(zip(*self.each[[OWNER, POSITION, PREFIX, SLOT]].tolist(), strict=True))
+        """Of each: owner, position, prefix, the position it is stored at, reach."""
+        return list(zip(*self.each[[OWNER, POSITION, PREFIX, SLOT, REACH]].tolist(), strict=True))
 
     @functools.cached_property
     def places(self) -> list[int]:
@@ -162,9 +165,8 @@ class _Form:
         return self.order.tolist()  # type: ignore[no-any-return]
 
     @functools.cached_property
-    def owners(self) -> list[list[int]]:
-        """And their paths' lengths."""
-        return self.each[OWNER:TOKEN].tolist()  # type: ignore[no-any-return]
+    def owners(self) -> list[int]:
+        return self.each[OWNER].tolist()  # type: ignore[no-any-return]
 
 
 def _form(batch: Batch, draft: Draft) -> _Form:
@@ -221,6 +223,7 @@ def _form_of(counts: list[int], sampled: list[int], draft: Draft) -> _Form:
     wanted = node >= -1 if len(sampled) == len(counts) else (node >= -1) & np.isin(owner, sampled)
     each = np.zeros((TOKEN + 1, len(owner)), np.int32)
     each[POSITION], each[PREFIX], each[SLOT], each[OWNER] = stored, stored + 1, stored, owner
+    each[REACH] = stored + 1
     order = np.empty_like(owner)
     own = len(owner) - np.count_nonzero(is_node)
     order[~is_node], order[is_node] = np.arange(own), own + np.flatnonzero(used)
@@ -250,7 +253,7 @@ def _place_trees(form: _Form, draft: Draft, used: Bools, own: int) -> None:
         rows, of, depth, node, back = (part[kept] for part in (rows, of, depth, node, back))
     each, deepest = form.each, int(np.maximum.reduce(depth))
     length = each[SLOT].take(rows) - node
-    each[POSITION, rows], each[PREFIX, rows], each[PATH_LEN, rows] = length - 1 + depth, length, depth
+    each[POSITION, rows], each[PREFIX, rows], each[REACH, rows] = length - 1 + depth, length, length + depth
     above = np.empty_like(form.order)
     above[rows] = rows - back
     form.ancestors = ancestors = np.empty((len(above), deepest), np.int64)

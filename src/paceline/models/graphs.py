@@ -83,6 +83,7 @@ class Placed:
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
         self._blank = np.zeros(self.at["tables"].start, np.int32)
         self._blank[self.at["slots"]] = -1
+        self._blank[self.at["reach"]] = 1  # a padding row sees a key, so that its result is a number
         view = {name: self.device_ints[place] for name, place in self.at.items()}
         kv_heads = decoder.config.num_kv_heads
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
@@ -95,7 +96,7 @@ class Placed:
             sequence=view["sequence"],
             prefix=view["prefix"],
             path=view["path"].view(bucket.rows, bucket.path),
-            path_len=view["path_len"],
+            reach=view["reach"],
             block_tables=view["tables"],  # the kernels read the tables' width from the header
             block_size=block_size,
             max_len=longest,
