@@ -387,6 +387,40 @@ def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
     assert torch.equal(some, every[chosen])
 
 
+def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(kernels: TritonKernels) -> None:
+    """Of a drafter with the target's embedding and head, and layers and width of its own; the input is not changed."""
+    made = weights()
+    target = Decoder(CONFIG, made, kernels, device=CPU, dtype=torch.float32)
+    layers = {name: weight for name, weight in made.items() if ".layers." in name or name == "model.norm.weight"}
+    shared = {"embedding": target.embedding, "head": target.head}
+    drafter = Decoder(CONFIG, layers, kernels, device=CPU, dtype=torch.float32, **shared)
+    tokens, tables, results = torch.randint(0, 50, (5,)), torch.zeros((1, 1), dtype=torch.int32), []
+    plan, hidden = plan_of(list(range(5)), tables), target.embedding[tokens].clone()
+    before = hidden.clone()
+    for decoder, inputs in ((target, tokens), (drafter, hidden)):
+        cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+        output = decoder.forward(inputs, plan, cache.layers, torch.tensor([2, 4]), (0, 2, -1))
+        assert output.taps is not None
+        results.append((output.logits, output.taps, cache.layers[1].k[:5]))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert torch.equal(hidden, before)
+    assert drafter.prepare(cache.layers, 16, (0,), [Shape((1,)), Shape((4, 4))], from_hidden=True)
+    assert {bucket.rows for bucket in drafter.graphs._passes if bucket.from_hidden} == {1, 8}
+
+
+def test_all_passes_write_their_taps_into_one_buffer(kernels: TritonKernels) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+    tables, tapped = torch.zeros((1, 1), dtype=torch.int32), []
+    for count in (12, 3, 1):
+        plan = plan_of(list(range(count)), tables)
+        taps = decoder.forward(torch.arange(count), plan, cache.layers, torch.tensor([count - 1]), (1, -1)).taps
+        assert taps is not None
+        tapped.append((taps, taps.clone()))
+    assert len({taps.data_ptr() for taps, _ in tapped}) == 1
+    assert all(torch.equal(kept, tapped[0][1][: len(kept)]) for _, kept in tapped)
+
+
 def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
