@@ -43,16 +43,13 @@ def chain_of(decoder: Decoder, cache: KVCache, cut: Cut, programs: int) -> Trito
 def forward(decoder: Decoder, cache: KVCache, tokens: list[int], first: int, blocks: list[int]) -> torch.Tensor:
     positions = torch.arange(first, first + len(tokens), dtype=torch.int32)
     tables = torch.tensor([blocks], dtype=torch.int32)
-    plan = PassPlan(
-        positions=positions,
-        slots=tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
-        sequence=torch.zeros_like(positions),
-        prefix=positions + 1,
-        path=positions.new_empty(len(tokens), 0),
-        path_len=torch.zeros_like(positions),
-        block_tables=tables,
-        block_size=BLOCK,
-        max_len=first + len(tokens),
+    plan = PassPlan.in_order(
+        positions,
+        tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
+        torch.zeros_like(positions),
+        tables,
+        BLOCK,
+        first + len(tokens),
     )
     return decoder.forward(torch.tensor(tokens), plan, cache.layers, torch.tensor([len(tokens) - 1])).logits[0]
 

@@ -99,14 +99,15 @@ def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, t
     assert (len(layout.tokens), len(layout.logit_rows)) == (at, logits)
     if layout.is_tree:
         assert [of[: len(own)] for of, own in zip(branched(layout).tolist(), branches, strict=True)] == branches
-    assert plan.max_len == int(plan.positions.max()) + 1
+    assert plan.max_len == int(plan.reach.max())
 
 
 def row_at(layout, at):
     plan = layout.plan
     numbers = (layout.tokens, plan.positions, plan.slots, plan.sequence, plan.prefix)
     path = plan.path[at].tolist()
-    length = int(plan.path_len[at])
+    length = int(plan.reach[at] - plan.prefix[at])
+    assert plan.reach[at] == plan.positions[at] + 1
     assert path[length:] == [-1] * (len(path) - length)
     return (*(int(part[at]) for part in numbers), path[:length])
 

@@ -112,16 +112,13 @@ class Scene:
     def _pass(self, tokens: list[int], start: int, blocks: list[int]) -> torch.Tensor:
         positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
         tables = torch.tensor([blocks], dtype=torch.int32)
-        plan = PassPlan(
-            positions=positions,
-            slots=tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
-            sequence=torch.zeros_like(positions),
-            prefix=positions + 1,
-            path=positions.new_empty(len(tokens), 0),
-            path_len=torch.zeros_like(positions),
-            block_tables=tables,
-            block_size=BLOCK,
-            max_len=start + len(tokens),
+        plan = PassPlan.in_order(
+            positions,
+            tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
+            torch.zeros_like(positions),
+            tables,
+            BLOCK,
+            start + len(tokens),
         )
         rows = torch.tensor([len(tokens) - 1])
         return self.reference.forward(torch.tensor(tokens), plan, self.caches[0].layers, rows).logits[0]

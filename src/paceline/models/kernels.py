@@ -108,7 +108,8 @@ class Kernels(Protocol):
         """Norm and rotate q and k, write k and v to plan.slots (except -1), return q as (M, Hq, D)."""
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
-        """(M, Hq, D) -> (M, Hq * D). A row at position t sees max(0, t - window + 1)..t, all of 0..t without window."""
+        """(M, Hq, D) -> (M, Hq * D). A row at position t sees keys [max(0, t - window + 1), reach), [0, reach) without
+        window."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """(M, 2 I) -> (M, I): silu(first half) * second half."""

@@ -12,6 +12,8 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+EXPORT long paceline_abi() { return ABI; }
+
 EXPORT long paceline_panel_width() { return NT; }
 
 EXPORT void paceline_pack_f32(const float* weight, float* panels, long N, long K, int threads) {
