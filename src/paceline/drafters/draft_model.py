@@ -24,9 +24,8 @@ from torch import Tensor
 from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal
 from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow, Times
-from paceline.drafters.booths import Booths
+from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.drafters.stopwatch import Stopwatch
-from paceline.drafters.voices import Drafted, Voices, is_plain, rehearse
 from paceline.errors import InvalidParameter
 from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, PicksTokens, Said
 from paceline.models.decoder import Model
@@ -106,7 +105,7 @@ class DraftModelDrafter:
         self._model, self._catch_up = model, catch_up
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._builder = ControlsBuilder(config.vocab_size, self._eos, model.device)
-        self._booths = Booths(config.vocab_size, model.device)
+        self._graphs = SamplingGraphs(config.vocab_size, model.device)
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
@@ -137,7 +136,7 @@ class DraftModelDrafter:
         if isinstance(self._model, OffersGreedyChains):
             self._chains = self._model.greedy_chains(caches, block_size)
             self._picking = [chain for chain in self._chains if isinstance(chain, PicksTokens)]
-            if self._picking and self._model.device.type == "cuda" and not rehearse(self._booths):
+            if self._picking and self._model.device.type == "cuda" and not warmup(self._graphs):
                 self._picking = []
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
@@ -283,8 +282,8 @@ class DraftModelDrafter:
             if all(sequence.params.greedy for sequence in sequences):
                 return Drafted(chain.draft(rows, said))
             assert isinstance(chain, PicksTokens)
-            voices = Voices(self._booths, sequences, max(row.count for row in rows), said)
-            return voices.drafted(chain.draft_by(voices, rows, said))
+            sampler = ChainSampler(self._graphs, sequences, max(row.count for row in rows), said)
+            return sampler.drafted(chain.draft_by(sampler, rows, said))
         except Exception:  # whatever it wrote is not to be trusted
             self._chains.remove(chain)
             self._picking = [other for other in self._picking if other is not chain]
