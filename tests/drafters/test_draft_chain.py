@@ -10,9 +10,8 @@ import torch
 
 from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.drafters.booths import Booths
+from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs
 from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.voices import Drafted, Voices
 from paceline.engine.policy import Choice
 from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
@@ -92,17 +91,17 @@ def test_rows_that_sample_draft_by_the_same_coins_whichever_way_they_go(sampling
 def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkeypatch):
     """The test above would notice coins of another length: here they are those of the step before."""
 
-    def stale(self, booths, sequences, count, said):
-        real(self, booths, sequences, count, None)
+    def stale(self, graphs, sequences, count, said):
+        real(self, graphs, sequences, count, None)
 
     requests = [(0, "a", prompt_of(0, 9), params(max_tokens=40, temperature=1.3))]
     told = []
     for fault in (False, True):
-        real, keys = Voices.__init__, random.Random(5)
+        real, keys = ChainSampler.__init__, random.Random(5)
         with monkeypatch.context() as patched:
             patched.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
             if fault:
-                patched.setattr(Voices, "__init__", stale)
+                patched.setattr(ChainSampler, "__init__", stale)
             told.append(run(make_engine([DraftModelDrafter(ChainModel(imitating))], k=3, ahead=True), requests)[1]["a"])
     assert [one.tokens for one in told[0]] != [one.tokens for one in told[1]]
 
@@ -142,11 +141,11 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
 @pytest.mark.parametrize("asked", [{}, {"seed": 3}, {"top_k": 40, "top_p": 0.9}])
 def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
     device, vocab, wanted = torch.device("cuda"), 5000, params(temperature=0.7, **asked)
-    booths = Booths(vocab, device)
+    graphs = SamplingGraphs(vocab, device)
     for rows in (1, 3, 1):
         sequences = [Sequence(str(row), [0] * (3 + row), wanted, max_len=99) for row in range(rows)]
-        one, other = (Voices(booths, sequences, 4, None) for _ in "ab")
-        other._booth = None
+        one, other = (ChainSampler(graphs, sequences, 4, None) for _ in "ab")
+        other._graph = None
         for depth in range(4):
             logits = 3 * torch.randn(rows, vocab, device=device)
             assert torch.equal(one(logits, depth), other(logits, depth))
@@ -154,7 +153,7 @@ def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
 
 
 class Again:
-    """A recording by hand: the booth's work once more, into where it wrote first."""
+    """A recording by hand: the graph's work once more, into where it wrote first."""
 
     def __init__(self, work):
         self.work, self.result = work, tuple(part.clone() for part in work())
@@ -169,21 +168,21 @@ def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeyp
     """What a replay gives is over with the next one, so q must have been copied; rows nobody needs have no say."""
 
     def record(work):
-        booth = work.__self__
-        captured.append(booth)
+        graph = work.__self__
+        captured.append(graph)
         if fails:
             raise RuntimeError("no memory left\nfor a recording")
-        depth = booth._depth.clone()
+        depth = graph._depth.clone()
         recording = Again(work)
-        booth._depth.copy_(depth)  # what is recorded does not run
+        graph._depth.copy_(depth)  # what is recorded does not run
         return recording
 
-    captured, booths, wanted = [], Booths(50, torch.device("cpu")), params(temperature=0.7)
-    monkeypatch.setattr(booths._recorder, "record", record)
+    captured, graphs, wanted = [], SamplingGraphs(50, torch.device("cpu")), params(temperature=0.7)
+    monkeypatch.setattr(graphs._recorder, "capture", record)
     for rows in (3, 4, 3):
         sequences = [Sequence(str(row), [0] * (3 + row), wanted, max_len=99) for row in range(rows)]
-        one, other = (Voices(booths, sequences, 4, None) for _ in "ab")
-        one._booth._records, other._booth = one._booth._recording is None and not captured, None
+        one, other = (ChainSampler(graphs, sequences, 4, None) for _ in "ab")
+        one._graph._captures, other._graph = one._graph._captured is None and not captured, None
         for depth in range(4):
             logits = 3 * torch.randn(rows, 50, generator=torch.Generator().manual_seed(10 * rows + depth))
             assert torch.equal(one(logits, depth), other(logits, depth))
@@ -192,11 +191,11 @@ def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeyp
 
 
 def test_ways_of_drawing_not_met_for_long_give_way(monkeypatch):
-    monkeypatch.setattr("paceline.drafters.booths.MOST", 2)
-    booths, made = Booths(50, torch.device("cpu")), []
+    monkeypatch.setattr("paceline.drafters.chain_sampler.MOST", 2)
+    graphs, made = SamplingGraphs(50, torch.device("cpu")), []
     for asked in ({}, {"top_p": 0.9}, {}, {"top_k": 5}, {}, {"top_p": 0.9}):
         sequence = Sequence("0", [0], params(temperature=0.7, **asked), max_len=9)
-        made.append(Voices(booths, [sequence], 1, None)._booth)
+        made.append(ChainSampler(graphs, [sequence], 1, None)._graph)
     assert made[0] is made[2] is made[4]
     assert made[1] is not made[5]
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal, UnreadVerdict
 from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, Judged
-from paceline.drafters.booths import Booths
-from paceline.drafters.voices import Drafted, Voices, is_plain, rehearse
+from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.errors import InvalidParameter
 from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, PicksTokens
 from paceline.models.decoder import Model
@@ -96,7 +95,7 @@ class DraftModelDrafter:
         self._model, self._catch_up = model, catch_up
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._builder = ControlsBuilder(config.vocab_size, self._eos, model.device)
-        self._booths = Booths(config.vocab_size, model.device)
+        self._graphs = SamplingGraphs(config.vocab_size, model.device)
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
@@ -126,7 +125,7 @@ class DraftModelDrafter:
         if isinstance(self._model, OffersGreedyChains):
             self._chains = self._model.greedy_chains(caches, block_size)
             self._picking = [chain for chain in self._chains if isinstance(chain, PicksTokens)]
-            if self._picking and self._model.device.type == "cuda" and not rehearse(self._booths):
+            if self._picking and self._model.device.type == "cuda" and not warmup(self._graphs):
                 self._picking = []
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
@@ -247,8 +246,8 @@ class DraftModelDrafter:
                 drafted = Drafted(chain.draft(rows, said))
             else:
                 assert isinstance(chain, PicksTokens)
-                voices = Voices(self._booths, sequences, max(row.count for row in rows), said)
-                drafted = voices.drafted(chain.draft_by(voices, rows, said))
+                sampler = ChainSampler(self._graphs, sequences, max(row.count for row in rows), said)
+                drafted = sampler.drafted(chain.draft_by(sampler, rows, said))
             self.warm = chain.warm
             return drafted
         except Exception:  # whatever it wrote is not to be trusted

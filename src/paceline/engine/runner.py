@@ -117,7 +117,7 @@ class Runner:
         """Compile and capture beforehand what steps would wait for when they first come, where that is so."""
         shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
         if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
-            self.sampler.rehearse()
+            self.sampler.warmup()
             if self.drafters.drafters:
                 self.cache.rehearse()
 
