@@ -19,13 +19,13 @@ SOURCE = Path(paceline.__file__).parent
 RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
-        *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab", "speculative_config"),
+        *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
         *("garbage", "recorder"),
     },
     {"models", "verify"},
     {"controls"},
     {"drafters"},
-    {"engine"},
+    {"engine", "speculative_config"},
     {"llm", "training"},
     {"server", "bench", "prove"},
     {"advisor"},
@@ -36,7 +36,17 @@ PUBLIC = "__init__"  # the package itself: looks its names up lazily, so anyone 
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
 VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "recorder", "verify"}
-NO_TORCH = ("errors", "config", "sampling_params", "outputs", "machine", "theory", "models.hub", "cli")
+NO_TORCH = (
+    "errors",
+    "config",
+    "sampling_params",
+    "outputs",
+    "machine",
+    "theory",
+    "models.hub",
+    "drafters.methods",
+    "cli",
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline import machine
-from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import DRAFTERS, NONE, Drafter, DrafterContext, method_names
+from paceline.config import AUTO, EngineConfig, SpeculationConfig
+from paceline.drafters import Drafter, DrafterContext
+from paceline.drafters.methods import available, check
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput
 from paceline.engine.engine import Engine
-from paceline.engine.policy import AUTO
 from paceline.engine.policy_memory import PolicyMemory
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve
@@ -39,9 +39,10 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         numerics: str = "exact",
-        method: str = "auto",
+        method: str = AUTO,
         k: int | str | None = None,
         draft_model: str | None = None,
+        drafter: str | None = None,
         suffix_corpus: Sequence[str] = (),
         suffix_store: str | None = None,
         speculative_config: str | Mapping[str, Any] | None = None,
@@ -54,18 +55,19 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
-        if isinstance(k, str) and k != "auto":
+        if isinstance(k, str) and k != AUTO:
             raise InvalidParameter("k", f"must be a whole number or auto, got {k!r}")
         speculation = SpeculationConfig(
             method=method,
             k=None if isinstance(k, str) else k,
             draft_model=draft_model,
+            drafter=drafter,
             suffix_corpus=tuple(suffix_corpus),
             suffix_store=suffix_store,
         )
         if speculative_config is not None:
             speculation = read_speculative_config(speculative_config, speculation)
-        _check_method(speculation)
+        check(speculation)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -95,8 +97,6 @@ class LLM:
     def _drafters(self) -> list[Drafter]:
         """Every method that may be asked for: requests can choose their own even where the engine's is another."""
         wanted, tokenizer = self.speculation, self.tokenizer  # drafters outlive the LLM: they must not hold it
-        if wanted.method == NONE:
-            return []
         context = DrafterContext(
             self.config,
             self.loaded.decoder.device,
@@ -105,8 +105,7 @@ class LLM:
             encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
             token_texts=tokenizer.token_text,
         )
-        needs_model = {"draft-model"} if wanted.draft_model is None else set()
-        return [make(context) for name, make in DRAFTERS.items() if name not in needs_model]
+        return [method.make(context) for method in available(wanted)]
 
     def close(self) -> None:
         """Keep what was learnt for the next run. Happens by itself when the LLM is dropped, or at exit."""
@@ -300,17 +299,6 @@ def _completion(answer: Answer, llm: LLM) -> CompletionOutput:
         logprobs=logprobs,
         speculation=answer.stats,
     )
-
-
-def _check_method(speculation: SpeculationConfig) -> None:
-    known = (*method_names(), AUTO)
-    if speculation.method not in known:
-        raise InvalidParameter("method", f"{speculation.method!r} is not one of {', '.join(known)}")
-    if speculation.method == "draft-model" and speculation.draft_model is None:
-        raise InvalidParameter("draft_model", "method draft-model needs one; name a model with the same vocabulary")
-    for field in ("draft_model", "suffix_corpus", "suffix_store"):
-        if speculation.method == NONE and getattr(speculation, field):
-            raise InvalidParameter(field, "method none drafts nothing; leave it out or choose a method")
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig, SpeculationConfig
+from paceline.config import NONE, ModelConfig, SpeculationConfig
 from paceline.draft import Draft
 from paceline.drafters.stopwatch import Stopwatch
 from paceline.models.chain import Said
@@ -52,7 +52,7 @@ class Commit:
     first: int  # position of the first computed token
     count: int
     taps: Tensor | None  # (count, T, H)
-    method: str = "none"  # whose draft was judged in this pass
+    method: str = NONE  # of the draft that was verified in this pass
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal
 from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow, Times
 from paceline.drafters.booths import Booths
+from paceline.drafters.methods import DRAFT_MODEL
 from paceline.drafters.stopwatch import Stopwatch
 from paceline.drafters.voices import Drafted, Voices, is_plain, rehearse
 from paceline.errors import InvalidParameter
@@ -88,7 +89,7 @@ class _Ahead:
 
 
 class DraftModelDrafter:
-    name = "draft-model"
+    name = DRAFT_MODEL
     taps: tuple[int, ...] = ()
 
     def __init__(
@@ -119,7 +120,7 @@ class DraftModelDrafter:
     def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
         name = context.speculation.draft_model
         if name is None:
-            raise InvalidParameter("draft_model", "method draft-model needs a model; give one with --draft-model")
+            raise InvalidParameter("draft_model", "is not given; name a model with the same vocabulary")
         path = resolve(name)
         # The target has set the number of threads; loading a second model must not change it.
         loaded = load_model(path, dtype=context.dtype, device=context.device.type, threads=torch.get_num_threads())

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config import NONE
 from paceline.outputs import SpeculationStats
 from paceline.sequence import Sequence
 
@@ -109,6 +110,6 @@ class StepOutput:
     text: str  # what became visible; a possible beginning of a stop string is held back
     kinds: list[int]  # per token, draft.Kind: drafted, recovered or bonus
     finished: bool
-    method: str = "none"  # who drafted
+    method: str = NONE  # of the draft
     drafted: int = 0  # nodes of the draft
     accepted: int = 0  # drafted tokens the target agreed with, also those a stop cut off
