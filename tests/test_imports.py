@@ -26,6 +26,7 @@ RANKS: list[set[str]] = [
     {"controls"},
     {"drafters"},
     {"engine", "speculative_config"},
+    {"build"},
     {"llm", "training"},
     {"server", "bench", "prove"},
     {"advisor"},

@@ -15,9 +15,10 @@ a bounded ring, `propose` absorbs them first; what the ring lost is context the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,6 +28,7 @@ from paceline.config import NONE, ModelConfig, SpeculationConfig
 from paceline.draft import Draft
 from paceline.drafters.stopwatch import Stopwatch
 from paceline.models.chain import Said
+from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
 
@@ -57,7 +59,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter may need to know of the target when it is made."""
+    """What the target hands over when a drafter is made; fields with a default may be absent in tests."""
 
     config: ModelConfig  # the target's
     device: torch.device
@@ -65,6 +67,11 @@ class DrafterContext:
     dtype: str = "auto"  # how a model of its own should store its weights
     encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
     token_texts: Callable[[int], str] | None = None  # a token's own text, to compare vocabularies
+    embedding: Tensor | None = None  # (V, H), the target's own
+    head: Packed | None = None  # as the decoder holds it
+    kernels: Kernels | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # the target's tensors that no decoder layer claims
+    checkpoint: Path | None = None  # the drafter's folder, where `speculation.drafter` names one
 
 
 class Drafter(Protocol):

@@ -120,7 +120,7 @@ class DraftModelDrafter:
     def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
         name = context.speculation.draft_model
         if name is None:
-            raise InvalidParameter("draft_model", "is not given; name a model with the same vocabulary")
+            raise InvalidParameter("draft_model", "is not given; name a model with --draft-model")
         path = resolve(name)
         # The target has set the number of threads; loading a second model must not change it.
         loaded = load_model(path, dtype=context.dtype, device=context.device.type, threads=torch.get_num_threads())
