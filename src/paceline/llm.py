@@ -9,18 +9,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline import machine
-from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import DRAFTERS, NONE, Drafter, DrafterContext, method_names
-from paceline.engine.adaptive import AdaptivePolicy
+from paceline.build import build, load
+from paceline.config import AUTO, EngineConfig, SpeculationConfig
+from paceline.drafters.methods import check
 from paceline.engine.batch import StepOutput
-from paceline.engine.engine import Engine
-from paceline.engine.policy import AUTO
-from paceline.engine.policy_memory import PolicyMemory
 from paceline.errors import InvalidParameter, InvalidPrompt
-from paceline.models.hub import Progress, cache_home, resolve
-from paceline.models.pass_prior import prior_of
-from paceline.models.runtime import LoadedModel, load_model
+from paceline.models.hub import Progress
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as Answer
@@ -39,9 +33,10 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         numerics: str = "exact",
-        method: str = "auto",
+        method: str = AUTO,
         k: int | str | None = None,
         draft_model: str | None = None,
+        drafter: str | None = None,
         suffix_corpus: Sequence[str] = (),
         suffix_store: str | None = None,
         speculative_config: str | Mapping[str, Any] | None = None,
@@ -54,18 +49,19 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
-        if isinstance(k, str) and k != "auto":
+        if isinstance(k, str) and k != AUTO:
             raise InvalidParameter("k", f"must be a whole number or auto, got {k!r}")
         speculation = SpeculationConfig(
             method=method,
             k=None if isinstance(k, str) else k,
             draft_model=draft_model,
+            drafter=drafter,
             suffix_corpus=tuple(suffix_corpus),
             suffix_store=suffix_store,
         )
         if speculative_config is not None:
             speculation = read_speculative_config(speculative_config, speculation)
-        _check_method(speculation)
+        check(speculation)
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -75,42 +71,20 @@ class LLM:
             prefix_caching=prefix_caching,
         )
         self.name, self.method, self.speculation = model, speculation.method, speculation
-        self.note = machine.guard_amx(cache_home())  # for the user: what had to be worked around
-        path = resolve(model, progress)
-        self.loaded: LoadedModel = load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics)
+        target = load(model, dtype=dtype, device=device, threads=threads, numerics=numerics, progress=progress)
+        self.note, self.loaded = target.note, target.loaded
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
-        drafters = self._drafters()
-        self._policy = AdaptivePolicy(drafters, speculation.method, speculation.k, prior_of(self.loaded.decoder))
-        self._memory = PolicyMemory(path, self.loaded, drafters)
-        self._memory.load(self._policy)
-        self.engine = Engine(
-            self.loaded.decoder, config, tokenizer=self.tokenizer, drafters=drafters, policy=self._policy
-        )
+        built = build(target, config, speculation)
+        self._built, self.engine, self._policy = built, built.engine, built.policy
         self.max_model_len = self.engine.max_model_len
         self.load_s = time.perf_counter() - started
         self._request_ids = map(str, itertools.count())
         self._open: dict[str, _Request] = {}
-        self._keep = weakref.finalize(self, _keep, self._memory, self._policy, drafters)  # at exit at the latest
-
-    def _drafters(self) -> list[Drafter]:
-        """Every method that may be asked for: requests can choose their own even where the engine's is another."""
-        wanted, tokenizer = self.speculation, self.tokenizer  # drafters outlive the LLM: they must not hold it
-        if wanted.method == NONE:
-            return []
-        context = DrafterContext(
-            self.config,
-            self.loaded.decoder.device,
-            wanted,
-            dtype="auto" if self.device_name == "cpu" else self.dtype_name,
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-            token_texts=tokenizer.token_text,
-        )
-        needs_model = {"draft-model"} if wanted.draft_model is None else set()
-        return [make(context) for name, make in DRAFTERS.items() if name not in needs_model]
+        self._keep = weakref.finalize(self, built.keep)  # at exit at the latest
 
     def close(self) -> None:
         """Keep what was learnt for the next run. Happens by itself when the LLM is dropped, or at exit."""
-        _keep(self._memory, self._policy, self.engine.drafters.drafters)
+        self._built.keep()
 
     @property
     def expected_gain(self) -> float | None:
@@ -302,17 +276,6 @@ def _completion(answer: Answer, llm: LLM) -> CompletionOutput:
     )
 
 
-def _check_method(speculation: SpeculationConfig) -> None:
-    known = (*method_names(), AUTO)
-    if speculation.method not in known:
-        raise InvalidParameter("method", f"{speculation.method!r} is not one of {', '.join(known)}")
-    if speculation.method == "draft-model" and speculation.draft_model is None:
-        raise InvalidParameter("draft_model", "method draft-model needs one; name a model with the same vocabulary")
-    for field in ("draft_model", "suffix_corpus", "suffix_store"):
-        if speculation.method == NONE and getattr(speculation, field):
-            raise InvalidParameter(field, "method none drafts nothing; leave it out or choose a method")
-
-
 def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
@@ -323,9 +286,3 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if len(params) != count:
         raise InvalidParameter("params", f"{len(params)} sampling parameters for {count} prompts; give one or as many")
     return list(params)
-
-
-def _keep(memory: PolicyMemory, policy: AdaptivePolicy, drafters: Sequence[Drafter]) -> None:
-    memory.save(policy)
-    for drafter in drafters:
-        drafter.close()

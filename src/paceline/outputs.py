@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.config import NONE
+
 
 @dataclass
 class SpeculationStats:
@@ -42,7 +44,7 @@ class SpeculationStats:
     def mean_draft_length(self) -> float | None:
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
 
-    def add(self, drafted_by_depth: Sequence[int], accepted: int, committed: int, method: str = "none") -> None:
+    def add(self, drafted_by_depth: Sequence[int], accepted: int, committed: int, method: str = NONE) -> None:
         """Note one verified step; `drafted_by_depth[i]` nodes stood at depth i + 1."""
         self.num_target_passes += 1
         self.num_committed_tokens += committed

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import MAX_K
+from paceline.config import AUTO, MAX_K
 from paceline.errors import InvalidParameter
 
 MAX_LOGPROBS = 20
@@ -232,7 +232,7 @@ def _speculation(value: Any) -> str | dict[str, Any] | None:
     chosen = dict(value)
     if "method" in chosen and not isinstance(chosen["method"], str):
         raise InvalidParameter("speculation", f"method must be a name, got {chosen['method']!r}")
-    if chosen.get("k") == "auto":
+    if chosen.get("k") == AUTO:
         chosen["k"] = None
     if chosen.get("k") is not None:
         chosen["k"] = _integer("speculation", chosen["k"], 1, MAX_K)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow
+from paceline.drafters import Commit, DrafterContext, DraftRow
 from paceline.drafters.ngram import MATCH_LIMIT, NgramDrafter, NgramIndex
 from paceline.engine.policy import Choice
 from paceline.sampling_params import SamplingParams
@@ -162,10 +162,6 @@ def test_answers_to_one_request_do_not_mix_and_rows_may_differ():
     assert draft.num_nodes.tolist() == [4, 0, 1]
     assert draft.tokens.tolist() == [[3, 1, 2, 3], [0] * 4, [4, 0, 0, 0]]
     assert drafter.propose([]).batch == 0
-
-
-def test_it_is_in_the_table():
-    assert DRAFTERS["ngram"] is NgramDrafter
 
 
 @pytest.mark.parametrize("num_blocks", [128, 14])

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow, suffix_index
+from paceline.drafters import Commit, DrafterContext, DraftRow, suffix_index
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
 from paceline.drafters.suffix_store import SuffixStore
@@ -528,10 +528,6 @@ def test_a_corpus_that_cannot_be_read_is_refused_by_name(tmp_path):
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------
-
-
-def test_it_is_in_the_table():
-    assert DRAFTERS["suffix"] is SuffixDrafter
 
 
 @pytest.mark.parametrize("num_blocks", [128, 14])

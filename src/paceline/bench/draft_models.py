@@ -11,6 +11,7 @@ from paceline import machine
 from paceline.config import ModelConfig, SpeculationConfig
 from paceline.drafters import DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from paceline.drafters.methods import DRAFT_MODEL
 from paceline.errors import DeviceError
 from paceline.models.loader import load_config
 from paceline.models.runtime import LoadedModel, load_model
@@ -25,6 +26,7 @@ class DraftModel:
     loaded: LoadedModel
     weight_bytes: int
     kv_bytes: int  # per token of context
+    method: str = DRAFT_MODEL
 
     def drafter(self, target: ModelConfig) -> DraftModelDrafter:
         return DraftModelDrafter(

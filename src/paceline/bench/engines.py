@@ -19,16 +19,14 @@ from paceline.bench.draft_models import DraftModel, load_draft_model
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.measurement import Answer, Run
 from paceline.bench.prompts import Prompt
-from paceline.bench.results import PLAIN
 from paceline.bench.where import machine_facts
+from paceline.build import make_drafters, make_engine, make_policy
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
-from paceline.drafters import DRAFTERS, Drafter, DrafterContext
-from paceline.engine.adaptive import AdaptivePolicy
+from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve
 from paceline.models.kv_cache import KVCache, KVSpec
-from paceline.models.pass_prior import prior_of
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.sampling_params import SamplingParams
 
@@ -157,23 +155,14 @@ class Engines:
 
     def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
         drafters = self.drafters(contender)
-        policy = AdaptivePolicy(drafters, contender.method, contender.k, prior_of(self.loaded.decoder))
-        return Engine(self.loaded.decoder, config, tokenizer=self.loaded.tokenizer, drafters=drafters, policy=policy)
+        wanted = SpeculationConfig(method=contender.method, k=contender.k)
+        return make_engine(self.loaded, config, drafters, make_policy(self.loaded, drafters, wanted))
 
     def drafters(self, contender: Contender) -> list[Drafter]:
         """As LLM has them: every method that needs nothing, and the draft model where it may be used."""
-        if contender.method == PLAIN:
-            return []
-        model, tokenizer = self.draft_model_for(contender), self.loaded.tokenizer
-        context = DrafterContext(
-            self.loaded.config,
-            self.loaded.decoder.device,
-            SpeculationConfig(method=contender.method, k=contender.k, draft_model=model.name if model else None),
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-            token_texts=tokenizer.token_text,
-        )
-        found = [make(context) for name, make in DRAFTERS.items() if name != "draft-model"]
-        return [*found, model.drafter(self.loaded.config)] if model else found
+        model = self.draft_model_for(contender)
+        shared = {} if model is None else {model.method: model.drafter(self.loaded.config)}
+        return make_drafters(self.loaded, SpeculationConfig(method=contender.method, k=contender.k), shared)
 
     def where(self) -> dict[str, Any]:
         """What the figures depend on besides the model."""

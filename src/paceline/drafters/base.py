@@ -15,15 +15,17 @@ it may begin the next draft behind a step that is not read yet, from the verdict
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from paceline.config import ModelConfig, SpeculationConfig
+from paceline.config import AUTO, ModelConfig, SpeculationConfig
 from paceline.draft import Draft, UnreadVerdict
+from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
 
@@ -46,7 +48,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter may need to know of the target when it is made."""
+    """What the target hands over when a drafter is made; fields with a default may be absent in tests."""
 
     config: ModelConfig  # the target's
     device: torch.device
@@ -54,6 +56,11 @@ class DrafterContext:
     dtype: str = "auto"  # how a model of its own should store its weights
     encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
     token_texts: Callable[[int], str] | None = None  # a token's own text, to compare vocabularies
+    embedding: Tensor | None = None  # (V, H), the target's own
+    head: Packed | None = None  # as the decoder holds it
+    kernels: Kernels | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # the target's tensors that no decoder layer claims
+    checkpoint: Path | None = None  # the drafter's folder, where `speculation.drafter` names one
 
 
 class Drafter(Protocol):
@@ -154,4 +161,4 @@ def excluded(sequence: Sequence, method: str) -> bool:
     """The request asked for another method, or for none."""
     own = sequence.params.speculation
     wanted = own if own is None or isinstance(own, str) else own.get("method")
-    return wanted not in (None, "auto", method)
+    return wanted not in (None, AUTO, method)

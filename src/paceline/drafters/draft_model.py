@@ -25,6 +25,7 @@ from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal, UnreadVerdict
 from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, Judged
 from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
+from paceline.drafters.methods import DRAFT_MODEL
 from paceline.errors import InvalidParameter
 from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, PicksTokens
 from paceline.models.decoder import Model
@@ -76,7 +77,7 @@ class _Chains:
 
 
 class DraftModelDrafter:
-    name = "draft-model"
+    name = DRAFT_MODEL
     on_device = True
     taps: tuple[int, ...] = ()
 
@@ -107,7 +108,7 @@ class DraftModelDrafter:
     def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
         name = context.speculation.draft_model
         if name is None:
-            raise InvalidParameter("draft_model", "method draft-model needs a model; give one with --draft-model")
+            raise InvalidParameter("draft_model", "is not given; name a model with --draft-model")
         path = resolve(name)
         # The target has set the number of threads; loading a second model must not change it.
         loaded = load_model(path, dtype=context.dtype, device=context.device.type, threads=torch.get_num_threads())

@@ -18,6 +18,7 @@ import torch
 from paceline.draft import Draft
 from paceline.drafters.base import DrafterContext
 from paceline.drafters.lookup import LookupDrafter, State
+from paceline.drafters.methods import NGRAM
 from paceline.drafters.native_ngram import NativeNgrams
 from paceline.models.native_kernels import load_library
 from paceline.sequence import Sequence
@@ -136,7 +137,7 @@ class PlainNgrams:
 class NgramDrafter(LookupDrafter[Any]):
     """Evidence is how many tokens of context the place found shares, up to `MATCH_LIMIT`."""
 
-    name = "ngram"
+    name = NGRAM
 
     def __init__(self, context: DrafterContext, native: bool = True) -> None:
         """`native`: with the library's help, where there is one."""

@@ -18,6 +18,7 @@ import torch
 from paceline.draft import Draft
 from paceline.drafters.base import DrafterContext
 from paceline.drafters.lookup import LookupDrafter, State
+from paceline.drafters.methods import METHODS, SUFFIX
 from paceline.drafters.native_suffix import NativeIndex, NativeSuffixes
 from paceline.drafters.suffix_index import Context, Memory, SuffixIndex
 from paceline.drafters.suffix_store import SuffixStore
@@ -88,8 +89,8 @@ class PlainSuffixes:
 
 
 class SuffixDrafter(LookupDrafter[Any]):
-    name = "suffix"
-    covers = ("ngram",)
+    name = SUFFIX
+    covers = METHODS[SUFFIX].covers
 
     def __init__(self, context: DrafterContext, native: bool = True) -> None:
         """`native`: with the library's help, where there is one."""

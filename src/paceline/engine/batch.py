@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.drafters import NONE
+from paceline.config import NONE
 from paceline.sequence import Sequence
 
 Tables = np.ndarray[Any, np.dtype[np.int32]]  # (sequences, blocks) ids

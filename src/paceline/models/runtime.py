@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
@@ -27,6 +29,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     dtype: torch.dtype  # how the weights are stored
     generation_defaults: dict[str, Any]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # the checkpoint's tensors that no decoder layer claims
 
 
 def load_model(
