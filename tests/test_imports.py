@@ -19,13 +19,8 @@ SOURCE = Path(paceline.__file__).parent
 RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
-<<<<<<< HEAD
-        *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab", "speculative_config"),
-        *("garbage", "cuda_graph"),
-=======
         *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
-        *("garbage", "recorder"),
->>>>>>> front
+        *("garbage", "cuda_graph"),
     },
     {"models", "verify"},
     {"controls"},
@@ -41,11 +36,7 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 PUBLIC = "__init__"  # the package itself: looks its names up lazily, so anyone may ask it for __version__
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
-<<<<<<< HEAD
 VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "cuda_graph", "verify"}
-NO_TORCH = ("errors", "config", "sampling_params", "outputs", "machine", "theory", "models.hub", "cli")
-=======
-VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "recorder", "verify"}
 NO_TORCH = (
     "errors",
     "config",
@@ -57,7 +48,6 @@ NO_TORCH = (
     "drafters.methods",
     "cli",
 )
->>>>>>> front
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -9,7 +9,8 @@ PacelineError
 │   ├── BrokenModel        missing, truncated or contradictory weights
 │   └── DownloadFailed     no network, wrong checksum, no space
 ├── CacheFolderError   the cache folder cannot be read or written
-└── DeviceError        no such device, or not enough memory on it
+├── DeviceError        no such device, or not enough memory on it
+└── EngineDied         the device was lost in the middle of the work
 """
 
 from __future__ import annotations
@@ -56,4 +57,8 @@ class CacheFolderError(PacelineError):
 
 
 class DeviceError(PacelineError):
+    pass
+
+
+class EngineDied(PacelineError):
     pass

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from paceline.config import AUTO, ModelConfig, SpeculationConfig
 from paceline.draft import Draft, UnreadVerdict
@@ -115,7 +116,7 @@ class DeviceDrafter(Drafter, Protocol):
     # Of drafters with taps:
     def bind_taps(self, ring: Any, columns: list[int]) -> None: ...
     def before_store(self, sequences: list[Sequence], most: int) -> None: ...
-    def read_chunks(self, chunks: SequenceOf[Any], taps: torch.Tensor) -> None: ...
+    def read_chunks(self, chunks: SequenceOf[Any], taps: Tensor) -> None: ...
 
 
 class HostDrafter:
