@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paceline.engine.model_runner import Reading, branched
 
 from paceline import draft as draft_module
 from paceline.draft import Draft, Verdict, packed_to
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.layout import filled_in, lay_out, slot
-from paceline.engine.model_runner import Reading, branched
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams

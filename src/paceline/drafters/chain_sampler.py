@@ -19,8 +19,7 @@ from torch import Tensor
 
 from paceline.controls import ControlsBuilder
 from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.draft import Draft, Proposal, packed_to
-from paceline.models.chain import Said
+from paceline.draft import Draft, Proposal, UnreadVerdict, packed_to
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Controls, Draws, Nodes, propose
@@ -60,7 +59,7 @@ class Drafted:
 class ChainSampler:
     """The `pick` of one chain of up to `count` tokens, each row's under its request's parameters; q is kept."""
 
-    def __init__(self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, said: Said | None) -> None:
+    def __init__(self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, said: UnreadVerdict | None) -> None:
         self._controls = graphs.builder.controls(sequences)
         self._draws = graphs.builder.draws(sequences, range(len(sequences)))
         if said is not None:

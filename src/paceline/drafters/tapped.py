@@ -40,7 +40,7 @@ class TapRing:
         rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)
         at = unread.seat[:, None] * self.capacity + (unread.length[:, None] - 1 + step) % self.capacity
         at = torch.where(step <= unread.num_accepted[:, None], at, len(states) - 1).flatten()
-        states[at] = taps[rows.flatten()]
+        states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # of padding any row
         self._tokens[at] = unread.tokens.flatten()
 
     def load(self, seats: Tensor, positions: Tensor, columns: list[int]) -> tuple[Tensor, Tensor]:

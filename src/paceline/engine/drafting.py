@@ -214,16 +214,15 @@ class DrafterSet:
             if known > 0:
                 chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
         working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
+        for drafter in working if chunks else ():
+            with self._guarded(drafter):
+                drafter.read_chunks(chunks, taps)
         if unread is not None:
             sequences = batch.sampled_sequences
             for drafter in working:
                 with self._guarded(drafter):
                     drafter.before_store(sequences, unread.most)
             self._ring.store(unread, taps, 1 + max(sequence.seat for sequence in sequences))
-        for drafter in working if chunks else ():
-            with self._guarded(drafter):
-                drafter.read_chunks(chunks, taps)
-
     def landed(self, batch: Batch, indices: SequenceOf[int]) -> None:
         """A step was read: drafters learn which of their own drafts were judged, and which begun drafts may be used."""
         for of in self._begun.values():
