@@ -46,8 +46,8 @@ class Batch:
 
     @property
     def only_decodes(self) -> bool:
-        """Every row computes one token, its draft aside."""
-        return self.num_tokens - self.num_drafted == len(self.rows)
+        """Every row computes its sequence's last token, and a draft."""
+        return self.num_tokens - self.num_drafted == len(self.rows) == len(self.sampling)
 
     @property
     def sampled_sequences(self) -> list[Sequence]:

@@ -91,7 +91,7 @@ class Engine:
         self.runs_ahead = model.device.type != "cpu"  # a CPU computes when it is asked: there is nothing to hide
         self._requests: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None  # launched by the step before
-        self._failed: list[Sequence] = []  # by launches since the last step
+        self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, once its step is published
         self._read_at = self._returned_at = 0.0  # when the last step had been read, and when it was over
 
     def step(self) -> StepOutputs:
@@ -115,7 +115,9 @@ class Engine:
             try:
                 landed = self.committer.read(flight)  # the one wait; sequences ended by a token or by length are known
             except Exception as problem:  # the device failed: neither flight has a result
-                return self._lose(flight, following, problem)
+                lost = flight.sequences if following is None else [*flight.sequences, *following.sequences]
+                self._lost = lost, problem
+                return self._with_failed(StepOutputs())
             report = self._observe(flight, landed.outputs, started)
             if following is None and self.runs_ahead and self.scheduler.roomy:
                 following = self._launch()  # READ, THEN LAUNCH; on a CPU the next call of step() launches
@@ -138,7 +140,7 @@ class Engine:
             with says_what_to_lower():
                 return self.runner.launch(batch, self.drafters.propose(batch))
         except Exception as problem:
-            self._fail([row.sequence for row in batch.rows], problem)
+            self._lost = [row.sequence for row in batch.rows], problem
             return None
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
@@ -150,29 +152,27 @@ class Engine:
             log.warning("a pass could not be launched ahead: %r", problem)
             return None
 
-    def _lose(self, flight: Flight, following: Flight | None, problem: Exception) -> StepOutputs:
-        self._fail([*flight.sequences, *(following.sequences if following is not None else ())], problem)
-        return self._with_failed(StepOutputs())
-
-    def _fail(self, sequences: list[Sequence], problem: Exception) -> None:
-        log.error("a pass failed and ends its requests: %r", problem)
+    def _with_failed(self, outputs: StepOutputs) -> StepOutputs:
+        """The outputs of a step, and the requests of a pass that failed; what ended is forgotten."""
+        lost, self._lost = self._lost, None
+        sequences, problem = lost if lost is not None else ((), None)
         for sequence in dict.fromkeys(sequences):
             if not sequence.finished:
                 self.committer.fail(sequence, f"{type(problem).__name__}: {problem}")
-                self._failed.append(sequence)
+                outputs.add_failed(sequence)
+        for index in outputs.ended:
+            self._forget(outputs.sequences[index])
+        if problem is not None:
+            log.error("a pass failed and ends its requests: %r", problem)
+            self._check_device(problem)
+        return outputs
+
+    def _check_device(self, problem: Exception) -> None:
         if self.model.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.model.device)
             except Exception as lost:
                 raise EngineDied(f"the device is lost ({lost}); start again") from problem
-
-    def _with_failed(self, outputs: StepOutputs) -> StepOutputs:
-        for sequence in self._failed:
-            outputs.add_failed(sequence)
-        self._failed = []
-        for index in outputs.ended:
-            self._forget(outputs.sequences[index])
-        return outputs
 
     @staticmethod
     def _is_live(flight: Flight) -> bool:

@@ -113,8 +113,9 @@ class Scheduler:
             left -= count
             if count <= 0 or left < 0:
                 return None
-            if len(sequence.blocks) * size < first + count:
-                short.append((sequence, first + count))
+            end = first + count + (not samples)  # a drafter may store the last pair of a chunk one slot further
+            if len(sequence.blocks) * size < end:
+                short.append((sequence, end))
             rows.append(Row(sequence, first, count, samples, behind=behind))
         drafting = [row.sequence for row in rows if row.behind >= 0]
         if live < len(self.running) or not rows or (drafting and not self.policy.rests(drafting)):
