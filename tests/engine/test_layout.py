@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.engine.runner import Reading
 
 from paceline import draft as draft_module
 from paceline.draft import Draft, Verdict, ancestors, depths_of, packed_to, sound_parents
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.layout import filled_in, lay_out
+from paceline.engine.runner import Reading
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams
