@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import pytest
@@ -290,29 +289,6 @@ def test_who_ends_or_comes_or_gives_way_while_drafts_are_under_way_changes_no_an
         assert engine.blocks.num_free == blocks
 
 
-def test_a_draft_begun_for_a_step_that_was_interrupted_is_dropped(monkeypatch):
-    model = ChainModel(imitating)
-    engine = ahead_engine(DraftModelDrafter(model), k=3)
-    (sequence,) = engine.add_request("a", prompt_of(0, 9), params(max_tokens=24))
-    for _ in range(4):
-        engine.step()
-    collect = engine.committer.collect
-
-    def interrupted(flight):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.committer, "collect", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.setattr(engine.committer, "collect", collect)
-    asked = len(model.asked)
-    while engine.has_work:
-        engine.step()
-    assert len(model.asked) > asked, "it was drafted anew"
-    request = (0, "a", prompt_of(0, 9), params(max_tokens=24))
-    assert sequence.output_tokens == plain([request])["a"].output_tokens
-
-
 class Wavering(ByRequest):
     """Another k for each sequence and step, and now and then another method or none."""
 
@@ -336,22 +312,6 @@ def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
     kinds = [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.2}]  # one cannot be told from its answer alone
     requests = [(2 * i, str(i), prompt_of(i, 5 + i), params(max_tokens=40, **kinds[(i + seed) % 3])) for i in range(3)]
     drawn = watch_q(engine)
-    collect, noise = engine.committer.collect, random.Random(seed)
-
-    def now_and_then(flight):
-        if noise.random() < 0.1:
-            raise KeyboardInterrupt
-        return collect(flight)
-
-    engine.committer.collect = now_and_then
-    step = engine.step
-
-    def again():
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):
-                return step()
-
-    engine.step = again
     sequences, _ = run(engine, requests)
     assert model.ahead
     assert engine.drafters.failures == 0
@@ -380,9 +340,9 @@ def watch_q(engine):
     """Every token drawn by a coin, as it is proposed: from its own q, by the coin of the step it is judged in."""
     propose, drawn = engine.drafters.propose, []
 
-    def watched(rows):
-        draft = propose(rows)
-        for at, row in enumerate(rows):
+    def watched(batch):
+        draft = propose(batch)
+        for at, row in enumerate([batch.rows[index] for index in batch.sampling]):
             sequence, wanted = row.sequence, row.sequence.params
             if row.method != DraftModelDrafter.name or wanted.greedy or wanted.seed is not None:
                 continue
@@ -409,23 +369,3 @@ def test_a_draft_model_with_a_shorter_context_drafts_to_its_end_and_no_further()
     assert engine.drafters.failures == 0
     assert model.ahead
     assert sequence.output_tokens == plain([request])["a"].output_tokens
-
-
-def test_who_said_the_last_word_in_an_interrupted_step_leaves_at_the_next(monkeypatch):
-    engine = make_engine()
-    (sequence,) = engine.add_request("a", prompt_of(0, 5), params(max_tokens=4))
-    finish = engine.scheduler.finish
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.scheduler, "finish", interrupted)
-    for _ in range(3):
-        engine.step()
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.setattr(engine.scheduler, "finish", finish)
-    engine.step()
-    assert sequence.finished
-    assert not engine.has_work
-    assert sequence.num_output == 4
