@@ -51,6 +51,7 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.error: str | None = None  # why it ended, where finish_reason is "error"
         self.num_computed = 0
         self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
         self.blocks: list[int] = []

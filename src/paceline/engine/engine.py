@@ -25,7 +25,7 @@ from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
-from paceline.errors import InvalidParameter, InvalidPrompt
+from paceline.errors import InvalidParameter, InvalidPrompt, QueueFull
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
@@ -236,6 +236,9 @@ class Engine:
         """
         if any(sequence.request_id == request_id for sequence in self.scheduler.sequences()):
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
+        waiting = len(self.scheduler.waiting)
+        if waiting and waiting + params.n > self.config.max_waiting:
+            raise QueueFull(f"{waiting} requests wait and max_waiting is {self.config.max_waiting}; try again later")
         self._check_prompt(prompt)
         params.check_vocab(self.model.config.vocab_size)
         limit = self.max_model_len
