@@ -10,6 +10,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestO
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as Answer
 from paceline.speculative_config import read as read_speculative_config
+from paceline.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -372,15 +374,23 @@ def _completion(answer: Answer, llm: LLM) -> CompletionOutput:
             {token: Logprob(value, rank, llm.tokenizer.token_text(token)) for token, (value, rank) in entry.items()}
             for entry in answer.logprobs
         ]
-    return CompletionOutput(
-        index=answer.index,
-        text=answer.text,
-        token_ids=answer.output_tokens,
-        finish_reason=answer.finish_reason,
-        stop_reason=answer.stop_reason,
-        logprobs=logprobs,
-        speculation=answer.stats,
-    )
+    tokens, params = answer.output_tokens, answer.params
+    fields: dict[str, Any] = {
+        "index": answer.index,
+        "token_ids": tokens,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "logprobs": logprobs,
+        "speculation": answer.stats,
+    }
+    if params.stop:  # the engine has decoded it
+        return CompletionOutput(text=answer.text, **fields)
+    decode = partial(_decoded, llm.tokenizer, params.skip_special_tokens, tuple(tokens))
+    return CompletionOutput.undecoded(decode, **fields)
+
+
+def _decoded(tokenizer: Tokenizer, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
+    return tokenizer.incremental_decoder(skip_special_tokens).decode(tokens)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

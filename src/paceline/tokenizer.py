@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from paceline.chat_template import ChatTemplate
-from paceline.detokenizer import IncrementalDecoder, special_tokens
+from paceline.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
 from paceline.errors import BrokenModel, InvalidPrompt, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.gguf_file import GGUFFile
 from paceline.gguf_vocab import tokenizer_files
@@ -38,6 +38,7 @@ class Tokenizer:
         self._templates: dict[str, ChatTemplate] = {}
         self._add_missing_tokens(config)
         self._specials = special_tokens(backend)
+        self._streams: StreamFactory | None = None
 
     @classmethod
     def from_path(cls, path: Path) -> Tokenizer:
@@ -83,7 +84,10 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def incremental_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
-        return IncrementalDecoder(self.backend, self._specials, skip_special_tokens)
+        if self._streams is None:
+            self._streams = stream_factory(self.backend)
+        skipped = self._specials if skip_special_tokens else frozenset[str]()
+        return IncrementalDecoder(self.backend.id_to_token, skipped, self._streams)
 
     def token_text(self, token_id: int) -> str:
         """What one token alone decodes to, special tokens included; a lone piece of a character shows as �."""

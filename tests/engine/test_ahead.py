@@ -15,6 +15,7 @@ from tests.engine.fakes import ChainDrafter, TapDrafter, TreeDrafter
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
 
 EOS = 3
+NEVER = "!"  # a stop string no answer holds: the engine decodes text only where there is one
 
 
 def ahead_engine(**config):
@@ -415,7 +416,7 @@ def test_who_is_found_to_have_ended_by_its_text_is_left_out_of_the_step_launched
 def test_a_pass_that_fails_when_it_is_launched_early_takes_nothing_from_the_step_before(problem):
     toy = Early(tokenizer=Letters())
     toy.fails = {3: problem, 6: problem}
-    (sequence,) = toy.engine.add_request("a", prompt_of(0, 6), params(max_tokens=25))
+    (sequence,) = toy.engine.add_request("a", prompt_of(0, 6), params(max_tokens=25, stop=NEVER))
     said, failed = [], 0
     while toy.engine.has_work:
         try:
@@ -485,7 +486,7 @@ def test_a_step_interrupted_before_it_is_told_is_told_all_the_same():
         observe(report)
 
     toy.engine.policy.observe = interrupted
-    (sequence,) = toy.engine.add_request("a", prompt_of(0, 6), params(max_tokens=25))
+    (sequence,) = toy.engine.add_request("a", prompt_of(0, 6), params(max_tokens=25, stop=NEVER))
     while toy.engine.has_work:
         try:
             toy.engine.step()
@@ -508,11 +509,11 @@ def test_whoever_ended_in_an_interrupted_step_leaves_nothing_to_the_next_of_its_
 
     toy.engine.committer.tell = interrupted
     with pytest.raises(KeyboardInterrupt):
-        run(toy.engine, [(0, "a", prompt_of(0, 6), params(max_tokens=9))])
+        run(toy.engine, [(0, "a", prompt_of(0, 6), params(max_tokens=9, stop=NEVER))])
     assert toy.engine.step() == []
     toy.engine.committer.tell = tell
     assert "a" in toy.engine.policy.forgotten
-    (sequence,) = run(toy.engine, [(0, "a", prompt_of(1, 6), params(max_tokens=9))])["a"]
+    (sequence,) = run(toy.engine, [(0, "a", prompt_of(1, 6), params(max_tokens=9, stop=NEVER))])["a"]
     assert sequence.text == Letters().decode(greedy_alone(prompt_of(1, 6), 9))
 
 
@@ -525,7 +526,7 @@ def test_whoever_leaves_is_forgotten_although_that_is_interrupted(leaves):
         engine.committer.forget, engine.committer.tell = forget, tell
         raise KeyboardInterrupt
 
-    engine.add_request("a", prompt_of(0, 6), params(max_tokens=3))
+    engine.add_request("a", prompt_of(0, 6), params(max_tokens=3, stop=NEVER))
     engine.step()
     if leaves == "cancelled":
         engine.committer.forget = interrupted
@@ -541,7 +542,7 @@ def test_whoever_leaves_is_forgotten_although_that_is_interrupted(leaves):
             engine.step()
         assert engine.step() == []
     assert not engine.committer._watches
-    (sequence,) = run(engine, [(0, "a", prompt_of(1, 6), params(max_tokens=9))])["a"]
+    (sequence,) = run(engine, [(0, "a", prompt_of(1, 6), params(max_tokens=9, stop=NEVER))])["a"]
     assert sequence.text == Letters().decode(greedy_alone(prompt_of(1, 6), 9))
 
 

@@ -107,7 +107,7 @@ class Batch:
 class StepOutput:
     sequence: Sequence
     tokens: list[int]  # committed in this step, after stops were applied
-    text: str  # what became visible; a possible beginning of a stop string is held back
+    text: str  # with stop strings, what became visible: a possible beginning of one is held back; else empty
     kinds: list[int]  # per token, draft.Kind: drafted, recovered or bonus
     finished: bool
     method: str = NONE  # of the draft

@@ -310,9 +310,10 @@ class Engine:
         return [list(word) for word in dict.fromkeys(words) if word]
 
     def _make_text(self, sequence: Sequence) -> OutputText | None:
-        if self.tokenizer is None:
-            return None
+        """Text is decoded here where a stop string may end it; else by the reader of the tokens."""
         params = sequence.params
+        if self.tokenizer is None or not params.stop:
+            return None
         decoder = self.tokenizer.incremental_decoder(params.skip_special_tokens)
         return OutputText(decoder, params.stops, include_stop=params.include_stop_str_in_output)
 
