@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -176,30 +176,23 @@ class LLM:
     def next_id(self) -> str:
         return next(self._request_ids)
 
-    def encode(self, prompts: Iterable[Any]) -> list[Encoded]:
-        encoded = []
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                if not all(isinstance(token, int) for token in prompt):
-                    raise InvalidPrompt("a prompt is text or a list of token ids; for messages use chat()")
-                encoded.append(Encoded(None, list(prompt)))
-            elif prompt:
-                encoded.append(Encoded(prompt, self.tokenizer.encode(prompt)))
-            else:
+    def encode(self, prompts: Sequence[Any]) -> list[Encoded]:
+        if all(isinstance(prompt, str) for prompt in prompts):
+            if not all(prompts):
                 raise InvalidPrompt("the prompt is empty; give at least one character")
-        return encoded
+            return [*map(Encoded, prompts, self.tokenizer.encode_each(prompts))]
+        return [self.encode([prompt])[0] if isinstance(prompt, str) else _token_ids(prompt) for prompt in prompts]
 
-    def encode_chats(self, conversations: Iterable[Any]) -> list[Encoded]:
-        encoded = []
+    def encode_chats(self, conversations: Sequence[Any]) -> list[Encoded]:
+        texts = []
         for messages in conversations:
             if not messages:
                 raise InvalidPrompt("the conversation is empty; give at least one message")
             last = messages[-1]
             if isinstance(last, Mapping) and not last.get("content"):
                 raise InvalidPrompt("the last message is empty; give it some content")
-            text = self.tokenizer.render_chat(messages)
-            encoded.append(Encoded(text, self.tokenizer.encode(text, add_special_tokens=False)))
-        return encoded
+            texts.append(self.tokenizer.render_chat(messages))
+        return [*map(Encoded, texts, self.tokenizer.encode_each(texts, add_special_tokens=False))]
 
 
 class Job:
@@ -216,47 +209,57 @@ class Job:
         llm: LLM,
         prompts: Sequence[Any],
         params: Sequence[SamplingParams | None],
-        encode: Callable[[Iterable[Any]], list[Encoded]],
+        encode: Callable[[Sequence[Any]], list[Encoded]],
     ) -> None:
         self._llm, self._prompts, self._params, self._encode = llm, prompts, params, encode
         self._window = 2 * llm.engine.config.max_num_seqs + GROUP
         self._name = f"job-{llm.next_id()}"
         self._resolved: dict[int, SamplingParams] = {}  # by identity: most jobs have one object for all prompts
         self._submitted: dict[str, tuple[Encoded, float]] = {}  # by request id, in order: the prompt, when it arrived
-        self._ended: dict[str, Ended] = {}
+        self._ended: list[Ended] = []
+        self._outputs: dict[str, RequestOutput] = {}  # of those that ended and were seen by `advance`
         self._wanted = 0  # answers that wake the caller
         self._failure: PacelineError | None = None
 
     def put(self, event: Event, /) -> None:
         """Of the engine's thread."""
         if isinstance(event, Ended):
-            self._ended[event.request_id] = event
+            self._ended.append(event)
         elif isinstance(event, Failed):
             self._failure = self._failure or event.error
         if len(self._ended) >= self._wanted or self._failure is not None:
+            self._wanted = len(self._prompts) + 1  # once, until `advance` has looked
             self.wake()
 
     def advance(self) -> bool:
         """Submit what there is room for; True: every answer is there. Raises what became of a request that failed."""
-        while (at := len(self._submitted)) < len(self._prompts) and at - len(self._ended) < self._window:
-            self._submit(at)
+        prompts = len(self._prompts)
+        while len(self._ended) < prompts:
             if self._failure is not None:
-                break
-        submitted = len(self._submitted)
-        self._wanted = submitted if submitted == len(self._prompts) else submitted - self._window + GROUP
-        if self._failure is not None:
-            raise self._failure
-        return len(self._ended) == len(self._prompts)
+                raise self._failure
+            self._take_ended()  # answers are put together while the engine goes on with others
+            submitted = len(self._submitted)
+            if submitted < prompts and submitted - len(self._ended) <= self._window - GROUP:
+                self._submit(submitted)
+                continue
+            self._wanted = prompts if submitted == prompts else submitted - self._window + GROUP
+            if len(self._ended) < self._wanted and self._failure is None:  # else it came before it was wanted
+                return False
+        return True
 
     def cancel(self) -> Any:
         """A future that is done once nothing of the job is left in the engine."""
-        return self._llm.thread.cancel([one for one in self._submitted if one not in self._ended])
+        ended = {event.request_id for event in self._ended}
+        return self._llm.thread.cancel([one for one in self._submitted if one not in ended])
 
     def outputs(self) -> list[RequestOutput]:
-        return [
-            request_output(self._llm, prompt, arrival, self._ended[request_id])
-            for request_id, (prompt, arrival) in self._submitted.items()
-        ]
+        self._take_ended()
+        return [self._outputs[request_id] for request_id in self._submitted]
+
+    def _take_ended(self) -> None:
+        for event in self._ended[len(self._outputs) :]:
+            prompt, arrival = self._submitted[event.request_id]
+            self._outputs[event.request_id] = request_output(self._llm, prompt, arrival, event)
 
     def _submit(self, at: int) -> None:
         requests = []
@@ -391,6 +394,12 @@ def _completion(answer: Answer, llm: LLM) -> CompletionOutput:
 
 def _decoded(tokenizer: Tokenizer, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
     return tokenizer.incremental_decoder(skip_special_tokens).decode(tokens)
+
+
+def _token_ids(prompt: Any) -> Encoded:
+    if not all(isinstance(token, int) for token in prompt):
+        raise InvalidPrompt("a prompt is text or a list of token ids; for messages use chat()")
+    return Encoded(None, list(prompt))
 
 
 def _is_one_prompt(prompts: Any) -> bool:
