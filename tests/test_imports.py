@@ -28,6 +28,7 @@ RANKS: list[set[str]] = [
     {"engine", "speculative_config"},
     {"build"},
     {"llm", "training"},
+    {"async_llm"},
     {"server", "bench", "prove"},
     {"advisor"},
     {"cli"},

@@ -93,6 +93,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences that share a step
     max_num_batched_tokens: int = 512  # tokens of one target pass, drafted nodes included
     max_model_len: int | None = None  # None: the model's context, or what the cache can hold
+    max_waiting: int = 8192  # sequences that may wait for a place; more are refused (LLM.generate waits instead)
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class EngineConfig:
             raise InvalidParameter(
                 "gpu_memory_fraction", f"must be above 0 and at most 1, got {self.gpu_memory_fraction}"
             )
-        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             if getattr(self, field) < 1:
                 raise InvalidParameter(field, f"must be at least 1, got {getattr(self, field)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,13 +102,36 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
+    """One answer. Made with `undecoded`, its text is decoded when it is first read."""
+
     index: int  # which of the n
     text: str
     token_ids: list[int]
-    finish_reason: str | None  # "stop", "length", "abort", or None while running
+    finish_reason: str | None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS and length
     logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one and the most likely
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @classmethod
+    def undecoded(cls, decode: Callable[[], str], **fields: Any) -> CompletionOutput:
+        output = cls(text="", **fields)
+        del output.text
+        output.__dict__["_decode"] = decode
+        return output
+
+    def __getattr__(self, name: str) -> str:
+        """Asked only for what is not there: a text that was not read yet."""
+        decode: Callable[[], str] | None = self.__dict__.get("_decode")
+        if name != "text" or decode is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.text = text = decode()
+        self.__dict__.pop("_decode", None)
+        return text
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: the text, not the way to it."""
+        _ = self.text
+        return self.__dict__.copy()
 
 
 @dataclass

@@ -52,7 +52,7 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.error: str | None = None  # why it failed, where finish_reason is "error"
+        self.error: str | None = None  # why it ended, where finish_reason is "error"
         self.num_computed = 0
         self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
         self.blocks: list[int] = []
@@ -60,7 +60,7 @@ class Sequence:
         self.seat = -1  # the row of the block manager's tables that holds the same ids; -1: none
         self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0
-        self.text = ""  # what of the output is visible
+        self.text = ""  # visible output, decoded where the request has stop strings
         self.stats = SpeculationStats()
         # Per output token: token id -> (logprob, rank) of the chosen token and of the most likely ones.
         self.logprobs: list[dict[int, tuple[float, int]]] | None = None if params.logprobs is None else []

@@ -28,7 +28,7 @@ from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
-from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt
+from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
@@ -227,6 +227,9 @@ class Engine:
         """
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
+        waiting = len(self.scheduler.waiting)
+        if waiting and waiting + params.n > self.config.max_waiting:
+            raise QueueFull(f"{waiting} requests wait and max_waiting is {self.config.max_waiting}; try again later")
         self._check_prompt(prompt)
         params.check_vocab(self.model.config.vocab_size)
         limit = self.max_model_len
@@ -305,9 +308,10 @@ class Engine:
         return [list(word) for word in dict.fromkeys(words) if word]
 
     def _make_text(self, sequence: Sequence) -> OutputText | None:
-        if self.tokenizer is None:
-            return None
+        """Text is decoded here where a stop string may end it; else by the reader of the tokens."""
         params = sequence.params
+        if self.tokenizer is None or not params.stop:
+            return None
         decoder = self.tokenizer.incremental_decoder(params.skip_special_tokens)
         return OutputText(decoder, params.stops, include_stop=params.include_stop_str_in_output)
 
