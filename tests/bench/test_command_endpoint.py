@@ -45,5 +45,5 @@ def test_a_server_that_lies_about_its_tokens_is_an_error(tmp_path: Path, capsys:
 
 def test_a_server_that_is_not_there_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--endpoint", "http://127.0.0.1:9", *CHAT, "--out", str(tmp_path / "out")]) == 1
-    assert "nobody answers" in capsys.readouterr().err
+    assert "no server answers" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -11,11 +11,10 @@ import pytest
 
 from paceline.bench.engines import Engines, TimedEngine
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Answer, Measurement, Run
+from paceline.bench.measurement import Answer, Measurement, Run, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import Plan, measure
-from paceline.bench.summary import cells
 from paceline.cli.app import run
 from paceline.errors import InvalidParameter, InvalidPrompt
 from tests.models.tiny import save_tiny

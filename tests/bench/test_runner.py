@@ -7,10 +7,9 @@ import random
 import pytest
 
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Answer, Measurement, Run
+from paceline.bench.measurement import Answer, Measurement, Run, cells
 from paceline.bench.results import Cell
 from paceline.bench.runner import WARM_UP, Plan, measure
-from paceline.bench.summary import cells
 from tests.bench.fake_subject import FAST, PLAIN, FakeSubject, prompts
 
 AUTO = Contender("auto")

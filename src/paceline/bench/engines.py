@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from paceline import machine
-from paceline.bench.draft_models import DraftModel, load_draft_model
+from paceline.bench.draft_models import WITH_MODEL, DraftModel, load_draft_model
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.measurement import Answer, Run
 from paceline.bench.prompts import Prompt
-from paceline.bench.results import PLAIN
-from paceline.bench.where import machine_facts
+from paceline.bench.results import PLAIN, machine_facts
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext
 from paceline.engine.adaptive import AdaptivePolicy
@@ -153,7 +152,7 @@ class Engines:
         return [*self.loaded.decoder.kv_specs, *(model.loaded.decoder.kv_specs if model else ())]
 
     def draft_model_for(self, contender: Contender) -> DraftModel | None:
-        return self._draft_model if contender.method in ("draft-model", AUTO) else None
+        return self._draft_model if contender.method in (*WITH_MODEL, AUTO) else None
 
     def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
         drafters = self.drafters(contender)
@@ -172,7 +171,7 @@ class Engines:
             encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
             token_texts=tokenizer.token_text,
         )
-        found = [make(context) for name, make in DRAFTERS.items() if name != "draft-model"]
+        found = [make(context) for name, make in DRAFTERS.items() if name not in WITH_MODEL]
         return [*found, model.drafter(self.loaded.config)] if model else found
 
     def where(self) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline import machine
 from paceline.errors import InvalidParameter
 
 ALL = "all"  # the workload that is every workload together
@@ -116,6 +118,10 @@ class Results:
         except ValueError as error:
             raise InvalidParameter("results", f"{path} is not JSON: {error}") from error
         return cls.from_json(found)
+
+
+def machine_facts() -> dict[str, Any]:
+    return {"cpu": machine.cpu_name(), "cores": machine.usable_cores(), "python": platform.python_version()}
 
 
 T = TypeVar("T")

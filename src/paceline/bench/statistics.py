@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from paceline.bench.results import Speedup, Spread
 
-MIN_PAIRS = 5  # fewer say next to nothing: t has 3 degrees of freedom, and nobody can see an outlier
+MIN_PAIRS = 5  # fewer say next to nothing: t has 3 degrees of freedom, and an outlier cannot be seen
 MIN_TOKENS = 200  # of plain decoding
 LOOP = 16  # tokens
 Z = 1.959963984540054  # 97.5 % of the normal distribution
@@ -61,15 +61,19 @@ def paired(runs: Iterable[tuple[int, R, R]], part: Callable[[R], tuple[float, in
 
 def why_too_short(pairs: Sequence[Pair]) -> str | None:
     """A sentence where the pairs are too few to give a figure; None where they are enough."""
-    tokens = sum(pair.plain_tokens for pair in pairs)
     if len(pairs) < MIN_PAIRS:
-        return f"{_count(len(pairs), 'pair')} measured, and fewer than {MIN_PAIRS} say nothing: give more prompts"
-    if tokens < MIN_TOKENS:
-        return (
-            f"{_count(tokens, 'token')} measured, and fewer than {MIN_TOKENS} say nothing: "
-            "give more prompts, or more tokens to each"
-        )
-    return None
+        counted = "1 pair" if len(pairs) == 1 else f"{len(pairs)} pairs"
+        return f"{counted} measured, and fewer than {MIN_PAIRS} say nothing: give more prompts"
+    return too_few_tokens(sum(pair.plain_tokens for pair in pairs))
+
+
+def too_few_tokens(tokens: int) -> str | None:
+    if tokens >= MIN_TOKENS:
+        return None
+    return (
+        f"{tokens} token{'s' * (tokens != 1)} measured, and fewer than {MIN_TOKENS} say nothing: "
+        "give more prompts, or more tokens to each"
+    )
 
 
 def speedup(pairs: Sequence[Pair]) -> Speedup | None:
@@ -117,15 +121,6 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def loops(tokens: Sequence[Hashable]) -> bool:
-    """Whether a run of 16 comes twice. Whoever copies is fast on loops, and nobody wants them."""
-    seen = set()
-    for start in range(len(tokens) - LOOP + 1):
-        run = tuple(tokens[start : start + LOOP])
-        if run in seen:
-            return True
-        seen.add(run)
-    return False
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Whether a run of 16 comes twice. Methods that copy are fast on loops, and no reader wants them."""
+    runs = [tuple(tokens[start : start + LOOP]) for start in range(len(tokens) - LOOP + 1)]
+    return len(set(runs)) < len(runs)

@@ -19,6 +19,7 @@ import typer
 
 from paceline.bench.grid import concurrencies, split
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
+from paceline.bench.runner import Plan
 from paceline.cli.bench_progress import live
 from paceline.cli.output import print_json, print_note
 from paceline.errors import InvalidParameter
@@ -26,7 +27,6 @@ from paceline.errors import InvalidParameter
 if TYPE_CHECKING:
     from paceline.bench.results import Results
 
-METHODS, K = "none,ngram,auto", "4"
 PER_WORKLOAD = 5
 MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
 OURS = ("methods", "k", "draft_model", "dtype", "device", "threads", "raw")  # flags that shape our own engines
@@ -71,7 +71,8 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything: two minutes on two cores.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue prompts as text, without the chat template.")] = False,
     draft_model: Annotated[
-        str | None, typer.Option("--draft-model", help="For draft-model, and for auto to choose.", metavar="MODEL")
+        str | None,
+        typer.Option("--draft-model", help="For methods that need one, and for auto.", metavar="MODEL"),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Weights; auto if unset.", metavar="auto|float32|bfloat16")
@@ -114,8 +115,9 @@ def bench(
         "prompts": str(prompts) if prompts else ", ".join(dict.fromkeys(prompt.workload for prompt in asked)),
         "num_prompts": len(asked),
     }
+    plan = Plan(concurrencies=levels, max_tokens=max_tokens, temperature=temperature, seed=chosen_seed)
     bench_one = bench_endpoint if endpoint is not None else bench_engines
-    results, stopped = bench_one(flags, asked, settings)
+    results, stopped = bench_one(flags, asked, plan, settings)
     finish(results, folder, as_json=json)
     if isinstance(stopped, KeyboardInterrupt):
         print_note("interrupted: the figures are of what was measured until then")
@@ -126,72 +128,43 @@ def bench(
 
 
 def bench_engines(
-    flags: dict[str, Any], prompts: list[Prompt], settings: dict[str, Any]
+    flags: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
     with live() as bar:
         bar.stage("starting")
         from paceline.bench.local import Wish, run
-        from paceline.bench.runner import Plan
 
         wish = Wish(
             model=flags["model"] or "smollm2",
-            methods=METHODS if flags["methods"] is None else flags["methods"],
-            k=flags["k"] if flags["k"] is not None else K if flags["methods"] is None else "auto",
-            draft_model=flags["draft_model"],
             dtype=flags["dtype"] or "auto",
             device=flags["device"] or "auto",
-            threads=flags["threads"],
-            raw=flags["raw"],
-        )
-        plan = Plan(
-            concurrencies=settings["concurrency"],
-            max_tokens=settings["max_tokens"],
-            temperature=settings["temperature"],
-            seed=settings["seed"],
+            **{name: flags[name] for name in ("methods", "k", "draft_model", "threads", "raw")},
         )
         return run(wish, prompts, plan, settings, on_load=bar.load, on_progress=bar.work)
 
 
 def bench_endpoint(
-    flags: dict[str, Any], prompts: list[Prompt], settings: dict[str, Any]
+    flags: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
-    from paceline import __version__
     from paceline.bench.endpoint import measure
     from paceline.bench.groups import check_enough
-    from paceline.bench.results import Results
-    from paceline.bench.where import machine_facts
 
     if flags["baseline_endpoint"] is not None:
-        check_enough(prompts, settings["concurrency"], settings["max_tokens"])
+        check_enough(prompts, plan.concurrencies, plan.max_tokens)
     with live() as bar:
         bar.stage("connecting")
-        measured = measure(
+        return measure(
             flags["endpoint"],
             prompts,
+            plan,
+            settings,
             model=flags["model"],
             api_key=flags["api_key"],
-            concurrency=settings["concurrency"],
-            max_tokens=settings["max_tokens"],
-            temperature=settings["temperature"],
-            seed=settings["seed"],
             timeout_s=300.0 if flags["timeout"] is None else flags["timeout"],
             baseline_url=flags["baseline_endpoint"],
             counters=not flags["no_counters"],
             on_progress=bar.work,
         )
-    if measured.stopped is not None and not measured.cells:
-        raise measured.stopped
-    results = Results(
-        paceline=__version__,
-        date=time.strftime("%Y-%m-%d"),
-        model=measured.model,
-        where=machine_facts(),
-        settings={**settings, "left_out": {str(level): count for level, count in measured.left_out.items() if count}},
-        complete=measured.stopped is None,
-        endpoint=measured.endpoint,
-        cells=measured.cells,
-    )
-    return results, measured.stopped
 
 
 # -- what can be refused before anything is loaded
