@@ -20,7 +20,7 @@ def test_a_server_is_benched_against_its_baseline(tmp_path: Path, capsys: pytest
     captured = capsys.readouterr()
     assert code == 0, captured.err
     assert "baseline" in captured.out
-    assert "1 request at a time: " in captured.err
+    assert "with one request at a time" in captured.err
     assert "seconds per token of the baseline" in captured.err
     results = Results.load(tmp_path / "results.json")
     assert results.endpoint is not None

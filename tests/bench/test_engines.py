@@ -140,7 +140,7 @@ def bench(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cal
 def test_the_command_prints_a_table_and_writes_both_files(bench: Any, tmp_path: Path) -> None:
     code, out, err = bench("--methods", "ngram,auto", "--k", "2", "--max-tokens", "40")
     assert code == 0, err
-    for word in ("plain", "ngram k=2", "auto", "speed-up [95 %]", "1 request at a time"):
+    for word in ("plain", "ngram k=2", "auto", "speed-up [95 %]", "one request at a time"):
         assert word in out
     assert "of 8" in out
     assert "8 pairs" in err
