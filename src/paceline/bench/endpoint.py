@@ -7,7 +7,6 @@ comes with them.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ class Target:
     total: Counters = field(default_factory=Counters)
 
     def answer(self, prompts: Sequence[Messages], params: Sequence[SamplingParams]) -> Run:
-        answers = tuple(asyncio.run(self.client.ask_all(prompts, params)))
+        answers = tuple(self.client.ask(prompts, params))
         wire, before = self.client.wire, self.counters
         if not self.warm:
             self.warm, self.counters = True, metrics.settled(wire) if self.counting else None

@@ -7,16 +7,14 @@ is no /chat/completions. Everything after speaks that dialect only, so that all 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.endpoint_http import EndpointDropped, EndpointRefused, Exchange, TokenCountMismatch, Wire, reason
-from paceline.bench.endpoint_stream import Disagreement, ErrorEvent, Malformed, Stream, Unfinished
+from paceline.bench.endpoint_http import EndpointRefused, Exchange, Wire
+from paceline.bench.endpoint_stream import Stream
 from paceline.bench.measurement import Answer
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
@@ -66,48 +64,29 @@ class Client:
             asked["seed"] = params.seed % SEEDS
         return asked
 
-    async def ask(self, messages: Messages, params: SamplingParams) -> Answer:
-        path = "/chat/completions" if self.dialect.chat else "/completions"
-        exchange = Exchange(self.wire, self.wire.url + path, self.body(messages, params))
-        return await exchange.run(lambda exchange: _answer(exchange, params.max_tokens or 0))
+    def ask(self, talks: Sequence[Messages], params: Sequence[SamplingParams]) -> list[Answer]:
+        """All at once."""
+        url = self.wire.url + ("/chat/completions" if self.dialect.chat else "/completions")
+        return self.wire.run([self._exchange(url, talk, each) for talk, each in zip(talks, params, strict=True)])
 
-    async def ask_all(self, talks: Sequence[Messages], params: Sequence[SamplingParams]) -> list[Answer]:
-        """All at once. The first that fails speaks for all: the others end with the loop that runs this."""
-        return await asyncio.gather(*(self.ask(talk, each) for talk, each in zip(talks, params, strict=True)))
+    def _exchange(self, url: str, messages: Messages, params: SamplingParams) -> Exchange[Answer]:
+        def read(exchange: Exchange[Answer]) -> Awaitable[Answer]:
+            return Stream(exchange).answer(params.max_tokens or 0)
+
+        return Exchange(self.wire, url, read, self.body(messages, params))
 
     def settled(self, messages: Messages, params: SamplingParams) -> Client:
         """The same client, speaking the dialect its server takes; asks until it has an answer."""
         client = self
         while True:
             try:
-                asyncio.run(client.ask(messages, params))
+                client.ask([messages], [params])
             except EndpointRefused as refusal:
                 if (following := client.dialect.after(refusal)) is None:
                     raise
                 client = dataclasses.replace(client, dialect=following)
             else:
                 return client
-
-
-async def _answer(exchange: Exchange, max_tokens: int) -> Answer:
-    wire, url, stream = exchange.wire, exchange.url, Stream()
-    if exchange.content_type not in ("text/event-stream", ""):
-        raise wire.not_openai(url, "a stream of events", await exchange.read())
-    try:
-        async for received in exchange.arrivals():
-            stream.feed(received, time.perf_counter())
-            if stream.done:
-                break
-        return stream.answer(max_tokens, exchange.sent, time.perf_counter())
-    except Malformed as error:
-        raise wire.not_openai(url, error.expected, error.found) from error
-    except ErrorEvent as error:
-        raise EndpointRefused(url, None, wire.clean(reason(str(error).encode()))) from error
-    except Unfinished as error:
-        raise EndpointDropped(url, "the stream ended before the answer did; its own log says more") from error
-    except Disagreement as error:
-        untrusted = "; its figures cannot be trusted" if stream.usage is not None else ""
-        raise TokenCountMismatch(url, f"{error}{untrusted}") from error
 
 
 def served_model(wire: Wire, wanted: str | None) -> tuple[str, str | None]:

@@ -8,7 +8,7 @@ EndpointError
 ├── EndpointDropped      the connection ended in the middle of an answer
 └── TokenCountMismatch   usage, counters and text disagree on the number of tokens, or there is no count
 
-Every exchange has a connection of its own and its clock starts once that is open, so times hold no handshake. The API
+Every exchange has a connection of its own and its clock starts once all are open, so times hold no handshake. The API
 key goes into the header and nowhere else: messages are cleaned of it, the server's own too.
 """
 
@@ -20,9 +20,9 @@ import json
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # httpx or its successor httpx2, as installed
@@ -107,7 +107,31 @@ class Wire:
         return self.url.removesuffix("/v1") + "/metrics"
 
     def get(self, url: str) -> bytes:
-        return asyncio.run(Exchange(self, url).run(Exchange.read))
+        return self.run([Exchange(self, url, Exchange.read)])[0]
+
+    def run(self, exchanges: Sequence[Exchange[T]]) -> list[T]:
+        """All at once: none is sent before every connection is open. The first that fails speaks for all."""
+        return asyncio.run(self._run(exchanges))
+
+    async def _run(self, exchanges: Sequence[Exchange[T]]) -> list[T]:
+        headers = {"User-Agent": "paceline", "Accept-Encoding": "identity"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        gate = Gate(len(exchanges))
+        async with httpx.AsyncClient(
+            headers=headers,
+            verify=_certificates(),
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # a proxy of the environment would be measured with the server
+        ) as client:
+            tasks = [asyncio.create_task(exchange.run(client, gate)) for exchange in exchanges]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
     def clean(self, message: str) -> str:
         """One printable line of bounded length without the key in it."""
@@ -122,46 +146,52 @@ class Wire:
         return NotOpenAI(url, f"expected {expected}, got {shown}; is this an OpenAI-compatible server, and its port?")
 
 
-class Exchange:
-    """One request and its response."""
+class Gate:
+    """Opens when as many as expected have come to it."""
 
-    def __init__(self, wire: Wire, url: str, body: Mapping[str, Any] | None = None) -> None:
-        self.wire, self.url, self._body = wire, url, body
+    def __init__(self, expected: int) -> None:
+        self._expected, self._open = expected, asyncio.Event()
+
+    async def wait(self) -> None:
+        self._expected -= 1
+        if self._expected <= 0:
+            self._open.set()
+        await self._open.wait()
+
+
+class Exchange(Generic[T]):
+    """One request and what `read` makes of its response."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        url: str,
+        read: Callable[[Exchange[T]], Awaitable[T]],
+        body: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.wire, self.url, self._read, self._body = wire, url, read, body
         self.sent = 0.0  # by time.perf_counter()
         self._response: httpx.Response | None = None
 
-    async def run(self, read: Callable[[Exchange], Awaitable[T]]) -> T:
-        """What `read` makes of the response, once that is a success."""
+    async def run(self, client: httpx.AsyncClient, gate: Gate) -> T:
         try:
-            return await asyncio.wait_for(self._run(read), self.wire.timeout_s)
+            return await asyncio.wait_for(self._run(client, gate), self.wire.timeout_s)
         except asyncio.TimeoutError as error:
             problem = f"no whole answer within {self.wire.timeout_s:g} s; raise --timeout or lower --concurrency"
             raise EndpointTimeout(self.url, problem) from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise self._failure(error) from error
 
-    async def _run(self, read: Callable[[Exchange], Awaitable[T]]) -> T:
-        headers = {"User-Agent": "paceline", "Accept-Encoding": "identity"}
-        if self.wire.api_key:
-            headers["Authorization"] = f"Bearer {self.wire.api_key}"
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        # A proxy of the environment would be measured with the server.
-        async with (
-            httpx.AsyncClient(verify=_certificates(), timeout=timeout, trust_env=False) as client,
-            client.stream(
-                "GET" if self._body is None else "POST",
-                self.url,
-                json=self._body,
-                headers=headers,
-                extensions={"trace": self._trace},
-            ) as self._response,
-        ):
-            await self._expect_success(self._response)
-            return await read(self)
+    async def _run(self, client: httpx.AsyncClient, gate: Gate) -> T:
+        async def trace(event: str, info: Mapping[str, Any]) -> None:
+            if event == "http11.send_request_headers.started":
+                await gate.wait()
+                self.sent = time.perf_counter()
 
-    async def _trace(self, event: str, info: Mapping[str, Any]) -> None:
-        if event == "http11.send_request_headers.started":
-            self.sent = time.perf_counter()
+        method = "GET" if self._body is None else "POST"
+        async with client.stream(method, self.url, json=self._body, extensions={"trace": trace}) as self._response:
+            await self._expect_success(self._response)
+            return await self._read(self)
 
     async def arrivals(self) -> AsyncIterator[bytes]:
         """The body, as it comes."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.bench.endpoint_http import EndpointDropped, EndpointRefused, Exchange, TokenCountMismatch, reason
 from paceline.bench.measurement import Answer
 
 DONE = "[DONE]"
@@ -23,19 +25,7 @@ SPLIT = 2  # tokens whose text a server may divide over two chunks, such as the 
 
 
 class Malformed(ValueError):
-    """Not the protocol: `found` where `expected` should be."""
-
-    def __init__(self, expected: str, found: bytes | str) -> None:
-        super().__init__(expected)
-        self.expected, self.found = expected, found
-
-
-class ErrorEvent(ValueError):
-    """An error a server reports in the stream, as its JSON."""
-
-
-class Unfinished(ValueError):
-    """The stream ended before the answer did."""
+    """A line that is not of the protocol."""
 
 
 class Disagreement(ValueError):
@@ -66,12 +56,12 @@ class EventReader:
                 yield "\n".join(self._data)
             self._data = []
         elif not colon or name not in FIELDS:
-            raise Malformed("server-sent events", line)
+            raise Malformed(line)
         elif name == b"data":
             try:
                 self._data.append(value.removeprefix(b" ").decode("utf-8"))
             except UnicodeDecodeError as error:
-                raise Malformed("server-sent events", line) from error
+                raise Malformed(line) from error
 
 
 @dataclass(frozen=True)
@@ -84,37 +74,48 @@ class Piece:
 
 
 class Stream:
-    """One answer as it comes: `feed` with bytes and the moment they came, then `answer`."""
+    """One answer as it comes."""
 
-    def __init__(self) -> None:
-        self._reader = EventReader()
+    def __init__(self, exchange: Exchange[Answer]) -> None:
+        self._exchange, self._wire, self._url = exchange, exchange.wire, exchange.url
         self._pieces: list[Piece] = []
-        self._finished = self.done = False
+        self._finished = False
         self._ended = 0.0  # when the last event came that belongs to the answer and not to the accounts after it
         self._hidden = 0
         self._thought = False  # text of the model's thinking came
         self._running: bool | None = None  # whether usage comes with every chunk; None until there was text
-        self.usage: int | None = None
+        self._usage: int | None = None
 
-    def feed(self, received: bytes, at: float) -> None:
-        self._take(self._reader.feed(received), at)
-
-    def answer(self, max_tokens: int, sent: float, at: float) -> Answer:
-        """The whole of it, the stream having ended at `at`."""
-        if not self.done:
-            self._take(self._reader.end(), at)
-        if not self._finished:
-            raise Unfinished
-        return answer(self._pieces, self.usage, 0 if self._thought else self._hidden, max_tokens, sent, self._ended)
-
-    def _take(self, events: Iterator[str], at: float) -> None:
-        for data in events:
+    async def answer(self, max_tokens: int) -> Answer:
+        if self._exchange.content_type not in ("text/event-stream", ""):
+            raise self._wire.not_openai(self._url, "a stream of events", await self._exchange.read())
+        async for at, data in self._events():
             if data == DONE:
-                self.done = self._finished = True
-                return
-            self._event(data, at)
+                self._finished = True
+                break
+            self._take(at, data)
+        if not self._finished:
+            raise EndpointDropped(self._url, "the stream ended before the answer did; its own log says more")
+        hidden = 0 if self._thought else self._hidden
+        try:
+            return answer(self._pieces, self._usage, hidden, max_tokens, self._exchange.sent, self._ended)
+        except Disagreement as error:
+            untrusted = "; its figures cannot be trusted" if self._usage is not None else ""
+            raise TokenCountMismatch(self._url, f"{error}{untrusted}") from error
 
-    def _event(self, data: str, at: float) -> None:
+    async def _events(self) -> AsyncIterator[tuple[float, str]]:
+        reader = EventReader()
+        try:
+            async for received in self._exchange.arrivals():
+                at = time.perf_counter()
+                for data in reader.feed(received):
+                    yield at, data
+            for data in reader.end():
+                yield time.perf_counter(), data
+        except Malformed as error:
+            raise self._wire.not_openai(self._url, "server-sent events", error.args[0]) from error
+
+    def _take(self, at: float, data: str) -> None:
         event: Any = None
         try:
             event = json.loads(data)
@@ -123,8 +124,9 @@ class Stream:
             text, tokens = ("", None) if choice is None else (self._text(choice), _told(choice))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             if isinstance(event, dict) and ("error" in event or event.get("object") == "error"):
-                raise ErrorEvent(data) from error
-            raise Malformed("chunks of an answer" if event is not None else "JSON in its events", data) from error
+                raise EndpointRefused(self._url, None, self._wire.clean(reason(data.encode()))) from error
+            expected = "chunks of an answer" if event is not None else "JSON in its events"
+            raise self._wire.not_openai(self._url, expected, data) from error
         if choice is None:
             return
         if text and self._running is None:
@@ -140,9 +142,9 @@ class Stream:
         """Tokens since the usage before, where every chunk carries one. The last chunk's is the answer's."""
         if not (usage := event.get("usage")):
             return None
-        before, self.usage = self.usage or 0, int(usage["completion_tokens"])
+        before, self._usage = self._usage or 0, int(usage["completion_tokens"])
         self._hidden = int((usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0)
-        return self.usage - before
+        return self._usage - before
 
     def _text(self, choice: dict[str, Any]) -> str:
         if "delta" not in choice:
