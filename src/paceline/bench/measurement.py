@@ -7,14 +7,14 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.bench.grid import Contender
 from paceline.bench.results import ALL, PLAIN, Cell, Results, WithoutLoops
-from paceline.bench.statistics import MIN_TOKENS, loops, paired, speedup, spread, too_few_tokens, whole, why_too_short
+from paceline.bench.statistics import MIN_TOKENS, Pair, loops, paired, speedup, spread, too_few_tokens, why_too_short
 from paceline.outputs import SpeculationStats
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ class Run:
     @property
     def tokens(self) -> int:
         return sum(answer.num_tokens for answer in self.answers)
+
+    def whole(self) -> tuple[float, int]:
+        return self.seconds, self.tokens
 
     def decoding(self) -> tuple[float, int]:
         """Seconds and tokens after every request has its first token."""
@@ -134,10 +137,7 @@ def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement:
     runs = [row.runs[contender] for row in rows]
     tokens, seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
     outside = [run.outside_s for run in runs if run.outside_s is not None]
-    beside, calm_beside = (
-        [(row.group, row.runs[plain or contender], row.runs[contender]) for row in some] for some in (rows, calm)
-    )
-    pairs, stats = paired(beside, whole), _speculation(runs)
+    pairs, stats = _pairs(rows, contender, plain, Run.whole), _speculation(runs)
     return Cell(
         workload=workload,
         concurrency=rows[0].concurrency,
@@ -149,7 +149,7 @@ def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement:
         seconds=seconds,
         tokens_per_s=tokens / seconds if tokens >= MIN_TOKENS else None,
         speedup=speedup(pairs) if compared else None,
-        decode_speedup=speedup(paired(beside, Run.decoding)) if compared else None,
+        decode_speedup=speedup(_pairs(rows, contender, plain, Run.decoding)) if compared else None,
         too_short=too_few_tokens(tokens) if plain is None else why_too_short(pairs),
         tau=stats.mean_acceptance_length,
         acceptance_rate=stats.acceptance_rate,
@@ -162,10 +162,16 @@ def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement:
         looping=sum(loops(answer.tokens) for answer in answers),
         without_loops=WithoutLoops(
             answers=len(_answers(calm, contender)),
-            speedup=speedup(paired(calm_beside, whole)) if compared else None,
+            speedup=speedup(_pairs(calm, contender, plain, Run.whole)) if compared else None,
         ),
         identical=_identical(rows, contender, plain) if plain is not None and measurement.comparable else None,
     )
+
+
+def _pairs(
+    rows: Sequence[Row], contender: Contender, plain: Contender | None, part: Callable[[Run], tuple[float, int]]
+) -> list[Pair]:
+    return paired((row.group, part(row.runs[plain or contender]), part(row.runs[contender])) for row in rows)
 
 
 def _answers(rows: Sequence[Row], *contenders: Contender | None) -> list[Answer]:
