@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +67,11 @@ class Client:
     def ask(self, talks: Sequence[Messages], params: Sequence[SamplingParams]) -> list[Answer]:
         """All at once."""
         url = self.wire.url + ("/chat/completions" if self.dialect.chat else "/completions")
-        return self.wire.run([self._exchange(url, talk, each) for talk, each in zip(talks, params, strict=True)])
-
-    def _exchange(self, url: str, messages: Messages, params: SamplingParams) -> Exchange[Answer]:
-        def read(exchange: Exchange[Answer]) -> Awaitable[Answer]:
-            return Stream(exchange).answer(params.max_tokens or 0)
-
-        return Exchange(self.wire, url, read, self.body(messages, params))
+        exchanges = [
+            Exchange(self.wire, url, Stream(each.max_tokens or 0).answer, self.body(talk, each))
+            for talk, each in zip(talks, params, strict=True)
+        ]
+        return self.wire.run(exchanges)
 
     def settled(self, messages: Messages, params: SamplingParams) -> Client:
         """The same client, speaking the dialect its server takes; asks until it has an answer."""
@@ -91,18 +89,18 @@ class Client:
 
 def served_model(wire: Wire, wanted: str | None) -> tuple[str, str | None]:
     """The model to ask for and the owner the server names. A server without a list of models is believed `wanted`."""
-    url = wire.url + "/models"
+    exchange = Exchange(wire, wire.url + "/models", Exchange.read)
     try:
-        body = wire.get(url)
+        body = wire.run([exchange])[0]
         found = json.loads(body)
     except EndpointRefused as refusal:
         if wanted is None or refusal.status in (401, 403):
             raise
         return wanted, None
     except ValueError as error:
-        raise wire.not_openai(url, "JSON", body) from error
+        raise exchange.not_openai("JSON", body) from error
     if not isinstance(found, dict) or not isinstance(found.get("data"), list):
-        raise wire.not_openai(url, "a list of models", body)
+        raise exchange.not_openai("a list of models", body)
     owners = {str(entry.get("id")): entry.get("owned_by") for entry in found["data"] if isinstance(entry, dict)}
     if wanted is None and len(owners) != 1:
         names = ", ".join(wire.clean(name) for name in owners)

@@ -1,12 +1,4 @@
-"""One request to a server over httpx, every way it fails as a typed error with the URL and what to do about it.
-
-EndpointError
-├── EndpointDown         no server answers there
-├── EndpointTimeout      no whole answer within --timeout
-├── EndpointRefused      an HTTP error, or an error in the stream; carries the server's own words
-├── NotOpenAI            something answers, but not in OpenAI's protocol
-├── EndpointDropped      the connection ended in the middle of an answer
-└── TokenCountMismatch   usage, counters and text disagree on the number of tokens, or there is no count
+"""Requests to a server over httpx; every way one fails is a typed error with the URL and what to do about it.
 
 Every exchange has a connection of its own and its clock starts once all are open, so times hold no handshake. The API
 key goes into the header and nowhere else: messages are cleaned of it, the server's own too.
@@ -48,15 +40,15 @@ class EndpointError(PacelineError):
 
 
 class EndpointDown(EndpointError):
-    pass
+    """No server answers there."""
 
 
 class EndpointTimeout(EndpointError):
-    pass
+    """No whole answer within --timeout."""
 
 
 class EndpointRefused(EndpointError):
-    """`reason` is the server's own; `status` is None for an error inside a stream."""
+    """An HTTP error, or (`status` None) an error in the stream; `reason` is the server's own."""
 
     def __init__(self, url: str, status: int | None, reason: str) -> None:
         heading = "an error in the stream" if status is None else f"HTTP {status}"
@@ -66,15 +58,15 @@ class EndpointRefused(EndpointError):
 
 
 class NotOpenAI(EndpointError):
-    pass
+    """Something answers, but not in OpenAI's protocol."""
 
 
 class EndpointDropped(EndpointError):
-    pass
+    """The connection ended in the middle of an answer."""
 
 
 class TokenCountMismatch(EndpointError):
-    pass
+    """Usage, counters and text disagree on the number of tokens, or there is no count."""
 
 
 def base_url(text: str, option: str = "endpoint") -> str:
@@ -140,11 +132,6 @@ class Wire:
         line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
         return line if len(line) <= LONGEST_QUOTE else line[:LONGEST_QUOTE] + "..."
 
-    def not_openai(self, url: str, expected: str, found: bytes | str) -> NotOpenAI:
-        text = found.decode("utf-8", "replace") if isinstance(found, bytes) else found
-        shown = "an HTML page" if "<html" in text.lower() else repr(self.clean(text)[:80] or "nothing")
-        return NotOpenAI(url, f"expected {expected}, got {shown}; is this an OpenAI-compatible server, and its port?")
-
 
 class Gate:
     """Opens when as many as expected have come to it."""
@@ -159,19 +146,16 @@ class Gate:
         await self._open.wait()
 
 
+@dataclass
 class Exchange(Generic[T]):
-    """One request and what `read` makes of its response."""
+    """One request and what `read_with` makes of its response."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        url: str,
-        read: Callable[[Exchange[T]], Awaitable[T]],
-        body: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.wire, self.url, self._read, self._body = wire, url, read, body
-        self.sent = 0.0  # by time.perf_counter()
-        self._response: httpx.Response | None = None
+    wire: Wire
+    url: str
+    read_with: Callable[[Exchange[T]], Awaitable[T]]
+    body: Mapping[str, Any] | None = None
+    sent: float = 0.0  # by time.perf_counter()
+    response: httpx.Response | None = None
 
     async def run(self, client: httpx.AsyncClient, gate: Gate) -> T:
         try:
@@ -188,15 +172,15 @@ class Exchange(Generic[T]):
                 await gate.wait()
                 self.sent = time.perf_counter()
 
-        method = "GET" if self._body is None else "POST"
-        async with client.stream(method, self.url, json=self._body, extensions={"trace": trace}) as self._response:
-            await self._expect_success(self._response)
-            return await self._read(self)
+        method = "GET" if self.body is None else "POST"
+        async with client.stream(method, self.url, json=self.body, extensions={"trace": trace}) as self.response:
+            await self._expect_success(self.response)
+            return await self.read_with(self)
 
     async def arrivals(self) -> AsyncIterator[bytes]:
         """The body, as it comes."""
-        assert self._response is not None
-        async for received in self._response.aiter_bytes():
+        assert self.response is not None
+        async for received in self.response.aiter_bytes():
             yield received
 
     async def read(self) -> bytes:
@@ -209,20 +193,29 @@ class Exchange(Generic[T]):
 
     @property
     def content_type(self) -> str:
-        assert self._response is not None
-        return str(self._response.headers.get("Content-Type", "")).partition(";")[0].strip().lower()
+        assert self.response is not None
+        return str(self.response.headers.get("Content-Type", "")).partition(";")[0].strip().lower()
 
     async def _expect_success(self, response: httpx.Response) -> None:
         if response.is_redirect:
             target = self.wire.clean(response.headers.get("Location", "elsewhere"))
             raise NotOpenAI(self.url, f"redirects to {target}; give that URL")
         if response.status_code >= 300:
-            raise EndpointRefused(self.url, response.status_code, self.wire.clean(reason(await self.read())))
+            raise self.refused(response.status_code, await self.read())
+
+    def refused(self, status: int | None, body: bytes) -> EndpointRefused:
+        return EndpointRefused(self.url, status, self.wire.clean(reason(body)))
+
+    def not_openai(self, expected: str, found: bytes | str) -> NotOpenAI:
+        text = found.decode("utf-8", "replace") if isinstance(found, bytes) else found
+        shown = "an HTML page" if "<html" in text.lower() else repr(self.wire.clean(text)[:80] or "nothing")
+        problem = f"expected {expected}, got {shown}; is this an OpenAI-compatible server, and its port?"
+        return NotOpenAI(self.url, problem)
 
     def _failure(self, error: Exception) -> EndpointError:
         cause = _root(error)
         words = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
-        if self._response is not None:
+        if self.response is not None:
             return EndpointDropped(self.url, f"the connection ended in the middle of an answer ({words})")
         if isinstance(cause, ssl.SSLError):
             return EndpointDown(self.url, f"no secure connection: {words}; is it http instead?")

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.endpoint_http import EndpointDropped, EndpointRefused, Exchange, TokenCountMismatch, reason
+from paceline.bench.endpoint_http import EndpointDropped, Exchange, TokenCountMismatch
 from paceline.bench.measurement import Answer
 
 DONE = "[DONE]"
@@ -76,8 +76,8 @@ class Piece:
 class Stream:
     """One answer as it comes."""
 
-    def __init__(self, exchange: Exchange[Answer]) -> None:
-        self._exchange, self._wire, self._url = exchange, exchange.wire, exchange.url
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
         self._pieces: list[Piece] = []
         self._finished = False
         self._ended = 0.0  # when the last event came that belongs to the answer and not to the accounts after it
@@ -86,36 +86,24 @@ class Stream:
         self._running: bool | None = None  # whether usage comes with every chunk; None until there was text
         self._usage: int | None = None
 
-    async def answer(self, max_tokens: int) -> Answer:
-        if self._exchange.content_type not in ("text/event-stream", ""):
-            raise self._wire.not_openai(self._url, "a stream of events", await self._exchange.read())
-        async for at, data in self._events():
+    async def answer(self, exchange: Exchange[Answer]) -> Answer:
+        if exchange.content_type not in ("text/event-stream", ""):
+            raise exchange.not_openai("a stream of events", await exchange.read())
+        async for at, data in _events(exchange):
             if data == DONE:
                 self._finished = True
                 break
-            self._take(at, data)
+            self._take(exchange, at, data)
         if not self._finished:
-            raise EndpointDropped(self._url, "the stream ended before the answer did; its own log says more")
+            raise EndpointDropped(exchange.url, "the stream ended before the answer did; its own log says more")
         hidden = 0 if self._thought else self._hidden
         try:
-            return answer(self._pieces, self._usage, hidden, max_tokens, self._exchange.sent, self._ended)
+            return answer(self._pieces, self._usage, hidden, self._max_tokens, exchange.sent, self._ended)
         except Disagreement as error:
             untrusted = "; its figures cannot be trusted" if self._usage is not None else ""
-            raise TokenCountMismatch(self._url, f"{error}{untrusted}") from error
+            raise TokenCountMismatch(exchange.url, f"{error}{untrusted}") from error
 
-    async def _events(self) -> AsyncIterator[tuple[float, str]]:
-        reader = EventReader()
-        try:
-            async for received in self._exchange.arrivals():
-                at = time.perf_counter()
-                for data in reader.feed(received):
-                    yield at, data
-            for data in reader.end():
-                yield time.perf_counter(), data
-        except Malformed as error:
-            raise self._wire.not_openai(self._url, "server-sent events", error.args[0]) from error
-
-    def _take(self, at: float, data: str) -> None:
+    def _take(self, exchange: Exchange[Answer], at: float, data: str) -> None:
         event: Any = None
         try:
             event = json.loads(data)
@@ -124,9 +112,8 @@ class Stream:
             text, tokens = ("", None) if choice is None else (self._text(choice), _told(choice))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             if isinstance(event, dict) and ("error" in event or event.get("object") == "error"):
-                raise EndpointRefused(self._url, None, self._wire.clean(reason(data.encode()))) from error
-            expected = "chunks of an answer" if event is not None else "JSON in its events"
-            raise self._wire.not_openai(self._url, expected, data) from error
+                raise exchange.refused(None, data.encode()) from error
+            raise exchange.not_openai("chunks of an answer" if event else "JSON in its events", data) from error
         if choice is None:
             return
         if text and self._running is None:
@@ -156,6 +143,19 @@ class Stream:
         if not isinstance(thought, str) or not isinstance(content, str):
             raise TypeError("content is not text")
         return thought + content
+
+
+async def _events(exchange: Exchange[Answer]) -> AsyncIterator[tuple[float, str]]:
+    reader = EventReader()
+    try:
+        async for received in exchange.arrivals():
+            at = time.perf_counter()
+            for data in reader.feed(received):
+                yield at, data
+        for data in reader.end():
+            yield time.perf_counter(), data
+    except Malformed as error:
+        raise exchange.not_openai("server-sent events", error.args[0]) from error
 
 
 def _told(choice: dict[str, Any]) -> int | None:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.cli.output import human_bytes, print_note
 
@@ -14,19 +14,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-class Display(Protocol):
-    def stage(self, what: str) -> None:
-        """Something without a measure is under way."""
-
-    def load(self, stage: str, done: int, total: int | None) -> None:
-        """A download, in bytes."""
-
-    def work(self, done: float, total: float, what: str) -> None:
-        """The measurement, in units of about the same time."""
-
-
 @contextmanager
-def live() -> Iterator[Display]:
+def live() -> Iterator[Lines | Bar]:
     if not sys.stderr.isatty():
         yield Lines()
         return
@@ -57,13 +46,8 @@ class Clock:
         started, before = self._first
         if done <= before:
             return ""
-        return words((total - done) * (now - started) / (done - before))
-
-
-def words(seconds: float) -> str:
-    if seconds < 90:
-        return f"about {seconds:.0f} s left"
-    return f"about {seconds / 60:.0f} min left"
+        seconds = (total - done) * (now - started) / (done - before)
+        return f"about {seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
 
 
 class Bar:
@@ -72,12 +56,15 @@ class Bar:
         self._task = display.add_task("", total=None, left="")
 
     def stage(self, what: str) -> None:
+        """Something without a measure is under way."""
         self._display.update(self._task, description=what)
 
     def load(self, stage: str, done: int, total: int | None) -> None:
+        """A download, in bytes."""
         self._display.update(self._task, description=stage, completed=done, total=total)
 
     def work(self, done: float, total: float, what: str) -> None:
+        """The measurement, in units of about the same time."""
         left = self._clock.left(done, total)
         self._display.update(self._task, description=what, completed=done, total=total, left=left)
 

@@ -16,17 +16,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 HEADINGS = (
-    "method",
-    "tok/s",
-    "speed-up [95 %]",
-    "τ",
-    "accepted",
-    "first token\np50 / p99",
-    "per token\np50 / p99",
-    "request\np50 / p99",
-    "engine",
-    "loops",
-    "same\ntokens",
+    *("method", "tok/s", "speed-up [95 %]", "τ", "accepted"),
+    *("first token\np50 / p99", "per token\np50 / p99", "request\np50 / p99", "engine", "loops", "same\ntokens"),
 )
 MOST_LINES = 4  # of one note; the report has them all
 
@@ -108,12 +99,7 @@ def notes(results: Results) -> list[str]:
         )
     if any(cell.looping for cell in cells):
         lines.append("loops: answers in which 16 tokens come twice; they flatter methods that copy. Without them:")
-    for cell in cells if any(cell.looping for cell in cells) else ():
-        if not cell.plain and cell.without_loops is not None:
-            speedup = cell.without_loops.speedup
-            figure = "too little left to say" if speedup is None else figure_words(speedup)
-            where = words.at_once(cell.concurrency)
-            lines.append(f"  {cell.label}, {where}: {figure} ({words.count(cell.without_loops.answers, 'answer')})")
+        lines += [f"  {line}" for cell in cells if not cell.plain for line in _without_loops(cell)]
     lines.append(
         "per token: the wait for each token after the first; tokens committed together share theirs equally. "
         "p99 of fewer than 100 values is the worst"
@@ -124,6 +110,14 @@ def notes(results: Results) -> list[str]:
     if left_out := findings.left_out(results):
         lines.append(f"left out: {left_out}")
     return lines
+
+
+def _without_loops(cell: Cell) -> list[str]:
+    if cell.without_loops is None:
+        return []
+    answers, speedup = words.count(cell.without_loops.answers, "answer"), cell.without_loops.speedup
+    figure = "too little left to say" if speedup is None else figure_words(speedup)
+    return [f"{cell.label}, {words.at_once(cell.concurrency)}: {figure} ({answers})"]
 
 
 def figure_words(speedup: Speedup) -> str:
