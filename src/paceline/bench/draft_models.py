@@ -16,7 +16,7 @@ from paceline.models.loader import load_config
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.theory import kv_bytes_per_token
 
-MEMORY_SHARE = 0.8  # of what is free: what a draft model may take
+MEMORY_SHARE = 0.8  # of what is free, for a draft model, or for the caches of all engines together
 WITH_MODEL = tuple(name for name, make in DRAFTERS.items() if make == DraftModelDrafter.from_context)
 
 

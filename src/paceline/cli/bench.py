@@ -20,8 +20,8 @@ import typer
 from paceline.bench.grid import concurrencies, split
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
 from paceline.bench.runner import Plan
-from paceline.cli.bench_progress import live
 from paceline.cli.output import print_json, print_note
+from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:

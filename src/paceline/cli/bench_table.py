@@ -90,7 +90,8 @@ def title(results: Results, cell: Cell) -> str:
 def notes(results: Results) -> list[str]:
     """The verdict, what a reader must know to trust the figures, and what keeps some from being there."""
     verdict, cells = findings.verdict(results), findings.overall(results)
-    lines = [f"{verdict.sentence} ({verdict.caption})" if verdict.caption else verdict.sentence, *verdict.details]
+    figure = f" ({verdict.figure} {verdict.caption})" if verdict.figure else ""
+    lines = [verdict.sentence + figure, *verdict.details]
     if counts := sorted({cell.speedup.pairs for cell in cells if cell.speedup is not None}):
         pairs = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         lines.append(
