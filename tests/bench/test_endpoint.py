@@ -192,16 +192,12 @@ def test_a_run_gives_every_figure_a_server_can_give() -> None:
     }
     found = cell(measured)
     assert (found.method, found.answers, found.tokens) == ("endpoint", 9, 9 * 40)
-    assert found.tokens_per_s is not None
     assert found.tokens_per_s == pytest.approx(found.tokens / found.seconds)
     assert found.speedup is None
     assert found.too_short is None
     assert found.tau == pytest.approx(4)
     assert found.acceptance_rate == pytest.approx(1)
     assert found.drafted_per_position == found.accepted_per_position == (90, 90, 90)
-    assert found.ttft_s is not None
-    assert found.inter_token_s is not None
-    assert found.request_s is not None
     assert found.ttft_s.p50 < found.request_s.p50
     assert found.inter_token_s.p50 < found.ttft_s.p50
     assert measured.model == "toy"
@@ -275,7 +271,6 @@ def test_too_few_tokens_give_no_speed() -> None:
     with FakeServer(tokens=5) as server:
         found = cell(finished(server))
     assert found.tokens_per_s is None
-    assert found.too_short is not None
     assert "30 tokens measured" in found.too_short
 
 
@@ -285,7 +280,6 @@ def test_looping_answers_are_counted() -> None:
     with FakeServer(loops=True) as server:
         found = cell(finished(server))
     assert found.looping == 6
-    assert found.without_loops is not None
     assert found.without_loops.answers == 0
 
 
@@ -297,10 +291,9 @@ def test_a_baseline_gives_a_paired_speed_up() -> None:
         measured = finished(fast, prompts(6), baseline_url=plain.url)
     found, base = cell(measured), cell(measured, "baseline")
     assert (base.method, base.speedup) == ("none", None)
-    assert found.speedup is not None
     assert found.speedup.pairs == 6
+    assert found.decode_speedup.pairs == 6
     assert found.speedup.ratio > 1.5  # 4 by its clock, less on a busy machine
-    assert found.decode_speedup is not None
     assert found.identical is True
     assert measured.endpoint["baseline"]["url"] == plain.url + "/v1"
 
@@ -551,7 +544,6 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_an_answer_ends_it_at_once() -> None:
     main = threading.main_thread().ident
-    assert main is not None
     with FakeServer(tokens=1, chunk_s=0.02) as server:
         timer = threading.Timer(0.25, signal.pthread_kill, [main, signal.SIGINT])
 

@@ -56,7 +56,6 @@ def test_all_engines_say_the_same_and_tokens_are_counted_where_they_are_committe
     for cell in found:
         assert cell.tokens == 8 * 40
         assert cell.tokens_per_s == pytest.approx(cell.tokens / cell.seconds)
-        assert cell.engine_share is not None
         assert 0 < cell.engine_share < 1
     plain, ngram, *_ = [cell for cell in found if (cell.workload, cell.concurrency) == ("all", 1)]
     assert plain.tau == 1

@@ -140,22 +140,35 @@ def test_a_gain_at_low_concurrency_only_says_up_to_where() -> None:
     assert any(detail.startswith(closest) for detail in found.details)
 
 
-def test_a_gain_at_some_concurrencies_names_them() -> None:
-    cells = [cell(ratio=0.8), cell(concurrency=4, ratio=1.2), cell(concurrency=16, ratio=1.3)]
-    assert "for 4 and 16 requests at a time" in sentence(*cells)
+WIDE = Speedup(ratio=1.9, low=0.9, high=4.0, pairs=5)
+SERVER = {"url": "http://h/v1"}
+SENTENCES = {
+    "a gain at some concurrencies names them": (
+        [cell(ratio=0.8), cell(concurrency=4, ratio=1.2), cell(concurrency=16, ratio=1.3)],
+        "Switch it on for 4 and 16 requests at a time: ",
+    ),
+    "no clear gain": ([plain(), cell(ratio=1.02)], "Leave it off: nothing measured is clearly faster"),
+    "losing everywhere": ([plain(), cell(ratio=0.8), cell(label="auto", ratio=0.9)], "Leave it off: everything"),
+    "the interval decides and not the dot": (
+        [plain(), cell(label="auto", ratio=1.9, speedup=WIDE), cell(ratio=1.2)],
+        "Switch it on: ngram k=4 is 1.20×",
+    ),
+    "one workload is all there is": ([plain("chat"), cell("chat", ratio=1.3)], "Switch it on: ngram k=4 is 1.30×"),
+    "an endpoint alone is told by its speed": (
+        [cell(label="endpoint", ratio=None)],
+        "Tokens per second of this server: 60.0 with one request at a time.",
+    ),
+    "an endpoint is compared with its baseline": (
+        [plain(), cell(label="endpoint", ratio=1.5)],
+        "The endpoint is faster: it is 1.50× as fast as the baseline.",
+    ),
+}
 
 
-def test_no_clear_gain_says_leave_it_off() -> None:
-    assert sentence(plain(), cell(ratio=1.02)).startswith("Leave it off: nothing measured is clearly faster")
-
-
-def test_losing_everywhere_says_so() -> None:
-    assert sentence(plain(), cell(ratio=0.8), cell(label="auto", ratio=0.9)).startswith("Leave it off: everything")
-
-
-def test_the_interval_decides_and_not_the_dot() -> None:
-    wide = cell(label="auto", ratio=1.9, speedup=Speedup(ratio=1.9, low=0.9, high=4.0, pairs=5))
-    assert "ngram k=4 is 1.20×" in sentence(plain(), wide, cell(ratio=1.2))
+@pytest.mark.parametrize("case", SENTENCES)
+def test_the_verdict_is_one_sentence(case: str) -> None:
+    cells, start = SENTENCES[case]
+    assert sentence(*cells, endpoint=SERVER if "endpoint" in case else None).startswith(start)
 
 
 def test_the_best_of_several_may_be_chance() -> None:
@@ -190,27 +203,9 @@ def test_too_little_says_so_and_gives_no_figure() -> None:
     assert verdict(results()).figure is None
 
 
-def test_an_endpoint_alone_is_told_by_its_speed() -> None:
-    alone = cell(label="endpoint", ratio=None)
-    assert sentence(alone, endpoint={"url": "http://h/v1"}) == (
-        "Tokens per second of this server: 60.0 with one request at a time."
-    )
-
-
-def test_an_endpoint_is_compared_with_its_baseline() -> None:
-    pair = [plain(), cell(label="endpoint", ratio=1.5)]
-    assert sentence(*pair, endpoint={"url": "http://h/v1"}) == (
-        "The endpoint is faster: it is 1.50× as fast as the baseline."
-    )
-
-
 def test_where_it_does_best_and_worst_is_named() -> None:
     cells = [plain(), cell(ratio=1.3), cell("quote", ratio=2.0), cell("creative", ratio=0.9), cell("chat", ratio=1.1)]
     assert "from 0.90× (creative) to 2.00× (quote)" in " ".join(verdict(results(*cells)).details)
-
-
-def test_one_workload_is_all_there_is() -> None:
-    assert "1.30×" in sentence(plain("chat"), cell("chat", ratio=1.3))
 
 
 # -- the page
@@ -413,7 +408,6 @@ def test_times_are_written_with_few_digits(seconds: float, words: str) -> None:
 
 
 def chromium(page: Path, *options: str) -> str:
-    assert CHROMIUM is not None
     with tempfile.TemporaryDirectory() as profile:
         command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         command += ["--no-first-run", f"--user-data-dir={profile}", *options, page.as_uri()]
@@ -451,7 +445,6 @@ def test_a_browser_shows_the_page_on_a_phone_and_on_a_desk(tmp_path: Path) -> No
     probe = tmp_path / "probe.html"
     probe.write_text(f"<!doctype html><title>-</title>{frames}{PROBE}", encoding="utf-8")
     found = re.search(r"<title>(.*?)</title>", chromium(probe, "--dump-dom"))
-    assert found is not None
     right = {"overflow": 0, "button": "shown", "changed": True, "narrow": 0, "sorted": True, "last": True, "panels": 2}
     assert json.loads(found[1]) == [right, right]
 
