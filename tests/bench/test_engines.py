@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,18 @@ def test_ctrl_c_keeps_what_was_measured(bench: Any, tmp_path: Path, monkeypatch:
     assert {cell.answers for cell in results.cells} == {6}
 
 
+def test_a_disk_that_fills_up_loses_no_figure(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Results, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Results, "save", full)
+    code, out, err = bench("--methods", "ngram", "--max-tokens", "40")
+    assert code == 1
+    assert "ngram k=auto" in out
+    assert "out: the results could not be written to" in err
+    assert "No space left on device" in err
+
+
 def test_an_interruption_before_anything_was_measured_leaves_nothing(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +233,7 @@ def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
         (["--temperature", "-1"], "temperature: must be at least 0"),
         (["--seed", "soon"], "seed: must be a whole number, or none"),
         (["--workloads", "chat"], "workloads: 'chat' is not one of prompts"),
-        (["--timeout", "5"], "timeout: speaks to a server"),
+        (["--timeout", "0"], "timeout: speaks to a server"),
         (["--out", "/proc/results"], "out: cannot write to /proc/results"),
         (["--endpoint", "http://127.0.0.1:9"], "device: speaks to our own engines"),
     ],

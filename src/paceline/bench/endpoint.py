@@ -63,12 +63,12 @@ class Target:
 
     def described(self) -> dict[str, Any]:
         """What it seems to be, by its counters or by the model's owner."""
-        server = (self.counters.server if self.counters else None) or self.owner
+        server = (self.counters or self.total).server or self.owner
         return {"url": self.client.wire.url, "model": self.client.model, "server": server}
 
     def acceptance(self) -> dict[str, Any] | None:
         """By its own counters, over the whole run; None where it has none."""
-        values, stats = self.total.values, self.total.stats()
+        values = self.total.values
         if DRAFTED not in values:
             return None
         return {
@@ -76,7 +76,7 @@ class Target:
             "draft_tokens": values[DRAFTED],
             "accepted_tokens": values.get(ACCEPTED),
             "accepted_per_position": self.total.at_depth(ACCEPTED),
-            "acceptance_rate": stats.acceptance_rate,
+            "acceptance_rate": self.total.stats().acceptance_rate,
         }
 
 

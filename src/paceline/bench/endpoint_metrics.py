@@ -43,7 +43,7 @@ class Counters:
     def plus(self, other: Counters) -> Counters:
         names = dict.fromkeys([*self.values, *other.values])
         total = {name: self.values.get(name, 0.0) + other.values.get(name, 0.0) for name in names}
-        return dataclasses.replace(self, values=total)
+        return dataclasses.replace(self, server=self.server or other.server, values=total)
 
     @property
     def generated(self) -> float | None:
