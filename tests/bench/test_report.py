@@ -1,4 +1,4 @@
-"""report.html: what it says, that it stands alone, and that nothing from outside gets in unescaped."""
+"""results.json is read back the same; report.html: what it says, that it stands alone, and that all is escaped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from paceline.bench.plots import Axis, Series
 from paceline.bench.report_figures import series_of
 from paceline.bench.results import Cell, Results, Speedup, Spread, WithoutLoops
 from paceline.cli.bench_table import notes
+from paceline.errors import InvalidParameter
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NASTY = "<script>alert('x')</script>\"'&<b>"
@@ -115,6 +117,37 @@ class Page(HTMLParser):
 
 def page(found: Results) -> Page:
     return Page(report.render(found))
+
+
+# -- results.json
+
+
+def test_results_survive_a_file(tmp_path: Path) -> None:
+    rich().save(tmp_path / "results.json")
+    assert Results.load(tmp_path / "results.json") == rich()
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_fields_of_a_later_version_are_left_out() -> None:
+    found = rich().to_json()
+    found["moon"] = found["cells"][0]["moon"] = found["cells"][1]["speedup"]["moon"] = "full"
+    assert Results.from_json(found) == rich()
+    keys = {"workload", "concurrency", "method", "k", "label", "speedup", "too_short", "tau", "identical"}
+    assert keys < set(found["cells"][0])  # the report and the advisor rely on these
+
+
+def test_what_is_not_finite_becomes_null() -> None:
+    found = Results(paceline="0", date="", model="m", where={"x": math.nan, "y": [math.inf, 1.5]}).to_json()
+    assert found["where"] == {"x": None, "y": [None, 1.5]}
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"cells": 5}', '{"cells": [{}]}', '{"cells": [5]}', "null"])
+def test_what_is_no_results_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(InvalidParameter, match="results: "):
+        Results.load(tmp_path / "results.json")
+    with pytest.raises(InvalidParameter, match="cannot read"):
+        Results.load(tmp_path / "missing.json")
 
 
 # -- the verdict

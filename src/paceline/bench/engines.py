@@ -40,7 +40,7 @@ class TimedEngine:
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine, self._clock = engine, clock
         on_cpu = engine.model.device.type == "cpu"
-        # A device that computes while the host goes on, or a drafter with a model, hides whose time it was.
+        # A device that computes while the host goes on, or a drafter with a model, hides where the time went.
         self._knows_outside = on_cpu and not any(drafter.kv_layers for drafter in engine.drafters.drafters)
 
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:

@@ -2,7 +2,7 @@
 
 Groups are filled from one workload as far as its prompts go; what is left over fills mixed groups, which count for
 "all" only. Conversations in a group have the same number of turns, so that it stays full from turn to turn. What fills
-no group is left out and said.
+no group is left out, and the report names how many.
 """
 
 from __future__ import annotations

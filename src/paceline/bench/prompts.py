@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """`before` is said already (a system message, a conversation so far); each turn is then asked, and answered."""
+    """`before` is the conversation so far, or a system message; each turn is then asked, and answered."""
 
     workload: str
     turns: tuple[str, ...]
