@@ -1,7 +1,7 @@
-"""What is advised on: a loaded model whose engines can be timed, replayed and probed, and the draft models given.
+"""What is advised on: a loaded model whose engines can be measured and probed, and the draft models given.
 
-A draft model is loaded once and shared by all engines that use it. One that cannot serve this target is left out, and
-why is kept for the user; one that does not exist is an error, like any other name that is wrong.
+A draft model is loaded once and shared by all engines that use it. One that cannot serve this target is left out with
+its reason; one that does not exist is an error, like any other name that is wrong.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from paceline.advisor.candidates import draft_model_of
+from paceline.advisor.choice import OFF, draft_model_of
 from paceline.bench.draft_models import DraftModel, load_draft_model
 from paceline.bench.engines import Engines
 from paceline.bench.grid import AUTO, Contender
-from paceline.bench.results import PLAIN
 from paceline.bench.runner import Subject
 from paceline.config import MAX_K, EngineConfig, ModelConfig
 from paceline.drafters import Drafter
@@ -25,7 +24,7 @@ from paceline.models.hub import Progress, resolve
 
 
 class Advised(Subject, Protocol):
-    """What the advisor asks of a machine: `Machine`, or a fake with a clock of its own."""
+    """What the advisor needs of a machine: `Machine`, or a fake with a clock of its own."""
 
     contenders: list[Contender]
     clock: Callable[[], float]
@@ -47,7 +46,7 @@ class Machine(Engines):
     def __init__(
         self, model: str, *, draft_models: Sequence[str] = (), progress: Progress | None = None, **options: Any
     ) -> None:
-        super().__init__(model, [Contender(PLAIN)], progress=progress, **options)
+        super().__init__(model, [OFF], progress=progress, **options)
         self.clock: Callable[[], float] = time.perf_counter
         self.draft_models: list[DraftModel] = []
         self.refused: dict[str, str] = {}  # draft model -> why it is left out

@@ -1,7 +1,7 @@
-"""What a step of the engine takes, by what is in it: a table of measurements and the lines between them. No torch.
+"""What a step takes on this machine, by what is in it, and what each drafter takes and holds. No torch.
 
-Times are of whole steps but for drafting: pass, verification and bookkeeping. They were measured within the same
-minute, so their ratios hold although the machine may be faster or slower by the time they are used.
+Times of steps leave drafting out: pass, verification and bookkeeping. They were measured within the same minute, so
+their ratios hold although the machine may be faster or slower by the time they are used.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.advisor.choice import draft_model_of
+from paceline.bench.grid import Contender
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassCost:
     decode: Mapping[int, Mapping[int, float]]  # sequences -> drafted tokens of all of them together -> seconds
-    context: float  # tokens a row could see when those were measured
-    row_context_s: float = 0.0  # for every row and every token more that it can see
+    context: float  # tokens behind a row when those were measured
+    row_context_s: float = 0.0  # for every row and every token more behind it
     prompt: Mapping[int, float]  # tokens of a prompt computed in a step of its own -> seconds
 
     @property
@@ -26,23 +29,30 @@ class PassCost:
     def decoding(self, sequences: int, drafted: int) -> float:
         return line({count: line(curve, drafted) for count, curve in self.decode.items()}, sequences)
 
-    def reading(self, tokens: int) -> float:
-        """What so many tokens of prompts add to a step that happens anyway."""
-        return max(line({1: self.plain_s, **self.prompt}, tokens) - self.plain_s, 0.0) if tokens else 0.0
-
-    def seconds(self, sequences: int, drafted: int, prompt_tokens: int, seen: int) -> float:
-        """`seen`: positions all rows of the pass look at, together."""
-        rows = sequences + drafted + prompt_tokens
-        base = self.decoding(sequences, drafted) if sequences else self.plain_s
-        return max(base + self.reading(prompt_tokens) + self.row_context_s * (seen - rows * self.context), base / 2)
-
     def verify_cost(self, sequences: int, k: int) -> float:
-        """v(k): a pass that checks k tokens for each sequence, in plain passes of as many."""
+        """v(k): a pass that checks k tokens for each sequence, in plain passes of as many sequences."""
         return self.decoding(sequences, sequences * k) / self.decoding(sequences, 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrafterCost:
+    method: str
+    draft_model: str | None = None
+    seconds: Mapping[int, float]  # for each token drafted ahead, by sequences that draft together
+    memory_bytes: int
+    kv_bytes: int = 0  # more for every token of context
+    most_bytes: int = 0  # the bound of what it holds of earlier answers; 0: it keeps none
+
+    def serves(self, contender: Contender) -> bool:
+        return (self.method, self.draft_model) == (contender.method, draft_model_of(contender))
+
+    def at(self, sequences: int) -> float:
+        """Seconds for a token drafted ahead for so many sequences together."""
+        return line(self.seconds, sequences)
+
+
 def rising(points: Mapping[int, float]) -> dict[int, float]:
-    """The nearest values that never fall: more rows never take less, and where they seem to, noise is shared out."""
+    """The nearest values that never fall (pool adjacent violators): more rows never take less, so a fall is noise."""
     pools: list[tuple[float, int]] = []  # (mean, how many points it stands for)
     for at in sorted(points):
         mean, count = points[at], 1
