@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from paceline.advisor.advice import Advice
 from paceline.advisor.choice import OFF, Drafted, Figure, levels_between, to_check
 from paceline.advisor.halves import halves, measure_half
-from paceline.advisor.machine import Advised
+from paceline.advisor.machine import Machine
 from paceline.advisor.profile import host_drafter, model_drafter, profile
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.prompts import Prompt
@@ -25,7 +25,7 @@ LENGTHS, QUICK_LENGTHS = (1, 2, 4, 8, 16), (2, 4, 8)  # the k that are tried; ev
 
 @dataclass
 class Advisor:
-    subject: Advised
+    subject: Machine
     prompts: Sequence[Prompt]
     plan: Plan
     advice: Advice

@@ -8,38 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.advisor.choice import OFF, draft_model_of
 from paceline.bench.draft_models import DraftModel, load_draft_model
 from paceline.bench.engines import Engines
 from paceline.bench.grid import AUTO, Contender
-from paceline.bench.runner import Subject
 from paceline.config import MAX_K, EngineConfig, ModelConfig
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
 from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
 from paceline.models.hub import Progress, resolve
-
-
-class Advised(Subject, Protocol):
-    """What the advisor needs of a machine: `Machine`, or a fake with a clock of its own."""
-
-    contenders: list[Contender]
-    clock: Callable[[], float]
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def draft_models(self) -> Sequence[DraftModel]: ...
-    @property
-    def methods(self) -> Sequence[str]:
-        """Those that need no model of their own."""
-
-    def drafters(self, contender: Contender) -> list[Drafter]: ...
-    def probe(self, drafters: Sequence[Drafter], policy: Policy, *, sequences: int, length: int) -> Engine:
-        """An engine with room for that many sequences of that length, which shares no prefixes."""
 
 
 class Machine(Engines):
@@ -62,6 +42,7 @@ class Machine(Engines):
 
     @property
     def methods(self) -> list[str]:
+        """Those that need no model of their own."""
         return [drafter.name for drafter in self.drafters(Contender(AUTO))]
 
     def draft_model_for(self, contender: Contender) -> DraftModel | None:
@@ -69,8 +50,8 @@ class Machine(Engines):
         return None if name is None else next(each for each in self.draft_models if each.name == name)
 
     def probe(self, drafters: Sequence[Drafter], policy: Policy, *, sequences: int, length: int) -> Engine:
-        config = probe_config(sequences, length)
-        return Engine(self.loaded.decoder, config, drafters=drafters, policy=policy)
+        """An engine with room for that many sequences of that length, which shares no prefixes."""
+        return Engine(self.loaded.decoder, probe_config(sequences, length), drafters=drafters, policy=policy)
 
 
 def probe_config(sequences: int, length: int) -> EngineConfig:

@@ -16,7 +16,7 @@ import torch
 
 from paceline.advisor.choice import Drafted
 from paceline.advisor.cost import DrafterCost, PassCost, rising
-from paceline.advisor.machine import Advised
+from paceline.advisor.machine import Machine
 from paceline.bench.draft_models import DraftModel
 from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
@@ -68,7 +68,7 @@ class FixedPlan(LearnsNothing):
 
 
 def profile(
-    subject: Advised, levels: Sequence[int], longest: int, plan: Plan, on_progress: OnProgress = lambda *_: None
+    subject: Machine, levels: Sequence[int], longest: int, plan: Plan, on_progress: OnProgress = lambda *_: None
 ) -> PassCost:
     """`longest`: tokens of the longest request with its answer."""
     sequences = probed_levels(max(levels))
@@ -97,7 +97,7 @@ def drafted_sizes(sequences: int) -> list[int]:
     return sorted({0, most, *(size for size in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128) if size < most)})
 
 
-def _decode_times(subject: Advised, sequences: int, context: int, sizes: Sequence[int], plan: Plan) -> dict[int, float]:
+def _decode_times(subject: Machine, sequences: int, context: int, sizes: Sequence[int], plan: Plan) -> dict[int, float]:
     """Seconds of a step by the tokens drafted in it."""
     policy, steps = FixedPlan(), len(sizes) * (MOST_ROUNDS + 1)
     drafter = RejectedDrafter(subject.config.vocab_size)
@@ -111,7 +111,7 @@ def _decode_times(subject: Advised, sequences: int, context: int, sizes: Sequenc
     return _interleaved(subject.clock, sizes, step)
 
 
-def _fill(subject: Advised, engine: Engine, sequences: int, context: int, plan: Plan) -> None:
+def _fill(subject: Machine, engine: Engine, sequences: int, context: int, plan: Plan) -> None:
     """Requests that are past their prompts and go on for as long as there is room."""
     text, params = subject.encode(WARM_UP, []), _params(subject, plan, max_tokens=engine.max_model_len)
     for index in range(sequences):
@@ -124,7 +124,7 @@ def _repeated(text: Sequence[int], length: int) -> list[int]:
     return (list(text) * (length // len(text) + 1))[:length]
 
 
-def _params(subject: Advised, plan: Plan, max_tokens: int) -> SamplingParams:
+def _params(subject: Machine, plan: Plan, max_tokens: int) -> SamplingParams:
     seed = 7 if plan.temperature > 0 else None
     params = SamplingParams(temperature=plan.temperature, max_tokens=max_tokens, seed=seed, ignore_eos=True)
     return params.resolve(subject.defaults)
@@ -147,7 +147,7 @@ def _interleaved(clock: Callable[[], float], sizes: Sequence[int], run: Callable
     return {size: median(found) for size, found in times.items()}
 
 
-def _context_slope(subject: Advised, short: Mapping[int, float], longest: int, plan: Plan) -> float:
+def _context_slope(subject: Machine, short: Mapping[int, float], longest: int, plan: Plan) -> float:
     """Seconds per row and token of context; 0 where requests are too short to tell."""
     context = min(longest, subject.config.max_positions - 4 * (MOST_ROUNDS + 1) - 9)
     if context < 4 * SHORT:
@@ -156,7 +156,7 @@ def _context_slope(subject: Advised, short: Mapping[int, float], longest: int, p
     return max(sum((long[size] - short[size]) / (1 + size) for size in (0, 8)) / 2 / (context - SHORT), 0.0)
 
 
-def _prompt_times(subject: Advised, longest: int, plan: Plan) -> dict[int, float]:
+def _prompt_times(subject: Machine, longest: int, plan: Plan) -> dict[int, float]:
     """Seconds of a prompt in a step of its own, by its length."""
     sizes = [size for size in PROMPTS if size < longest] or [SHORT]
     engine = subject.probe([], FixedPlan(), sequences=2, length=max(sizes) + 1)
@@ -173,7 +173,7 @@ def _prompt_times(subject: Advised, longest: int, plan: Plan) -> dict[int, float
 # -- drafters
 
 
-def host_drafter(subject: Advised, method: str, tokens: Sequence[int]) -> DrafterCost:
+def host_drafter(subject: Machine, method: str, tokens: Sequence[int]) -> DrafterCost:
     """A drafter without a model: what it holds after reading a prompt, and what drafting takes then."""
     drafter = next(each for each in subject.drafters(Contender(method)) if each.name == method)
     sequence = TokenSequence("0", tokens[:1], SamplingParams().resolve(subject.defaults), max_len=len(tokens))
@@ -194,7 +194,7 @@ def host_drafter(subject: Advised, method: str, tokens: Sequence[int]) -> Drafte
     return DrafterCost(method=method, seconds={1: median(spent) / DRAFT_DEPTH}, memory_bytes=held, most_bytes=bound)
 
 
-def model_drafter(subject: Advised, model: DraftModel, levels: Sequence[int], plan: Plan) -> DrafterCost:
+def model_drafter(subject: Machine, model: DraftModel, levels: Sequence[int], plan: Plan) -> DrafterCost:
     """Timed where it works: in the engine, behind the target's passes.
 
     A number of sequences whose prompts it never gets through reading is left out: it is extrapolated from fewer.
