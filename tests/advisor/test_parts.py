@@ -11,7 +11,7 @@ import pytest
 
 from paceline.advisor.advice import Advice, Found, paceline_config, paceline_flags, vllm_config
 from paceline.advisor.choice import OFF, Drafted, Figure, combined, decide, levels_between, ranked, to_check
-from paceline.advisor.cost import DrafterCost, PassCost, line, rising
+from paceline.advisor.cost import DrafterCost, PassCost, line
 from paceline.advisor.halves import check_halves, halves
 from paceline.advisor.reasons import Case, why_off
 from paceline.bench.grid import Contender
@@ -41,11 +41,6 @@ def test_cost_is_straight_between_measurements_and_goes_on_as_steep_beyond() -> 
     points = {1: 10.0, 4: 13.0, 8: 21.0}
     assert [line(points, x) for x in (0, 1, 2, 4, 6, 8, 10)] == [10, 10, 11, 13, 17, 21, 25]
     assert line({3: 7.0}, 100) == 7
-
-
-def test_more_rows_never_take_less() -> None:
-    noisy = {0: 2.0, 1: 1.0, 2: 1.5, 4: 3.0, 8: 2.8, 16: 5.0}
-    assert rising(noisy) == {0: 1.5, 1: 1.5, 2: 1.5, 4: 2.9, 8: 2.9, 16: 5.0}
 
 
 def test_a_checking_pass_is_priced_in_plain_passes_of_as_many_sequences() -> None:
@@ -130,7 +125,7 @@ def test_where_a_choice_stops_paying_is_looked_for_between_the_concurrencies_ask
     assert levels_between(found, SUFFIX) == []
 
 
-def test_prediction_and_check_count_by_how_sure_they_are() -> None:
+def test_both_halves_count_by_how_sure_they_are() -> None:
     predicted = {(1, NGRAM): figure(1.2, low=1.19, high=1.21)}
     sure = {(1, NGRAM): figure(1.0, low=0.99, high=1.01)}
     unsure = {(1, NGRAM): figure(1.0, low=0.6, high=1.7)}

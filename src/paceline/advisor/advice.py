@@ -15,7 +15,6 @@ from paceline.advisor.choice import (
     Choice,
     Figure,
     Figures,
-    at_level,
     combined,
     decide,
     draft_model_of,
@@ -87,7 +86,7 @@ class Advice:
 
     def reason(self, level: int) -> Reason | None:
         """Why nothing pays at this concurrency; None where something does, or nothing is known."""
-        here = at_level(self.known, level)
+        here = [(contender, figure) for (where, contender), figure in self.known.items() if where == level]
         candidates = [(contender, figure) for contender, figure in here if contender.method != AUTO]
         off = self.choice is not None and self.choice.off
         if self.cost is None or not candidates or any(f.surely_pays if off else f.pays for _, f in here):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,10 +133,6 @@ def levels_of(found: Figures) -> list[int]:
 
 def contenders_of(found: Figures) -> list[Contender]:
     return list(dict.fromkeys(contender for _, contender in found))
-
-
-def at_level(found: Figures, level: int) -> Sequence[tuple[Contender, Figure]]:
-    return [(contender, figure) for (where, contender), figure in found.items() if where == level]
 
 
 def of_contender(found: Figures, contender: Contender) -> dict[int, Figure]:

@@ -51,19 +51,6 @@ class DrafterCost:
         return line(self.seconds, sequences)
 
 
-def rising(points: Mapping[int, float]) -> dict[int, float]:
-    """The nearest values that never fall (pool adjacent violators): more rows never take less, so a fall is noise."""
-    pools: list[tuple[float, int]] = []  # (mean, how many points it stands for)
-    for at in sorted(points):
-        mean, count = points[at], 1
-        while pools and pools[-1][0] > mean:
-            before, number = pools.pop()
-            mean, count = (mean * count + before * number) / (count + number), count + number
-        pools.append((mean, count))
-    values = [mean for mean, count in pools for _ in range(count)]
-    return dict(zip(sorted(points), values, strict=True))
-
-
 def line(points: Mapping[int, float], at: float) -> float:
     """Straight between the points; before the first as there, after the last as steep as before it."""
     known = sorted(points)

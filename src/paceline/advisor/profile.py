@@ -7,6 +7,7 @@ none of them look dear.
 
 from __future__ import annotations
 
+import itertools
 import random
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from statistics import median
 import torch
 
 from paceline.advisor.choice import Drafted
-from paceline.advisor.cost import DrafterCost, PassCost, rising
+from paceline.advisor.cost import DrafterCost, PassCost
 from paceline.advisor.machine import Machine
 from paceline.bench.draft_models import DraftModel
 from paceline.bench.grid import Contender
@@ -26,7 +27,6 @@ from paceline.drafters import Commit, Drafter, DraftRow
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.draft_model import CATCH_UP, DraftModelDrafter
 from paceline.engine.drafting import READ_AHEAD
-from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as TokenSequence
@@ -59,8 +59,8 @@ class RejectedDrafter(HostDrafter):
 class FixedPlan(LearnsNothing):
     """`drafted` tokens in every step, all sequences together, by one method."""
 
-    def __init__(self, method: str = RejectedDrafter.name) -> None:
-        self.method, self.drafted = method, 0
+    def __init__(self, method: str, drafted: int) -> None:
+        self.method, self.drafted = method, drafted
 
     def plan(self, sequences: Sequence[TokenSequence], other_rows: int, others_wait: bool) -> list[Choice]:
         each, rest = divmod(self.drafted, max(len(sequences), 1))
@@ -75,7 +75,10 @@ def profile(
     decode: dict[int, dict[int, float]] = {}
     for done, count in enumerate(sequences):
         on_progress(done, len(sequences) + 1, f"timing passes, {count} at once")
-        decode[count] = rising(_decode_times(subject, count, SHORT, drafted_sizes(count), plan))
+        rejected = RejectedDrafter(subject.config.vocab_size)
+        times = _decode_times(subject, rejected, count, SHORT, drafted_sizes(count), plan)
+        # More rows never take less: where they seem to, it is noise.
+        decode[count] = dict(zip(times, itertools.accumulate(times.values(), max), strict=True))
     on_progress(len(sequences), len(sequences) + 1, "timing prompts and long contexts")
     rounds = len(drafted_sizes(1)) * MOST_ROUNDS / 2
     return PassCost(
@@ -97,27 +100,32 @@ def drafted_sizes(sequences: int) -> list[int]:
     return sorted({0, most, *(size for size in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128) if size < most)})
 
 
-def _decode_times(subject: Machine, sequences: int, context: int, sizes: Sequence[int], plan: Plan) -> dict[int, float]:
-    """Seconds of a step by the tokens drafted in it."""
-    policy, steps = FixedPlan(), len(sizes) * (MOST_ROUNDS + 1)
-    drafter = RejectedDrafter(subject.config.vocab_size)
-    engine = subject.probe([drafter], policy, sequences=sequences, length=context + steps + max(sizes))
-    _fill(subject, engine, sequences, context, plan)
+def _decode_times(
+    subject: Machine, drafter: Drafter, sequences: int, context: int, sizes: Sequence[int], plan: Plan
+) -> dict[int, float]:
+    """Seconds of a step by the tokens drafted in it; empty where the drafter is never done reading the prompts."""
+    policy, steps = FixedPlan(drafter.name, sequences), len(sizes) * (MOST_ROUNDS + 1)
+    reading = 4 + 2 * sequences * context // CATCH_UP  # steps: all sequences go on while the last are being read
+    length = context + 2 * reading + (steps + 1) * (1 + -(-max(sizes) // sequences))
+    engine = subject.probe([drafter], policy, sequences=sequences, length=length)
+    text, params = subject.encode(WARM_UP, []), _params(subject, plan, max_tokens=engine.max_model_len)
+    for index in range(sequences):
+        prompt = (text[index % len(text) :] + _repeated(text, context))[:context]
+        engine.add_request(str(index), prompt, params)
+    running = engine.scheduler.sequences
+    while any(not sequence.decoding for sequence in running()):
+        engine.step()
+    while any(drafter.lag(sequence) > READ_AHEAD for sequence in running()):
+        if not reading:
+            return {}
+        engine.step()
+        reading -= 1
 
     def step(size: int) -> None:
         policy.drafted = size
         engine.step()
 
     return _interleaved(subject.clock, sizes, step)
-
-
-def _fill(subject: Machine, engine: Engine, sequences: int, context: int, plan: Plan) -> None:
-    """Requests that are past their prompts and go on for as long as there is room."""
-    text, params = subject.encode(WARM_UP, []), _params(subject, plan, max_tokens=engine.max_model_len)
-    for index in range(sequences):
-        engine.add_request(str(index), (text[index % len(text) :] + _repeated(text, context))[:context], params)
-    while any(not sequence.decoding for sequence in engine.scheduler.sequences()):
-        engine.step()
 
 
 def _repeated(text: Sequence[int], length: int) -> list[int]:
@@ -152,14 +160,14 @@ def _context_slope(subject: Machine, short: Mapping[int, float], longest: int, p
     context = min(longest, subject.config.max_positions - 4 * (MOST_ROUNDS + 1) - 9)
     if context < 4 * SHORT:
         return 0.0
-    long = _decode_times(subject, 1, context, (0, 8), plan)
+    long = _decode_times(subject, RejectedDrafter(subject.config.vocab_size), 1, context, (0, 8), plan)
     return max(sum((long[size] - short[size]) / (1 + size) for size in (0, 8)) / 2 / (context - SHORT), 0.0)
 
 
 def _prompt_times(subject: Machine, longest: int, plan: Plan) -> dict[int, float]:
     """Seconds of a prompt in a step of its own, by its length."""
     sizes = [size for size in PROMPTS if size < longest] or [SHORT]
-    engine = subject.probe([], FixedPlan(), sequences=2, length=max(sizes) + 1)
+    engine = subject.probe([], FixedPlan(RejectedDrafter.name, 0), sequences=2, length=max(sizes) + 1)
     text, params = subject.encode(WARM_UP, []), _params(subject, plan, max_tokens=1)
 
     def read(size: int) -> None:
@@ -194,21 +202,16 @@ def host_drafter(subject: Machine, method: str, tokens: Sequence[int]) -> Drafte
     return DrafterCost(method=method, seconds={1: median(spent) / DRAFT_DEPTH}, memory_bytes=held, most_bytes=bound)
 
 
-def model_drafter(subject: Machine, model: DraftModel, levels: Sequence[int], plan: Plan) -> DrafterCost:
-    """Timed where it works: in the engine, behind the target's passes.
+def model_drafter(subject: Machine, model: DraftModel, cost: PassCost, plan: Plan) -> DrafterCost:
+    """What a step takes longer with its drafts than with free ones of the same size.
 
     A number of sequences whose prompts it never gets through reading is left out: it is extrapolated from fewer.
     """
     seconds: dict[int, float] = {}
-    for count in probed_levels(max(levels)):
-        drafter = subject.drafters(Drafted(DraftModelDrafter.name, DRAFT_DEPTH, model.name))[-1]
-        policy = FixedPlan(drafter.name)
-        reading = 4 + 2 * count * SHORT // CATCH_UP  # steps: all sequences go on while the last are being read
-        length = SHORT + 2 * reading + (ROUNDS + 3) * (DRAFT_DEPTH + 1)
-        engine = subject.probe([drafter], policy, sequences=count, length=length)
-        _fill(subject, engine, count, SHORT, plan)
-        if spent := _draft_times(engine, drafter, policy, count, reading):
-            seconds[count] = median(spent)
+    for count in cost.decode:
+        drafter, drafted = subject.drafters(Drafted(DraftModelDrafter.name, None, model.name))[-1], DRAFT_DEPTH * count
+        for took in _decode_times(subject, drafter, count, SHORT, [drafted], plan).values():
+            seconds[count] = max(took - cost.decoding(count, drafted), 0.0) / DRAFT_DEPTH
     return DrafterCost(
         method=DraftModelDrafter.name,
         draft_model=model.name,
@@ -216,21 +219,3 @@ def model_drafter(subject: Machine, model: DraftModel, levels: Sequence[int], pl
         memory_bytes=model.weight_bytes,
         kv_bytes=model.kv_bytes,
     )
-
-
-def _draft_times(engine: Engine, drafter: Drafter, policy: FixedPlan, sequences: int, reading: int) -> list[float]:
-    """Of a token drafted ahead, once the prompts are read; nothing where that takes more steps than `reading`."""
-    policy.drafted = sequences
-    while any(drafter.lag(sequence) > READ_AHEAD for sequence in engine.scheduler.sequences()):
-        if not reading:
-            return []
-        engine.step()
-        reading -= 1
-    policy.drafted = DRAFT_DEPTH * sequences
-    spent = []
-    for turn in range(ROUNDS + 3):
-        engine.step()
-        if turn and drafter.name in engine.drafters.seconds:
-            depth, took = engine.drafters.seconds[drafter.name]
-            spent.append(took / depth)
-    return spent
