@@ -49,7 +49,7 @@ def advise(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where advice.json and the settings go.", metavar="FOLDER")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: some four minutes on two cores.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: some five minutes on two cores.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue prompts as text, without the chat template.")] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="Weights.", metavar="auto|float32|bfloat16")] = "auto",
     device: Annotated[str, typer.Option("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto",
