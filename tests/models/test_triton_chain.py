@@ -124,7 +124,9 @@ class Scene:
         rows = torch.tensor([len(tokens) - 1])
         return self.reference.forward(torch.tensor(tokens), plan, self.caches[0].layers, rows).logits[0]
 
-    def check(self, rows: list[ChainRow], known: list[ChainRow] | None = None, said: UnreadVerdict | None = None) -> None:
+    def check(
+        self, rows: list[ChainRow], known: list[ChainRow] | None = None, said: UnreadVerdict | None = None
+    ) -> None:
         drafted = self.chain.draft(known or rows, said)
         self.chain.check()
         assert drafted.shape == (len(rows), max(row.count for row in rows))

@@ -246,9 +246,7 @@ def _drafts(tokens: Tensor, parents: Sequence[int], q: Proposal | None = None) -
     batch, device = tokens.shape[0], tokens.device
     shape = torch.tensor([list(parents), depth], device=device)[:, None].expand(2, batch, len(depth)).contiguous()
     counts = torch.full((batch,), len(depth), device=device)
-    return Draft(
-        tokens=tokens, parents=shape[0], depth=shape[1], num_nodes=counts, q=q
-    )
+    return Draft(tokens=tokens, parents=shape[0], depth=shape[1], num_nodes=counts, q=q)
 
 
 def _call(verify: Verify, draft: Draft, logits: Tensor, controls: Controls, key: Tensor, committed: Tensor) -> Verdict:
