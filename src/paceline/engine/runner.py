@@ -49,7 +49,7 @@ class Reading:
         rows, depth = self._verdict.path.shape
         places, _ = Verdict.places(self._verdict.packed_rows or rows, depth)
         self._arrived, packed = buffer.over, buffer.ints.view(np.uint8)
-        self._parts = [packed[places[0]].view(np.int64), packed[places[1]].view(np.int64), packed[places[3]]]
+        self._parts: list[Any] = [packed[places[0]].view(np.int64), packed[places[1]].view(np.int64), packed[places[3]]]
 
     @property
     def there(self) -> bool:
@@ -61,10 +61,11 @@ class Reading:
         rows, width = self._verdict.tokens.shape
         if self._arrived is None:
             of = self._verdict
-            tokens, accepted, kinds = (part.flatten().tolist() for part in (of.tokens, of.num_accepted, of.kinds))
+            tokens, accepted = of.tokens.flatten().tolist(), of.num_accepted.tolist()
+            kinds = of.kinds.flatten().tolist()
         else:
             self._arrived.synchronize()
-            tokens, accepted, kinds = (part.tolist() for part in self._parts)
+            tokens, accepted, kinds = [part.tolist() for part in self._parts]
         accepted = accepted[:rows]  # more may be packed
         ends = [begin + count + 1 for begin, count in zip(range(0, rows * width, width), accepted, strict=True)]
         begins = range(0, rows * width, width)
