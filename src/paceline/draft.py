@@ -111,8 +111,8 @@ class Draft:
 
     @staticmethod
     def device_trees(tokens: Tensor, parents: Tensor, num_nodes: Tensor, depth_bound: int) -> Draft:
-        """Trees whose tokens and shape (B, N) only the device knows; the host knows how many nodes each row has, and how
-        deep they may be. Such rows are deterministic: the shape of a sampled tree is fixed before anything is drawn."""
+        """Trees whose tokens and shape (B, N) only the device knows; the host knows each row's number of nodes, and a
+        bound on their depth. Such rows are deterministic: a sampled tree's shape is fixed before anything is drawn."""
         used = np.arange(tokens.shape[1]) < num_nodes.numpy()[:, None]
         return Draft(
             tokens=tokens,
@@ -153,8 +153,8 @@ class Draft:
         )
 
     def take(self, rows: Sequence[int], counts: Sequence[int]) -> Draft:
-        """Some rows of a planned draft, each with its first `counts` nodes: fewer of a chain's, or of a tree whose nodes
-        were not sampled. What is left out was not looked at."""
+        """Some rows of a planned draft, each with its first `counts` nodes: fewer of a chain, or of a tree whose nodes
+        were not sampled. The choice must not depend on what was drawn."""
         at, num_nodes = np.array(rows, np.int64), np.array(counts, np.int64)
         width = int(num_nodes.max(initial=0))
         used = np.arange(width) < num_nodes[:, None]
