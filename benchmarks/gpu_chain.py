@@ -30,6 +30,7 @@ from paceline.models.kv_cache import KVCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
 from paceline.models.triton.greedy_chain import Cut, TritonChain
+from paceline.models.weights import Dtypes
 from paceline.sequence import Sequence
 
 BLOCK = 16
@@ -147,7 +148,7 @@ def warm(cut: str) -> None:
     device = torch.device("cuda")
     config = SMALL
     weights = {name: torch.zeros(1).expand(value.shape) for name, value in random_weights(config).items()}
-    decoder = Decoder(config, weights, kernels_for(device), device=device, dtype=torch.bfloat16)
+    decoder = Decoder(config, weights, kernels_for(device), device=device, dtypes=Dtypes.of(torch.bfloat16, device))
     cache = KVCache(decoder.kv_specs, num_blocks=4, block_size=BLOCK, dtype=torch.bfloat16, device=device)
     chain = chain_of(decoder, cache, eval(cut), programs_of(device))
     chain.launch()

@@ -22,6 +22,7 @@ from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
 from paceline.models.rehearse import Shape as Rehearsed
+from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
 
 # Taps: i in 0..num_layers is the residual stream entering layer i (num_layers: leaving the last one), FINAL the hidden
 # state after the final norm, which is the head's input.
@@ -56,36 +57,32 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor | StoredWeight],
         kernels: Kernels,
         *,
         device: torch.device,
-        dtype: torch.dtype,
+        dtypes: Dtypes,
         max_len: int | None = None,
         embedding: Tensor | None = None,
         head: Packed | None = None,
     ) -> None:
-        """`dtype` is how weights are stored; activations are fp32 on CPU and `dtype` elsewhere.
-
-        A drafter's decoder may share `embedding` and `head` with its target: `weights` need not hold them then.
-        """
+        """A drafter's decoder may share `embedding` and `head` with its target: `weights` need not hold them then."""
         self.config, self.kernels, self.device = config, kernels, device
         self.torch_threads = kernels.torch_threads
-        self.activation_dtype = torch.float32 if device.type == "cpu" else dtype
-        self.cache_dtype = self.activation_dtype
+        self.dtypes, self.cache_dtype = dtypes, dtypes.cache
         self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
 
-        def stored(name: str) -> Tensor:
-            return weights[name].to(device=device, dtype=dtype)
+        def stored(name: str) -> StoredWeight:
+            return StoredWeight.of(weights[name]).to(dtypes.stored, device)
 
         def vector(name: str) -> Tensor:
-            return weights[name].to(device=device, dtype=self.activation_dtype).contiguous()
+            return StoredWeight.of(weights[name]).to(WeightKind.of(dtypes.compute), device).data.contiguous()
 
         def packed(*names: str) -> Packed:
             parts = [stored(f"{name}.weight") for name in names]
             biases = [vector(f"{name}.bias") for name in names if f"{name}.bias" in weights]
             # One of several may lack a bias only if all do: the loader checks names against the config.
-            return kernels.pack(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)
+            return kernels.pack(joined(parts), torch.cat(biases) if biases else None)
 
         def layer(index: int) -> Layer:
             at = f"model.layers.{index}"
@@ -102,7 +99,7 @@ class Decoder:
                 window=config.window(index),
             )
 
-        self.embedding = stored("model.embed_tokens.weight") if embedding is None else embedding
+        self.embedding = stored("model.embed_tokens.weight").data if embedding is None else embedding
         self.layers = [layer(index) for index in range(config.num_layers)]
         self.final_norm = vector("model.norm.weight")
         self.head = packed("model.embed_tokens" if config.tie_embeddings else "lm_head") if head is None else head
@@ -148,8 +145,8 @@ class Decoder:
     def embed(self, inputs: Tensor) -> Tensor:
         """(M, H) of its own for `run` to overwrite: of (M,) tokens, or of (M, H) hidden states."""
         if inputs.dim() == 2:
-            return inputs.to(self.activation_dtype, copy=True)
-        return self.embedding[inputs].to(self.activation_dtype)
+            return inputs.to(self.dtypes.compute, copy=True)
+        return self.embedding[inputs].to(self.dtypes.compute)
 
     def run(
         self,

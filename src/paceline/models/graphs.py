@@ -92,7 +92,7 @@ class Placed:
         self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
         self.inputs = self.tokens
         if bucket.from_hidden:
-            width, dtype = decoder.config.hidden_size, decoder.activation_dtype
+            width, dtype = decoder.config.hidden_size, decoder.dtypes.compute
             self.inputs = torch.zeros(bucket.rows, width, dtype=dtype, device=decoder.device)
         self.header = self.device_ints[: self.at["tiles"].stop]  # begins with the width of the block tables
         self.plan = PassPlan(
@@ -387,5 +387,5 @@ class PassGraphs:
         shape = bucket.rows, len(bucket.taps), self._decoder.config.hidden_size
         size = math.prod(shape)
         if self._taps is None or self._taps.numel() < size:
-            self._taps = torch.empty(size, dtype=self._decoder.activation_dtype, device=self._decoder.device)
+            self._taps = torch.empty(size, dtype=self._decoder.dtypes.compute, device=self._decoder.device)
         return self._taps[:size].view(shape)

@@ -16,22 +16,12 @@ EXPORT long paceline_abi() { return ABI; }
 
 EXPORT long paceline_panel_width() { return NT; }
 
-EXPORT void paceline_pack_f32(const float* weight, float* panels, long N, long K, int threads) {
-    pack(weight, panels, N, K, threads);
+EXPORT void paceline_pack(int64_t kind, const void* weight, void* panels, long N, long K, int threads) {
+    pack((Kind)kind, weight, panels, N, K, threads);
 }
 
-EXPORT void paceline_pack_bf16(const uint16_t* weight, uint16_t* panels, long N, long K, int threads) {
-    pack(weight, panels, N, K, threads);
-}
-
-EXPORT void paceline_linear_f32(const float* x, const float* panels, const float* bias, float* out, long M, long K, long N,
-                                int threads) {
-    linear(x, panels, bias, out, M, K, N, threads);
-}
-
-EXPORT void paceline_linear_bf16(const float* x, const uint16_t* panels, const float* bias, float* out, long M, long K,
-                                 long N, int threads) {
-    linear(x, panels, bias, out, M, K, N, threads);
+EXPORT void paceline_linear(const Product* product, const float* x, float* out, long M, int threads) {
+    multiply(x, *product, out, M, threads);
 }
 
 // residual may be null; otherwise it becomes residual + x and is what is normed.

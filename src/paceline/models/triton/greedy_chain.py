@@ -50,7 +50,7 @@ def served(weights: Weights, config: ModelConfig, programs: int) -> bool:
     plain = not (config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm or any(config.windows))
     return (
         plain
-        and weights.head.weight.dtype == weights.final_norm.dtype
+        and weights.head.weight.data.dtype == weights.final_norm.dtype
         and config.head_dim in (32, 64, 128)
         and config.num_heads // config.num_kv_heads + 2 <= 16
         and config.hidden_size % 16 == config.intermediate_size % 16 == 0
@@ -112,11 +112,11 @@ class TritonChain:
         self._weights, self._caches = weights, caches  # the table points into them
         self._config, self._shape, self._block_size = config, shape, block_size
         self._programs, self._cut, self.most_rows = programs, cut, cut.rows
-        self._head: Tensor = weights.head.weight
+        self._head: Tensor = weights.head.weight.data
         tensors = [
             [
-                *(layer.input_norm, layer.qkv.weight, layer.output.weight, layer.mlp_norm),
-                *(layer.gate_up.weight, layer.down.weight, cache.k, cache.v),
+                *(layer.input_norm, layer.qkv.weight.data, layer.output.weight.data, layer.mlp_norm),
+                *(layer.gate_up.weight.data, layer.down.weight.data, cache.k, cache.v),
             ]
             for layer, cache in zip(weights.layers, caches, strict=True)
         ]
