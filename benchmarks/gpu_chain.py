@@ -38,7 +38,9 @@ BLOCK = 16
 
 def chain_of(decoder: Decoder, cache: KVCache, cut: Cut, programs: int) -> TritonChain:
     weights = Weights(decoder.embedding, decoder.layers, decoder.final_norm, decoder.head)
-    return TritonChain(weights, decoder.shape, cache.layers, BLOCK, decoder.config, programs, cut)
+    return TritonChain(
+        weights, decoder.shape(cache.layers[0].k.shape[0]), cache.layers, BLOCK, decoder.config, programs, cut
+    )
 
 
 def forward(decoder: Decoder, cache: KVCache, tokens: list[int], first: int, blocks: list[int]) -> torch.Tensor:

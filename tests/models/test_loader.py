@@ -319,6 +319,18 @@ def test_a_folder_without_config_and_one_with_a_damaged_one(llama: Path) -> None
         load_config(llama / "nothing")
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_of_text_id_beyond_the_vocabulary_is_refused(llama: Path, name: str) -> None:
+    file = llama / name
+    before = json.loads(file.read_text()) if file.exists() else {}
+    (llama / "generation_config.json").unlink(missing_ok=True)
+    file.write_text(json.dumps(before | {"eos_token_id": [2, 96]}))
+    with pytest.raises(BrokenModel, match=rf"{name}: the end-of-text id 96 is not one of the vocabulary's 96 tokens"):
+        load_config(llama)
+    file.write_text(json.dumps(before | {"eos_token_id": [2, 95]}))
+    assert load_config(llama).eos_token_ids == (2, 95)
+
+
 def test_generation_defaults_are_read_and_their_eos_outranks_the_config(llama: Path) -> None:
     file = llama / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": [5, 6], "temperature": 0.6, "top_k": None, "do_sample": True, "x": 1}))

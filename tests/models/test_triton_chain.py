@@ -89,7 +89,9 @@ class Scene:
         assert isinstance(at_once, TritonChain)
         assert isinstance(passes, PassChain)
         parts = Weights(self.decoder.embedding, self.decoder.layers, self.decoder.final_norm, self.decoder.head)
-        at_once = TritonChain(parts, self.decoder.shape, self.caches[1].layers, BLOCK, config, 1, CUT)
+        at_once = TritonChain(
+            parts, self.decoder.shape(config.max_positions), self.caches[1].layers, BLOCK, config, 1, CUT
+        )
         self.chain = passes if by_passes else at_once
 
     def row(self, length: int, lag: int, count: int) -> ChainRow:
@@ -274,4 +276,5 @@ def test_caches_of_another_dtype_are_refused() -> None:
 
 def test_kernels_without_a_chain_say_so() -> None:
     decoder = Decoder(CONFIG, weights_of(CONFIG), TorchKernels(), device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
-    assert decoder.greedy_chains([], BLOCK) == []
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    assert decoder.greedy_chains(cache.layers, BLOCK) == []

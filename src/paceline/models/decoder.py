@@ -27,6 +27,7 @@ from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
 # Taps: i in 0..num_layers is the residual stream entering layer i (num_layers: leaving the last one), FINAL the hidden
 # state after the final norm, which is the head's input.
 FINAL = -1
+LEAST_POSITIONS = 4096  # of the rotary tables
 
 
 class Model(Protocol):
@@ -62,7 +63,6 @@ class Decoder:
         *,
         device: torch.device,
         dtypes: Dtypes,
-        max_len: int | None = None,
         embedding: Tensor | None = None,
         head: Packed | None = None,
     ) -> None:
@@ -103,9 +103,8 @@ class Decoder:
         self.layers = [layer(index) for index in range(config.num_layers)]
         self.final_norm = vector("model.norm.weight")
         self.head = packed("model.embed_tokens" if config.tie_embeddings else "lm_head") if head is None else head
-        cos, sin = rope_tables(config.rope, config.head_dim, max_len or config.max_positions, device)
-        self.shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
-        self._stack: Stack | None = None
+        self._shape: Shape | None = None
+        self._stack: tuple[Stack | None, Shape | None] = None, None
         self.graphs = PassGraphs(self) if kernels.captures else None
 
     def forward(
@@ -136,7 +135,8 @@ class Decoder:
     @torch.inference_mode()
     def greedy_chains(self, caches: Sequence[LayerCache], block_size: int) -> list[GreedyChain]:
         weights = Weights(self.embedding, self.layers, self.final_norm, self.head)
-        at_once = self.kernels.greedy_chain(weights, self.shape, caches, block_size, self.config)
+        shape = self.shape(caches[0].k.shape[0])
+        at_once = self.kernels.greedy_chain(weights, shape, caches, block_size, self.config)
         chains: list[GreedyChain] = [] if at_once is None else [at_once]
         if self.graphs is not None:
             chains.append(PassChain(self.graphs, self.config, caches, block_size))
@@ -161,7 +161,7 @@ class Decoder:
         """The pass itself, everything on the device: from `residual` (M, H), which it overwrites, to the logits of all
         rows or the chosen ones, in `out` where given, and tap j of row m in `out_taps[m, j]` where given."""
         assert len(set(taps)) == len(taps), "a tap is asked for once"
-        stack = self._bound_to(caches)
+        stack = self._bound_to(caches, plan.max_len)
         if taps and out_taps is None:
             out_taps = residual.new_empty(len(residual), len(taps), residual.shape[1])
         tapped = {} if out_taps is None else {tap: out_taps[:, at] for at, tap in enumerate(taps)}
@@ -182,11 +182,28 @@ class Decoder:
         rows = final if logit_rows is None else final[logit_rows]
         return ModelOutput(self.kernels.logits(rows, self.head, out), out_taps)
 
-    def _bound_to(self, caches: Sequence[LayerCache]) -> Stack:
-        """Layers and caches are bound once: the engine hands over the same caches every time."""
-        if self._stack is None or self._stack.caches is not caches:
-            self._stack = self.kernels.stack(self.layers, caches, self.shape)
-        return self._stack
+    def shape(self, length: int) -> Shape:
+        """With rotary tables for at least `length` positions, as far as the model's context goes.
+
+        They grow with the passes: a config may promise 10**8 positions, which no cache holds.
+        """
+        config = self.config
+        length = min(length, config.max_positions)
+        if self._shape is None or len(self._shape.cos) < length:
+            length = min(max(1 << (length - 1).bit_length(), LEAST_POSITIONS), config.max_positions)
+            cos, sin = rope_tables(config.rope, config.head_dim, length, self.device)
+            self._shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
+        return self._shape
+
+    def _bound_to(self, caches: Sequence[LayerCache], length: int) -> Stack:
+        """Layers, caches and rotary tables are bound once, and again where the caches change or the tables grow: not
+        where passes are recorded, for a recording points into them."""
+        shape = self.shape(caches[0].k.shape[0] if self.graphs is not None else length)
+        stack, bound = self._stack
+        if stack is None or stack.caches is not caches or shape is not bound:
+            stack = self.kernels.stack(self.layers, caches, shape)
+            self._stack = stack, shape
+        return stack
 
     def _stops(self, taps: Sequence[int]) -> list[int]:
         """Where the run through the layers is interrupted to look at the residual stream; the last is its end."""

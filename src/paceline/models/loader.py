@@ -53,13 +53,23 @@ def is_gguf(path: Path) -> bool:
 
 def load_config(path: Path) -> ModelConfig:
     """The end-of-text ids are generation_config.json's where it names any, as in transformers."""
+    source = path
     if is_gguf(path):
-        return gguf_config(_open_gguf(path))
-    if not path.is_dir():
+        config = gguf_config(_open_gguf(path))
+    elif not path.is_dir():
         raise ModelNotFound(f"{path} is not a model folder")
-    config = parse_config(_read_json(path / "config.json"), str(path / "config.json"))
-    eos = load_generation_defaults(path).get("eos_token_id")
-    return replace(config, eos_token_ids=tuple(eos)) if eos else config
+    else:
+        source = path / "config.json"
+        config = parse_config(_read_json(source), str(source))
+        if eos := load_generation_defaults(path).get("eos_token_id"):
+            source, config = path / "generation_config.json", replace(config, eos_token_ids=tuple(eos))
+    for token in config.eos_token_ids:
+        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            raise BrokenModel(
+                f"{source}: the end-of-text id {token!r} is not one of the vocabulary's {config.vocab_size} tokens; "
+                "correct eos_token_id"
+            )
+    return config
 
 
 def load_generation_defaults(path: Path) -> dict[str, Any]:

@@ -123,7 +123,8 @@ class TritonChain:
         tensors.append([weights.embedding, weights.final_norm, *[self._head] * 6])
         offsets = [[_offset(tensor, self._head) for tensor in each] for each in tensors]
         self._table = torch.tensor(offsets, dtype=torch.int64, device=self._head.device)
-        self._buffers = _Buffers(cut, config, self._head, block_size, programs)
+        longest = min(config.max_positions, caches[0].k.shape[0])
+        self._buffers = _Buffers(cut, config, self._head, block_size, programs, longest)
         self._tag = 1
 
     def draft(self, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
@@ -189,17 +190,19 @@ class TritonChain:
 class _Buffers:
     """What a launch reads and writes beside weights and caches."""
 
-    def __init__(self, cut: Cut, config: ModelConfig, like: Tensor, block_size: int, programs: int) -> None:
+    def __init__(
+        self, cut: Cut, config: ModelConfig, like: Tensor, block_size: int, programs: int, longest: int
+    ) -> None:
         self._cut, self._programs, self._kv, self._block_size = cut, programs, config.num_kv_heads, block_size
         self._out = STATE + cut.rows * MAX_K
         self._tables = HEADER + cut.rows * (3 + READ)  # in what the host says, which comes behind
-        size = self._out + self._tables + cut.rows * -(-config.max_positions // block_size)
+        size = self._out + self._tables + cut.rows * -(-longest // block_size)
         self.state = torch.zeros(size, dtype=torch.int32, device=like.device)
         on_device = like.device.type == "cuda"
         self._staging = Staging(like.device)
         self._drafts = 0
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=on_device)
-        self._most_positions = config.max_positions
+        self._most_positions = longest
         words = 2 * config.q_size + 2 * config.kv_size + 2 * config.hidden_size + config.intermediate_size
         words += cut.splits * (config.q_size + config.num_heads) + 2 * programs + config.hidden_size
         self.words = torch.zeros(cut.rows * words, dtype=torch.int64, device=like.device)
