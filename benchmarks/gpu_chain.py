@@ -21,8 +21,7 @@ from gpu_engine import SAMPLED, prompts_of
 from gpu_subject import SMALL, Subject, random_weights
 
 from paceline import SamplingParams
-from paceline.drafters.booths import Booths
-from paceline.drafters.voices import Voices
+from paceline.drafters.chain_sampler import ChainSampler, SamplingGraphs
 from paceline.models.chain import READ, ChainRow, GreedyChain
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights, kernels_for
@@ -123,14 +122,14 @@ class Sampling:
 
     def __init__(self, chain: PassChain, decoder: Decoder, asked: dict[str, Any]) -> None:
         self._chain, self._params = chain, SamplingParams(**asked).resolve({})
-        self._booths = Booths(decoder.config.vocab_size, decoder.device)
+        self._graphs = SamplingGraphs(decoder.config.vocab_size, decoder.device)
         self._sequences: list[Sequence] = []
 
     def draft(self, rows: list[ChainRow]) -> torch.Tensor:
         if len(self._sequences) != len(rows):
             self._sequences = [Sequence(str(at), [0], self._params, max_len=100) for at in range(len(rows))]
-        voices = Voices(self._booths, self._sequences, max(row.count for row in rows), None)
-        return voices.drafted(self._chain.draft_by(voices, rows)).tokens
+        sampler = ChainSampler(self._graphs, self._sequences, max(row.count for row in rows), None)
+        return sampler.drafted(self._chain.draft_by(sampler, rows)).tokens
 
 
 def measure(

@@ -144,6 +144,7 @@ def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
             "method": "auto",
             "k": None,
             "draft_model": None,
+            "drafter": None,
             "suffix_corpus": (),
             "suffix_store": None,
             "speculative_config": None,

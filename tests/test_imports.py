@@ -19,14 +19,16 @@ SOURCE = Path(paceline.__file__).parent
 RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
-        *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab", "speculative_config"),
-        *("garbage", "recorder"),
+        *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
+        *("garbage", "cuda_graph"),
     },
     {"models", "verify"},
     {"controls"},
     {"drafters"},
-    {"engine"},
+    {"engine", "speculative_config"},
+    {"build"},
     {"llm", "training"},
+    {"async_llm"},
     {"server", "bench", "prove"},
     {"advisor"},
     {"cli"},
@@ -35,8 +37,18 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 PUBLIC = "__init__"  # the package itself: looks its names up lazily, so anyone may ask it for __version__
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
-VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "recorder", "verify"}
-NO_TORCH = ("errors", "config", "sampling_params", "outputs", "machine", "theory", "models.hub", "cli")
+VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "cuda_graph", "verify"}
+NO_TORCH = (
+    "errors",
+    "config",
+    "sampling_params",
+    "outputs",
+    "machine",
+    "theory",
+    "models.hub",
+    "drafters.methods",
+    "cli",
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import random
 
 import pytest
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.engine.loop import Delta, Ended
+from paceline.engine.text import OutputText
 from paceline.errors import DeviceError, InvalidParameter, InvalidPrompt
+from paceline.llm import Encoded, StreamedRequest, request_output
+from paceline.sequence import Sequence
 
 QUESTION = [{"role": "user", "content": "Name three fruits and describe each in one sentence."}]
 
@@ -76,6 +83,59 @@ def test_streaming_gives_the_same_text_and_never_a_piece_of_a_stop_string(smollm
     assert included.outputs[0].text == text[: at + len(stop)]
 
 
+def eager(tokenizer, tokens, skip):
+    """Text as it is decoded token by token."""
+    text = OutputText(tokenizer.incremental_decoder(skip))
+    for token in tokens:
+        text.push(token)
+    text.finish()
+    return text.take()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_text_is_what_decoding_token_by_token_gives(smollm2, skip):
+    """Whole answers, and streams in pieces of any size: special tokens, halves of characters, ids without a token."""
+    tokenizer, chance = smollm2.tokenizer, random.Random(7)
+    halves = [token for text in ("🦊", "é", "字") for token in tokenizer.encode(text, add_special_tokens=False)]
+    frequent = [*halves, *smollm2.config.eos_token_ids, 0, 1, 2]
+    params = SamplingParams(skip_special_tokens=skip)
+    for _ in range(60):
+        tokens = [chance.choice(frequent) if chance.random() < 0.6 else chance.randrange(49152) for _ in range(25)]
+        expected = eager(tokenizer, tokens, skip)
+        request = StreamedRequest(smollm2, [1, 2], params)
+        answer = Sequence("0", [1, 2], params.resolve({}), max_len=100)
+        answer.tokens += tokens
+        answer.finish_reason = "length"
+        ended = Ended("0", [answer], 1.0, 2.0)
+        (completion,) = request_output(smollm2, Encoded(None, [1, 2]), 0.0, ended).outputs
+        assert (completion.text, completion.token_ids) == (expected, tokens)
+        pieces, at = [], 0
+        while at < len(tokens):
+            step = tokens[at : at + chance.randrange(1, 6)]
+            at += len(step)
+            last = at == len(tokens)
+            delta = Delta("0", 0, step, [2] * len(step), "", "length" if last else None, ended if last else None)
+            pieces.append(request.chunk(delta))
+        assert "".join(chunk.text for chunk in pieces) == expected == pieces[-1].output.outputs[0].text
+
+
+def test_text_is_decoded_when_it_is_read_and_travels_with_its_answer(smollm2, monkeypatch):
+    decoders = []
+    make = smollm2.tokenizer.incremental_decoder
+    monkeypatch.setattr(smollm2.tokenizer, "incremental_decoder", lambda skip: decoders.append(skip) or make(skip))
+    first, second, third = (smollm2.generate("The capital of France is", greedy(max_tokens=8))[0] for _ in range(3))
+    assert not decoders
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert copy.deepcopy(second) == second
+    assert "Paris" in third.outputs[0].text
+    assert first.outputs[0].text == second.outputs[0].text == third.outputs[0].text
+    assert len(decoders) == 3, "once for each answer"
+    with pytest.raises(AttributeError, match="texts"):
+        _ = first.outputs[0].texts
+    smollm2.generate("The capital of France is", greedy(max_tokens=8, stop="never"))
+    assert len(decoders) == 4, "a stop string is the engine's to find"
+
+
 def test_closing_a_stream_cancels_the_request(smollm2):
     stream = smollm2.stream(QUESTION, greedy(max_tokens=500))
     next(stream)
@@ -111,7 +171,7 @@ def test_a_stream_nobody_reads_is_cancelled_when_it_is_dropped(smollm2):
     stream = smollm2.stream(QUESTION, greedy(max_tokens=500))
     assert smollm2.engine.has_work
     del stream
-    assert not smollm2.engine.has_work
+    assert not smollm2.call(lambda engine: engine.has_work)
 
 
 def test_a_request_chooses_its_own_speculation(smollm2):

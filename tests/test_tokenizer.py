@@ -201,8 +201,8 @@ def test_a_missing_or_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
 
 def assert_stream_adds_up(tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
     stream = tokenizer.incremental_decoder(skip_special_tokens=skip)
-    pieces = [stream.push(token) for token in ids]
-    assert "".join(pieces) + stream.flush() == tokenizer.decode(ids, skip_special_tokens=skip)
+    text = "".join([stream.push(token) for token in ids]) + stream.flush()
+    assert text == stream.decode(ids) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @given(data=st.data(), skip=st.booleans())

@@ -1,6 +1,6 @@
 """Language models that answer several times sooner without changing what they say.
 
-`from paceline import LLM, SamplingParams` is the whole public API. The names are looked up on first use, so that
+`from paceline import LLM, AsyncLLM, SamplingParams` is the public API. The names are looked up on first use, so that
 importing the package, and with it `paceline --help`, does not import torch.
 """
 
@@ -10,16 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.async_llm import AsyncLLM
     from paceline.errors import PacelineError
     from paceline.llm import LLM
     from paceline.outputs import CompletionOutput, RequestOutput
     from paceline.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "PacelineError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "PacelineError", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOME = {
     "LLM": "paceline.llm",
+    "AsyncLLM": "paceline.async_llm",
     "SamplingParams": "paceline.sampling_params",
     "PacelineError": "paceline.errors",
     "RequestOutput": "paceline.outputs",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from paceline.errors import InvalidParameter
 
+NONE = "none"  # the method that drafts nothing: plain decoding
+AUTO = "auto"  # the method chosen by the policy, per request and step
 MAX_K = 64  # nodes a row may draft in one step
 
 
@@ -61,19 +63,20 @@ class ModelConfig:
 class SpeculationConfig:
     """Which methods may draft, and what each is told. `k` None: the policy decides each step."""
 
-    method: str = "none"  # a method, none, or auto: whatever pays, per request and step
+    method: str = NONE  # an entry of the METHODS table, NONE or AUTO
     k: int | None = None
     ngram_min: int = 2  # shortest match that counts
     ngram_max: int = 5
     suffix_corpus: tuple[str, ...] = ()  # text files that seed the suffix store
     suffix_store: str | None = None  # file that keeps the suffix store between runs
     suffix_bytes: int = 200 << 20
-    draft_model: str | None = None
+    draft_model: str | None = None  # a smaller model with the same vocabulary
+    drafter: str | None = None  # checkpoint of a drafter trained for this target
 
     def __post_init__(self) -> None:
         if self.k is not None and (type(self.k) is not int or not 1 <= self.k <= MAX_K):
             raise InvalidParameter("k", f"must be a whole number between 1 and {MAX_K}, or auto; got {self.k}")
-        if self.k is not None and self.method == "none":
+        if self.k is not None and self.method == NONE:
             raise InvalidParameter("k", "method none drafts nothing; leave k out or choose a method")
         if not 1 <= self.ngram_min <= self.ngram_max:
             raise InvalidParameter("ngram_min", f"must be between 1 and ngram_max ({self.ngram_max})")
@@ -90,6 +93,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences that share a step
     max_num_batched_tokens: int = 512  # tokens of one target pass, drafted nodes included
     max_model_len: int | None = None  # None: the model's context, or what the cache can hold
+    max_waiting: int = 8192  # sequences that may wait for a place; more are refused (LLM.generate waits instead)
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -97,7 +101,7 @@ class EngineConfig:
             raise InvalidParameter(
                 "gpu_memory_fraction", f"must be above 0 and at most 1, got {self.gpu_memory_fraction}"
             )
-        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             if getattr(self, field) < 1:
                 raise InvalidParameter(field, f"must be at least 1, got {getattr(self, field)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -7,30 +7,38 @@ can name has a stream here that holds back exactly what later tokens may still c
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class TokenStream(Protocol):
-    def push(self, token: str) -> str: ...
+class TokenStream:
+    def push(self, token: str) -> str:
+        raise NotImplementedError
 
-    def flush(self) -> str: ...
+    def flush(self) -> str:
+        raise NotImplementedError
+
+    def decode(self, tokens: list[str]) -> str:
+        """All at once, from the start to the end."""
+        return "".join([*map(self.push, tokens), self.flush()])
+
+
+StreamFactory = Callable[[], TokenStream]
 
 
 class IncrementalDecoder:
     """`push` returns the text that has become certain, `flush` what was held back; then it starts anew."""
 
-    def __init__(self, backend: Backend, specials: frozenset[str], skip_special_tokens: bool = True) -> None:
-        self._token_of = backend.id_to_token
-        self._skipped = specials if skip_special_tokens else frozenset()
-        self._new_stream = stream_factory(backend)
-        self._stream = self._new_stream()
+    def __init__(self, token_of: Callable[[int], str | None], skipped: frozenset[str], streams: StreamFactory) -> None:
+        self._token_of, self._skipped, self._new_stream = token_of, skipped, streams
+        self._stream = streams()
 
     def push(self, token_id: int) -> str:
         token = self._token_of(token_id)
@@ -41,8 +49,14 @@ class IncrementalDecoder:
         self._stream = self._new_stream()
         return rest
 
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """What `push` for each and `flush` give, joined."""
+        skipped = self._skipped
+        tokens = [token for token in map(self._token_of, token_ids) if token is not None and token not in skipped]
+        return self._new_stream().decode(tokens)
 
-class ByteLevelStream:
+
+class ByteLevelStream(TokenStream):
     """Byte-level BPE: every character of a token stands for one byte; bytes are UTF-8."""
 
     def __init__(self) -> None:
@@ -54,8 +68,11 @@ class ByteLevelStream:
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
+    def decode(self, tokens: list[str]) -> str:
+        return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
 
-class SentencePieceStream:
+
+class SentencePieceStream(TokenStream):
     """SentencePiece with byte fallback: ▁ is a space, <0xNN> a byte, the first `strip` spaces belong to the format.
 
     A run of byte tokens is text only if all of it is valid UTF-8, and one � per byte otherwise, so a run waits for
@@ -95,7 +112,7 @@ class SentencePieceStream:
         return text
 
 
-class WindowStream:
+class WindowStream(TokenStream):
     """Any other decoder: decodes the tokens since the last clean break together with those before it."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:
@@ -119,7 +136,7 @@ class WindowStream:
         return self._decode(self._context + self._pending)[len(shown) :]
 
 
-def stream_factory(backend: Backend) -> Callable[[], TokenStream]:
+def stream_factory(backend: Backend) -> StreamFactory:
     decoder = backend.decoder
     if decoder is None:
         return lambda: WindowStream(" ".join)
@@ -147,6 +164,7 @@ def _byte_of_character() -> dict[str, int]:
 BYTE_OF_CHARACTER = _byte_of_character()
 
 
+@functools.lru_cache(1 << 18)  # a vocabulary
 def token_bytes(token: str) -> bytes:
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])

@@ -9,7 +9,11 @@ PacelineError
 │   ├── BrokenModel        missing, truncated or contradictory weights
 │   └── DownloadFailed     no network, wrong checksum, no space
 ├── CacheFolderError   the cache folder cannot be read or written
-└── DeviceError        no such device, or not enough memory on it
+├── DeviceError        no such device, or not enough memory on it
+├── QueueFull          more requests wait than `max_waiting` allows
+├── RequestFailed      a request ended by an error in its step; others go on
+├── EngineClosed       the model was closed
+└── EngineDied         the device is lost; every request ends and new ones are refused
 """
 
 from __future__ import annotations
@@ -56,4 +60,20 @@ class CacheFolderError(PacelineError):
 
 
 class DeviceError(PacelineError):
+    pass
+
+
+class QueueFull(PacelineError):
+    pass
+
+
+class RequestFailed(PacelineError):
+    pass
+
+
+class EngineClosed(PacelineError):
+    pass
+
+
+class EngineDied(PacelineError):
     pass

@@ -6,19 +6,20 @@ generation_config, so a resolved object holds numbers only. Knows no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import MAX_K
+from paceline.config import AUTO, MAX_K
 from paceline.errors import InvalidParameter
 
 MAX_LOGPROBS = 20
+MAX_N = 4096  # answers to one prompt
+MAX_INT = 2**31 - 1  # counts and token ids are int32 on the device
 SEED_LIMIT = 2**63
 
 
@@ -48,36 +49,13 @@ class SamplingParams:
     speculation: str | Mapping[str, Any] | None = None  # None: the engine's choice
 
     def __post_init__(self) -> None:
-        for name, value in self._checked().items():
-            object.__setattr__(self, name, value)
-        self._refuse_contradictions()
+        self._set({name: getattr(self, name) for name in _CHECKS})
 
-    def _checked(self) -> dict[str, Any]:
-        """Every field in its plain form; raises InvalidParameter at the first one out of range."""
-        return {
-            "n": _integer("n", self.n, 1),
-            "temperature": _optional_real("temperature", self.temperature, "at least 0", lambda x: x >= 0),
-            "top_k": _top_k(self.top_k),
-            "top_p": _optional_real("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1),
-            "min_p": _optional_real("min_p", self.min_p, "between 0 and 1", lambda x: 0 <= x <= 1),
-            "repetition_penalty": _optional_real(
-                "repetition_penalty", self.repetition_penalty, "above 0 (1 = off)", lambda x: x > 0
-            ),
-            "presence_penalty": _real("presence_penalty", self.presence_penalty, *_PENALTY),
-            "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, *_PENALTY),
-            "logit_bias": _logit_bias(self.logit_bias),
-            "bad_words": _strings("bad_words", self.bad_words),
-            "min_tokens": _integer("min_tokens", self.min_tokens, 0),
-            "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1),
-            "stop": _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
-            "seed": None if self.seed is None else _integer("seed", self.seed, 0, SEED_LIMIT - 1),
-            "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            "include_stop_str_in_output": _boolean("include_stop_str_in_output", self.include_stop_str_in_output),
-            "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
-            "speculation": _speculation(self.speculation),
-        }
+    def _set(self, values: Mapping[str, Any]) -> None:
+        """Give fields values in their plain form; raises InvalidParameter at the first one out of range."""
+        for name, value in values.items():
+            object.__setattr__(self, name, _CHECKS[name](name, value))
+        self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -102,7 +80,7 @@ class SamplingParams:
         return self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def resolve(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Fill every None from a generation_config.
+        """Fill every None from a generation_config; only what is filled is checked anew.
 
         do_sample false means greedy, true means its temperature or 1.0; without do_sample a temperature written down
         counts, else greedy. Its top_k, top_p and min_p are only read when the outcome is to sample.
@@ -119,7 +97,10 @@ class SamplingParams:
             if getattr(self, name) is None:
                 default = source.get(name)
                 filled[name] = neutral if default is None else default
-        return dataclasses.replace(self, **filled)
+        resolved = object.__new__(type(self))
+        resolved.__dict__.update(self.__dict__)
+        resolved._set(filled)
+        return resolved
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have."""
@@ -142,46 +123,51 @@ def _default_temperature(defaults: Mapping[str, Any]) -> float:
         do_sample = temperature is not None
     if not do_sample:
         return 0.0
-    return 1.0 if temperature is None else _real("temperature", temperature, "at least 0", lambda x: x >= 0)
+    return 1.0 if temperature is None else _temperature("temperature", temperature)
 
 
-def _real(name: str, value: Any, allowed: str, holds: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidParameter(name, f"must be a number {allowed}, got {value!r}")
-    number = float(value)
-    if not math.isfinite(number) or not holds(number):
-        raise InvalidParameter(name, f"must be {allowed}, got {value}")
-    return number
+Check = Callable[[str, Any], Any]  # (field, value) -> the value in its plain form
 
 
-_PENALTY = ("between -2 and 2", lambda x: -2 <= x <= 2)
+def _real(allowed: str, holds: Callable[[float], bool]) -> Check:
+    def check(name: str, value: Any) -> float:
+        if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            raise InvalidParameter(name, f"must be a number {allowed}, got {value!r}")
+        number = float(value)
+        if not math.isfinite(number) or not holds(number):
+            raise InvalidParameter(name, f"must be {allowed}, got {value}")
+        return number
+
+    return check
 
 
-def _optional_real(name: str, value: Any, allowed: str, holds: Any) -> float | None:
-    return None if value is None else _real(name, value, allowed, holds)
+def _integer(low: int, high: int) -> Check:
+    allowed = f"between {low} and {high}" if high < MAX_INT else f"at least {low} and at most {high}"
+
+    def check(name: str, value: Any) -> int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = operator.index(value)
+        except TypeError:
+            raise InvalidParameter(name, f"must be a whole number {allowed}, got {value!r}") from None
+        if not low <= number <= high:
+            raise InvalidParameter(name, f"must be {allowed}, got {number}")
+        return number
+
+    return check
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+def _optional(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _top_k(name: str, value: Any) -> int:
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidParameter(name, f"must be a whole number {allowed}, got {value!r}") from None
-    if number < low or (high is not None and number > high):
-        raise InvalidParameter(name, f"must be {allowed}, got {number}")
-    return number
-
-
-def _top_k(value: Any) -> int | None:
-    if value is None:
-        return None
-    try:
-        return max(_integer("top_k", value, -1), 0)
+        return max(int(_integer(-1, MAX_INT)(name, value)), 0)
     except InvalidParameter:
         raise InvalidParameter(
-            "top_k", f"must be a whole number at least 1, or 0 or -1 for off, got {value!r}"
+            name, f"must be a whole number between 1 and {MAX_INT}, or 0 or -1 for off, got {value!r}"
         ) from None
 
 
@@ -198,6 +184,8 @@ def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if name == "stop" and isinstance(value, str):
+        value = (value,)
     strings = _items(name, () if value is None else value, "strings")
     for string in strings:
         if not isinstance(string, str) or not string:
@@ -205,35 +193,62 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return strings
 
 
+_token_id = _integer(0, MAX_INT)
+_bias = _real("between -100 and 100", lambda x: -100 <= x <= 100)
+
+
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    return tuple(_integer(name, token, 0) for token in _items(name, () if value is None else value, "token ids"))
+    return tuple(_token_id(name, token) for token in _items(name, () if value is None else value, "token ids"))
 
 
-def _logit_bias(value: Any) -> dict[int, float] | None:
+def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     if not value and (value is None or isinstance(value, Mapping)):
         return None
     if not isinstance(value, Mapping):
-        raise InvalidParameter("logit_bias", f"must map token ids to numbers between -100 and 100, got {value!r}")
-    return {
-        _integer("logit_bias", token, 0): _real("logit_bias", bias, "between -100 and 100", lambda x: -100 <= x <= 100)
-        for token, bias in value.items()
-    }
+        raise InvalidParameter(name, f"must map token ids to numbers between -100 and 100, got {value!r}")
+    return {_token_id(name, token): _bias(name, bias) for token, bias in value.items()}
 
 
-def _speculation(value: Any) -> str | dict[str, Any] | None:
+def _speculation(name: str, value: Any) -> str | dict[str, Any] | None:
     """A method's name, or {"method": ..., "k": ...}; which methods there are, the engine knows."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
-        raise InvalidParameter("speculation", f'must be a method or {{"method": ..., "k": ...}}, got {value!r}')
+        raise InvalidParameter(name, f'must be a method or {{"method": ..., "k": ...}}, got {value!r}')
     for key in value:
         if key not in ("method", "k"):
-            raise InvalidParameter("speculation", f"{key!r} is not understood; it takes method and k")
+            raise InvalidParameter(name, f"{key!r} is not understood; it takes method and k")
     chosen = dict(value)
     if "method" in chosen and not isinstance(chosen["method"], str):
-        raise InvalidParameter("speculation", f"method must be a name, got {chosen['method']!r}")
-    if chosen.get("k") == "auto":
+        raise InvalidParameter(name, f"method must be a name, got {chosen['method']!r}")
+    if chosen.get("k") == AUTO:
         chosen["k"] = None
     if chosen.get("k") is not None:
-        chosen["k"] = _integer("speculation", chosen["k"], 1, MAX_K)
+        chosen["k"] = _integer(1, MAX_K)(name, chosen["k"])
     return chosen
+
+
+_temperature = _real("at least 0", lambda x: x >= 0)
+_penalty = _real("between -2 and 2", lambda x: -2 <= x <= 2)
+_CHECKS: dict[str, Check] = {
+    "n": _integer(1, MAX_N),
+    "temperature": _optional(_temperature),
+    "top_k": _optional(_top_k),
+    "top_p": _optional(_real("above 0 and at most 1", lambda x: 0 < x <= 1)),
+    "min_p": _optional(_real("between 0 and 1", lambda x: 0 <= x <= 1)),
+    "repetition_penalty": _optional(_real("above 0 (1 = off)", lambda x: x > 0)),
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "logit_bias": _logit_bias,
+    "bad_words": _strings,
+    "min_tokens": _integer(0, MAX_INT),
+    "max_tokens": _optional(_integer(1, MAX_INT)),
+    "stop": _strings,
+    "stop_token_ids": _token_ids,
+    "ignore_eos": _boolean,
+    "seed": _optional(_integer(0, SEED_LIMIT - 1)),
+    "logprobs": _optional(_integer(0, MAX_LOGPROBS)),
+    "include_stop_str_in_output": _boolean,
+    "skip_special_tokens": _boolean,
+    "speculation": _speculation,
+}

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.config import SpeculationConfig
+from paceline.config import AUTO, SpeculationConfig
+from paceline.drafters.methods import DRAFT_MODEL, METHODS, OPTIONS, by_vllm_name
 from paceline.errors import InvalidParameter
 
 FIELD = "speculative_config"
-METHODS = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft-model", "draft-model": "draft-model"}
 RENAMED = {"num_speculative_tokens": "k", "prompt_lookup_max": "ngram_max", "prompt_lookup_min": "ngram_min"}
-# Anything that accepts what the target would not have said.
+# Settings that accept tokens the target would not have produced.
 LOSSY = {
     "acceptance_method",
     "posterior_alpha",
@@ -28,32 +28,48 @@ LOSSY = {
 
 def read(value: str | Mapping[str, Any], base: SpeculationConfig) -> SpeculationConfig:
     """The given settings over `base`."""
-    given = _parse(value)
-    changes: dict[str, Any] = {}
+    given = dict(_parse(value))
+    changes: dict[str, Any] = {"method": _method(given, base)}
     for key, setting in given.items():
         if key in LOSSY:
             raise InvalidParameter(FIELD, f"{key} would change what the model says; paceline is always lossless")
-        if key == "method":
-            if not isinstance(setting, str) or setting not in METHODS:
-                raise InvalidParameter(FIELD, f"method {setting!r} is not one of {', '.join(METHODS)}")
-            changes["method"] = METHODS[setting]
-        elif key == "model":
-            changes["draft_model"] = str(setting)
+        if key == "model":
+            changes[_model_option(changes["method"])] = str(setting)
         elif key in RENAMED:
             if not isinstance(setting, int) or isinstance(setting, bool):
                 raise InvalidParameter(FIELD, f"{key} must be a whole number, got {setting!r}")
+            _refuse_without_meaning(key, RENAMED[key], changes["method"])
             changes[RENAMED[key]] = setting
-        else:
+        elif key != "method":
             raise InvalidParameter(FIELD, f"{key} is not understood; known are method, model, {', '.join(RENAMED)}")
-    if "draft_model" in changes and "method" not in changes:
-        changes["method"] = "draft-model"
-    method = changes.get("method", base.method)
-    for key, wanted in (("prompt_lookup_max", "ngram"), ("prompt_lookup_min", "ngram"), ("model", "draft-model")):
-        if key in given and method not in (wanted, "auto"):
-            raise InvalidParameter(FIELD, f"{key} has no meaning for method {method}; leave it out")
     if changes.get("ngram_max", base.ngram_max) < base.ngram_min:
         changes.setdefault("ngram_min", changes["ngram_max"])
     return replace(base, **changes)
+
+
+def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
+    """As named; a model without a method is a draft model, as in vLLM."""
+    if "method" not in given:
+        return DRAFT_MODEL if "model" in given else base.method
+    method = by_vllm_name(given["method"])
+    if method is None:
+        known = ", ".join(each.vllm for each in METHODS.values() if each.vllm)
+        raise InvalidParameter(FIELD, f"method {given['method']!r} is not one of {known}")
+    return method.name
+
+
+def _model_option(method: str) -> str:
+    """vLLM names every checkpoint `model`: the one thing the method needs."""
+    needs = METHODS[method].needs if method in METHODS else ()
+    if len(needs) != 1:
+        raise InvalidParameter(FIELD, f"model has no meaning for method {method}; leave it out")
+    return needs[0]
+
+
+def _refuse_without_meaning(key: str, option: str, method: str) -> None:
+    taken = OPTIONS if method == AUTO else METHODS[method].options if method in METHODS else ()
+    if option not in ("k", *taken):
+        raise InvalidParameter(FIELD, f"{key} has no meaning for method {method}; leave it out")
 
 
 def _parse(value: str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,11 +17,10 @@ from paceline.advisor.profile import DrafterCost, host_drafter, model_drafter, p
 from paceline.advisor.records import Records, record
 from paceline.advisor.replay import Replay
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Measurement
+from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import PLAIN
 from paceline.bench.runner import Plan, measure
-from paceline.bench.summary import cells
 from tests.models.tiny import save_tiny
 
 COST = PassCost(decode={1: {0: 0.03, 8: 0.04}, 4: {0: 0.035, 32: 0.07}}, context=20, prompt={32: 0.05})

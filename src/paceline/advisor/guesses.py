@@ -92,7 +92,7 @@ class RecordedDrafter(HostDrafter):
         width = max(map(len, chains), default=0)
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.int64)
         counts = torch.tensor([len(chain) for chain in chains], dtype=torch.int64)
-        return Draft.chains(tokens.view(len(rows), width), counts, source=2)
+        return Draft.chains(tokens.view(len(rows), width), counts)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         for commit in commits:

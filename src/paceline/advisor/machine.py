@@ -16,6 +16,7 @@ from paceline.bench.engines import Engines
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.results import PLAIN
 from paceline.bench.runner import Subject
+from paceline.build import make_engine
 from paceline.config import MAX_K, EngineConfig, ModelConfig
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
@@ -71,7 +72,7 @@ class Machine(Engines):
 
     def probe(self, drafters: Sequence[Drafter], policy: Policy, *, sequences: int, length: int) -> Engine:
         config = probe_config(sequences, length)
-        return Engine(self.loaded.decoder, config, drafters=drafters, policy=policy)
+        return make_engine(self.loaded, config, drafters, policy)
 
 
 def probe_config(sequences: int, length: int) -> EngineConfig:

@@ -75,7 +75,7 @@ class Nonsense(HostDrafter):
             [(31 * row.sequence.tokens[-1] + 7 * at + 11) % self._vocab_size for at in range(width)] for row in rows
         ]
         counts = torch.tensor([row.budget for row in rows], dtype=torch.int64)
-        return Draft.chains(torch.tensor(tokens, dtype=torch.int64), counts, source=0)
+        return Draft.chains(torch.tensor(tokens, dtype=torch.int64), counts)
 
 
 class Told(LearnsNothing):

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 from paceline.bench.grid import Contender
 from paceline.bench.groups import make_groups
-from paceline.bench.measurement import Measurement
+from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import ALL, Cell
 from paceline.bench.runner import OnProgress, Plan, Subject, measure
 from paceline.bench.statistics import MIN_PAIRS
-from paceline.bench.summary import cells
 
 MOST_ROUNDS = 5
 

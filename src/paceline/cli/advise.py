@@ -16,8 +16,8 @@ from paceline.advisor.halves import check_halves, halves
 from paceline.bench.grid import concurrencies
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
 from paceline.cli.bench import check_sampling, choose_folder
-from paceline.cli.bench_progress import live
 from paceline.cli.output import print_json, print_note
+from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:

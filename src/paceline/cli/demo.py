@@ -17,7 +17,8 @@ from paceline.cli.demo_prompts import PROMPTS
 from paceline.cli.generate import closing, interrupted, load_llm, messages, read_prompt
 from paceline.cli.options import RunOptions
 from paceline.cli.output import Tally, method_words, print_json, rate_words
-from paceline.cli.speculation import NONE, speculation_arguments
+from paceline.cli.speculation import speculation_arguments
+from paceline.config import NONE
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from paceline.config import AUTO, NONE
+from paceline.drafters.methods import method_names
+
 if TYPE_CHECKING:
     from paceline.sampling_params import SamplingParams
 
@@ -50,14 +53,19 @@ class RunOptions:
         str,
         _drafting(
             "--method",
-            help="Who drafts; auto takes what pays, step by step, and none decodes plainly.",
-            metavar="auto|none|ngram|suffix|draft-model",
+            help=f"What drafts; {AUTO} takes what pays, step by step, and {NONE} decodes plainly.",
+            metavar="|".join((AUTO, *method_names())),
         ),
-    ] = "auto"
-    k: Annotated[str, _drafting("--k", help="Tokens drafted ahead; auto decides each step.", metavar="N|auto")] = "auto"
+    ] = AUTO
+    k: Annotated[
+        str, _drafting("--k", help=f"Tokens drafted ahead; {AUTO} decides each step.", metavar=f"N|{AUTO}")
+    ] = AUTO
     draft_model: Annotated[
         str | None, _drafting("--draft-model", help="A smaller model with the same vocabulary.", metavar="MODEL")
     ] = None
+    drafter: Annotated[str | None, _drafting("--drafter", help="A drafter trained for this model.", metavar="PATH")] = (
+        None
+    )
     suffix_corpus: Annotated[
         list[str] | None, _drafting("--suffix-corpus", help="Text to draft from; repeatable.", metavar="FILE")
     ] = None

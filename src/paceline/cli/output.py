@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import AUTO, NONE
 from paceline.outputs import CompletionOutput, Logprob, RequestOutput, SpeculationStats, StreamChunk
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ def rate_words(tokens_per_second: float | None) -> str:
 
 def drafting_words(llm: LLM, stats: SpeculationStats) -> str:
     """`suffix k≈4 · τ 2.4 · est. 1.7x`, or why there was no draft."""
-    if llm.method == "none":
-        return "none"
+    if llm.method == NONE:
+        return NONE
     if not stats.num_drafts:
-        if llm.method != "auto" and llm.speculation.k is not None:
+        if llm.method != AUTO and llm.speculation.k is not None:
             return f"{llm.method}, nothing to draft from"
         expected = "" if llm.expected_gain is None else f": expected {llm.expected_gain:.1f}x"
         return f"speculation off{expected}"

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import AUTO, SpeculationConfig
+from paceline.drafters.methods import check, given_options
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from paceline.cli.options import RunOptions
-    from paceline.config import SpeculationConfig
 
-AUTO, NONE = "auto", "none"
-# Flag -> the methods it speaks to; None: to every method that drafts.
-MEANT_FOR: dict[str, tuple[str, ...] | None] = {
-    "k": None,
-    "draft_model": (AUTO, "draft-model"),
-    "suffix_corpus": (AUTO, "suffix"),
-    "suffix_store": (AUTO, "suffix"),
-}
+FLAGS = ("draft_model", "drafter", "suffix_store")  # that mean the same here, on the command line and in LLM
 
 
 def speculation_arguments(options: RunOptions) -> dict[str, Any]:
-    """What LLM takes, by its names."""
-    from paceline.config import SpeculationConfig
+    """The keywords of LLM that these flags stand for."""
     from paceline.speculative_config import read
 
     given: dict[str, Any] = {
         "method": options.method,
         "k": parse_k(options.k),
-        "draft_model": options.draft_model,
         "suffix_corpus": tuple(options.suffix_corpus or ()),
-        "suffix_store": options.suffix_store,
+        **{name: getattr(options, name) for name in FLAGS},
     }
     flags = meant = SpeculationConfig(**given)
     if options.speculative_config is not None:
         meant = read(options.speculative_config, flags)
         _refuse_two_opinions(flags, meant)
-    _refuse_without_effect(meant)
+    check(meant, only_chosen=True)
     return {**given, "speculative_config": options.speculative_config}
 
 
@@ -50,14 +42,8 @@ def parse_k(text: str) -> int | None:
 
 
 def _refuse_two_opinions(flags: SpeculationConfig, meant: SpeculationConfig) -> None:
-    for name, unset in (("method", AUTO), ("k", None), ("draft_model", None)):
+    named = [name for name, unset in (("method", AUTO), ("k", None)) if getattr(flags, name) != unset]
+    for name in (*named, *given_options(flags)):
         flag, config = getattr(flags, name), getattr(meant, name)
-        if flag not in (unset, config):
+        if flag != config:
             raise InvalidParameter(name, f"is {flag} here and {config} in speculative_config; give it once")
-
-
-def _refuse_without_effect(meant: SpeculationConfig) -> None:
-    for name, methods in MEANT_FOR.items():
-        heard = meant.method != NONE if methods is None else meant.method in methods
-        if getattr(meant, name) and not heard:
-            raise InvalidParameter(name, f"means nothing to method {meant.method}; leave one of the two out")

@@ -1,26 +1,21 @@
-"""The table of drafting methods. Nothing outside this file asks which method it is."""
+"""Drafting methods: the table is `methods`, the contract `base`. Names that need torch are looked up on first use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from paceline.drafters.base import Commit, Drafter, DrafterContext, DraftRow
-from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.ngram import NgramDrafter
-from paceline.drafters.suffix import SuffixDrafter
+from paceline.config import NONE
+from paceline.drafters.methods import METHODS, method_names
 
-NONE = "none"  # plain decoding: the empty draft
+if TYPE_CHECKING:
+    from paceline.drafters.base import Drafter, DrafterContext, DraftRow
 
-# method -> its constructor. A new method is one file and one line here.
-DRAFTERS: Mapping[str, Callable[[DrafterContext], Drafter]] = {
-    "ngram": NgramDrafter,
-    "suffix": SuffixDrafter,
-    "draft-model": DraftModelDrafter.from_context,
-}
+DRAFTERS = {name: method.make for name, method in METHODS.items()}
+__all__ = ["DRAFTERS", "METHODS", "NONE", "DraftRow", "Drafter", "DrafterContext", "method_names"]
 
 
-def method_names() -> tuple[str, ...]:
-    return (NONE, *DRAFTERS)
-
-
-__all__ = ["DRAFTERS", "NONE", "Commit", "DraftRow", "Drafter", "DrafterContext", "method_names"]
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("paceline.drafters.base"), name)

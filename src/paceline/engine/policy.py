@@ -10,11 +10,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.drafters import NONE
+from paceline.config import AUTO as AUTO
+from paceline.config import NONE
 from paceline.engine.batch import StepOutput
 from paceline.sequence import Sequence
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)

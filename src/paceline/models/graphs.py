@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.cuda_graph import CudaGraph, GraphRecorder
 from paceline.models.buckets import FEW, TILES, Bucket, path_up, up
 from paceline.models.kv_cache import LayerCache
 from paceline.models.native_relay import HEADER, Place
 from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
 from paceline.models.rehearse import Shape, rehearsal
 from paceline.models.staging import Buffer, Staging
-from paceline.recorder import Recorder, Recording
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
@@ -68,7 +68,7 @@ class Placed:
         from paceline.models.triton.attention import Division, Work
 
         self.bucket = bucket
-        self.recording: Recording | None = None
+        self.recording: CudaGraph | None = None
         self.kept: list[object] = []  # memory it points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
@@ -182,7 +182,7 @@ class PassGraphs:
         self._taps: Tensor | None = None
         self._staging = Staging(decoder.device)
         self._compiled: set[object] = set()  # sets of kernels that passes have used
-        self._recorder = Recorder()
+        self._recorder = GraphRecorder()
         self._known: dict[Hashable, tuple[Bucket, Any]] = {}
         self._begun: Begun | None = None
         self.captured = 0
@@ -361,7 +361,7 @@ class PassGraphs:
 
     def _record(self, of: Placed) -> None:
         started, before = time.perf_counter(), self._reserved()
-        of.recording = self._recorder.record(lambda: self._compute(of))
+        of.recording = self._recorder.capture(lambda: self._compute(of))
         of.kept = [of.recording.result, *self._scratch()]
         self.captured += 1
         grown = (self._reserved() - before) / 1e6

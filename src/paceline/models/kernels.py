@@ -192,10 +192,10 @@ def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None
     return FastKernels(device) if numerics == "fast" else TritonKernels(device)
 
 
-def say_of(device: torch.device) -> Callable[..., int | None] | None:
-    """What draws tokens on this device in one call, for `verify.host`, or None."""
+def draw_of(device: torch.device) -> Callable[..., int | None] | None:
+    """The native call that draws one token of a row of logits, for `verify.host`; None where there is none."""
     if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
         return None
-    from paceline.models.native_kernels import load_library, native_say
+    from paceline.models.native_kernels import load_library, native_draw
 
-    return native_say(load_library())
+    return native_draw(load_library())

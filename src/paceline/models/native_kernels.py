@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int] * 2),
-    "say": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
+    "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
     "ngram_extend": (None, [c_void_p] * 2 + [c_long]),
     "ngram_index": (None, [c_void_p, c_long]),
     "ngram_find": (None, [c_void_p, c_long]),
@@ -112,17 +112,17 @@ def open_library(variant: str) -> Library:
     return library
 
 
-def native_say(library: Library | None) -> Callable[..., int | None] | None:
-    """What a row of logits says, for `verify.host`; None without a library."""
+def native_draw(library: Library | None) -> Callable[..., int | None] | None:
+    """Draws the token of one row of logits, for `verify.host`; None without a library."""
     if library is None:
         return None
-    say = library.function("say")
+    draw_token = library.function("draw_token")
 
-    def said(logits: np.ndarray[Any, Any], *asked: float) -> int | None:
-        token: int = say(logits.ctypes.data, logits.shape[0], *asked)
+    def draw(logits: np.ndarray[Any, Any], *asked: float) -> int | None:
+        token: int = draw_token(logits.ctypes.data, logits.shape[0], *asked)
         return None if token < 0 else token
 
-    return said
+    return draw
 
 
 class PlanView(ctypes.Structure):

@@ -21,6 +21,23 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 ROW_FIELDS = ("positions", "prefix", "slots", "sequence", "reach")  # one number a row
 
 
+def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
+    """Cache slots of positions of sequences, by their row of the block tables (S, W): the one place that knows how."""
+    block = position // block_size
+    return tables.reshape(-1).take(owner * tables.shape[1] + block) * block_size + position % block_size
+
+
+class DeviceTrees(NamedTuple):
+    """Drafts of a pass whose shape only the device knows; T of them, N nodes at the most."""
+
+    rows: Tensor  # (T,) of `parents`
+    at: Tensor  # (T, N) rows of the pass, -1: no node
+    slots: Tensor  # (T, N) that the nodes are written to
+    length: Tensor  # (T,) of the sequences
+    parents: Tensor  # (B, N) int64 on the device, not checked yet
+    max_depth: int
+
+
 class HostPlan(NamedTuple):
     """A plan as arrays of the host."""
 
@@ -46,13 +63,14 @@ class PassPlan:
     block_tables: Tensor  # (S, W) block ids, -1 beyond a sequence's end
     block_size: int
     max_len: int  # no reach is larger; known on the host
+    trees: DeviceTrees | None = None  # written into the pass on the device
     work: object = None  # how the kernels cut the pass, where they prepared that beforehand; theirs alone
 
     @staticmethod
-    def on_host(host: HostPlan, block_size: int, max_len: int) -> PassPlan:
+    def on_host(host: HostPlan, block_size: int, max_len: int, trees: DeviceTrees | None = None) -> PassPlan:
         """Of arrays: tensors are made of them when they are asked for, which on a GPU nobody does."""
         plan = object.__new__(PassPlan)
-        plan.__dict__.update(host=host, block_size=block_size, max_len=max_len)
+        plan.__dict__.update(host=host, block_size=block_size, max_len=max_len, trees=trees)
         return plan
 
     def __getattr__(self, name: str) -> Tensor:

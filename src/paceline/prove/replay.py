@@ -87,7 +87,6 @@ class Fixed:
             parents=parents[None],
             depth=torch.tensor(depth, device=device)[None],
             num_nodes=torch.tensor([len(depth)], device=device),
-            source=torch.zeros(1, dtype=torch.int64, device=device),
         )
         return Fixed(draft, step.logits[:, columns], p[:, columns], step.params, step.committed)
 
@@ -264,7 +263,6 @@ class Stream:
             parents=row(parents),
             depth=row(depths[1:]),
             num_nodes=torch.full_like(length, len(tokens)),
-            source=torch.zeros_like(length),
             q=Proposal(probs=self.q, row_of=torch.where(has_child, by_slot, -1)),
         )
         return draft, by_slot

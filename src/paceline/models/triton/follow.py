@@ -15,14 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.models.chain import READ, Said
+from paceline.draft import UnreadVerdict
+from paceline.models.chain import READ
 from paceline.models.graphs import Placed
 
 BLOCK = 8192  # tokens of the vocabulary that are looked at together
 WHICH, LAST, TOKEN, END = range(4)  # what is known of a row: (4, R) int64
 
 
-def begin_after(said: Said, known: Tensor, into: Placed) -> None:
+def begin_after(said: UnreadVerdict, known: Tensor, into: Placed) -> None:
     """The READ last tokens of each row as the rows of a pass; `known` says what came before."""
     plan = into.plan
     _begin[(known.shape[1],)](

@@ -1,0 +1,152 @@
+"""`LLM` for asyncio: the same engine thread, with answers delivered to the event loop of the task that waits for them.
+
+Leaving `async for` (break, an exception, a cancelled task) cancels the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from paceline.engine.engine import Engine
+from paceline.engine.loop import Delta, Event, Failed
+from paceline.llm import LLM, Job, Message, Params, Prompt, StreamedRequest
+from paceline.outputs import RequestOutput, StreamChunk
+from paceline.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    def __init__(self, model: str | LLM = "smollm2", **options: Any) -> None:
+        """As `LLM`, or over one that is loaded already."""
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self._mail: dict[asyncio.AbstractEventLoop, _Mail] = {}
+
+    async def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
+        return await self._run(self.llm.generate_job(prompts, params))
+
+    async def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
+    ) -> list[RequestOutput]:
+        return await self._run(self.llm.chat_job(messages, params))
+
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> AsyncAnswerStream:
+        """Chunks as `LLM.stream` gives them. A request the engine refuses raises at the first one."""
+        return AsyncAnswerStream(StreamedRequest(self.llm, prompt, params), self._mail_here())
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        return await asyncio.wrap_future(self.llm.thread.call(function))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, job: Job) -> list[RequestOutput]:
+        woken, mail = asyncio.Event(), self._mail_here()
+        job.wake = lambda: mail.post(woken.set)
+        try:
+            while not job.advance():
+                await woken.wait()
+                woken.clear()
+        except BaseException:
+            job.cancel()
+            raise
+        return job.outputs()
+
+    def _mail_here(self) -> _Mail:
+        loop = asyncio.get_running_loop()
+        for closed in [each for each in self._mail if each.is_closed()]:
+            del self._mail[closed]
+        return self._mail.setdefault(loop, _Mail(loop))
+
+
+class _Mail:
+    """From the engine's thread into one event loop: however many streams a step serves, the loop is woken once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._posted: deque[Callable[[], None]] = deque()
+        self._awake = False  # a delivery is due
+
+    def post(self, delivery: Callable[[], None]) -> None:
+        self._posted.append(delivery)
+        if not self._awake:
+            self._awake = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._awake = False  # first: what is posted from here on wakes the loop again
+        while self._posted:
+            self._posted.popleft()()
+
+
+class AsyncAnswerStream:
+    """An answer under way, as chunks. The last chunk of the request carries the whole answer."""
+
+    def __init__(self, request: StreamedRequest, mail: _Mail) -> None:
+        self._request = request
+        self._inbox = _AsyncInbox(mail)  # of its own: the engine's thread must not keep a stream that is dropped
+        self._over = False
+        request.llm.thread.submit([request.request], self._inbox)
+
+    def __aiter__(self) -> AsyncAnswerStream:
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        try:
+            while not self._over:
+                event = await self._inbox.get()
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Delta):
+                    self._over = event.ended is not None
+                    return self._request.chunk(event)
+        except BaseException:
+            self._cancel()
+            raise
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel what is left of the request; its blocks are free when this returns."""
+        done = self._cancel()
+        if done is not None:
+            await asyncio.wrap_future(done)
+
+    def _cancel(self) -> Any:
+        if self._over:
+            return None
+        self._over = True
+        return self._request.cancel()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_over", True):
+            self._request.cancel()
+
+
+class _AsyncInbox:
+    def __init__(self, mail: _Mail) -> None:
+        self._mail = mail
+        self._events: deque[Event] = deque()
+        self._woken = asyncio.Event()
+
+    def put(self, event: Event, /) -> None:
+        """Of the engine's thread."""
+        self._events.append(event)
+        self._mail.post(self._woken.set)
+
+    async def get(self) -> Event:
+        while not self._events:
+            self._woken.clear()
+            await self._woken.wait()
+        return self._events.popleft()

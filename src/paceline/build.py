@@ -1,0 +1,111 @@
+"""From a model's name and settings to an engine: the one assembly that LLM, bench, advise, prove and the server use.
+
+`load` reads weights, which may serve several engines; `make_drafters`, `make_policy` and `make_engine` give each engine
+drafters, a policy and a cache of its own. `build` is the three in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import machine
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.drafters.base import Drafter, DrafterContext
+from paceline.drafters.methods import available
+from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.engine import Engine
+from paceline.engine.policy import Policy
+from paceline.engine.policy_memory import PolicyMemory
+from paceline.models.hub import Progress, cache_home, resolve
+from paceline.models.pass_prior import prior_of
+from paceline.models.runtime import LoadedModel, load_model
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model's weights in memory."""
+
+    path: Path
+    loaded: LoadedModel
+    note: str | None  # for the user: a fault of the machine that had to be worked around
+
+
+@dataclass(frozen=True)
+class Built:
+    engine: Engine
+    policy: AdaptivePolicy
+    memory: PolicyMemory | None  # None: the policy neither starts from earlier runs nor is kept
+
+    def keep(self) -> None:
+        """Store what policy and drafters learnt for the next run."""
+        if self.memory is not None:
+            self.memory.save(self.policy)
+        for drafter in self.engine.drafters.drafters:
+            drafter.close()
+
+
+def load(
+    model: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    numerics: str = "exact",
+    progress: Progress | None = None,
+) -> Target:
+    note = machine.guard_amx(cache_home())
+    path = resolve(model, progress)
+    return Target(path, load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics), note)
+
+
+def build(
+    target: Target, config: EngineConfig, speculation: SpeculationConfig | None = None, *, remember: bool = True
+) -> Built:
+    """`remember`: the policy starts from what earlier runs of this model on this machine learnt."""
+    wanted = speculation or SpeculationConfig()
+    drafters = make_drafters(target.loaded, wanted)
+    policy = make_policy(target.loaded, drafters, wanted)
+    memory = PolicyMemory(target.path, target.loaded, drafters) if remember else None
+    if memory is not None:
+        memory.load(policy)
+    return Built(make_engine(target.loaded, config, drafters, policy), policy, memory)
+
+
+def make_drafters(
+    loaded: LoadedModel, speculation: SpeculationConfig, given: Mapping[str, Drafter] | None = None
+) -> list[Drafter]:
+    """Every method with all it needs: a request can choose its own. `given` drafters, by method, are taken as they are,
+    for engines that share the weights of a draft model."""
+    ready = dict(given or {})
+    context = drafter_context(loaded, speculation)
+    made = {method.name: method.make(context) for method in available(speculation) if method.name not in ready}
+    return [*made.values(), *ready.values()]
+
+
+def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> DrafterContext:
+    decoder, tokenizer = loaded.decoder, loaded.tokenizer
+    on_cpu = decoder.device.type == "cpu"
+    return DrafterContext(
+        config=loaded.config,
+        device=decoder.device,
+        speculation=speculation,
+        dtype="auto" if on_cpu else str(loaded.dtype).removeprefix("torch."),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        token_texts=tokenizer.token_text,
+        embedding=decoder.embedding,
+        head=decoder.head,
+        kernels=decoder.kernels,
+        extra=loaded.extra,
+        checkpoint=None if speculation.drafter is None else resolve(speculation.drafter),
+    )
+
+
+def make_policy(loaded: LoadedModel, drafters: SequenceOf[Drafter], speculation: SpeculationConfig) -> AdaptivePolicy:
+    return AdaptivePolicy(drafters, speculation.method, speculation.k, prior_of(loaded.decoder))
+
+
+def make_engine(loaded: LoadedModel, config: EngineConfig, drafters: SequenceOf[Drafter], policy: Policy) -> Engine:
+    return Engine(loaded.decoder, config, tokenizer=loaded.tokenizer, drafters=drafters, policy=policy)

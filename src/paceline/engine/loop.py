@@ -1,0 +1,370 @@
+"""One thread owns the engine and steps it; all others send it commands and receive events.
+
+`EngineLoop` is the only caller of `Engine`: it carries out commands between steps, so engine, scheduler, drafters and
+policy have no locks. It knows no threads: `EngineThread` runs it in one, over a queue; a process of its own can run it
+over sockets. The loop never waits for a receiver, and an exception ends the requests it belongs to and no others.
+
+A request travels: Submit -> (streamed: Accepted, a Delta for each step) -> Ended, or Failed at any point.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from paceline.engine.batch import StepOutput
+from paceline.engine.engine import Engine
+from paceline.errors import EngineClosed, EngineDied, PacelineError, QueueFull, RequestFailed
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+
+log = logging.getLogger("paceline")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams  # resolved
+    job: str | None = None
+    streamed: bool = False  # its tokens are reported as they are committed
+    patient: bool = False  # it waits for room in a full queue; else it is refused
+
+
+# -- commands
+
+
+class Submit(NamedTuple):
+    requests: list[Request]
+
+
+class Cancel(NamedTuple):
+    request_ids: SequenceOf[str]
+    done: Future[None] | None = None  # resolved once their blocks are free
+
+
+class Call(NamedTuple):
+    function: Callable[[Engine], Any]
+    done: Future[Any]
+
+
+class Close(NamedTuple):
+    pass
+
+
+Command = Submit | Cancel | Call | Close
+
+
+# -- events
+
+
+class Accepted(NamedTuple):
+    request_id: str
+
+
+class Ended(NamedTuple):
+    request_id: str
+    answers: list[Sequence]  # finished: the engine does not touch them any more
+    first_token_time: float
+    finished_time: float
+
+
+class Delta(NamedTuple):
+    """What a step committed for one answer of a streamed request."""
+
+    request_id: str
+    answer: int  # which of the request's n
+    tokens: list[int]
+    kinds: list[int]
+    text: str  # of requests with stop strings, whose text the engine decodes; else empty
+    finish_reason: str | None
+    ended: Ended | None  # with the last one
+
+
+class Failed(NamedTuple):
+    request_id: str
+    error: PacelineError
+
+
+Event = Accepted | Delta | Ended | Failed
+
+
+class Receiver(Protocol):
+    """Called by the loop: it must neither wait nor raise."""
+
+    def put(self, event: Event, /) -> None: ...
+
+
+@dataclass(slots=True)
+class _Open:
+    answers: list[Sequence]
+    left: int  # answers that are not finished
+    streamed: bool
+    first_token_time: float | None = None
+
+
+class EngineLoop:
+    def __init__(self, engine: Engine, commands: SimpleQueue[Command], outputs: Receiver) -> None:
+        self.engine, self._commands, self._outputs = engine, commands, outputs
+        self._open: dict[str, _Open] = {}
+        self._watched: set[str] = set()  # requests that are streamed, or have no first token yet
+        self._backlog: deque[Request] = deque()  # patient ones, in order of arrival
+        self._died: EngineDied | None = None
+
+    def run(self) -> None:
+        """Until told to close; what is open then fails."""
+        while self._take_commands():
+            self._admit_backlog()
+            if self.engine.has_work:
+                self._step()
+
+    def abandon(self, error: PacelineError) -> None:
+        """Fail every request that is open and every command that is left."""
+        for request_id in [*self._open, *(request.request_id for request in self._backlog)]:
+            self._fail(request_id, error)
+        self._backlog.clear()
+        while not self._commands.empty():
+            match self._commands.get():
+                case Submit(requests):
+                    for request in requests:
+                        self._fail(request.request_id, error)
+                case Cancel(_, done) if done is not None:
+                    done.set_result(None)
+                case Call(_, done):
+                    done.set_exception(_fresh(error))
+
+    # -- commands
+
+    def _take_commands(self) -> bool:
+        """Carry out all that is there, or wait for one where there is nothing else to do; False: close."""
+        idle = not self.engine.has_work and not self._backlog
+        while idle or not self._commands.empty():
+            idle = False
+            match self._commands.get():
+                case Submit(requests):
+                    for request in requests:
+                        self._submit(request)
+                case Cancel(request_ids, done):
+                    self._cancel(request_ids, done)
+                case Call(function, done):
+                    self._call(function, done)
+                case Close():
+                    return False
+        return True
+
+    def _submit(self, request: Request) -> None:
+        if (request.patient and self._backlog) or not self._add(request):
+            self._backlog.append(request)
+
+    def _admit_backlog(self) -> None:
+        while self._backlog and self._add(self._backlog[0]):
+            self._backlog.popleft()
+
+    def _add(self, request: Request) -> bool:
+        """False: the queue is full, and the request can wait."""
+        request_id = request.request_id
+        try:
+            if self._died is not None:
+                raise _fresh(self._died)
+            answers = self.engine.add_request(request_id, request.prompt, request.params, request.job)
+        except QueueFull as full:
+            if request.patient:
+                return False
+            self._fail(request_id, full)
+        except Exception as problem:
+            self._fail(request_id, problem)
+        else:
+            self._open[request_id] = _Open(answers, len(answers), request.streamed)
+            self._watched.add(request_id)
+            if request.streamed:
+                self._outputs.put(Accepted(request_id))
+        return True
+
+    def _cancel(self, request_ids: SequenceOf[str], done: Future[None] | None) -> None:
+        gone = set(request_ids)
+        if self._backlog:
+            self._backlog = deque(request for request in self._backlog if request.request_id not in gone)
+        for request_id in request_ids:
+            if self._forget(request_id) is not None:
+                self.engine.cancel(request_id)
+        if done is not None:
+            done.set_result(None)
+
+    def _call(self, function: Callable[[Engine], Any], done: Future[Any]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(function(self.engine))
+        except BaseException as problem:
+            done.set_exception(problem)
+
+    # -- steps
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except EngineDied as died:
+            self._died = died
+            log.error("the engine died: %s", died)
+            for request_id in list(self._open):
+                self._cancel_failed(request_id, died)
+            return
+        except Exception as problem:
+            self._fail_step(problem)
+            return
+        now, watched, ended = time.perf_counter(), self._watched, set(outputs.ended)
+        for index, sequence in enumerate(outputs.sequences):
+            if index in ended or sequence.request_id in watched:
+                self._report(outputs[index], now)
+
+    def _fail_step(self, problem: Exception) -> None:
+        """A step that raised: the requests that took part in it end. Others wait, and have their turn."""
+        log.debug("a step failed", exc_info=problem)
+        scheduler = self.engine.scheduler
+        part = scheduler.running or scheduler.waiting[:1]  # the one to be admitted, where none ran
+        for request_id in dict.fromkeys(sequence.request_id for sequence in part):
+            self._cancel_failed(request_id, problem)
+
+    def _cancel_failed(self, request_id: str, problem: Exception) -> None:
+        for sequence in self.engine.cancel(request_id):
+            sequence.finish_reason, sequence.error = "error", str(_failure(problem))
+        self._fail(request_id, problem)
+
+    def _report(self, output: StepOutput, now: float) -> None:
+        sequence = output.sequence
+        request_id = sequence.request_id
+        request = self._open.get(request_id)
+        if request is None:  # added by a Call
+            return
+        if output.finished and sequence.finish_reason == "error":
+            self.engine.cancel(request_id)  # its other answers
+            self._fail(request_id, RequestFailed(sequence.error or "no reason is known"))
+            return
+        if request.first_token_time is None:
+            request.first_token_time = now
+            if not request.streamed:
+                self._watched.discard(request_id)
+        ended = None
+        if output.finished:
+            request.left -= 1
+            if not request.left:
+                self._forget(request_id)
+                ended = Ended(request_id, request.answers, request.first_token_time, now)
+        if request.streamed:
+            finish_reason = sequence.finish_reason if output.finished else None
+            tokens, kinds = list(output.tokens), list(output.kinds)
+            self._outputs.put(Delta(request_id, sequence.index, tokens, kinds, output.text, finish_reason, ended))
+        elif ended is not None:
+            self._outputs.put(ended)
+
+    def _fail(self, request_id: str, problem: Exception) -> None:
+        self._forget(request_id)
+        self._outputs.put(Failed(request_id, _failure(problem)))
+
+    def _forget(self, request_id: str) -> _Open | None:
+        self._watched.discard(request_id)
+        return self._open.pop(request_id, None)
+
+
+def _failure(problem: Exception) -> PacelineError:
+    """One for each request: an exception collects the traceback of the thread that raises it."""
+    if isinstance(problem, PacelineError):
+        return _fresh(problem)
+    failure = RequestFailed(f"{type(problem).__name__}: {problem}")
+    failure.__cause__ = problem
+    return failure
+
+
+def _fresh(error: PacelineError) -> PacelineError:
+    copy = error.__class__.__new__(error.__class__, *error.args)
+    copy.args, copy.__cause__ = error.args, error.__cause__
+    copy.__dict__.update(error.__dict__)
+    return copy
+
+
+class EngineThread:
+    """An EngineLoop in a daemon thread. Every method may be called from any thread, waits are interrupted by Ctrl-C."""
+
+    def __init__(self, engine: Engine, at_end: Callable[[], None] = lambda: None) -> None:
+        """`at_end` is called by the thread after its last step."""
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._receivers: dict[str, Receiver] = {}
+        self._refusal: PacelineError | None = None  # set: nothing is put into the queue any more
+        self._lock = threading.RLock()  # of the refusal; a stream that is garbage may be dropped while it is held
+        self._thread = threading.Thread(target=self._run, args=(engine, at_end), name="paceline-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: list[Request], receiver: Receiver) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a function called on the engine's thread cannot wait for answers")
+        for request in requests:
+            self._receivers[request.request_id] = receiver
+        self._post(Submit(requests))
+
+    def cancel(self, request_ids: SequenceOf[str]) -> Future[None]:
+        """Their events end here. The result is there once their blocks are free."""
+        done: Future[None] = Future()
+        for request_id in request_ids:
+            self._receivers.pop(request_id, None)
+        try:
+            self._post(Cancel(list(request_ids), done))
+        except PacelineError:  # closed: nothing runs any more
+            done.set_result(None)
+        return done
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """`function(engine)` between two steps."""
+        done: Future[T] = Future()
+        self._post(Call(function, done))
+        return done
+
+    def close(self) -> None:
+        """Later commands are refused, open requests fail, and `at_end` has been called when this returns."""
+        with self._lock:
+            if self._refusal is None:
+                self._commands.put(Close())
+                self._refusal = EngineClosed("the model was closed; load it again to go on")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def put(self, event: Event, /) -> None:
+        """Of the loop: hand an event to whichever receiver the request has."""
+        last = isinstance(event, Ended | Failed) or (isinstance(event, Delta) and event.ended is not None)
+        receivers = self._receivers
+        receiver = receivers.pop(event.request_id, None) if last else receivers.get(event.request_id)
+        if receiver is not None:
+            try:
+                receiver.put(event)
+            except Exception:  # an event loop that was closed meanwhile
+                log.debug("an event of request %s was lost", event.request_id, exc_info=True)
+
+    def _post(self, command: Command) -> None:
+        with self._lock:
+            if self._refusal is not None:
+                raise _fresh(self._refusal)
+            self._commands.put(command)
+
+    def _run(self, engine: Engine, at_end: Callable[[], None]) -> None:
+        loop = EngineLoop(engine, self._commands, self)
+        crash: PacelineError | None = None
+        try:
+            loop.run()
+        except BaseException as problem:  # a fault of ours: no caller may wait for ever
+            log.critical("the engine's thread ended", exc_info=problem)
+            crash = EngineDied(f"the engine's thread ended: {type(problem).__name__}: {problem}; load the model again")
+        with self._lock:
+            self._refusal = refusal = crash or self._refusal or EngineClosed("the model was closed")
+        loop.abandon(refusal)
+        try:
+            at_end()
+        except Exception:
+            log.warning("what was learnt could not be kept", exc_info=True)

@@ -1,0 +1,334 @@
+"""One LLM, many callers: threads, asyncio tasks, interruptions, failures. Each answer is what it is alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from paceline import LLM, AsyncLLM, SamplingParams
+from paceline.errors import EngineClosed, EngineDied, InvalidParameter, InvalidPrompt, QueueFull, RequestFailed
+from tests.models.tiny import save_tiny
+
+CALLERS = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny("llama-tied", path)
+    return path
+
+
+def make(folder: Path, **options) -> LLM:
+    return LLM(str(folder), **{"device": "cpu", "threads": 1, "kv_cache_bytes": 4 << 20, **options})
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path):
+    with make(folder) as llm:
+        yield llm
+
+
+def prompt_of(i: int) -> list[int]:
+    return [1 + (i * 7 + j * j) % 90 for j in range(3 + i)]
+
+
+def params_of(i: int) -> SamplingParams:
+    """Greedy and seeded, some with a stop string."""
+    stop = ("w5",) if i % 3 == 0 else ()
+    if i % 2:
+        return SamplingParams(temperature=0, max_tokens=20 + i, stop=stop, ignore_eos=True)
+    return SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=20 + i, stop=stop, ignore_eos=True)
+
+
+def facts(output):
+    return [(one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM):
+    return [facts(llm.generate(prompt_of(i), params_of(i))[0]) for i in range(CALLERS)]
+
+
+def is_idle(llm: LLM) -> bool:
+    return llm.call(lambda e: not e.has_work and e.blocks.num_free == e.blocks.num_blocks)
+
+
+def endless(i: int = 0) -> SamplingParams:
+    return SamplingParams(temperature=0.9, seed=i, max_tokens=240, ignore_eos=True)
+
+
+@contextmanager
+def failing_pass(llm: LLM, problem: Exception):
+    """The next pass of the target raises."""
+    model = llm.engine.model
+    forward = model.forward
+
+    def broken(*args, **kwargs):
+        model.forward = forward
+        raise problem
+
+    llm.call(lambda engine: setattr(model, "forward", broken))
+    try:
+        yield
+    finally:
+        llm.call(lambda engine: setattr(model, "forward", forward))
+
+
+# -- answers
+
+
+def test_sixteen_threads_get_what_each_gets_alone(llm: LLM, alone) -> None:
+    start = threading.Barrier(CALLERS)
+
+    def ask(i: int):
+        start.wait()
+        if i % 4 == 3:
+            chunks = list(llm.stream(prompt_of(i), params_of(i)))
+            assert "".join(chunk.text for chunk in chunks) == chunks[-1].output.outputs[0].text
+            return facts(chunks[-1].output)
+        return facts(llm.generate([prompt_of(i)] * 2, params_of(i))[i % 2])
+
+    steps = llm.call(lambda engine: engine.stats.num_steps)
+    with ThreadPoolExecutor(CALLERS) as pool:
+        assert list(pool.map(ask, range(CALLERS))) == alone
+    assert is_idle(llm)
+    together = llm.call(lambda engine: engine.stats.num_steps) - steps
+    tokens = sum(len(one) for answers in alone for one, *_ in answers)
+    assert together < tokens / 2, "they shared passes"
+
+
+def test_sixteen_tasks_get_what_each_gets_alone(llm: LLM, alone) -> None:
+    async def ask(asynchronous: AsyncLLM, i: int):
+        if i % 4 == 3:
+            chunks = [chunk async for chunk in asynchronous.stream(prompt_of(i), params_of(i))]
+            assert "".join(chunk.text for chunk in chunks) == chunks[-1].output.outputs[0].text
+            return facts(chunks[-1].output)
+        return facts((await asynchronous.generate(prompt_of(i), params_of(i)))[0])
+
+    async def all_of_them():
+        asynchronous = AsyncLLM(llm)
+        return await asyncio.gather(*(ask(asynchronous, i) for i in range(CALLERS)))
+
+    for _ in range(2):  # an event loop each
+        assert asyncio.run(all_of_them()) == alone
+    assert is_idle(llm)
+
+
+def test_more_prompts_than_may_wait_are_fed_gradually(folder: Path, alone) -> None:
+    with make(folder, max_num_seqs=4, max_num_batched_tokens=64, max_waiting=6) as llm:
+        most = 0
+
+        def waiting(engine) -> int:
+            return len(engine.scheduler.waiting)
+
+        with ThreadPoolExecutor(1) as pool:
+            params = [params_of(i % CALLERS) for i in range(200)]
+            answers = pool.submit(llm.generate, [prompt_of(i % CALLERS) for i in range(200)], params)
+            while not answers.done():
+                most = max(most, llm.call(waiting))
+            for i, output in enumerate(answers.result()):
+                assert facts(output) == alone[i % CALLERS]
+        assert 0 < most <= 6
+
+
+def test_a_stream_is_refused_where_the_queue_is_full(folder: Path) -> None:
+    with make(folder, max_num_seqs=1, max_waiting=1) as llm:
+        streams = [llm.stream(prompt_of(i), endless(i)) for i in range(2)]
+        next(streams[0])  # runs; the other waits
+        with pytest.raises(QueueFull, match="max_waiting"):
+            llm.stream(prompt_of(2), endless())
+        assert llm.generate(prompt_of(3), params_of(3))[0].finished, "a whole answer waits for its turn"
+        for stream in streams:
+            stream.close()
+        assert is_idle(llm)
+
+
+# -- leaving early
+
+
+def test_closing_a_stream_frees_its_blocks_and_ends_a_reader_in_another_thread(llm: LLM) -> None:
+    stream, other = llm.stream(prompt_of(0), endless()), llm.stream(prompt_of(1), endless(1))
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(list, stream)
+        stream.close()
+        assert all(chunk.output is None for chunk in rest.result(timeout=20))
+    assert llm.call(lambda engine: len(engine.scheduler.running)) <= 1, "the other stream's"
+    with pytest.raises(StopIteration):
+        next(stream)
+    other.close()
+    assert is_idle(llm)
+
+
+def test_a_dropped_stream_frees_its_blocks(llm: LLM) -> None:
+    streams = [llm.stream(prompt_of(i), endless(i)) for i in range(4)]
+    next(streams[0])
+    del streams
+    gc.collect()
+    assert is_idle(llm)
+
+
+def test_leaving_an_async_loop_cancels_the_request(llm: LLM) -> None:
+    async def leave():
+        asynchronous = AsyncLLM(llm)
+        async for _ in asynchronous.stream(prompt_of(0), endless()):
+            break
+        gc.collect()
+        assert await asynchronous.call(lambda engine: not engine.has_work)
+        task = asyncio.ensure_future(asynchronous.generate([prompt_of(1)] * 3, endless()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert await asynchronous.call(lambda engine: not engine.has_work)
+        stream = asynchronous.stream(prompt_of(2), endless())
+        await anext(stream)
+        await stream.aclose()
+        assert not llm.engine.has_work
+
+    asyncio.run(leave())
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_ctrl_c_reaches_the_waiting_caller_and_leaves_nothing_running(folder: Path, how: str) -> None:
+    with make(folder) as llm:
+        slow = llm.engine.model.forward
+
+        def slowly(*args, **kwargs):
+            time.sleep(0.05)
+            return slow(*args, **kwargs)
+
+        llm.call(lambda engine: setattr(engine.model, "forward", slowly))
+        ask = llm.generate if how == "generate" else lambda *asked: list(llm.stream(*asked))
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            ask(prompt_of(0), endless())
+        timer.join()
+        assert is_idle(llm)
+
+
+def test_bad_input_raises_in_its_own_call(llm: LLM, alone) -> None:
+    with pytest.raises(InvalidPrompt, match="outside the model's vocabulary"):
+        llm.generate([prompt_of(0), [10_000]], params_of(1))
+    with pytest.raises(InvalidParameter, match="choose from"):
+        llm.stream(prompt_of(0), SamplingParams(speculation="warp"))
+
+    async def ask():
+        with pytest.raises(InvalidPrompt, match="empty"):
+            AsyncLLM(llm).stream("")
+        with pytest.raises(InvalidPrompt, match="outside the model's vocabulary"):
+            await anext(AsyncLLM(llm).stream([10_000]))
+
+    asyncio.run(ask())
+    assert is_idle(llm)
+    assert facts(llm.generate(prompt_of(1), params_of(1))[0]) == alone[1]
+
+
+# -- failures
+
+
+def test_a_failing_pass_ends_its_own_requests_and_no_others(folder: Path, alone) -> None:
+    with make(folder, max_num_seqs=1) as llm:
+        failing, waiting = (llm.stream(prompt_of(i), params_of(i)) for i in (3, 7))
+        next(failing)
+        with failing_pass(llm, ValueError("a bad pass")):
+            with pytest.raises(RequestFailed, match="a bad pass"):
+                list(failing)
+            assert facts(list(waiting)[-1].output) == alone[7], "it was not in the pass that failed"
+        with pytest.raises(StopIteration):
+            next(failing)
+        with failing_pass(llm, ValueError("another")), pytest.raises(RequestFailed, match="another"):
+            llm.generate([prompt_of(0)] * 3, params_of(0))
+        assert is_idle(llm)
+        assert facts(llm.generate(prompt_of(5), params_of(5))[0]) == alone[5]
+
+
+def test_of_many_callers_only_those_in_the_pass_fail(folder: Path, alone) -> None:
+    with make(folder, max_num_seqs=2) as llm, ThreadPoolExecutor(CALLERS) as pool:
+        asked = [pool.submit(llm.generate, prompt_of(i), params_of(i)) for i in range(CALLERS)]
+        with failing_pass(llm, ValueError("a bad pass")):
+            failed = 0
+            for i, answer in enumerate(asked):
+                try:
+                    assert facts(answer.result(timeout=60)[0]) == alone[i]
+                except RequestFailed:
+                    failed += 1
+        assert failed in (1, 2)
+        assert is_idle(llm)
+
+
+def test_a_lost_device_ends_all_requests_and_refuses_new_ones(folder: Path) -> None:
+    with make(folder) as llm:
+        stream = llm.stream(prompt_of(0), endless())
+
+        def step():
+            raise EngineDied("the device is lost; load the model again")
+
+        llm.call(lambda engine: setattr(engine, "step", step))
+        with pytest.raises(EngineDied, match="lost"):
+            list(stream)
+        with pytest.raises(EngineDied, match="lost"):
+            llm.generate(prompt_of(0))
+        assert is_idle(llm)
+
+
+def test_an_exception_of_a_call_is_the_callers(llm: LLM) -> None:
+    assert llm.call(lambda engine: threading.current_thread().name) == "paceline-engine"
+    with pytest.raises(ZeroDivisionError):
+        llm.call(lambda engine: 1 // 0)
+    assert llm.generate(prompt_of(1), params_of(1))[0].finished
+
+
+# -- the end
+
+
+def test_a_closed_llm_refuses_and_its_open_requests_fail(folder: Path) -> None:
+    llm = make(folder)
+    stream = llm.stream(prompt_of(0), endless())
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosed, match="closed"):
+        list(stream)
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(EngineClosed, match="closed"):
+            ask(prompt_of(0))
+    with pytest.raises(EngineClosed, match="closed"):
+        llm.call(lambda engine: None)
+
+
+def test_a_dropped_llm_takes_its_thread_along(folder: Path) -> None:
+    llm = make(folder)
+    llm.generate(prompt_of(0), params_of(0))
+    thread, gone = llm.thread._thread, weakref.ref(llm.engine)
+    assert thread.is_alive()
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
+    assert gone() is None
+
+
+def test_a_process_ends_with_requests_open(folder: Path) -> None:
+    program = f"""
+from paceline import LLM, SamplingParams
+llm = LLM({str(folder)!r}, device="cpu", threads=1)
+stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+next(stream)
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
