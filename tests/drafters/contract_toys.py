@@ -303,7 +303,6 @@ class ByRequest(Choosing):
         return self.choices.get(sequence.request_id, self.default)
 
 
-
 def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, ahead=False, **config):
     """The first drafter drafts for everyone, unless a policy says otherwise."""
     model = model or FunctionModel(repeating, toy_config(VOCAB, eos_token_ids=eos))

@@ -158,7 +158,9 @@ class TapDrafter(TappedDrafter):
             best = context_logits(sequence.tokens, self.vocab_size)
             for node in range(row.budget):
                 parents[at, node] = noise.randrange(-1, node)
-                tokens[at, node] = max(range(self.vocab_size), key=best.__getitem__) if node == 0 else noise.randrange(11)
+                tokens[at, node] = (
+                    max(range(self.vocab_size), key=best.__getitem__) if node == 0 else noise.randrange(11)
+                )
                 if self.malformed and noise.random() < 0.5:
                     parents[at, node], tokens[at, node] = noise.randrange(-9, 9), noise.randrange(-99, 99)
         return Draft.device_trees(tokens, parents, torch.tensor([row.budget for row in rows]), depth_bound=width)

@@ -328,7 +328,9 @@ def test_a_pass_that_fails_ends_its_own_requests_with_the_reason_and_nothing_els
     toy = Early(tokenizer=Letters(), seats=2)
     toy.engine.runs_ahead = early
     toy.fails = {4}
-    sequences = [toy.engine.add_request(name, prompt_of(i, 6), params(max_tokens=25))[0] for i, name in enumerate("abc")]
+    sequences = [
+        toy.engine.add_request(name, prompt_of(i, 6), params(max_tokens=25))[0] for i, name in enumerate("abc")
+    ]
     committed = {sequence.key: [] for sequence in sequences}
     ended = []
     while toy.engine.has_work:

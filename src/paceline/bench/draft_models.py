@@ -9,16 +9,16 @@ import torch
 
 from paceline import machine
 from paceline.config import ModelConfig, SpeculationConfig
-from paceline.drafters import DRAFTERS, DrafterContext
+from paceline.drafters import DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter, check_vocabulary
-from paceline.drafters.methods import DRAFT_MODEL
+from paceline.drafters.methods import DRAFT_MODEL, METHODS
 from paceline.errors import DeviceError
 from paceline.models.loader import load_config
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.theory import kv_bytes_per_token
 
 MEMORY_SHARE = 0.8  # of what is free, for a draft model, or for the caches of all engines together
-WITH_MODEL = tuple(name for name, make in DRAFTERS.items() if make == DraftModelDrafter.from_context)
+WITH_MODEL = tuple(name for name, method in METHODS.items() if "draft_model" in method.needs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,9 @@ class Drafted:
 class ChainSampler:
     """The `pick` of one chain of up to `count` tokens, each row's under its request's parameters; q is kept."""
 
-    def __init__(self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, said: UnreadVerdict | None) -> None:
+    def __init__(
+        self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, said: UnreadVerdict | None
+    ) -> None:
         self._controls = graphs.builder.controls(sequences)
         self._draws = graphs.builder.draws(sequences, range(len(sequences)))
         if said is not None:

@@ -73,7 +73,9 @@ class StepOutputs:
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     kinds: list[list[int]] = field(default_factory=list)
-    drafts: dict[int, tuple[str, int, int, int]] = field(default_factory=dict)  # index -> method, nodes, accepted, depth
+    drafts: dict[int, tuple[str, int, int, int]] = field(
+        default_factory=dict
+    )  # index -> method, nodes, accepted, depth
     texts: dict[int, str] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)  # indices of sequences this step ended
 

@@ -64,7 +64,9 @@ class Committer:
                 if tokens[0] < 0:
                     sequence.finish_reason, sequence.error = "error", NOT_FINITE
                     tokens, kinds = [], []
-                elif len(known) + len(tokens) < sequence.max_len and sequence.ends.isdisjoint(tokens):  # the most common
+                elif len(known) + len(tokens) < sequence.max_len and sequence.ends.isdisjoint(
+                    tokens
+                ):  # the most common
                     known += tokens
                     count += accepted
                 else:
@@ -168,5 +170,3 @@ def _append(sequence: Sequence, tokens: list[int]) -> int:
         if sequence.finish_reason is not None:
             return kept
     return len(tokens)
-
-

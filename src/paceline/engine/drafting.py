@@ -142,7 +142,9 @@ class DrafterSet:
         counts = [min(row.budget, there[i]) for row, i in zip(rows, at, strict=True)]
         self._timed[method] = Timed(of.draft.max_depth, of.watch, before=True)
         self.seconds[method] = max(counts), 0.0
-        self._on_device[method].adopt([DraftRow(*pair) for pair in zip([r.sequence for r in rows], counts, strict=True)])
+        self._on_device[method].adopt(
+            [DraftRow(*pair) for pair in zip([r.sequence for r in rows], counts, strict=True)]
+        )
         return of.draft.take(at, counts)
 
     def _timely(self, method: str, rows: list[Row], more: bool) -> Draft | None:
@@ -223,6 +225,7 @@ class DrafterSet:
                 with self._guarded(drafter):
                     drafter.before_store(sequences, unread.most)
             self._ring.store(unread, taps, 1 + max(sequence.seat for sequence in sequences))
+
     def landed(self, batch: Batch, indices: SequenceOf[int]) -> None:
         """A step was read: drafters learn which of their own drafts were judged, and which begun drafts may be used."""
         for of in self._begun.values():

@@ -33,7 +33,9 @@ class Layout:
     num_nodes: Ints  # by row of the batch
     depths: Ints  # by row of the batch: of its deepest node; a bound, where only the device knows
     begin: Ints  # by row of the batch: where its rows of the pass begin
-    tree_slots: Tensor | None  # (T, 1 + N) of drafts that branch: their row of the verdict, and the slots of their nodes
+    tree_slots: (
+        Tensor | None
+    )  # (T, 1 + N) of drafts that branch: their row of the verdict, and the slots of their nodes
 
     @property
     def is_tree(self) -> bool:
