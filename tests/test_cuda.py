@@ -129,12 +129,9 @@ def test_speculation_changes_when_tokens_come_never_which(engine, asked):
     plain = {name: one.output_tokens for name, one in answers(engine, wanted, ["none"] * 4).items()}
     engine.drafters.drafters[-1].answers = plain
     for methods in (*([method] * 4 for method in METHODS), METHODS):
-        begun = engine.runner.relay.begun
         sequences = answers(engine, wanted, methods)
         assert {name: one.output_tokens for name, one in sequences.items()} == plain, methods
         assert exercised(sequences.values()), methods
-        if set(methods) in ({"ngram"}, {"suffix"}):
-            assert engine.runner.relay.begun > begun + 5, "passes were handed over by native code"
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft-model"])

@@ -5,7 +5,10 @@ depend on that row alone. What only a GPU can show (its rounding) is checked by 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +28,12 @@ from paceline.models.fast_kernels import FastKernels
 from paceline.models.kernels import LayerByLayer, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.rehearse import Shape
 from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
 from paceline.models.triton.division import tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import TritonKernels
+from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes
 from tests.models.test_kernels import (
     BLOCK_ENDS,
@@ -406,7 +409,7 @@ def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(ker
         results.append((output.logits, output.taps, cache.layers[1].k[:5]))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     assert torch.equal(hidden, before)
-    assert drafter.prepare(cache.layers, 16, (0,), [Shape((1,)), Shape((4, 4))], from_hidden=True)
+    assert drafter.prepare(cache.layers, 16, (0,), [PassShape((1,)), PassShape((4, 4))], from_hidden=True)
     assert {bucket.rows for bucket in drafter.graphs._passes if bucket.from_hidden} == {1, 8}
 
 
@@ -423,7 +426,38 @@ def test_all_passes_write_their_taps_into_one_buffer(kernels: TritonKernels) -> 
     assert all(torch.equal(kept, tapped[0][1][: len(kept)]) for _, kept in tapped)
 
 
-def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
+class FakeRecorder:
+    """A graph that computes again when it is replayed."""
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        return SimpleNamespace(result=work(), replay=work)
+
+
+def test_graphs_captured_after_start_up_are_counted_and_named_once(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
+    graphs = decoder.graphs
+    assert graphs is not None
+    monkeypatch.setattr(type(graphs), "_captures", True)
+    monkeypatch.setattr(graphs, "_compile", lambda passes: None)
+    monkeypatch.setattr(graphs, "_recorder", FakeRecorder())
+    decoder.prepare(cache.layers, 16, (), [PassShape((1,)), PassShape((8,))])
+    assert (graphs.captured, graphs.captured_late, caplog.messages) == (2, 0, [])
+    tables, late = torch.tensor([[0, 1]], dtype=torch.int32), []
+    for count in (1, 5, 12, 12, 20, 20):
+        plan = plan_of(list(range(count)), tables)
+        with torch.inference_mode():
+            decoder.forward(torch.arange(count), plan, cache.layers, torch.arange(count))
+        late.append(graphs.captured_late)
+    assert late == [0, 0, 1, 1, 1, 2], "20 rows take other kernels: their first pass is run, which compiles them"
+    assert graphs.captured == 4
+    assert len(caplog.messages) == 1
+    assert "rows=16" in caplog.messages[0]
+
+
+def test_the_warmup_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
     for layer in cache.layers:
@@ -431,7 +465,9 @@ def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(kernels: Trito
         layer.v.fill_(7.0)
     assert decoder.graphs is not None
     decoder.graphs.capture = False
-    assert decoder.prepare(cache.layers, 16, (), [Shape((1,)), Shape((4, 4)), Shape((5, 3)), Shape((8,))])
+    assert decoder.prepare(
+        cache.layers, 16, (), [PassShape((1,)), PassShape((4, 4)), PassShape((5, 3)), PassShape((8,))]
+    )
     assert all(bool((layer.k == 7.0).all() and (layer.v == 7.0).all()) for layer in cache.layers)
     met = set(decoder.graphs._passes)
     with torch.inference_mode():

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig, RopeConfig
-from paceline.models.chain import GreedyChain, rehearse
+from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
-from paceline.models.rehearse import Shape as Rehearsed
+from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
 
 # Taps: i in 0..num_layers is the residual stream entering layer i (num_layers: leaving the last one), FINAL the hidden
@@ -48,7 +48,7 @@ class Model(Protocol):
         """
 
     def prepare(
-        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[Rehearsed]
+        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[PassShape]
     ) -> bool:
         """Do beforehand what first passes of these shapes would wait for; False where there is no such thing. Writes no
         cache slot."""
@@ -123,7 +123,7 @@ class Decoder:
         caches: Sequence[LayerCache],
         block_size: int,
         taps: Sequence[int],
-        shapes: Iterable[Rehearsed],
+        shapes: Iterable[PassShape],
         *,
         from_hidden: bool = False,
     ) -> bool:
@@ -138,9 +138,13 @@ class Decoder:
         shape = self.shape(caches[0].k.shape[0])
         at_once = self.kernels.greedy_chain(weights, shape, caches, block_size, self.config)
         chains: list[GreedyChain] = [] if at_once is None else [at_once]
-        if self.graphs is not None:
-            chains.append(PassChain(self.graphs, self.config, caches, block_size))
-        return [chain for chain in chains if self.device.type == "cpu" or rehearse(chain, self.device)]
+        if self.graphs is None:
+            return chains
+        chains.append(PassChain(self.graphs, self.config, caches, block_size))
+        if self.device.type == "cpu":
+            return chains
+        with self.graphs.starting():
+            return [chain for chain in chains if warmup(chain, self.device)]
 
     def embed(self, inputs: Tensor) -> Tensor:
         """(M, H) of its own for `run` to overwrite: of (M,) tokens, or of (M, H) hidden states."""

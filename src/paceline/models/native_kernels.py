@@ -49,9 +49,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "suffix_append": (None, [c_void_p] * 2 + [c_long]),
     "suffix_find": (None, [c_void_p, c_long, c_void_p, c_void_p]),
     "suffix_draft": (c_long, [c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p]),
-    "ngram_relay": (c_long, [c_void_p]),
-    "suffix_relay": (c_long, [c_void_p] * 3),
-    "relay_pass": (None, [c_void_p] * 3),
 }
 
 

@@ -16,8 +16,8 @@ from paceline.models.chain import READ, ChainRow
 from paceline.models.kernels import Shape, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.staging import Staging
+from paceline.models.triton.advance_rows import known_of
 from paceline.models.triton.chain import STATE, UNIT, chain
-from paceline.models.triton.follow import known_of
 from paceline.models.triton.launch import INTERPRETED
 
 HEADER = 8  # ints
