@@ -22,7 +22,7 @@ from paceline.engine.layout import Layout, filled_in, lay_out
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
-from paceline.models.rehearse import verifying
+from paceline.models.warmup import verifying
 from paceline.models.staging import Staging
 from paceline.sequence import Sequence
 
@@ -120,7 +120,7 @@ class Runner:
         if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
             self.sampler.warmup()
             if self.drafters.drafters:
-                self.cache.rehearse()
+                self.cache.warmup()
 
     @torch.inference_mode()
     def launch(self, batch: Batch, draft: Draft, after: Flight | None = None) -> Flight:
