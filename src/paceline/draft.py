@@ -59,10 +59,16 @@ class Draft:
     q: Proposal | None = None  # None: every row is deterministic
     unseen: bool = False  # the tokens lie where the model is, and the host has not waited for them
     evenly: Even | None = None  # what `even` made it of, which holds as long as it has those very tensors
+    max_depth: int | None = None  # bounds every depth; None: it is read off `depth`, which then lies on the host
 
     @property
     def batch(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def deepest(self) -> int:
+        """A bound of every depth, known to the host."""
+        return int(self.depth.numpy().max(initial=0)) if self.max_depth is None else self.max_depth
 
     @property
     def width(self) -> int:
@@ -165,7 +171,14 @@ class Draft:
         if self.unseen:  # they are there already
             tokens = self.tokens
         return Draft(
-            tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source, q=q, unseen=self.unseen
+            tokens=tokens,
+            parents=parents,
+            depth=depth,
+            num_nodes=num_nodes,
+            source=source,
+            q=q,
+            unseen=self.unseen,
+            max_depth=self.max_depth,
         )
 
     def validate(self, vocab_size: int) -> None:
@@ -239,10 +252,10 @@ class Verdict:
     packed_rows: int = 0  # how many, if more than these
 
     @staticmethod
-    def blank(batch: int, depth: int, device: torch.device) -> Verdict:
-        """To be filled in, packed."""
+    def blank(batch: int, depth: int, device: torch.device, packed: Tensor | None = None) -> Verdict:
+        """To be filled in, packed; or what `packed` holds."""
         places, size = Verdict.places(batch, depth)
-        packed = torch.empty(size, dtype=torch.uint8, device=device)
+        packed = torch.empty(size, dtype=torch.uint8, device=device) if packed is None else packed
         tokens, num_accepted, path = (packed[place].view(torch.int64) for place in places[:3])
         return Verdict(
             tokens=tokens.view(batch, depth + 1),

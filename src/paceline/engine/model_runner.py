@@ -20,11 +20,12 @@ from paceline.engine.layout import Layout, filled_in, lay_out
 from paceline.engine.relay import Relay
 from paceline.engine.sampler import Sampler
 from paceline.models.chain import Said
-from paceline.models.decoder import Model
+from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.rehearse import verifying
 from paceline.models.staging import Buffer, Staging
 
+Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
 UNREAD = 4  # verdicts under way or still looked at, at most
 
 
@@ -147,7 +148,10 @@ class ModelRunner:
         """Compile and record beforehand what steps would wait for when they first come, where that is so."""
         shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
         if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
-            self.sampler.warmup()
+            assert isinstance(self.model, Decoder)  # no other model prepares anything
+            samples = any(drafter.kv_layers or drafter.taps for drafter in self.drafters.drafters)
+            q_rows = min(most_rows, Q_ROWS) if samples else 0
+            self.sampler.warmup(self.model.logits_buffer, most_sequences, most_rows, q_rows=q_rows)
             if self.drafters.drafters:
                 self.cache.rehearse()
 

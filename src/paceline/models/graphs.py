@@ -311,6 +311,12 @@ class PassGraphs:
         return of.kernels in self._compiled
 
     @property
+    def logits(self) -> Tensor:
+        """Where all passes leave their logits, which moves only when a larger pass than any before comes."""
+        assert self._logits is not None, "no pass was prepared"
+        return self._logits
+
+    @property
     def device(self) -> torch.device:
         return self._decoder.device
 

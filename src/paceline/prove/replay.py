@@ -302,7 +302,7 @@ def _call(
     """The verifier as the engine's sampler calls it, every row full."""
     rows = torch.arange(logits.shape[0], device=logits.device)
     nodes = Nodes.of(draft, rows // slots, rows % slots - 1, max_depth)
-    draws = Draws(key=key, committed=committed, coins=rows)
+    draws = Draws.by_coins(key, committed)
     row_of = rows.view(-1, slots)
     return verify(draft, logits, row_of, nodes, controls, draws, max_depth=max_depth)
 

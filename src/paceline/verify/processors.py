@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,21 @@ class MinTokens:
     ends: Tensor  # (S, K) int64, EOS and stop ids, -1 = padding
 
 
+class Form(IntEnum):
+    """Which columns the controls of a step have. Neutral values stand where a sequence did not ask: they change no bit
+    of its result, so a row's token does not depend on the form its step has."""
+
+    GREEDY = 0  # none
+    DRAWS = 1  # temperature
+    FILTERS = 2  # temperature, top_p, min_p
+    TOP_K = 3  # and top_k: apart, since on a device it takes a search of its own, as long as the one for top_p
+
+    @staticmethod
+    def of(*, greedy: bool, top_k: bool, filters: bool) -> Form:
+        """The least that serves a sequence."""
+        return Form.GREEDY if greedy else Form.TOP_K if top_k else Form.FILTERS if filters else Form.DRAWS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Controls:
     """The parameters of S sequences. A part no sequence uses is None and costs nothing."""
@@ -76,6 +92,24 @@ class Controls:
     bad_words: BadWords | None = None
     min_tokens: MinTokens | None = None
     fallback: Tensor | None = None  # (S,) int64, the token (EOS) allowed again where every one is banned; None: token 0
+
+    @staticmethod
+    def of(
+        form: Form,
+        temperature: Tensor | None = None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
+        **edits: Any,
+    ) -> Controls:
+        """With the columns of the form."""
+        return Controls(
+            temperature=temperature if form >= Form.DRAWS else None,
+            top_k=top_k if form >= Form.TOP_K else None,
+            top_p=top_p if form >= Form.FILTERS else None,
+            min_p=min_p if form >= Form.FILTERS else None,
+            **edits,
+        )
 
     @property
     def filters(self) -> bool:

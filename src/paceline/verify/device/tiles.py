@@ -17,6 +17,7 @@ from torch import Tensor
 
 BLOCK = 4096
 STEPS = (1, 16, 64)
+COIN, SEEDED = tl.constexpr(1), tl.constexpr(2)  # of walk.DrawKind
 # Rows a program takes. The interpreter pays by the program, a device by the row.
 INTERPRETED = triton.knobs.runtime.interpret
 ROWS = 4096 if INTERPRETED else 1
@@ -80,6 +81,14 @@ def overlapped() -> dict[str, bool]:
 def my_rows(count, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return row, row < count
+
+
+@triton.jit
+def owned_rows(seq, rows, ROWS: tl.constexpr):
+    """A program's rows, those that belong to a sequence, and which one: rows that pad a step have sequence -1."""
+    row, live = my_rows(rows, ROWS)
+    owner = tl.load(seq + row, live, -1)
+    return row, owner >= 0, owner
 
 
 @triton.jit
