@@ -23,6 +23,7 @@ from torch import Tensor
 
 NO_METHOD = -1  # `Draft.source` of a row nobody drafted for
 FEW = 4  # rows
+INVALID = -1  # in place of a token: logits that are no numbers left nothing to draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,10 @@ class Draft:
     def to(self, device: torch.device) -> Draft:
         """All of it there, its numbers in one copy."""
         if self.parents.device.type == device.type:
-            return self
+            if self.num_nodes.device.type == device.type:
+                return self
+            num_nodes, source = packed_to(device, self.num_nodes, self.source)
+            return Draft(**{**vars(self), "num_nodes": num_nodes, "source": source})
         parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes, self.source]
         q = self.q
         (tokens, parents, depth, num_nodes, source, row_of) = packed_to(
@@ -241,7 +245,8 @@ class Logprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a step commits: each row's first num_accepted + 1 tokens."""
+    """What a step commits: each row's first num_accepted + 1 tokens. Where the last of them is INVALID, the target's
+    logits there held NaN or +inf, or nothing finite: the row's request cannot go on."""
 
     tokens: Tensor  # (B, D + 1) int64, -1 beyond
     num_accepted: Tensor  # (B,) int64
@@ -277,6 +282,11 @@ class Verdict:
             places.append(slice(end, end + size))
             end += -(-size // 16) * 16
         return places, end
+
+    @property
+    def invalid(self) -> Tensor:
+        """(B,) bool: rows whose request cannot go on; no host sync."""
+        return self.tokens.gather(1, self.num_accepted[:, None])[:, 0] == INVALID
 
     def first(self, rows: int) -> Verdict:
         """The others are no longer asked for, but stay packed with these."""
@@ -338,6 +348,23 @@ def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
         alive = alive & (above >= 0)
         node = above.clamp_min(0)
     return path[..., :max_depth]
+
+
+def clamp_trees(tokens: Tensor, parents: Tensor, vocab_size: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N) tokens, parents and depth of drafts that only the device has seen, made into trees of at most that depth:
+    tokens of the vocabulary, parents before their children. A drafter that breaks this costs acceptance only.
+
+    A node at depth max_depth + 1, counted by its parents, hangs from the root, and so on below it. No host sync.
+    """
+    batch, width = tokens.shape
+    node = torch.arange(width, device=tokens.device)
+    parents = torch.minimum(parents.clamp_min(-1), node - 1)
+    root = parents.new_zeros(batch, 1)
+    above, depth = torch.cat((root, parents + 1), 1), torch.cat((root, torch.ones_like(parents)), 1)  # by slot
+    for _ in range(width.bit_length()):  # pointer doubling: steps to the root
+        depth, above = depth + depth.gather(1, above), above.gather(1, above)
+    depth = (depth[:, 1:] - 1) % max(max_depth, 1) + 1
+    return tokens.clamp(0, vocab_size - 1), torch.where(depth == 1, -1, parents), depth
 
 
 def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None, unseen: bool) -> Draft:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Verdict
+from paceline.draft import INVALID, Draft, Verdict
 from paceline.rng import Lane, coin
 from paceline.verify import seam
 from paceline.verify.chain import Rule, chain
@@ -183,7 +183,8 @@ class _Judge:
             tokens[leaf] = pick(self._processed(at[leaf]), coins[leaf])
         if bool(inner.any()):
             picked = pick_weighted(stop.residual[inner], coins[inner])
-            tokens[inner] = picked if sampled.columns is None else sampled.columns[picked]
+            known = picked if sampled.columns is None else sampled.columns[picked]
+            tokens[inner] = torch.where(picked >= 0, known, INVALID)
         return tokens
 
     def _processed(self, at: Tensor) -> Tensor:

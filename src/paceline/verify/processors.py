@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Logprobs, ancestors
+from paceline.draft import INVALID, Draft, Logprobs, ancestors
 from paceline.verify import seam
 
 CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
@@ -228,10 +228,18 @@ def logprobs(raw: Tensor, tokens: Tensor, top: int) -> Logprobs:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """(R,) the first of the highest. numpy's is thirty times faster than torch's on a CPU."""
+    """(R,) the first of the highest; INVALID where that is no number. numpy's is thirty times faster on a CPU."""
     if not logits.is_cpu:
-        return logits.argmax(-1)
-    return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
+        best = logits.argmax(-1)
+        return torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), best, INVALID)
+    return torch.from_numpy(first_highest(logits.numpy()))
+
+
+def first_highest(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """`argmax` of rows (R, V) on the host: a NaN counts as the highest."""
+    best: np.ndarray[Any, np.dtype[np.int64]] = logits.argmax(-1)
+    best[~np.isfinite(logits[np.arange(len(best)), best])] = INVALID
+    return best
 
 
 def _by_row(values: Tensor, logits: Tensor, nodes: Nodes) -> Tensor:
@@ -324,8 +332,9 @@ def _sharpen_rows(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor)
     info = torch.finfo(logits.dtype)
     for source, target, seq in zip(logits, out, nodes.seq.tolist(), strict=True):
         temperature, top_k, top_p, min_p = controls.on_host[seq]
-        torch.sub(source, source.amax(), out=target)
-        if temperature == 0:
+        peak = float(source.amax())
+        torch.sub(source, peak, out=target)
+        if temperature == 0 or not math.isfinite(peak):  # no number in the row is left one
             continue
         if temperature != 1:
             target.div_(min(max(temperature, info.tiny), info.max))

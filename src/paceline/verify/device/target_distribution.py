@@ -34,7 +34,7 @@ class TargetDistribution:
     p: P
     tile: Tile
     seq: Tensor  # (R,) int64, the sequence of each row; -1: it pads the step, and is skipped
-    best: Tensor  # (R,) int64, the first of the highest
+    best: Tensor  # (R,) int64, the first of the highest; INVALID where a logit is no number
     shares: Tensor | None = None  # (R, splits) float64, sums of exp(tempered logit) over what the filters leave
 
     @staticmethod
@@ -89,7 +89,8 @@ def _peak(p, seq, tops, places, rows, splits, DTYPE: tl.constexpr, ROWS: tl.cons
         token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
         here = live[:, None] & (token < p.vocab)
         logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
-        tl.store(tops + row * splits + split, tl.max(logit, 1), live)
+        broken = tl.max(((logit != logit) | (logit == float("inf"))).to(tl.int32), 1) > 0
+        tl.store(tops + row * splits + split, tl.where(broken, float("nan"), tl.max(logit, 1)), live)
         tl.store(places + row * splits + split, split * BLOCK + tl.argmax(logit, 1), live)
 
 
@@ -112,9 +113,13 @@ def _row(
     split = tl.arange(0, SPLITS)[None, :]
     here = live[:, None] & (split < splits)
     top = tl.load(tops + row[:, None] * splits + split, here, float("-inf"))
-    winner = tl.argmax(top, 1)
-    tl.store(p.peak + row, tl.max(top, 1), live)
-    tl.store(best + row, tl.load(places + row * splits + winner, live, 0), live)
+    broken = tl.max((top != top).to(tl.int32), 1) > 0
+    top = tl.where(top != top, float("-inf"), top)
+    peak, winner = tl.max(top, 1), tl.argmax(top, 1)
+    broken = broken | (peak == float("-inf"))  # nothing finite
+    tl.store(p.peak + row, tl.where(broken, float("inf"), peak), live)
+    token = tl.load(places + row * splits + winner, live, 0)
+    tl.store(best + row, tl.where(broken, -1, token), live)
     if temperature is not None:
         asked = tl.load(temperature + owner, live, 1.0)
         scale = tl.where(asked > 0, asked, 1.0)

@@ -29,7 +29,7 @@ class P(NamedTuple):
     logits: Tensor  # (R, V)
     stride: int
     vocab: int
-    peak: Tensor  # (R,)
+    peak: Tensor  # (R,) the highest logit; inf: INVALID, some logit is no number
     scale: Tensor | None  # (R,) temperatures; None: all are 1
     cut: Tensor | None = None  # (R,) the highest `key_of` a token may have and stay; None: all stay
     total: Tensor | None = None  # (R,) float64
@@ -116,7 +116,8 @@ def tempered(p, row, live, token, DTYPE: tl.constexpr):
     """(ROWS, X) of tokens (1 or ROWS, X): as processors._temper; -inf beyond the vocabulary."""
     here = live[:, None] & (token < p.vocab)
     logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
-    shifted = logit - tl.load(p.peak + row, live, 0.0)[:, None]
+    # In an INVALID row, whose peak is inf, every token becomes -inf: the maximum takes the operand that is a number.
+    shifted = tl.maximum(logit - tl.load(p.peak + row, live, 0.0)[:, None], float("-inf"))
     if p.scale is not None:
         shifted = divide(shifted, tl.load(p.scale + row, live, 1.0)[:, None], DTYPE)
     return shifted

@@ -114,7 +114,8 @@ def _draw(
 ):
     row, live, owner = owned_rows(seq, rows, ROWS)
     how = tl.load(kind + owner, live, 0)
-    token = tl.load(best + row, live, 0)
+    first = tl.load(best + row, live, 0)
+    token = first
     by_coin = live & (how == COIN)
     if tl.max(by_coin.to(tl.int32), 0) > 0:
         split, rest = find_split(shares, row, by_coin, tl.load(coins + row, by_coin, 0.0), splits, SPLITS)
@@ -126,7 +127,7 @@ def _draw(
     top = tl.load(tops + row[:, None] * splits + split, by_seed[:, None] & (split < splits), float("-inf"))
     winner = tl.argmax(top, 1)
     token = tl.where(by_seed, tl.load(places + row * splits + winner, by_seed, 0), token)
-    tl.store(tokens + row, token, live)
+    tl.store(tokens + row, tl.where(first < 0, first, token), live)  # INVALID
 
 
 @kernel
