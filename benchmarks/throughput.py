@@ -28,7 +28,20 @@ FORMS = (
 )
 NOUNS = (
     *("bread", "rain", "chess", "the moon", "coffee", "a lighthouse", "jazz", "a bicycle", "glass", "salt", "a map"),
-    *("honey", "a clock", "snow", "paper", "a bridge", "tea", "a violin", "wool", "a river", "ink", "a volcano", "rice"),
+    *(
+        "honey",
+        "a clock",
+        "snow",
+        "paper",
+        "a bridge",
+        "tea",
+        "a violin",
+        "wool",
+        "a river",
+        "ink",
+        "a volcano",
+        "rice",
+    ),
 )
 MOST_TOKENS = 128
 
