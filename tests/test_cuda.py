@@ -135,24 +135,27 @@ def test_speculation_changes_when_tokens_come_never_which(engine, asked):
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft-model"])
-def test_what_is_sampled_does_not_depend_on_what_is_recorded(engine, method, monkeypatch):
+def test_what_is_sampled_does_not_depend_on_what_is_captured(engine, method, monkeypatch):
     """Coins are the same in both runs, and no policy looks at a clock."""
     wanted = [
         params(max_tokens=LENGTH, temperature=0.8, ignore_eos=True, **one) for one in ({}, {}, {"top_p": 0.9}, {})
     ]
-    recorded, graphs = engine.runner.sampler._graphs, engine.drafters.drafters[2]._graphs
+    sampler, graphs = engine.runner.sampler, engine.drafters.drafters[2]._graphs
     said = []
-    for records in (True, True, False):
+    before = sampler.uncaptured
+    for captured in (True, True, False):
         keys = random.Random(3)
         monkeypatch.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
-        monkeypatch.setattr(recorded, "records", records and DEVICE.type == "cuda")
-        with mock.patch.object(graphs, "of", graphs.of if records else lambda *given: None):
+        monkeypatch.setattr(sampler, "shortcut", captured or DEVICE.type == "cpu")
+        with mock.patch.object(graphs, "of", graphs.of if captured else lambda *given: None):
             said.append(answers(engine, wanted, [method] * 4))
+        assert sampler.uncaptured == before or not captured
     assert exercised(said[0].values())
     texts = [[one.output_tokens for one in each.values()] for each in said]
     assert texts[0] == texts[1] == texts[2]
     if DEVICE.type == "cuda":
-        assert len(recorded) > 0
+        assert len(sampler._graphs) > 0
+        assert sampler.captured_late == 0
         assert method != "draft-model" or any(graph._captured for graph in graphs._made.values())
 
 

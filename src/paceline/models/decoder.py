@@ -132,6 +132,12 @@ class Decoder:
         self.graphs.prepare(caches, block_size, tuple(taps), shapes, from_hidden=from_hidden)
         return True
 
+    @property
+    def logits_buffer(self) -> Tensor:
+        """The whole of where captured passes leave their logits, once they are prepared."""
+        assert self.graphs is not None
+        return self.graphs.logits
+
     @torch.inference_mode()
     def greedy_chains(self, caches: Sequence[LayerCache], block_size: int) -> list[GreedyChain]:
         weights = Weights(self.embedding, self.layers, self.final_norm, self.head)

@@ -264,6 +264,12 @@ class PassGraphs:
         return self.capture and self._decoder.device.type == "cuda"
 
     @property
+    def logits(self) -> Tensor:
+        """Where all passes leave their logits, which moves only when a larger pass than any before comes."""
+        assert self._logits is not None, "no pass was prepared"
+        return self._logits
+
+    @property
     def device(self) -> torch.device:
         return self._decoder.device
 
