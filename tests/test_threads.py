@@ -239,6 +239,15 @@ def test_bad_input_raises_in_its_own_call(llm: LLM, alone) -> None:
     assert facts(llm.generate(prompt_of(1), params_of(1))[0]) == alone[1]
 
 
+def test_the_largest_numbers_are_served(llm: LLM) -> None:
+    most = 2**31 - 1
+    wide = SamplingParams(temperature=1.0, top_k=most, seed=2**63 - 1, max_tokens=most, min_tokens=0)
+    same = SamplingParams(temperature=1.0, seed=2**63 - 1)
+    assert facts(llm.generate(prompt_of(0), wide)[0]) == facts(llm.generate(prompt_of(0), same)[0])
+    long = SamplingParams(temperature=0, min_tokens=most, max_tokens=most)
+    assert llm.generate(prompt_of(0), long)[0].outputs[0].finish_reason == "length"
+
+
 # -- failures
 
 

@@ -145,7 +145,7 @@ class Round:
         return {
             "name": self.name,
             "prompt": self.prompt,
-            "text": self.speculative.said,
+            "text": self.speculative.text,
             "drafted_by": dict(stats.drafts_by_method),
             "speculative": timing(self.speculative),
             "plain": timing(self.plain),
