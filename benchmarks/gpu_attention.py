@@ -115,14 +115,13 @@ class Scene:
         return PassPlan.in_order(positions, positions, sequence, self.tables, BLOCK, int(positions.max()) + 1)
 
     def tree(self) -> PassPlan:
-        length = self.positions + 1 - self.committed
         return PassPlan(
             positions=self.positions,
             slots=self.positions,
             sequence=self.sequence,
             prefix=self.committed,
             path=self.path,
-            path_len=length,
+            reach=self.positions + 1,
             block_tables=self.tables,
             block_size=BLOCK,
             max_len=max(LENGTHS),

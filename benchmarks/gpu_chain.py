@@ -21,8 +21,7 @@ from gpu_engine import SAMPLED, prompts_of
 from gpu_subject import SMALL, Subject, random_weights
 
 from paceline import SamplingParams
-from paceline.drafters.booths import Booths
-from paceline.drafters.voices import Voices
+from paceline.drafters.chain_sampler import ChainSampler, SamplingGraphs
 from paceline.models.chain import READ, ChainRow, GreedyChain
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights, kernels_for
@@ -43,16 +42,13 @@ def chain_of(decoder: Decoder, cache: KVCache, cut: Cut, programs: int) -> Trito
 def forward(decoder: Decoder, cache: KVCache, tokens: list[int], first: int, blocks: list[int]) -> torch.Tensor:
     positions = torch.arange(first, first + len(tokens), dtype=torch.int32)
     tables = torch.tensor([blocks], dtype=torch.int32)
-    plan = PassPlan(
-        positions=positions,
-        slots=tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
-        sequence=torch.zeros_like(positions),
-        prefix=positions + 1,
-        path=positions.new_empty(len(tokens), 0),
-        path_len=torch.zeros_like(positions),
-        block_tables=tables,
-        block_size=BLOCK,
-        max_len=first + len(tokens),
+    plan = PassPlan.in_order(
+        positions,
+        tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
+        torch.zeros_like(positions),
+        tables,
+        BLOCK,
+        first + len(tokens),
     )
     return decoder.forward(torch.tensor(tokens), plan, cache.layers, torch.tensor([len(tokens) - 1])).logits[0]
 
@@ -123,14 +119,14 @@ class Sampling:
 
     def __init__(self, chain: PassChain, decoder: Decoder, asked: dict[str, Any]) -> None:
         self._chain, self._params = chain, SamplingParams(**asked).resolve({})
-        self._booths = Booths(decoder.config.vocab_size, decoder.device)
+        self._graphs = SamplingGraphs(decoder.config.vocab_size, decoder.device)
         self._sequences: list[Sequence] = []
 
     def draft(self, rows: list[ChainRow]) -> torch.Tensor:
         if len(self._sequences) != len(rows):
             self._sequences = [Sequence(str(at), [0], self._params, max_len=100) for at in range(len(rows))]
-        voices = Voices(self._booths, self._sequences, max(row.count for row in rows), None)
-        return voices.drafted(self._chain.draft_by(voices, rows)).tokens
+        sampler = ChainSampler(self._graphs, self._sequences, max(row.count for row in rows), None)
+        return sampler.drafted(self._chain.draft_by(sampler, rows)).tokens
 
 
 def measure(

@@ -47,17 +47,7 @@ class Bench:
 
     def rows(self, sequence: list[int], positions: list[int]) -> PassPlan:
         seq, pos = (torch.tensor(part, dtype=torch.int32) for part in (sequence, positions))
-        return PassPlan(
-            positions=pos,
-            slots=self.slots(seq, pos),
-            sequence=seq,
-            prefix=pos + 1,
-            path=torch.empty((len(pos), 0), dtype=torch.int32),
-            path_len=torch.zeros_like(pos),
-            block_tables=self.tables,
-            block_size=BLOCK,
-            max_len=int(pos.max()) + 1,
-        )
+        return PassPlan.in_order(pos, self.slots(seq, pos), seq, self.tables, BLOCK, int(pos.max()) + 1)
 
     def chain(self, first: int, count: int) -> PassPlan:
         return self.rows([0] * count, list(range(first, first + count)))
@@ -147,7 +137,7 @@ def tree(bench: Bench, tokens: Tensor, context: int, count: int) -> Tensor:
     for node in range(2 * count):
         chain = [2 * above for above in range(node // 2)] + [node]
         path[node, : len(chain)] = slots[chain]
-    plan = replace(plan, slots=slots, prefix=torch.full_like(nodes, context), path=path, path_len=depth + 1)
+    plan = replace(plan, slots=slots, prefix=torch.full_like(nodes, context), path=path)
     drafted = torch.where(right, tokens[context + depth.long()], torch.randint(0, 500, (2 * count,)))
     return bench.forward(drafted, plan)[::2]
 

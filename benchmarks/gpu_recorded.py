@@ -1,6 +1,6 @@
 """What recording verification saves a step: the same engine with recordings and without, in turn.
 
-    python benchmarks/gpu_recorded.py [--weights smollm2] [--tokens 192] [--rounds 3]
+    python benchmarks/gpu_graphs.py [--weights smollm2] [--tokens 192] [--rounds 3]
 
 Medians over the steps of a round, and of the rounds after the first, in which shapes are met and recorded. Behind the
 yardstick's pass of some milliseconds most of what the host launches is hidden; smollm2's own takes a fraction of that.
@@ -34,7 +34,7 @@ CELLS: tuple[tuple[str, str, int | None, dict[str, Any], int], ...] = (
 
 
 def cell(runs: Runs, prompts: list[list[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
-    recorded = runs.engine.runner.sampler._recorded
+    recorded = runs.engine.runner.sampler._graphs
     able, times = recorded.records, {"as_it_is": [], "recorded": []}  # type: tuple[bool, dict[str, list[float]]]
     for turn in range(rounds + 1):
         for name, step_ms in times.items():
@@ -71,7 +71,7 @@ def main() -> None:
             continue
         counts = f"{got['recordings']} recordings of {got['shapes']} shapes"
         print(f"{name}: step {got['as_it_is']:.2f} ms, recorded {got['recorded']:.2f} ms; {counts}", flush=True)
-    finish("gpu_recorded", {"device": subject.device_name, "weights": options.weights, "cells": found})
+    finish("gpu_graphs", {"device": subject.device_name, "weights": options.weights, "cells": found})
 
 
 if __name__ == "__main__":

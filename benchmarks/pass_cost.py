@@ -26,16 +26,13 @@ BLOCK = 16
 def chain_plan(first: int, count: int, num_blocks: int) -> PassPlan:
     """`count` tokens from position `first` of a sequence whose blocks are 0, 1, 2, ..."""
     positions = torch.arange(first, first + count, dtype=torch.int32)
-    return PassPlan(
-        positions=positions,
-        slots=positions,
-        sequence=torch.zeros_like(positions),
-        prefix=positions + 1,
-        path=torch.empty((count, 0), dtype=torch.int32),
-        path_len=torch.zeros_like(positions),
-        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-        block_size=BLOCK,
-        max_len=first + count,
+    return PassPlan.in_order(
+        positions,
+        positions,
+        torch.zeros_like(positions),
+        torch.arange(num_blocks, dtype=torch.int32)[None],
+        BLOCK,
+        first + count,
     )
 
 

@@ -26,7 +26,7 @@ from policy_replay import VOCABULARY, Record, follow
 
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
-from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow
+from paceline.drafters import DRAFTERS, DrafterContext, DraftRow
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.sequence import Sequence
 
@@ -45,8 +45,7 @@ def decode(drafter: SuffixDrafter, group: list[Record], weights: Any | None, tim
     live = [(sequence_of(index, one), one["answer"]) for index, one in enumerate(group)]
     for sequence, _ in live:
         drafter.admit(sequence, 0, 0)
-        drafter.commit([Commit(sequence, 0, sequence.num_prompt, None)])
-    drafter.overlap()
+        drafter.read_prompt(sequence, sequence.num_prompt)
     while live := [(sequence, answer) for sequence, answer in live if sequence.num_output < len(answer)]:
         if weights is not None:
             weights.sum()
@@ -64,7 +63,6 @@ def decode(drafter: SuffixDrafter, group: list[Record], weights: Any | None, tim
             commits.append(Commit(sequence, first, len(sequence.tokens) - first, None))
         started = time.perf_counter()
         drafter.commit(commits)
-        drafter.overlap()
         if len(live) == len(group):
             times.append((taken + time.perf_counter() - started) / len(live))
         for sequence, answer in live:

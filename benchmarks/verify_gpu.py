@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.draft import Draft, Proposal
 from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, verify
-from paceline.verify.recorded import Recorded
+from paceline.verify.graph_cache import GraphCache
 
 DEVICE = torch.device("cuda")
 
@@ -80,7 +80,6 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
         parents=torch.tensor(parents, device=DEVICE).expand(shape).contiguous(),
         depth=torch.tensor(depth, device=DEVICE).expand(shape).contiguous(),
         num_nodes=torch.full((rows,), nodes, device=DEVICE),
-        source=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
         q=proposal,
     )
     seq = torch.arange(rows, device=DEVICE).repeat_interleave(slots)
@@ -102,7 +101,7 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
     if case.q is not None:
         is_chain = case.children == 1
         routes = Routes(walk=None, chain=everyone if is_chain else None, tree=None if is_chain else everyone)
-    recorded = Recorded(DEVICE, first=1)
+    recorded = GraphCache(DEVICE, first=1)
 
     def replayed() -> object:
         return recorded(verify, *given, max_depth=max(depth), routes=routes, standing=logits)

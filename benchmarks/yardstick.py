@@ -210,16 +210,8 @@ def logits_of(decoder, tokens: list[int]) -> Tensor:  # type: ignore[no-untyped-
         decoder.kv_specs, num_blocks=blocks, block_size=block, dtype=decoder.cache_dtype, device=decoder.device
     )
     positions = torch.arange(count, dtype=torch.int32)
-    plan = PassPlan(
-        positions=positions,
-        slots=positions,
-        sequence=torch.zeros_like(positions),
-        prefix=positions + 1,
-        path=torch.empty((count, 0), dtype=torch.int32),
-        path_len=torch.zeros_like(positions),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        block_size=block,
-        max_len=count,
+    plan = PassPlan.in_order(
+        positions, positions, torch.zeros_like(positions), torch.arange(blocks, dtype=torch.int32)[None], block, count
     )
     return decoder.forward(torch.tensor(tokens), plan, cache.layers, torch.arange(count)).logits.float().cpu()
 

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from paceline import __version__
 from paceline.cli.app import app, run
-from paceline.cli.demo import repeats
 from paceline.outputs import SpeculationStats
 from tests import fake_llm
 from tests.fake_llm import FakeLLM
@@ -432,13 +431,6 @@ def test_the_demo_says_when_nothing_was_gained(paceline: Callable[..., Result]) 
     assert "no speed-up here: there was nothing worth drafting" in paceline("demo", "hello").out
     FakeLLM.drafted = stats(suffix=18)
     assert "no speed-up here: drafts were made and did not pay" in paceline("demo", "hello").out
-
-
-@pytest.mark.parametrize(
-    ("tokens", "loops"), [([*range(31)], False), ([*range(16), 99, *range(16)], True), ([], False)]
-)
-def test_an_answer_that_repeats_sixteen_tokens_loops(tokens: list[int], loops: bool) -> None:
-    assert repeats(tokens, 16) is loops
 
 
 def test_the_demo_refuses_what_it_cannot_compare(paceline: Callable[..., Result]) -> None:

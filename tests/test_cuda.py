@@ -140,20 +140,20 @@ def test_what_is_sampled_does_not_depend_on_what_is_recorded(engine, method, mon
     wanted = [
         params(max_tokens=LENGTH, temperature=0.8, ignore_eos=True, **one) for one in ({}, {}, {"top_p": 0.9}, {})
     ]
-    recorded, booths = engine.runner.sampler._recorded, engine.drafters.drafters[2]._booths
+    recorded, graphs = engine.runner.sampler._graphs, engine.drafters.drafters[2]._graphs
     said = []
     for records in (True, True, False):
         keys = random.Random(3)
         monkeypatch.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
         monkeypatch.setattr(recorded, "records", records and DEVICE.type == "cuda")
-        with mock.patch.object(booths, "of", booths.of if records else lambda *given: None):
+        with mock.patch.object(graphs, "of", graphs.of if records else lambda *given: None):
             said.append(answers(engine, wanted, [method] * 4))
     assert exercised(said[0].values())
     texts = [[one.output_tokens for one in each.values()] for each in said]
     assert texts[0] == texts[1] == texts[2]
     if DEVICE.type == "cuda":
         assert len(recorded) > 0
-        assert method != "draft-model" or any(booth._recording for booth in booths._made.values())
+        assert method != "draft-model" or any(graph._captured for graph in graphs._made.values())
 
 
 def test_the_cache_after_accepted_and_rejected_branches_is_a_fresh_prefills(engine):

@@ -20,7 +20,7 @@ RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
         *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
-        *("garbage", "recorder"),
+        *("garbage", "cuda_graph"),
     },
     {"models", "verify"},
     {"controls"},
@@ -37,7 +37,7 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 PUBLIC = "__init__"  # the package itself: looks its names up lazily, so anyone may ask it for __version__
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
-VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "recorder", "verify"}
+VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "cuda_graph", "verify"}
 NO_TORCH = (
     "errors",
     "config",

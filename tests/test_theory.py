@@ -25,7 +25,7 @@ from paceline import theory
 from paceline.cli.app import run
 from paceline.errors import InvalidParameter
 from paceline.theory import Roofline
-from paceline.theory.table import Case, memory_use, row, rows
+from paceline.theory.table import memory_use
 
 DOC = Path(__file__).parents[1] / "docs" / "theory.md"
 TRIALS, SIGMAS = 20_000, 5.0
@@ -44,12 +44,6 @@ def agrees(simulate: Callable[[random.Random], float], expected: float) -> bool:
 
 
 # -- acceptance and tokens
-
-
-def test_tokens_per_pass_by_hand() -> None:
-    assert theory.tokens_per_pass(0.8, 5) == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096 + 0.32768)
-    assert theory.tokens_per_pass(0.8, 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))
-    assert theory.tokens_per_pass(0.8, 0) == 1
 
 
 @given(lengths)
@@ -85,6 +79,7 @@ def test_measured_rates_by_hand() -> None:
     assert theory.conditional_from_survival([0.8, 0.4, 0.0, 0.0]) == pytest.approx([0.8, 0.5, 0.0, 0.0])
     assert theory.tokens_from_survival([0.8, 0.4]) == pytest.approx(2.2)
     assert theory.tokens_from_survival([]) == 1
+    assert theory.survival_from_counts([10, 8, 0], [9, 2, 0]) == [0.9, 0.25]
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=10))
@@ -123,18 +118,6 @@ def test_speedup_by_hand() -> None:
     assert theory.speedup_from_survival([], 0.1, 7.0) == 1
 
 
-def test_speedup_agrees_with_a_simulated_clock() -> None:
-    """Tokens and time of whole steps, against a plain decoder that pays 1 per token."""
-    rates, cost, check = [0.7, 0.9, 0.4], 0.05, [1.02, 1.1, 1.2]
-    expected = theory.speedup_from_survival(theory.survival_from_conditional(rates), cost, check)
-
-    def saved(rng: random.Random) -> float:
-        tokens = 1 + next((i for i, rate in enumerate(rates) if rng.random() >= rate), len(rates))
-        return tokens / (len(rates) * cost + check[-1])
-
-    assert agrees(saved, expected)
-
-
 @given(alphas, costs, st.lists(st.floats(0.5, 4), min_size=1, max_size=20))
 def test_no_k_beats_the_best_k_and_none_is_always_a_candidate(alpha: float, cost: float, check: list[float]) -> None:
     best = theory.best_k(alpha, cost, check, max_k=len(check))
@@ -161,11 +144,6 @@ def test_break_even_is_where_the_speedup_crosses_one(k: int, cost: float, check:
     else:
         assert theory.speedup(found, k, cost, check) == pytest.approx(1)
         assert theory.speedup(found * 0.99, k, cost, check) < 1
-
-
-@given(st.floats(0.001, 0.999))
-def test_at_k_1_break_even_is_the_draft_cost(cost: float) -> None:
-    assert theory.break_even(1, cost) == pytest.approx(cost)
 
 
 def test_free_drafts_have_no_best_k_but_the_limit() -> None:
@@ -236,6 +214,11 @@ def test_a_tree_pays_for_levels_when_drafting_and_for_nodes_when_checking() -> N
     assert tree.tokens == pytest.approx(1 + 0.5 + 0.3 + 0.25)
     assert theory.tree_speedup(tree, 0.1, [1.0, 1.1, 1.3]) == pytest.approx(2.05 / (2 * 0.1 + 1.3))
     assert theory.tree_speedup(theory.best_tree([[0.5]], 0), 0.1) == 1
+
+
+def test_a_tree_s_acceptance_is_counted_by_depth() -> None:
+    """Three siblings of which one is right are one hit at depth 1, not a third of one."""
+    assert theory.best_tree([[0.4, 0.35, 0.25], [0.5]], 4).survival == pytest.approx([1.0, 0.2])
 
 
 # -- roofline and memory
@@ -489,10 +472,3 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "taken.png").mkdir()
     assert run(["theory", "--alpha", "0.8", "--plot", str(tmp_path / "taken.png")]) == 1
     assert "--plot: cannot write" in capsys.readouterr().err
-
-
-def test_the_table_s_rows_are_the_cases_rows() -> None:
-    case = Case(survival=theory.geometric_survival(0.8, 6), draft_cost=0.07)
-    assert rows(case) == [row(case, k) for k in range(1, 7)]
-    assert case.limited
-    assert case.at_alpha(0.3).best == theory.best_k(0.3, 0.07, max_k=6)

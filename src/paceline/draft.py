@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NO_METHOD = -1  # `Draft.source` of a row nobody drafted for
-FEW = 4  # rows
+UNKNOWN = -2  # a node whose parent only the device knows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +39,16 @@ class Proposal:
         return self.probs.new_zeros(self.probs.shape[0], vocab_size).index_copy_(1, self.ids, self.probs)
 
 
-@dataclass(frozen=True)
-class Even:
-    """Chains of one length each. Made once for many drafts, so nobody may write to them."""
-
-    parents: Tensor
-    depth: Tensor
-    num_nodes: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     tokens: Tensor  # (B, N) int64
-    parents: Tensor  # (B, N) int64
-    depth: Tensor  # (B, N) int64
+    parents: Tensor  # (B, N) int64; `UNKNOWN` in rows whose tree only the device knows
+    depth: Tensor  # (B, N) int64; 0 in such rows
     num_nodes: Tensor  # (B,) int64
-    source: Tensor  # (B,) int64, index of the method that drew it, for statistics
     q: Proposal | None = None  # None: every row is deterministic
     unseen: bool = False  # the tokens lie where the model is, and the host has not waited for them
-    evenly: Even | None = None  # what `even` made it of, which holds as long as it has those very tensors
+    device_parents: Tensor | None = None  # (B, N) int64 on the device, of the rows that are `UNKNOWN` on the host
+    depth_bound: int = 0  # of those rows' trees
 
     @property
     def batch(self) -> int:
@@ -68,6 +58,12 @@ class Draft:
     def width(self) -> int:
         """N: an upper bound of every row's nodes, and of its depth."""
         return self.tokens.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        """A bound on every node's depth, known on the host."""
+        deepest = int(self.depth.numpy().max()) if self.width and self.depth.is_cpu else self.width
+        return max(deepest, self.depth_bound)
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu", width: int = 0) -> Draft:
@@ -79,26 +75,53 @@ class Draft:
             parents=full((batch, width), -1),
             depth=full((batch, width), 0),
             num_nodes=full((batch,), 0),
-            source=full((batch,), NO_METHOD),
         )
 
     @staticmethod
     def chains(
-        tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None = None, *, unseen: bool = False
+        tokens: Tensor, num_nodes: Tensor | None = None, q: Proposal | None = None, *, unseen: bool = False
     ) -> Draft:
-        """(B, K) tokens, the first num_nodes of each row in use, every node hanging from the one before."""
+        """(B, K) tokens, the first num_nodes of each row in use (all, if None), every node hanging from the one before.
+
+        In numpy on the host, which takes a fraction of torch's time for small arrays.
+        """
         batch, width = tokens.shape
+        if num_nodes is None:
+            num_nodes = torch.full((batch,), width)
         if num_nodes.is_cpu:
-            return _host_chains(tokens, num_nodes, source, q, unseen)
-        index = torch.arange(width, device=tokens.device).expand(batch, width)
-        used = index < num_nodes[:, None]
+            index = np.arange(width)
+            used = index < num_nodes.numpy()[:, None]
+            return Draft(
+                tokens=tokens if unseen else torch.from_numpy(tokens.numpy() * used),
+                parents=torch.from_numpy(np.where(used, index - 1, -1)),
+                depth=torch.from_numpy((index + 1) * used),
+                num_nodes=num_nodes,
+                q=q,
+                unseen=unseen,
+            )
+        nodes = torch.arange(width, device=tokens.device).expand(batch, width)
+        valid = nodes < num_nodes[:, None]
         return Draft(
-            tokens=tokens * used,
-            parents=torch.where(used, index - 1, -1),
-            depth=(index + 1) * used,
+            tokens=tokens * valid,
+            parents=torch.where(valid, nodes - 1, -1),
+            depth=(nodes + 1) * valid,
             num_nodes=num_nodes,
-            source=torch.full_like(num_nodes, source),
             q=q,
+        )
+
+    @staticmethod
+    def device_trees(tokens: Tensor, parents: Tensor, num_nodes: Tensor, depth_bound: int) -> Draft:
+        """Trees whose tokens and shape (B, N) only the device knows; the host knows how many nodes each row has, and how
+        deep they may be. Such rows are deterministic: the shape of a sampled tree is fixed before anything is drawn."""
+        used = np.arange(tokens.shape[1]) < num_nodes.numpy()[:, None]
+        return Draft(
+            tokens=tokens,
+            parents=torch.from_numpy(np.where(used, UNKNOWN, -1)),
+            depth=torch.from_numpy(np.zeros(used.shape, np.int64)),
+            num_nodes=num_nodes,
+            unseen=True,
+            device_parents=parents,
+            depth_bound=depth_bound,
         )
 
     @staticmethod
@@ -116,95 +139,104 @@ class Draft:
             at = np.array(rows, np.int64)
             for name in ("parents", "depth"):
                 getattr(merged, name).numpy()[at, : draft.width] = getattr(draft, name).cpu().numpy()
-            for name in ("num_nodes", "source"):
-                getattr(merged, name).numpy()[at] = getattr(draft, name).cpu().numpy()
+            merged.num_nodes.numpy()[at] = draft.num_nodes.cpu().numpy()
             if draft.q is not None:
                 proposals.append((torch.from_numpy(at), draft.q))
-        tokens = _merge_tokens(parts, merged.tokens)
-        q = _merge_proposals(proposals, batch, merged.width, vocab_size) if proposals else None
-        unseen = any(draft.unseen for _, draft in parts)
-        return Draft(**{**vars(merged), "tokens": tokens, "q": q, "unseen": unseen})
-
-    @staticmethod
-    def even(tokens: Tensor, source: int) -> Draft:
-        """(B, K) tokens of the host: chains of one length each, in few operations, since many steps ask for them."""
-        of, sources = _even(*tokens.shape, source)
-        return Draft(
-            tokens=tokens, parents=of.parents, depth=of.depth, num_nodes=of.num_nodes, source=sources, evenly=of
+        shapes = [(rows, draft.device_parents) for rows, draft in parts if draft.device_parents is not None]
+        return replace(
+            merged,
+            tokens=_merge_tokens(parts, merged.tokens),
+            q=_merge_proposals(proposals, batch, merged.width, vocab_size) if proposals else None,
+            unseen=any(draft.unseen for _, draft in parts),
+            device_parents=_placed(shapes, merged.parents.shape, shapes[0][1].device) if shapes else None,
+            depth_bound=max((draft.depth_bound for _, draft in parts), default=0),
         )
 
-    @property
-    def is_even(self) -> bool:
-        """Known without looking: every row is a chain of all the width."""
-        of = self.evenly
-        return (
-            of is not None
-            and self.parents is of.parents
-            and self.depth is of.depth
-            and self.num_nodes is of.num_nodes
-            and self.tokens.shape == of.parents.shape
+    def take(self, rows: Sequence[int], counts: Sequence[int]) -> Draft:
+        """Some rows of a planned draft, each with its first `counts` nodes: fewer of a chain's, or of a tree whose nodes
+        were not sampled. What is left out was not looked at."""
+        at, num_nodes = np.array(rows, np.int64), np.array(counts, np.int64)
+        width = int(num_nodes.max(initial=0))
+        used = np.arange(width) < num_nodes[:, None]
+        if list(rows) == list(range(self.batch)):
+            tokens, shape = self.tokens[:, :width], self.device_parents
+        else:
+            (on_device,) = packed_to(self.tokens.device, torch.from_numpy(at))
+            tokens = self.tokens[on_device, :width]
+            shape = None if self.device_parents is None else self.device_parents[on_device]
+        q = self.q
+        if q is not None:
+            row_of = np.full((len(at), width + 1), -1)
+            row_of[:, :-1] = np.where(used, q.row_of.numpy()[at, :width], -1)
+            q = replace(q, row_of=torch.from_numpy(row_of))
+        return replace(
+            self,
+            tokens=tokens if self.unseen else tokens * torch.from_numpy(used),
+            parents=torch.from_numpy(np.where(used, self.parents.numpy()[at, :width], -1)),
+            depth=torch.from_numpy(np.where(used, self.depth.numpy()[at, :width], 0)),
+            num_nodes=torch.from_numpy(num_nodes),
+            q=q,
+            device_parents=None if shape is None else shape[:, :width],
         )
 
     @property
     def is_planned(self) -> bool:
-        """All but tokens and q's numbers lie in the host's memory."""
+        """All but tokens, unknown trees and q's numbers lie in the host's memory."""
         return self.parents.is_cpu and (self.q is None or self.q.row_of.is_cpu)
 
     def to(self, device: torch.device) -> Draft:
-        """All of it there, its numbers in one copy."""
-        if self.parents.device.type == device.type:
+        """All of it there, its numbers in one copy; trees that only the device knows are filled in."""
+        if self.parents.device.type == device.type and self.device_parents is None:
             return self
-        parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes, self.source]
+        parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes]
         q = self.q
-        (tokens, parents, depth, num_nodes, source, row_of) = packed_to(
-            device, *parts, parts[3] if q is None else q.row_of
-        )
+        (tokens, parents, depth, num_nodes, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
         if q is not None:
             ids = None if q.ids is None else q.ids.to(device)
             q = Proposal(probs=q.probs.to(device), row_of=row_of, ids=ids)
         if self.unseen:  # they are there already
             tokens = self.tokens
+        if self.device_parents is not None:
+            parents = torch.where(parents == UNKNOWN, sound_parents(self.device_parents), parents)
+            depth = depths_of(parents, num_nodes, self.max_depth)
         return Draft(
-            tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source, q=q, unseen=self.unseen
+            tokens=tokens,
+            parents=parents,
+            depth=depth,
+            num_nodes=num_nodes,
+            q=q,
+            unseen=self.unseen,
+            depth_bound=self.max_depth,
         )
 
+    def on_host(self, vocab_size: int) -> Draft:
+        """The same with tokens and trees read from the device, made sound: what a CPU does with any draft."""
+        if self.device_parents is None:
+            return self
+        host = replace(self, tokens=self.tokens.cpu(), device_parents=self.device_parents.cpu()).to(torch.device("cpu"))
+        used = torch.arange(self.width) < host.num_nodes[:, None]
+        return replace(host, tokens=host.tokens.clamp(0, vocab_size - 1) * used, unseen=False, depth_bound=0)
+
     def validate(self, vocab_size: int) -> None:
-        """Raise ValueError unless every row is a tree as this module says. Tokens the host has not seen are taken on
-        trust, so as not to wait for them; all else is read."""
-        if self.is_even and self.q is None and not self.unseen and self._says_only(vocab_size):
-            return
-        if self.batch <= FEW and self.q is None and self.parents.is_cpu and not self.unseen and self._sound(vocab_size):
-            return
+        """Raise ValueError unless every row is a tree as this module says. Tokens and trees the host has not seen are
+        not read, so as not to wait for them: they are made sound where they are placed."""
         counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
         tokens = np.zeros_like(parents) if self.unseen else self.tokens.cpu().numpy()
         _refuse((counts < 0) | (counts > self.width), "row {}: num_nodes is not between 0 and the width")
         node = np.arange(self.width)
         used = node < counts[:, None]
+        if self.device_parents is not None:
+            used &= parents != UNKNOWN
         known = tokens.view(np.uint64) < vocab_size  # nor are negative ones
         if (~used | (known & (parents == node - 1) & (depth == node + 1))).all() and self.q is None:
             return  # chains, mostly
-        _refuse(used & ((tokens < 0) | (tokens >= vocab_size)), "row {}, node {}: a token outside the vocabulary")
+        _refuse(used & ~known, "row {}, node {}: a token outside the vocabulary")
         _refuse(used & ((parents < -1) | (parents >= node)), "row {}, node {}: its parent does not come before it")
         rows = np.arange(self.batch)[:, None]
         above = np.where(parents < 0, 0, depth[rows, np.where(used, parents, -1)]) if self.width else depth
         _refuse(used & (depth != above + 1), "row {}, node {}: depth is not its parent's plus one")
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
-
-    def _says_only(self, vocab_size: int) -> bool:
-        """Tokens of the vocabulary, in every place."""
-        if self.batch <= FEW:
-            return all(0 <= token < vocab_size for row in self.tokens.tolist() for token in row)
-        tokens = self.tokens.numpy().view(np.uint64)  # so negative ones are large
-        return bool(tokens.max(initial=0) < vocab_size)
-
-    def _sound(self, vocab_size: int) -> bool:
-        """Every row is a tree, as lists say: for a few rows arrays take longer to make."""
-        rows = zip(*(part.tolist() for part in (self.num_nodes, self.tokens, self.parents, self.depth)), strict=True)
-        return all(
-            0 <= count <= self.width and _is_tree(tokens[:count], parents[:count], depth[:count], vocab_size)
-            for count, tokens, parents, depth in rows
-        )
 
 
 class Kind(IntEnum):
@@ -286,6 +318,28 @@ class Verdict:
         return copy.packed
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnreadVerdict:
+    """What a step under way commits, where it lies: the host has not waited for it and never branches on its values.
+
+    Row b commits its first num_accepted + 1 tokens behind the `length` it had. The hidden state of committed position
+    length - 1 + i is row node_row - 1 of the pass for i = 0, and row node_row + path[i - 1] for the others.
+    """
+
+    tokens: Tensor  # (B, D + 1), as in `Verdict`
+    num_accepted: Tensor  # (B,)
+    path: Tensor  # (B, D)
+    rows: Sequence[int]  # of these tensors, by row that asks: a drafter sees the rows that are its own
+    length: Tensor | None = None  # (B,) the next three only where some drafter lives on the device
+    node_row: Tensor | None = None  # (B,)
+    seat: Tensor | None = None  # (B,)
+
+    @property
+    def most(self) -> int:
+        """Tokens that a row may commit."""
+        return self.tokens.shape[1]
+
+
 def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """int64 tensors of the host on a device, in one copy: there a copy costs more than what it carries.
 
@@ -327,36 +381,22 @@ def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
     return path[..., :max_depth]
 
 
-def _host_chains(tokens: Tensor, num_nodes: Tensor, source: int, q: Proposal | None, unseen: bool) -> Draft:
-    """`Draft.chains` in numpy, which takes a fraction of torch's time for small arrays."""
-    index = np.arange(tokens.shape[1])
-    used = index < num_nodes.numpy()[:, None]
-    return Draft(
-        tokens=tokens if unseen else torch.from_numpy(tokens.numpy() * used),
-        parents=torch.from_numpy(np.where(used, index - 1, -1)),
-        depth=torch.from_numpy((index + 1) * used),
-        num_nodes=num_nodes,
-        source=torch.from_numpy(np.full(len(used), source)),
-        q=q,
-        unseen=unseen,
-    )
+def sound_parents(parents: Tensor) -> Tensor:
+    """(B, N) each before its node: a drafter that breaks the order on the device costs acceptance, nothing else."""
+    node = torch.arange(parents.shape[1], device=parents.device)
+    return torch.minimum(parents, node - 1).clamp_min(-1)
 
 
-@functools.lru_cache(64)
-def _even(batch: int, width: int, source: int) -> tuple[Even, Tensor]:
-    """And the sources."""
-    depth = torch.arange(1, width + 1).repeat(batch, 1)
-    return Even(depth - 2, depth, torch.full((batch,), width)), torch.full((batch,), source)
-
-
-def _is_tree(tokens: list[int], parents: list[int], depth: list[int], vocab_size: int) -> bool:
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        return False
-    count = len(tokens)
-    if parents == [*range(-1, count - 1)]:
-        return depth == [*range(1, count + 1)]
-    above = [*depth, 0]  # at -1 the root's
-    return all(-1 <= parent < node and depth[node] == above[parent] + 1 for node, parent in enumerate(parents))
+def depths_of(parents: Tensor, num_nodes: Tensor, max_depth: int) -> Tensor:
+    """(B, N) by the parents, without the host; deeper nodes than `max_depth` count as that deep."""
+    batch, width = parents.shape
+    node = torch.arange(width, device=parents.device).expand(batch, width)
+    used = node < num_nodes[:, None]
+    depth, above = used.long(), torch.where(used, parents, -1)
+    for _ in range(max_depth - 1):
+        depth += above >= 0
+        above = torch.where(above >= 0, parents.gather(1, above.clamp_min(0)), -1)
+    return depth
 
 
 def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:
@@ -367,14 +407,19 @@ def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:
 def _merge_tokens(parts: Sequence[tuple[Sequence[int], Draft]], into: Tensor) -> Tensor:
     """Where the host has not seen some, all lie where those do."""
     device = next((draft.tokens.device for _, draft in parts if draft.unseen), None)
-    if device is None:
-        for rows, draft in parts:
-            into.numpy()[np.array(rows, np.int64), : draft.width] = draft.tokens.cpu().numpy()
-        return into
-    into = torch.zeros(into.shape, dtype=into.dtype, device=device)
+    if device is not None:
+        return _placed([(rows, draft.tokens) for rows, draft in parts], into.shape, device)
     for rows, draft in parts:
+        into.numpy()[np.array(rows, np.int64), : draft.width] = draft.tokens.cpu().numpy()
+    return into
+
+
+def _placed(parts: Sequence[tuple[Sequence[int], Tensor]], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Rows of several tensors in their places of one on the device; zeros elsewhere."""
+    into = torch.zeros(shape, dtype=torch.int64, device=device)
+    for rows, part in parts:
         (at,) = packed_to(device, torch.tensor(rows))
-        into[at, : draft.width] = draft.tokens if draft.unseen else sent(draft.tokens, device)
+        into[at, : part.shape[1]] = sent(part, device) if part.is_cpu else part
     return into
 
 

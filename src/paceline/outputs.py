@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-from paceline.config import NONE
 
 
 @dataclass
@@ -18,8 +16,8 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     num_target_passes: int = 0  # passes that committed at least one token
     num_committed_tokens: int = 0
-    drafted_per_position: list[int] = field(default_factory=list)  # by depth, from 1
-    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)  # drafts that reached depth 1, 2, ...
+    accepted_per_position: list[int] = field(default_factory=list)  # drafts whose accepted path did
     drafts_by_method: dict[str, int] = field(default_factory=dict)
     spent_s: float = 0.0  # in steps that only decoded
     plain_s: float = 0.0  # what the same tokens would have taken plainly, as the engine measures it
@@ -44,28 +42,23 @@ class SpeculationStats:
     def mean_draft_length(self) -> float | None:
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
 
-    def add(self, drafted_by_depth: Sequence[int], accepted: int, committed: int, method: str = NONE) -> None:
-        """Note one verified step; `drafted_by_depth[i]` nodes stood at depth i + 1."""
+    def add(self, nodes: int, depth: int, accepted: int, committed: int, method: str = "none") -> None:
+        """Note one verified step; its draft had so many nodes, the deepest at `depth`."""
         self.num_target_passes += 1
         self.num_committed_tokens += committed
-        if not drafted_by_depth:
+        if not nodes:
             return
         self.num_drafts += 1
         self.drafts_by_method[method] = self.drafts_by_method.get(method, 0) + 1
-        self.num_draft_tokens += sum(drafted_by_depth)
+        self.num_draft_tokens += nodes
         self.num_accepted_tokens += accepted
         drafted_at, accepted_at = self.drafted_per_position, self.accepted_per_position
-        if len(drafted_at) < len(drafted_by_depth):
-            for per_position in (drafted_at, accepted_at):
-                per_position.extend([0] * (len(drafted_by_depth) - len(per_position)))
-        for depth, drafted in enumerate(drafted_by_depth):
-            drafted_at[depth] += drafted
-            accepted_at[depth] += depth < accepted
-
-    def add_plain(self) -> None:
-        """Note a step that committed one token and carried no draft."""
-        self.num_target_passes += 1
-        self.num_committed_tokens += 1
+        for per_position in (drafted_at, accepted_at):
+            per_position.extend([0] * (depth - len(per_position)))
+        for position in range(depth):
+            drafted_at[position] += 1
+        for position in range(accepted):
+            accepted_at[position] += 1
 
     def merge(self, other: SpeculationStats) -> None:
         for name in (

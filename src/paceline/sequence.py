@@ -31,6 +31,7 @@ class Sequence:
         index: int = 0,
         max_len: int,
         bad_words: SequenceOf[SequenceOf[int]] = (),
+        eos: frozenset[int] = frozenset(),
         job: str | None = None,
     ) -> None:
         self.request_id = request_id
@@ -41,9 +42,9 @@ class Sequence:
         self.tokens: list[int] = list(prompt)
         self.num_prompt = len(self.tokens)
         self.max_len = max_len  # tokens it may ever have, the prompt included
+        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)  # tokens that end it
         self.bad_words = tuple(tuple(word) for word in bad_words)  # as token ids
-        # What it asks of a pass depends on tokens before, or is asked of the host, so it cannot run ahead of them.
-        self.looks_back = bool(params.penalised or bad_words or params.min_tokens or params.logprobs is not None)
+        self._edits = bool(params.penalised or bad_words)
         self.sampled = not params.greedy
         self.seed = params.sub_seed(index)
         self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # what its coins are keyed by
@@ -55,7 +56,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
         self.blocks: list[int] = []
-        self.reserved = 0  # tokens it keeps room for until the next step is planned: a draft is written there already
+        self.reserved = 0  # tokens it keeps room for until the next step is scheduled: a draft is written there already
         self.seat = -1  # the row of the block manager's tables that holds the same ids; -1: none
         self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0
@@ -80,6 +81,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Only the last token is left to compute, and it was produced here: a draft may follow it."""
         return self.num_uncomputed == 1 and self.num_output > 0
+
+    @property
+    def looks_back(self) -> bool:
+        """The next token's distribution depends on tokens before it in ways only the host works out."""
+        return self._edits or len(self.tokens) - self.num_prompt < self.params.min_tokens
 
     @property
     def room(self) -> int:

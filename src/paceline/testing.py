@@ -96,7 +96,7 @@ def read_context(plan: PassPlan, caches: SequenceOf[LayerCache], row: int) -> li
     slots = [
         table[at // plan.block_size] * plan.block_size + at % plan.block_size for at in range(int(plan.prefix[row]))
     ]
-    slots += plan.path[row, : int(plan.path_len[row])].tolist()
+    slots += plan.path[row, : int(plan.reach[row] - plan.prefix[row])].tolist()
     assert len(slots) == int(plan.positions[row]) + 1
     assert min(slots) >= 0, "a row reads a slot it does not own"
     for cache in caches:
@@ -117,16 +117,13 @@ def logits_of(model: Model, tokens: SequenceOf[int], chunks: SequenceOf[int], bl
     logits, first = [], 0
     for count in chunks:
         positions = torch.arange(first, first + count, dtype=torch.int32)
-        plan = PassPlan(
-            positions=positions,
-            slots=table[positions // block_size] * block_size + positions % block_size,
-            sequence=torch.zeros_like(positions),
-            prefix=positions + 1,
-            path=torch.empty((count, 0), dtype=torch.int32),
-            path_len=torch.zeros_like(positions),
-            block_tables=table[None],
-            block_size=block_size,
-            max_len=first + count,
+        plan = PassPlan.in_order(
+            positions,
+            table[positions // block_size] * block_size + positions % block_size,
+            torch.zeros_like(positions),
+            table[None],
+            block_size,
+            first + count,
         )
         rows = torch.tensor(tokens[first : first + count])
         logits.append(model.forward(rows, plan, cache.layers, torch.arange(count)).logits)

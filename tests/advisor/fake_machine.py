@@ -102,7 +102,7 @@ class KnowingDrafter(HostDrafter):
         chains = [self.guess(row.sequence, row.budget) for row in rows]
         width = max(map(len, chains))
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.int64)
-        return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]), source=0)
+        return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]))
 
     def evidence(self, sequence):
         return 4

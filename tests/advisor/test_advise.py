@@ -1,14 +1,8 @@
 """The whole advisor on a machine whose costs are known: its choice against the full grid, its promise against truth.
 
 The truth is a benchmark of every choice on all prompts, with the same engine on a clock without noise. What the advisor
-sees is noisy, and it sees half of the prompts. Where one setting has to serve several numbers of requests at once it is
-held against the best single setting.
-
-The clock is seeded, so a test passes always or never. With 14 to 29 other seeds of each situation no choice was more
-than 5 % worse than the best, and predictions and measurements differed by 2 to 4 % (standard deviation; 5 % in the
-batch, with its five groups). A seed drawn anew would fail with a probability of some 0.001 (15 % is four of those
-deviations); in the batch of some 0.05; and with short outputs of some 0.15, for there 1 % is to be gained, and in 3
-of 20 it was taken instead of left.
+sees is noisy, half of the prompts to choose on and half to check on. Where one setting has to serve several
+concurrencies it is held against the best single setting. The clock is seeded, so a test passes always or never.
 """
 
 from __future__ import annotations
@@ -19,12 +13,11 @@ import pytest
 
 from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
-from paceline.advisor.figures import Figures, contenders_of, figures
-from paceline.advisor.recommend import OFF, score
-from paceline.advisor.rounds import overall
+from paceline.advisor.choice import OFF, Figure, Figures, contenders_of, score
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Measurement
+from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
+from paceline.bench.results import ALL
 from paceline.bench.runner import Plan, measure
 from tests.advisor.fake_machine import Costs, FakeMachine
 
@@ -49,7 +42,10 @@ def truth(costs: Costs, patch: pytest.MonkeyPatch, levels: list[int], prompts: i
     machine.contenders = [OFF, *(Contender("knowing", k) for k in LENGTHS), Contender("auto")]
     measurement = Measurement(machine.contenders)
     measure(machine, asked(prompts), Plan(concurrencies=levels, max_tokens=tokens), measurement)
-    return figures(overall(measurement), dict.fromkeys(levels, 1))
+    by_label = {contender.label: contender for contender in machine.contenders}
+    whole = [cell for cell in cells(measurement) if cell.workload == ALL]
+    found = {(cell.concurrency, by_label[cell.label]): Figure.of(cell, interval=True) for cell in whole}
+    return {key: figure for key, figure in found.items() if figure is not None}
 
 
 def grid(true: Figures) -> list[Contender]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.app import run
-from tests.advisor.test_replay import asked, endless
+from tests.advisor.test_machine import asked, endless
 from tests.models.tiny import save_tiny
 
 Call = Callable[..., tuple[int, str, str]]
@@ -40,7 +40,7 @@ def advise(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
 def test_the_command_says_what_to_do_and_writes_it_down(
     advise: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.advisor.advise.LENGTHS", (2,))
+    monkeypatch.setattr("paceline.advisor.advise.LENGTHS", (2, 3))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.json").write_text("{}")  # a benchmark's, which stays
     code, out, err = advise("--max-tokens", "40")
@@ -97,7 +97,8 @@ def test_answers_that_end_at_once_are_said_to_be_too_short(
     prompts = str(tmp_path / "mine.txt")
     code = run(["advise", str(terse), "--raw", "--device", "cpu", "--concurrency", "1", "--prompts", prompts])
     assert code == 1
-    assert "answers to 6 prompts have only" in capsys.readouterr().err
+    assert not Path("paceline-advice").exists()
+    assert "fewer than 200 say nothing: give more prompts, or more tokens to each" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_a_profile_says_what_is_missing(advise: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.advisor.advice import Advice
-from paceline.advisor.candidates import Drafted
-from paceline.advisor.config import paceline_config, paceline_flags, vllm_config
-from paceline.advisor.figures import Figure, Figures, combined
+from paceline.advisor.advice import Advice, Found, paceline_config, paceline_flags, vllm_config
+from paceline.advisor.choice import OFF, Drafted, Figure, combined, decide, levels_between, ranked, to_check
+from paceline.advisor.cost import DrafterCost, PassCost, line
 from paceline.advisor.halves import check_halves, halves
-from paceline.advisor.pass_cost import PassCost, line, rising
-from paceline.advisor.profile import DrafterCost
 from paceline.advisor.reasons import Case, why_off
-from paceline.advisor.recommend import OFF, decide, levels_between, ranked, to_check
 from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
 from paceline.cli.advise_words import notes, sentences, settings
@@ -30,10 +26,10 @@ MODEL = Drafted("draft-model", 3, "some/small-model")
 
 
 def figure(ratio: float, **more: float) -> Figure:
-    return Figure(**{"ratio": ratio, "groups": 9, "acceptance_rate": 0.4, "decode_ratio": ratio, **more})  # type: ignore[arg-type]
+    return Figure(**{"ratio": ratio, "groups": 9, "alpha": 0.4, "decode_ratio": ratio, **more})  # type: ignore[arg-type]
 
 
-def at(level: int, **ratios: float) -> Figures:
+def at(level: int, **ratios: float) -> Found:
     names = {"ngram": NGRAM, "suffix": SUFFIX, "auto": AUTO, "model": MODEL}
     return {(level, names[name]): figure(ratio) for name, ratio in ratios.items()}
 
@@ -47,20 +43,10 @@ def test_cost_is_straight_between_measurements_and_goes_on_as_steep_beyond() -> 
     assert line({3: 7.0}, 100) == 7
 
 
-def test_more_rows_never_take_less() -> None:
-    noisy = {0: 2.0, 1: 1.0, 2: 1.5, 4: 3.0, 8: 2.8, 16: 5.0}
-    assert rising(noisy) == {0: 1.5, 1: 1.5, 2: 1.5, 4: 2.9, 8: 2.9, 16: 5.0}
-
-
-def test_a_step_costs_its_drafts_its_prompts_and_its_context() -> None:
-    cost = PassCost(
-        decode={1: {0: 1.0, 4: 1.4}, 4: {0: 1.3, 16: 2.9}}, context=10, row_context_s=0.001, prompt={100: 3.0}
-    )
-    assert cost.seconds(1, 2, 0, seen=30) == pytest.approx(1.2)  # three rows of ten: as measured
-    assert cost.seconds(1, 0, 0, seen=110) == pytest.approx(1.1)
-    assert cost.seconds(2, 0, 0, seen=20) == pytest.approx(1.1)
-    assert cost.seconds(0, 0, 100, seen=1000) == pytest.approx(3.0)
-    assert cost.seconds(1, 0, 100, seen=1010) == pytest.approx(3.0)  # the pass happens anyway
+def test_a_checking_pass_is_priced_in_plain_passes_of_as_many_sequences() -> None:
+    cost = PassCost(decode={1: {0: 1.0, 4: 1.4}, 4: {0: 1.3, 16: 2.9}}, context=10, prompt={100: 3.0})
+    assert cost.decoding(1, 2) == pytest.approx(1.2)
+    assert cost.decoding(2, 0) == pytest.approx(1.1)
     assert cost.verify_cost(4, 4) == pytest.approx(2.9 / 1.3)
 
 
@@ -130,10 +116,16 @@ def test_a_second_method_is_checked_only_if_it_is_close() -> None:
     assert to_check(at(1, ngram=1.5, suffix=1.45, auto=1.4)) == [NGRAM, SUFFIX, AUTO]
     assert to_check(at(1, ngram=1.5, suffix=1.2, auto=1.4)) == [NGRAM, AUTO]
     assert to_check(at(1, ngram=1.5, suffix=1.45, auto=1.4), rival=False) == [NGRAM, AUTO]
-    assert levels_between([1, 4, 16]) == [2, 8]
 
 
-def test_prediction_and_check_count_by_how_sure_they_are() -> None:
+def test_where_a_choice_stops_paying_is_looked_for_between_the_concurrencies_asked_about() -> None:
+    found = {**at(1, ngram=1.5), **at(4, ngram=1.2), **at(32, ngram=0.8)}
+    assert levels_between(found, NGRAM) == [8, 16]
+    assert levels_between(at(1, ngram=0.9), NGRAM) == []
+    assert levels_between(found, SUFFIX) == []
+
+
+def test_both_halves_count_by_how_sure_they_are() -> None:
     predicted = {(1, NGRAM): figure(1.2, low=1.19, high=1.21)}
     sure = {(1, NGRAM): figure(1.0, low=0.99, high=1.01)}
     unsure = {(1, NGRAM): figure(1.0, low=0.6, high=1.7)}
@@ -184,8 +176,8 @@ CASE = Case(
         ({"figure": figure(1.01, decode_ratio=1.4, tokens_per_answer=6)}, "short-outputs", r"short \(6 tokens"),
         ({"draft_cost": 0.5}, "costly-drafter", "50% of a pass of the model for every token"),
         ({"verify_cost": 2.5, "concurrency": 16}, "saturated", "16 requests at once.*4 tokens more for each request"),
-        ({"verify_cost": 1.2, "figure": figure(0.9, acceptance_rate=0.05)}, "acceptance", "5% of the drafted"),
-        ({"temperature": 1.2, "figure": figure(0.9, acceptance_rate=0.02)}, "temperature", "At temperature 1.2"),
+        ({"verify_cost": 1.2, "figure": figure(0.9, alpha=0.05)}, "acceptance", "an acceptance of 5%"),
+        ({"temperature": 1.2, "figure": figure(0.9, alpha=0.02)}, "temperature", "At temperature 1.2"),
     ],
 )
 def test_the_reason_is_the_condition_that_fails(changes: dict[str, object], kind: str, says: str) -> None:
@@ -240,7 +232,7 @@ def test_vllm_gets_null_with_a_reason_where_it_has_no_such_method() -> None:
 # -- words
 
 
-def advice(measured: Figures, **more: object) -> Advice:
+def advice(measured: Found, **more: object) -> Advice:
     cost = PassCost(decode={1: {0: 1.0, 16: 1.2}, 16: {0: 1.3, 64: 9.0}}, context=10, prompt={32: 2.0})
     return Advice(model="toy", settings={}, cost=cost, predicted=measured, measured=measured, **more)  # type: ignore[arg-type]
 

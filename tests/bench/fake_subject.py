@@ -19,7 +19,11 @@ FAST = Contender("ngram", 4)
 
 def prompts(count: int, workload: str = "chat", turns: int = 1) -> list[Prompt]:
     return [
-        Prompt(workload=workload, turns=tuple(f"{workload} {n} {t}" for t in range(turns)), origin=f"line {n}")
+        Prompt(
+            workload=workload,
+            turns=tuple(f"{workload} question {n}, part {t}" for t in range(turns)),
+            origin=f"line {n}",
+        )
         for n in range(count)
     ]
 

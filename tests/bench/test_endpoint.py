@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.bench import endpoint_metrics as metrics
-from paceline.bench.endpoint import Measured, measure
+from paceline.bench.endpoint import measure
 from paceline.bench.endpoint_client import flat
-from paceline.bench.endpoint_errors import (
+from paceline.bench.endpoint_http import (
     EndpointDown,
     EndpointDropped,
     EndpointError,
@@ -21,41 +24,45 @@ from paceline.bench.endpoint_errors import (
     EndpointTimeout,
     NotOpenAI,
     TokenCountMismatch,
+    Wire,
+    base_url,
+    reason,
 )
-from paceline.bench.endpoint_http import Address, Wire, reason
-from paceline.bench.endpoint_sse import EventReader, MalformedStream
-from paceline.bench.endpoint_tokens import Disagreement, Piece, answer
+from paceline.bench.endpoint_metrics import ACCEPTED, DRAFTED, DRAFTS, Counters
+from paceline.bench.endpoint_stream import Disagreement, EventReader, Malformed, Piece, answer
 from paceline.bench.prompts import Prompt
-from paceline.bench.results import Cell
+from paceline.bench.results import Cell, Results
+from paceline.bench.runner import Plan
+from paceline.cli.app import run
 from paceline.errors import InvalidParameter
 from tests.bench.fake_server import FakeServer
+from tests.bench.fake_subject import prompts
+
+ONE = Plan(concurrencies=[1], max_tokens=128)
 
 
-def prompts(count: int, workload: str = "chat", turns: int = 1) -> list[Prompt]:
-    return [
-        Prompt(
-            workload=workload,
-            turns=tuple(f"{workload} question {number}, part {turn}" for turn in range(turns)),
-            origin=f"line {number}",
-        )
-        for number in range(count)
-    ]
+def bench(
+    server: FakeServer, asked: list[Prompt] | None = None, **options: Any
+) -> tuple[Results, BaseException | None]:
+    plan = Plan(
+        concurrencies=options.pop("concurrency", [1]),
+        max_tokens=options.pop("max_tokens", 128),
+        temperature=options.pop("temperature", 0.0),
+        seed=options.pop("seed", 0),
+    )
+    return measure(server.url, prompts(6) if asked is None else asked, plan, **{"timeout_s": 5.0, **options})
 
 
-def bench(server: FakeServer, asked: list[Prompt] | None = None, **options: Any) -> Measured:
-    return measure(server.url, prompts(6) if asked is None else asked, **{"timeout_s": 5.0, **options})
+def finished(server: FakeServer, asked: list[Prompt] | None = None, **options: Any) -> Results:
+    results, stopped = bench(server, asked, **options)
+    if stopped is not None:
+        raise stopped
+    return results
 
 
-def finished(server: FakeServer, asked: list[Prompt] | None = None, **options: Any) -> Measured:
-    measured = bench(server, asked, **options)
-    if measured.stopped is not None:
-        raise measured.stopped
-    return measured
-
-
-def cell(measured: Measured, label: str = "endpoint", workload: str = "all", concurrency: int = 1) -> Cell:
+def cell(results: Results, label: str = "endpoint", workload: str = "all", concurrency: int = 1) -> Cell:
     wanted = (label, workload, concurrency)
-    return next(cell for cell in measured.cells if (cell.label, cell.workload, cell.concurrency) == wanted)
+    return next(cell for cell in results.cells if (cell.label, cell.workload, cell.concurrency) == wanted)
 
 
 # -- events out of bytes
@@ -71,7 +78,7 @@ def test_events_come_out_whole_however_the_bytes_are_cut() -> None:
 
 @pytest.mark.parametrize("line", [b"<html>", b'{"choices": []}', b"data", b"data: \xff\xfe"])
 def test_a_line_of_another_protocol_is_an_error(line: bytes) -> None:
-    with pytest.raises(MalformedStream):
+    with pytest.raises(Malformed):
         list(EventReader().feed(line + b"\n\n"))
 
 
@@ -79,13 +86,13 @@ def test_a_line_of_another_protocol_is_an_error(line: bytes) -> None:
 
 
 def test_tokens_that_come_together_share_their_wait() -> None:
-    found = answer([Piece(1.0, "a", 1), Piece(1.4, " b c d e", 4), Piece(1.5, " f", 1)], 6, 0, 10, 1.5)
-    assert found.tokens == 6
+    found = answer([Piece(1.0, "a", 1), Piece(1.4, " b c d e", 4), Piece(1.5, " f", 1)], 6, 0, 10, 0.5, 1.5)
+    assert found.num_tokens == 6
     assert list(found.gaps()) == pytest.approx([0.1] * 5)
 
 
 def test_where_chunks_are_not_counted_their_tokens_go_by_the_text() -> None:
-    found = answer([Piece(1.0, "xx"), Piece(2.0, "xxxxxx"), Piece(3.0, "xxxx")], 9, 0, 10, 3.0)
+    found = answer([Piece(1.0, "xx"), Piece(2.0, "xxxxxx"), Piece(3.0, "xxxx")], 9, 0, 10, 0.0, 3.0)
     assert [count for _, count in found.commits] == [2, 4, 3]
     assert sum(count for _, count in found.commits) == 9
 
@@ -104,16 +111,21 @@ def test_where_chunks_are_not_counted_their_tokens_go_by_the_text() -> None:
 )
 def test_usage_that_cannot_be_is_noticed(pieces: list[Piece], usage: int | None, words: str) -> None:
     with pytest.raises(Disagreement, match=words):
-        answer(pieces, usage, 0, 32, 1.0)
+        answer(pieces, usage, 0, 32, 0.0, 1.0)
 
 
 def test_hidden_thoughts_are_tokens_without_text() -> None:
-    assert answer([Piece(1.0, "yes")], 30, 29, 32, 1.0).tokens == 30
+    assert answer([Piece(1.0, "yes")], 30, 29, 32, 0.0, 1.0).num_tokens == 30
 
 
 def test_an_empty_answer_is_an_answer() -> None:
-    found = answer([], 1, 0, 32, 0.5)
-    assert (found.tokens, found.commits, list(found.gaps())) == (1, (), [])
+    found = answer([], 1, 0, 32, 0.25, 0.5)
+    assert (found.num_tokens, found.commits, list(found.gaps()), found.end) == (1, (), [], 0.5)
+
+
+def test_text_is_cut_into_words_and_put_together_again() -> None:
+    text = "\n A line,\u2028 日本語 and more…  \t"
+    assert "".join(answer([Piece(1.0, text, 9)], 9, 0, 32, 0.0, 1.0).tokens) == text
 
 
 # -- counters
@@ -134,18 +146,22 @@ def test_counters_of_several_engines_are_added_and_differences_taken() -> None:
         return "# TYPE vllm:spec_decode_num_drafts counter\n" + "".join(engines) + "vllm:spec_decode_num_x NaN\n"
 
     found = metrics.parse(text(3)).since(metrics.parse(text(1)))
-    assert (found.server, found.generated, found.drafts, found.draft_tokens) == ("vllm", 88, 40, 120)
-    assert found.acceptance_rate == pytest.approx(0.4)
-    assert found.accepted_per_position == (28, 0, 20)
-    assert found.positions == ((40, 40, 40), (28, 0, 20))
-    assert found.tau(88) == pytest.approx(88 / 40)
+    stats = found.of_answers(88).stats()
+    assert (found.server, found.generated, stats.num_drafts, stats.num_draft_tokens) == ("vllm", 88, 40, 120)
+    assert stats.acceptance_rate == pytest.approx(0.4)
+    assert found.at_depth(ACCEPTED) == [28, 0, 20]
+    assert (stats.drafted_per_position, stats.accepted_per_position) == ([40, 40, 40], [28, 0, 20])
+    assert stats.mean_acceptance_length == pytest.approx(88 / 40)
 
 
-def test_drafted_per_position_is_unknown_when_drafts_differ_in_length_and_nobody_tells() -> None:
-    found = metrics.Counters("vllm", 100, 10, 25, 12, (8, 4, 0))
-    assert found.positions == ((), ())
-    told = metrics.Counters("paceline", 100, 10, 25, 12, (8, 4, 0), (10, 9, 6))
-    assert told.positions == ((10, 9, 6), (8, 4, 0))
+def test_drafted_per_position_is_unknown_when_drafts_differ_in_length_and_it_is_not_told() -> None:
+    totals = {DRAFTS: 10, DRAFTED: 25, ACCEPTED: 12}
+    accepted = {f"{ACCEPTED}_per_pos/{place}": count for place, count in enumerate((8, 4, 0))}
+    drafted = {f"{DRAFTED}_per_pos/{place}": count for place, count in enumerate((10, 9, 6))}
+    silent = Counters("vllm", {**totals, **accepted}).stats()
+    assert (silent.drafted_per_position, silent.accepted_per_position) == ([], [])
+    told = Counters("paceline", {**totals, **accepted, **drafted}).stats()
+    assert (told.drafted_per_position, told.accepted_per_position) == ([10, 9, 6], [8, 4, 0])
 
 
 def test_an_average_over_several_ranks_is_their_mean() -> None:
@@ -156,15 +172,15 @@ def test_an_average_over_several_ranks_is_their_mean() -> None:
 @pytest.mark.parametrize(
     ("counted", "words"),
     [
-        (metrics.Counters("vllm", generated=300), "others use it too"),
-        (metrics.Counters("vllm", generated=50), "usage is wrong"),
-        (metrics.Counters("vllm", draft_tokens=20, accepted_tokens=30), "30 tokens accepted of 20 drafted"),
-        (metrics.Counters("vllm", draft_tokens=200, accepted_tokens=150), "150 accepted ones alone"),
+        ({"generation_tokens": 300}, "others use it too"),
+        ({"tokens_predicted": 50}, "usage is wrong"),
+        ({DRAFTED: 20, ACCEPTED: 30}, "30 tokens accepted of 20 drafted"),
+        ({DRAFTED: 200, ACCEPTED: 150}, "150 accepted ones alone"),
     ],
 )
-def test_counters_that_disagree_with_usage_are_an_error(counted: metrics.Counters, words: str) -> None:
-    with pytest.raises(TokenCountMismatch, match=words):
-        metrics.compare("http://toy", counted, tokens=100, answers=4)
+def test_counters_that_disagree_with_usage_are_noticed(counted: dict[str, float], words: str) -> None:
+    assert words in str(metrics.disagreement(Counters("vllm", counted), tokens=100, answers=4))
+    assert metrics.disagreement(Counters("vllm", {"generation_tokens": 103}), tokens=100, answers=4) is None
 
 
 # -- a good server
@@ -178,16 +194,12 @@ def test_a_run_gives_every_figure_a_server_can_give() -> None:
     }
     found = cell(measured)
     assert (found.method, found.answers, found.tokens) == ("endpoint", 9, 9 * 40)
-    assert found.tokens_per_s is not None
     assert found.tokens_per_s == pytest.approx(found.tokens / found.seconds)
     assert found.speedup is None
     assert found.too_short is None
     assert found.tau == pytest.approx(4)
     assert found.acceptance_rate == pytest.approx(1)
     assert found.drafted_per_position == found.accepted_per_position == (90, 90, 90)
-    assert found.ttft_s is not None
-    assert found.inter_token_s is not None
-    assert found.request_s is not None
     assert found.ttft_s.p50 < found.request_s.p50
     assert found.inter_token_s.p50 < found.ttft_s.p50
     assert measured.model == "toy"
@@ -261,7 +273,6 @@ def test_too_few_tokens_give_no_speed() -> None:
     with FakeServer(tokens=5) as server:
         found = cell(finished(server))
     assert found.tokens_per_s is None
-    assert found.too_short is not None
     assert "30 tokens measured" in found.too_short
 
 
@@ -271,7 +282,6 @@ def test_looping_answers_are_counted() -> None:
     with FakeServer(loops=True) as server:
         found = cell(finished(server))
     assert found.looping == 6
-    assert found.without_loops is not None
     assert found.without_loops.answers == 0
 
 
@@ -283,10 +293,9 @@ def test_a_baseline_gives_a_paired_speed_up() -> None:
         measured = finished(fast, prompts(6), baseline_url=plain.url)
     found, base = cell(measured), cell(measured, "baseline")
     assert (base.method, base.speedup) == ("none", None)
-    assert found.speedup is not None
     assert found.speedup.pairs == 6
-    assert found.speedup.low > 1.5  # 4 by its clock
-    assert found.decode_speedup is not None
+    assert found.decode_speedup.pairs == 6
+    assert found.speedup.ratio > 1.5  # 4 by its clock, less on a busy machine
     assert found.identical is True
     assert measured.endpoint["baseline"]["url"] == plain.url + "/v1"
 
@@ -314,20 +323,20 @@ def test_both_servers_are_asked_the_same_and_seeded_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "url", "root"),
+    ("given", "url", "metrics_url"),
     [
-        ("http://localhost:8000", "http://localhost:8000/v1", ""),
-        ("http://localhost:8000/", "http://localhost:8000/v1", ""),
-        ("https://host/v1/", "https://host/v1", ""),
-        ("https://host/v1/chat/completions", "https://host/v1", ""),
-        ("https://host/toy/v1/completions", "https://host/toy/v1", "/toy"),
-        ("https://host/openai", "https://host/openai", "/openai"),
-        ("http://[::1]:8000", "http://[::1]:8000/v1", ""),
+        ("http://localhost:8000", "http://localhost:8000/v1", "http://localhost:8000/metrics"),
+        ("http://localhost:8000/", "http://localhost:8000/v1", "http://localhost:8000/metrics"),
+        ("https://host/v1/", "https://host/v1", "https://host/metrics"),
+        ("https://host/v1/chat/completions", "https://host/v1", "https://host/metrics"),
+        ("https://host/toy/v1/completions", "https://host/toy/v1", "https://host/toy/metrics"),
+        ("https://host/openai", "https://host/openai", "https://host/openai/metrics"),
+        ("http://[::1]:8000", "http://[::1]:8000/v1", "http://[::1]:8000/metrics"),
     ],
 )
-def test_a_url_may_be_written_in_several_ways(given: str, url: str, root: str) -> None:
-    address = Address.parse(given)
-    assert (address.url, address.root) == (url, root)
+def test_a_url_may_be_written_in_several_ways(given: str, url: str, metrics_url: str) -> None:
+    wire = Wire(url=base_url(given), timeout_s=1)
+    assert (wire.url, wire.metrics_url) == (url, metrics_url)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +355,7 @@ def test_a_url_may_be_written_in_several_ways(given: str, url: str, root: str) -
 )
 def test_what_is_no_url_is_refused_by_the_options_name(given: str) -> None:
     with pytest.raises(InvalidParameter, match="baseline_endpoint") as caught:
-        Address.parse(given, "baseline_endpoint")
+        base_url(given, "baseline_endpoint")
     assert "secret" not in str(caught.value)
 
 
@@ -373,7 +382,7 @@ def test_the_key_is_passed_on_and_never_shown() -> None:
         with pytest.raises(EndpointRefused, match=r"Bearer \*\*\*") as caught:
             bench(server, api_key="sk-wrong-secret")
     assert "sk-wrong-secret" not in str(caught.value)
-    assert "secret" not in repr(Wire(address=Address.parse("http://h"), timeout_s=1, api_key="sk-very-secret"))
+    assert "secret" not in repr(Wire(url="http://h", timeout_s=1, api_key="sk-very-secret"))
 
 
 @pytest.mark.parametrize(
@@ -381,7 +390,7 @@ def test_the_key_is_passed_on_and_never_shown() -> None:
 )
 def test_options_that_cannot_be_are_refused_by_name(options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidParameter, match=field) as caught:
-        measure("http://localhost", prompts(1), **options)
+        measure("http://localhost", prompts(1), ONE, **options)
     assert "secret" not in str(caught.value)
 
 
@@ -394,16 +403,16 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def test_nobody_there_is_said_with_the_url() -> None:
+def test_a_server_that_is_not_there_is_said_with_the_url() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EndpointDown, match=f"{url}/v1/models: nobody answers.*is the server running"):
-        measure(url, prompts(1))
+    with pytest.raises(EndpointDown, match=f"{url}/v1/models: no server answers.*is the server running"):
+        measure(url, prompts(1), ONE)
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 70])
 def test_a_host_that_does_not_exist_is_down(host: str) -> None:
-    with pytest.raises(EndpointDown, match="nobody answers"):
-        measure(f"http://{host}", prompts(1))
+    with pytest.raises(EndpointDown, match="no server answers"):
+        measure(f"http://{host}", prompts(1), ONE)
 
 
 def test_a_port_that_speaks_no_http_is_found_out() -> None:
@@ -417,7 +426,7 @@ def test_a_port_that_speaks_no_http_is_found_out() -> None:
 
         threading.Thread(target=greet, daemon=True).start()
         with pytest.raises(NotOpenAI, match="does not speak HTTP"):
-            measure(f"http://127.0.0.1:{listener.getsockname()[1]}", prompts(1))
+            measure(f"http://127.0.0.1:{listener.getsockname()[1]}", prompts(1), ONE)
 
 
 FAULTS: list[tuple[str, type[EndpointError], str]] = [
@@ -450,16 +459,18 @@ def test_a_server_that_is_wrong_from_the_start_is_refused_at_once(
 @pytest.mark.parametrize(("fault", "error", "words"), FAULTS[3:])
 def test_what_was_measured_before_a_fault_is_kept(fault: str, error: type[EndpointError], words: str) -> None:
     with FakeServer(fault=fault, fault_from=2 + 4) as server:  # after two that warm up and four answers
-        measured = bench(server, timeout_s=0.1 if fault == "hangs" else 5)
-    assert isinstance(measured.stopped, error)
-    assert cell(measured).answers == 4
+        results, stopped = bench(server, timeout_s=0.1 if fault == "hangs" else 5)
+    assert isinstance(stopped, error)
+    assert re.search(words, str(stopped))
+    assert not results.complete
+    assert cell(results).answers == 4
 
 
 def test_a_fault_of_one_request_ends_those_beside_it() -> None:
     with FakeServer(tokens=30, chunk_s=0.01, fault="500", fault_from=1 + 3 + 2) as server:
-        measured = bench(server, concurrency=[3])
-    assert isinstance(measured.stopped, EndpointRefused)
-    assert measured.cells == ()
+        with pytest.raises(EndpointRefused):
+            bench(server, concurrency=[3])
+        assert len(server.asked) == 1 + 3 + 3
 
 
 @pytest.mark.parametrize(
@@ -479,15 +490,13 @@ def test_a_server_that_lies_about_usage_is_found_out(lie: dict[str, Any], words:
 
 def test_counters_that_count_something_else_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "PATIENCE_S", 0.1)
-    with FakeServer(metrics="vllm", metrics_factor=2) as server:
-        measured = bench(server)
-    assert isinstance(measured.stopped, TokenCountMismatch)
-    assert "usage says 40 tokens, its /metrics counted 80" in str(measured.stopped)
-    assert measured.cells == ()
+    said = "usage says 40 tokens, its /metrics counted 80"
+    with FakeServer(metrics="vllm", metrics_factor=2) as server, pytest.raises(TokenCountMismatch, match=said):
+        bench(server)
 
 
 def test_a_hostile_message_is_one_printable_line() -> None:
-    wire = Wire(address=Address.parse("http://h"), timeout_s=1)
+    wire = Wire(url="http://h", timeout_s=1)
     said = wire.clean(reason(b'{"error": {"message": "\\u001b[31mred\\nand ' + b"long " * 200 + b'"}}'))
     assert said.startswith("[31mred and long")
     assert "\x1b" not in said
@@ -521,9 +530,9 @@ def test_whatever_ends_it_between_answers_keeps_what_was_measured(reason: type[B
             raise reason
 
     with FakeServer() as server:
-        measured = bench(server, on_progress=stop_after_two)
-    assert isinstance(measured.stopped, reason)
-    assert cell(measured).answers == 2
+        results, stopped = bench(server, on_progress=stop_after_two)
+    assert isinstance(stopped, reason)
+    assert cell(results).answers == 2
 
 
 @pytest.fixture
@@ -537,7 +546,6 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_an_answer_ends_it_at_once() -> None:
     main = threading.main_thread().ident
-    assert main is not None
     with FakeServer(tokens=1, chunk_s=0.02) as server:
         timer = threading.Timer(0.25, signal.pthread_kill, [main, signal.SIGINT])
 
@@ -546,7 +554,50 @@ def test_ctrl_c_during_an_answer_ends_it_at_once() -> None:
                 server.behaviour.tokens = 100
                 timer.start()
 
-        measured = bench(server, prompts(2), max_tokens=100, on_progress=slow_down)
+        started = time.monotonic()
+        results, stopped = bench(server, prompts(2), max_tokens=100, on_progress=slow_down)
+        assert time.monotonic() - started < 1.5  # the answer would take two seconds
         timer.join()
-    assert isinstance(measured.stopped, KeyboardInterrupt)
-    assert sum(found.answers for found in measured.cells if found.workload == "all") == 1
+    assert isinstance(stopped, KeyboardInterrupt)
+    assert cell(results).answers == 1
+
+
+# -- the command
+
+
+CHAT = ("--workloads", "chat", "--max-tokens", "40", "--seed", "3")
+
+
+def test_a_server_is_benched_against_its_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server, FakeServer() as other:
+        both = ["--endpoint", server.url, "--baseline-endpoint", other.url]
+        code = run(["bench", "toy", *both, *CHAT, "--out", str(tmp_path)])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    assert "baseline" in captured.out
+    assert "with one request at a time" in captured.err
+    assert "seconds per token of the baseline" in captured.err
+    results = Results.load(tmp_path / "results.json")
+    assert results.endpoint["url"].startswith(server.url)
+    assert {cell.label: cell.speedup is not None for cell in results.cells} == {"baseline": False, "endpoint": True}
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
+def test_a_server_alone_has_no_speedup_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        assert run(["bench", "--endpoint", server.url, *CHAT, "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "give --baseline-endpoint" in captured.err
+    assert all(cell.speedup is None for cell in Results.load(tmp_path / "results.json").cells)
+
+
+def test_a_server_that_lies_about_its_tokens_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(usage_factor=2.0, logprobs=True) as server:
+        assert run(["bench", "--endpoint", server.url, *CHAT, "--out", str(tmp_path)]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--endpoint", "http://127.0.0.1:9", *CHAT, "--out", str(tmp_path / "out")]) == 1
+    assert "no server answers" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.grid import concurrencies, contenders
+from paceline.bench.grid import concurrencies
 from paceline.bench.groups import check_enough, make_groups
+from paceline.bench.local import Wish, choose
 from paceline.cli.bench import choose_prompts
 from paceline.errors import InvalidParameter
 from tests.bench.fake_subject import prompts
 
-KNOWN = ("none", "ngram", "suffix", "draft-model", "auto")
-
 
 def labels(methods: str, k: str = "", draft_model: bool = False) -> list[str]:
-    return [one.label for one in contenders(methods, k, known=KNOWN, draft_model=draft_model)]
+    return [
+        one.label for one in choose(Wish(model="m", methods=methods, k=k, draft_model="d" if draft_model else None))
+    ]
 
 
 def test_plain_decoding_is_always_there_and_auto_chooses_its_own_k() -> None:
@@ -50,9 +51,14 @@ def test_what_does_not_exist_is_refused_by_name(methods: str, k: str, problem: s
         labels(methods, k)
 
 
-def test_a_draft_model_that_nobody_uses_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="draft_model: none of the methods uses it"):
+def test_a_draft_model_that_no_method_uses_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="draft_model: none of the methods uses it; add draft-model or auto"):
         labels("ngram", draft_model=True)
+
+
+def test_without_methods_the_first_of_the_table_and_auto_are_compared() -> None:
+    assert [one.label for one in choose(Wish(model="m"))] == ["plain", "ngram k=4", "auto"]
+    assert [one.label for one in choose(Wish(model="m", methods="suffix"))] == ["plain", "suffix k=auto"]
 
 
 def test_concurrency_is_a_list_of_whole_numbers() -> None:

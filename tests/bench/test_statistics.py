@@ -20,7 +20,6 @@ def test_students_t_is_the_one_in_the_tables(freedom: int, known: float) -> None
 def test_the_speedup_is_the_ratio_of_summed_times() -> None:
     pairs = [Pair(3.0, 100, 2.0, 100), Pair(9.0, 300, 3.0, 300)] * 3
     found = speedup(pairs)
-    assert found is not None
     assert found.ratio == pytest.approx(36 / 15)
     assert found.low < found.ratio < found.high
     assert found.pairs == 6
@@ -28,7 +27,6 @@ def test_the_speedup_is_the_ratio_of_summed_times() -> None:
 
 def test_answers_of_different_length_are_compared_per_token() -> None:
     found = speedup([Pair(3.0, 100, 3.0, 200)] * 5)
-    assert found is not None
     assert found.ratio == pytest.approx(2.0)
     assert found.low == pytest.approx(2.0)
     assert found.high == pytest.approx(2.0)
@@ -56,7 +54,6 @@ def test_the_interval_covers_the_truth_about_95_times_in_100(count: int, luck: f
     covered = 0
     for _ in range(800):
         found = speedup(draw(noise, count, luck, truth=1.3))
-        assert found is not None
         covered += found.low <= 1.3 <= found.high
     assert 715 <= covered <= 790
 
@@ -68,7 +65,6 @@ def test_no_gain_is_seldom_called_one() -> None:
     claims = 0
     for _ in range(800):
         found = speedup(draw(noise, 8, 0.1, truth=1.0))
-        assert found is not None
         claims += found.low > 1
     assert claims <= 54
 
@@ -86,10 +82,8 @@ def test_few_pairs_or_few_tokens_give_a_sentence_and_no_figure() -> None:
 
 def test_percentiles_are_values_that_happened() -> None:
     found = spread(n / 100 for n in range(1, 201))
-    assert found is not None
     assert (found.p50, found.p99) == (1.0, 1.98)
     lone = spread([0.5])
-    assert lone is not None
     assert (lone.p50, lone.p99) == (0.5, 0.5)
     assert spread([]) is None
 

@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.controls import ControlsBuilder
+from paceline.draft import Draft
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.chain import READ
 from paceline.models.decoder import ModelOutput
-from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import KVSpec
-from paceline.models.native_kernels import load_library
-from paceline.models.native_relay import HEADER
-from paceline.models.plan import ROW_FIELDS, PassPlan
+from paceline.models.plan import PassPlan
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.testing import context_logits, toy_config
 from paceline.verify import Nodes, probabilities, process
 
 VOCAB = 11
+TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), lag, trees known on the device alone
 
 
 @functools.lru_cache(None)
@@ -51,6 +49,13 @@ def imitating(context, vocab_size=VOCAB):
 @functools.lru_cache(None)
 def contrary(context, vocab_size=VOCAB):
     return [-a for a in repeating(context, vocab_size)]
+
+
+@functools.lru_cache(None)
+def features(context, tap):
+    """A hidden state: which pair of tokens stands last, and a mark of the tap."""
+    last = (context[-2] if len(context) > 1 else 0) * VOCAB + context[-1]
+    return [float(at == last) for at in range(VOCAB * VOCAB)] + [float(tap)]
 
 
 class FunctionModel:
@@ -78,29 +83,12 @@ class FunctionModel:
             cache.v[slots, 0, 0] = plan.positions[written].double()
         contexts = read_contexts(plan, caches, logit_rows)
         logits = [self.logits_of(context, self.config.vocab_size) for context in contexts]
-        return ModelOutput(torch.tensor(logits, dtype=torch.float32).view(len(contexts), self.config.vocab_size), None)
-
-
-class PlacedModel(FunctionModel):
-    """Takes its passes from the buffers a graph would read, padding and all, so that some may be begun early."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.graphs, self.kernels = PassGraphs(self, capture=False), None
-
-    def forward(self, tokens, plan, caches, logit_rows, taps=()):
-        return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
-
-    def compute(self, tokens, plan, caches, logit_rows, taps=(), out=None):
-        header, tiles = plan.work.tiles[:HEADER], plan.work.tiles[HEADER:].view(2, -1)
-        rows, sequences = int(tiles[1].sum()), int(plan.sequence.max()) + 1
-        parts = {name: getattr(plan, name)[:rows] for name in (*ROW_FIELDS, "path")}
-        tables = plan.block_tables[: sequences * int(header[0])].view(sequences, -1)
-        wanted = torch.arange(rows) if logit_rows is None else logit_rows.long()
-        unpadded = replace(plan, **parts, block_tables=tables, work=None)
-        logits = FunctionModel.forward(self, tokens[:rows], unpadded, caches, wanted).logits
-        out[: len(logits)] = logits
-        return ModelOutput(out, None)
+        every = read_contexts(plan, caches, torch.arange(len(tokens))) if taps else ()
+        hidden = [[features(context, tap) for tap in taps] for context in every]
+        return ModelOutput(
+            torch.tensor(logits, dtype=torch.float32).view(len(contexts), self.config.vocab_size),
+            torch.tensor(hidden) if taps else None,
+        )
 
 
 class ChainModel(FunctionModel):
@@ -174,6 +162,54 @@ class ChainModel(FunctionModel):
         return self.forward(tokens, plan, self.caches, last).logits
 
 
+class PairDrafter(TappedDrafter):
+    """One layer of K/V of (hidden state t, token t + 1), from which alone it drafts: what followed the last pair of
+    tokens when that was seen before, and a second guess beside each node, as trees only the device knows."""
+
+    name, taps = TAPPED, (1, 0)
+    kv_layers = (KVSpec(num_kv_heads=1, head_dim=2),)
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.vocab_size, self.begun = vocab_size, 0
+
+    def bind(self, caches, block_size):
+        super().bind(caches, block_size)
+        (self.cache,) = caches
+
+    def absorb(self, batch):
+        valid = batch.slots >= 0
+        assert batch.taps[valid][:, :, -1].tolist() == [[1, 0]] * int(valid.sum()), "taps in their order"
+        pair = batch.taps[:, 0, :-1].argmax(-1)
+        self.cache.k[batch.slots[valid], 0, 0] = pair[valid].double()
+        self.cache.k[batch.slots[valid], 0, 1] = batch.positions[valid].double()
+        self.cache.v[batch.slots[valid], 0, 0] = batch.tokens[valid].double()
+
+    def draft(self, rows, seats, lengths):
+        width = max(row.budget for row in rows)
+        tokens, parents = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width).long()
+        for at, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+            self.begun += length > len(row.sequence.tokens)
+            start, _ = self.absorbed(row.sequence)
+            position = torch.arange(max(start, 1), length)
+            slots = torch.tensor(row.sequence.blocks)[position // self._block_size] * self._block_size
+            slots += position % self._block_size
+            pairs, tokens_after = self.cache.k[slots, 0, 0].long().tolist(), self.cache.v[slots, 0, 0].long().tolist()
+            assert self.cache.k[slots, 0, 1].tolist() == (position - 1).tolist(), "a pair in another's slot"
+            known = dict(zip(pairs, tokens_after, strict=True))
+            last = tokens_after[-1] if tokens_after else row.sequence.tokens[-1]
+            pair = (pairs[-1] % self.vocab_size if pairs else 0) * self.vocab_size + last
+            trunk = -1
+            for node in range(row.budget):
+                guess = known.get(pair, (pair * 7) % self.vocab_size)
+                if node % 2:  # a second guess beside the node before
+                    tokens[at, node], parents[at, node] = (guess + 1) % self.vocab_size, parents[at, node - 1]
+                    pair = pair % self.vocab_size * self.vocab_size + guess
+                else:
+                    tokens[at, node], parents[at, node], trunk = guess, trunk, node
+        return Draft.device_trees(tokens, parents, torch.tensor([row.budget for row in rows]), (width + 1) // 2)
+
+
 def read_contexts(plan, caches, rows):
     if not len(rows):
         return []
@@ -226,19 +262,17 @@ def context_for(config, **options):
 
 
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
-# Steps are launched before the one before is told, as on a device.
-EARLY = {"ngram, launched early": "ngram", "suffix, launched early": "suffix"}
-# And native code begins the next pass, as soon as a verdict is there.
-HANDED_OVER = {"ngram, handed over": "ngram", "suffix, handed over": "suffix"}
-CAN_HAND_OVER = load_library() is not None and find_spec("triton") is not None
+# Steps are launched before the one before is read or published, as on a device.
+EARLY = {"ngram, launched early": "ngram", "suffix, launched early": "suffix", "tapped, begun ahead": TAPPED}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
     "suffix": lambda config: DRAFTERS["suffix"](context_for(config)),
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
+    TAPPED: lambda config: PairDrafter(config.vocab_size),
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
-MAKERS |= {way: MAKERS[method] for way, method in (EARLY | HANDED_OVER).items()}
+MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}
 # As where there is no native library.
 PLAIN = {
     "ngram, in Python": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3), native=False),
@@ -267,11 +301,6 @@ class ByRequest(Choosing):
 
     def choose(self, sequence):
         return self.choices.get(sequence.request_id, self.default)
-
-    def settled(self, sequences):
-        choices = [self.choose(sequence) for sequence in sequences]
-        methods = {choice.method for choice in choices}
-        return (*methods, [choice.budget for choice in choices]) if len(methods) == 1 else None
 
 
 def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, ahead=False, **config):

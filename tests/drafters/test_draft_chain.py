@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 
 from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.drafters.booths import Booths
+from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs
 from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.drafters.voices import Drafted, Voices
 from paceline.engine.policy import Choice
 from paceline.rng import Lane, coin
 from paceline.sequence import Sequence
@@ -92,17 +90,17 @@ def test_rows_that_sample_draft_by_the_same_coins_whichever_way_they_go(sampling
 def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkeypatch):
     """The test above would notice coins of another length: here they are those of the step before."""
 
-    def stale(self, booths, sequences, count, said):
-        real(self, booths, sequences, count, None)
+    def stale(self, graphs, sequences, count, said):
+        real(self, graphs, sequences, count, None)
 
     requests = [(0, "a", prompt_of(0, 9), params(max_tokens=40, temperature=1.3))]
     told = []
     for fault in (False, True):
-        real, keys = Voices.__init__, random.Random(5)
+        real, keys = ChainSampler.__init__, random.Random(5)
         with monkeypatch.context() as patched:
             patched.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
             if fault:
-                patched.setattr(Voices, "__init__", stale)
+                patched.setattr(ChainSampler, "__init__", stale)
             told.append(run(make_engine([DraftModelDrafter(ChainModel(imitating))], k=3, ahead=True), requests)[1]["a"])
     assert [one.tokens for one in told[0]] != [one.tokens for one in told[1]]
 
@@ -110,7 +108,7 @@ def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkey
 def test_drafts_that_are_sampled_may_be_cut_by_what_is_asked_for_next():
     """q goes with the rows and nodes that are left of it."""
     drafted = Drafted(torch.arange(12).view(3, 4), torch.arange(8.0)[:, None].expand(8, 20), (0, 2))
-    draft = drafted.chains([2, 1, 0], [3, 2, 0], source=2)
+    draft = drafted.chains([2, 1, 0], [3, 2, 0])
     assert draft.unseen
     assert draft.tokens.tolist() == [[8, 9, 10], [4, 5, 6], [0, 1, 2]]
     assert draft.num_nodes.tolist() == [3, 2, 0]
@@ -142,11 +140,11 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
 @pytest.mark.parametrize("asked", [{}, {"seed": 3}, {"top_k": 40, "top_p": 0.9}])
 def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
     device, vocab, wanted = torch.device("cuda"), 5000, params(temperature=0.7, **asked)
-    booths = Booths(vocab, device)
+    graphs = SamplingGraphs(vocab, device)
     for rows in (1, 3, 1):
         sequences = [Sequence(str(row), [0] * (3 + row), wanted, max_len=99) for row in range(rows)]
-        one, other = (Voices(booths, sequences, 4, None) for _ in "ab")
-        other._booth = None
+        one, other = (ChainSampler(graphs, sequences, 4, None) for _ in "ab")
+        other._graph = None
         for depth in range(4):
             logits = 3 * torch.randn(rows, vocab, device=device)
             assert torch.equal(one(logits, depth), other(logits, depth))
@@ -154,7 +152,7 @@ def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
 
 
 class Again:
-    """A recording by hand: the booth's work once more, into where it wrote first."""
+    """A recording by hand: the graph's work once more, into where it wrote first."""
 
     def __init__(self, work):
         self.work, self.result = work, tuple(part.clone() for part in work())
@@ -169,21 +167,21 @@ def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeyp
     """What a replay gives is over with the next one, so q must have been copied; rows nobody needs have no say."""
 
     def record(work):
-        booth = work.__self__
-        captured.append(booth)
+        graph = work.__self__
+        captured.append(graph)
         if fails:
             raise RuntimeError("no memory left\nfor a recording")
-        depth = booth._depth.clone()
+        depth = graph._depth.clone()
         recording = Again(work)
-        booth._depth.copy_(depth)  # what is recorded does not run
+        graph._depth.copy_(depth)  # what is recorded does not run
         return recording
 
-    captured, booths, wanted = [], Booths(50, torch.device("cpu")), params(temperature=0.7)
-    monkeypatch.setattr(booths._recorder, "record", record)
+    captured, graphs, wanted = [], SamplingGraphs(50, torch.device("cpu")), params(temperature=0.7)
+    monkeypatch.setattr(graphs._recorder, "capture", record)
     for rows in (3, 4, 3):
         sequences = [Sequence(str(row), [0] * (3 + row), wanted, max_len=99) for row in range(rows)]
-        one, other = (Voices(booths, sequences, 4, None) for _ in "ab")
-        one._booth._records, other._booth = one._booth._recording is None and not captured, None
+        one, other = (ChainSampler(graphs, sequences, 4, None) for _ in "ab")
+        one._graph._captures, other._graph = one._graph._captured is None and not captured, None
         for depth in range(4):
             logits = 3 * torch.randn(rows, 50, generator=torch.Generator().manual_seed(10 * rows + depth))
             assert torch.equal(one(logits, depth), other(logits, depth))
@@ -192,11 +190,11 @@ def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeyp
 
 
 def test_ways_of_drawing_not_met_for_long_give_way(monkeypatch):
-    monkeypatch.setattr("paceline.drafters.booths.MOST", 2)
-    booths, made = Booths(50, torch.device("cpu")), []
+    monkeypatch.setattr("paceline.drafters.chain_sampler.MOST", 2)
+    graphs, made = SamplingGraphs(50, torch.device("cpu")), []
     for asked in ({}, {"top_p": 0.9}, {}, {"top_k": 5}, {}, {"top_p": 0.9}):
         sequence = Sequence("0", [0], params(temperature=0.7, **asked), max_len=9)
-        made.append(Voices(booths, [sequence], 1, None)._booth)
+        made.append(ChainSampler(graphs, [sequence], 1, None)._graph)
     assert made[0] is made[2] is made[4]
     assert made[1] is not made[5]
 
@@ -291,29 +289,6 @@ def test_who_ends_or_comes_or_gives_way_while_drafts_are_under_way_changes_no_an
         assert engine.blocks.num_free == blocks
 
 
-def test_a_draft_begun_for_a_step_that_was_interrupted_is_dropped(monkeypatch):
-    model = ChainModel(imitating)
-    engine = ahead_engine(DraftModelDrafter(model), k=3)
-    (sequence,) = engine.add_request("a", prompt_of(0, 9), params(max_tokens=24))
-    for _ in range(4):
-        engine.step()
-    collect = engine.committer.collect
-
-    def interrupted(flight):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.committer, "collect", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.setattr(engine.committer, "collect", collect)
-    asked = len(model.asked)
-    while engine.has_work:
-        engine.step()
-    assert len(model.asked) > asked, "it was drafted anew"
-    request = (0, "a", prompt_of(0, 9), params(max_tokens=24))
-    assert sequence.output_tokens == plain([request])["a"].output_tokens
-
-
 class Wavering(ByRequest):
     """Another k for each sequence and step, and now and then another method or none."""
 
@@ -337,22 +312,6 @@ def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
     kinds = [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.2}]  # one cannot be told from its answer alone
     requests = [(2 * i, str(i), prompt_of(i, 5 + i), params(max_tokens=40, **kinds[(i + seed) % 3])) for i in range(3)]
     drawn = watch_q(engine)
-    collect, noise = engine.committer.collect, random.Random(seed)
-
-    def now_and_then(flight):
-        if noise.random() < 0.1:
-            raise KeyboardInterrupt
-        return collect(flight)
-
-    engine.committer.collect = now_and_then
-    step = engine.step
-
-    def again():
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):
-                return step()
-
-    engine.step = again
     sequences, _ = run(engine, requests)
     assert model.ahead
     assert engine.drafters.failures == 0
@@ -381,9 +340,9 @@ def watch_q(engine):
     """Every token drawn by a coin, as it is proposed: from its own q, by the coin of the step it is judged in."""
     propose, drawn = engine.drafters.propose, []
 
-    def watched(rows):
-        draft = propose(rows)
-        for at, row in enumerate(rows):
+    def watched(batch):
+        draft = propose(batch)
+        for at, row in enumerate([batch.rows[index] for index in batch.sampling]):
             sequence, wanted = row.sequence, row.sequence.params
             if row.method != DraftModelDrafter.name or wanted.greedy or wanted.seed is not None:
                 continue
@@ -410,23 +369,3 @@ def test_a_draft_model_with_a_shorter_context_drafts_to_its_end_and_no_further()
     assert engine.drafters.failures == 0
     assert model.ahead
     assert sequence.output_tokens == plain([request])["a"].output_tokens
-
-
-def test_who_said_the_last_word_in_an_interrupted_step_leaves_at_the_next(monkeypatch):
-    engine = make_engine()
-    (sequence,) = engine.add_request("a", prompt_of(0, 5), params(max_tokens=4))
-    finish = engine.scheduler.finish
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.scheduler, "finish", interrupted)
-    for _ in range(3):
-        engine.step()
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.setattr(engine.scheduler, "finish", finish)
-    engine.step()
-    assert sequence.finished
-    assert not engine.has_work
-    assert sequence.num_output == 4

@@ -361,16 +361,8 @@ def prefill(decoder, tokens):
         decoder.kv_specs, num_blocks=1, block_size=max(count, 1), dtype=decoder.cache_dtype, device=decoder.device
     )
     positions = torch.arange(count, dtype=torch.int32)
-    plan = PassPlan(
-        positions=positions,
-        slots=positions,
-        sequence=torch.zeros_like(positions),
-        prefix=positions + 1,
-        path=positions.new_empty(count, 0),
-        path_len=torch.zeros_like(positions),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32),
-        block_size=max(count, 1),
-        max_len=count,
+    plan = PassPlan.in_order(
+        positions, positions, torch.zeros_like(positions), torch.zeros(1, 1, dtype=torch.int32), max(count, 1), count
     )
     if count:
         with torch.inference_mode():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DRAFTERS, Commit, DrafterContext, DraftRow, ngram, suffix, suffix_index
+from paceline.drafters import DRAFTERS, DrafterContext, DraftRow, ngram, suffix, suffix_index
 from paceline.drafters.native_ngram import NativeNgrams
 from paceline.drafters.native_suffix import NativeIndex, NativeSuffixes
 from paceline.drafters.suffix_index import DEPTH, END, SuffixIndex
@@ -60,7 +60,7 @@ def check_same(both, sequences, budgets):
         assert same_index(*(state.index for state in states))
     drafts = native.propose(asked), plain.propose(asked)
     drafts[0].validate(100_000)
-    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
+    for name in ("tokens", "parents", "depth", "num_nodes"):
         assert torch.equal(getattr(drafts[0], name), getattr(drafts[1], name)), name
         assert getattr(drafts[0], name).is_contiguous()
     for sequence, budget in zip(sequences, budgets, strict=True):
@@ -101,8 +101,7 @@ def live(data, both, alphabet):
         elif what == "commit":
             count = data.draw(st.integers(1, len(sequence.tokens)))
             for drafter in both:
-                drafter.commit([Commit(sequence, 0, count, None)])
-                drafter.overlap()
+                drafter.read_prompt(sequence, count)
         else:
             sequences.remove(sequence)
             sequence.finish_reason = data.draw(st.sampled_from(["stop", "abort"])) if what == "end" else None
@@ -200,7 +199,7 @@ def test_positions_stay_where_nothing_is_new(native, monkeypatch):
     sequence = Sequence("0", [1] * 300, SamplingParams().resolve({}), max_len=100_000)
     drafter.evidence(sequence)
     end = drafter.states["0/0"].index.end
-    drafter.commit([Commit(sequence, 0, 7, None)])  # read again, perhaps
+    drafter.read_prompt(sequence, 7)  # read again, perhaps
     assert drafter.states["0/0"].index.end == end, "what was found is of these positions"
 
 

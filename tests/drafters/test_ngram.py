@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import Commit, DrafterContext, DraftRow
+from paceline.drafters import DrafterContext, DraftRow
 from paceline.drafters.ngram import MATCH_LIMIT, NgramDrafter, NgramIndex
 from paceline.engine.policy import Choice
 from paceline.sampling_params import SamplingParams
@@ -100,7 +100,7 @@ def test_commits_propose_the_same_as_a_fresh_drafter(tokens, data):
     computed = 0
     while computed < sequence.num_prompt:
         count = data.draw(st.integers(1, sequence.num_prompt - computed))
-        drafter.commit([Commit(sequence, computed, count, None)])
+        drafter.read_prompt(sequence, computed + count)
         computed += count
     while len(sequence.tokens) < len(tokens):
         if data.draw(st.booleans()):
@@ -108,7 +108,7 @@ def test_commits_propose_the_same_as_a_fresh_drafter(tokens, data):
             drafter.admit(sequence, 0, 0)
         more = data.draw(st.integers(1, 3))
         sequence.tokens += tokens[len(sequence.tokens) :][:more]
-        drafter.commit([Commit(sequence, computed, len(sequence.tokens) - 1 - computed, None)])
+        drafter.read_prompt(sequence, computed + len(sequence.tokens) - 1 - computed)
         computed = len(sequence.tokens) - 1
         assert propose(drafter, sequence, 5) == propose(make(), sequence, 5)
 
@@ -116,7 +116,7 @@ def test_commits_propose_the_same_as_a_fresh_drafter(tokens, data):
 def test_a_prompt_is_indexed_no_further_than_it_is_computed():
     for native in (True, False):
         drafter, sequence = make(native=native), sequence_of([1, 2] * 50)
-        drafter.commit([Commit(sequence, 0, 10, None)])
+        drafter.read_prompt(sequence, 10)
         state = drafter.states[sequence.key]
         assert (state.indexed if native else state.index.length) == 10
         assert propose(drafter, sequence, 3) == [1, 2, 1], "a draft asked for early takes in the rest"
@@ -184,7 +184,7 @@ def test_costs_do_not_grow_with_the_context():
     noise = torch.randint(0, 49152, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
     drafter, sequence = make(vocab_size=49152), sequence_of([*noise, *noise[500:510]])
     started = time.perf_counter()
-    drafter.commit([Commit(sequence, 0, len(sequence.tokens), None)])
+    drafter.read_prompt(sequence, len(sequence.tokens))
     assert (time.perf_counter() - started) / len(sequence.tokens) < 10e-6
     best = min(_timed(lambda: drafter.guess(sequence, 8)) for _ in range(50))
     assert best < 50e-6

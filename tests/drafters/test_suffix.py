@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import Commit, DrafterContext, DraftRow, suffix_index
+from paceline.drafters import DrafterContext, DraftRow, suffix_index
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
 from paceline.drafters.suffix_store import MAX_CORPUS, SuffixStore
@@ -72,7 +72,7 @@ def propose(drafter, sequence, budget):
 def answer(drafter, tokens, request_id="past"):
     """Let the drafter see a finished answer."""
     sequence = sequence_of([9, *tokens], 1, request_id)
-    drafter.commit([Commit(sequence, 0, len(sequence.tokens) - 1, None)])
+    drafter.read_prompt(sequence, len(sequence.tokens) - 1)
     sequence.finish_reason = "stop"
     drafter.release(sequence)
 
@@ -293,14 +293,14 @@ def test_commits_propose_the_same_as_a_fresh_drafter(tokens, data):
     computed = 0
     while computed < sequence.num_prompt:
         count = data.draw(st.integers(1, sequence.num_prompt - computed))
-        drafter.commit([Commit(sequence, computed, count, None)])
+        drafter.read_prompt(sequence, computed + count)
         computed += count
     while len(sequence.tokens) < len(tokens):
         if data.draw(st.booleans()):
             drafter.release(sequence)
             drafter.admit(sequence, 0, 0)
         sequence.tokens += tokens[len(sequence.tokens) :][: data.draw(st.integers(1, 3))]
-        drafter.commit([Commit(sequence, computed, len(sequence.tokens) - 1 - computed, None)])
+        drafter.read_prompt(sequence, computed + len(sequence.tokens) - 1 - computed)
         computed = len(sequence.tokens) - 1
         assert propose(drafter, sequence, 5) == propose(make(), sequence, 5)
     assert drafter.store.index.end == DEPTH, "nothing is learned before the end"
@@ -355,11 +355,11 @@ def test_finished_answers_serve_later_requests_and_are_learned_once():
     drafter = make()
     past = sequence_of([9, 9, 1, 2, 3, 4, 5, 6], 2, "past")
     drafter.admit(past, 0, 0)
-    drafter.commit([Commit(past, 0, 5, None)])
+    drafter.read_prompt(past, 5)
     drafter.release(past)  # preempted
     assert drafter.store.index.end == DEPTH
     drafter.admit(past, 0, 0)
-    drafter.commit([Commit(past, 0, 7, None)])
+    drafter.read_prompt(past, 7)
     past.finish_reason = "length"
     drafter.release(past)
     drafter.release(past)
@@ -371,7 +371,7 @@ def test_finished_answers_serve_later_requests_and_are_learned_once():
 def test_aborted_answers_are_not_learned():
     drafter = make()
     past = sequence_of([9, 1, 2, 3, 4], 1)
-    drafter.commit([Commit(past, 0, 4, None)])
+    drafter.read_prompt(past, 4)
     drafter.release(past)
     past.finish_reason = "abort"
     drafter.release(past)
@@ -398,7 +398,7 @@ def test_memory_stays_within_its_bound_and_the_oldest_answers_go_first():
             assert drafter.nbytes <= limit
         live = [sequence_of([*last * 10, *last[:50]], request_id=f"live {number}") for number in range(20)]
         for sequence in live:  # 720 kB if all of it were kept; a quarter of the bound is theirs
-            drafter.commit([Commit(sequence, 0, len(sequence.tokens), None)])
+            drafter.read_prompt(sequence, len(sequence.tokens))
         assert drafter.nbytes <= limit
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
@@ -579,12 +579,12 @@ def test_costs_do_not_grow_with_the_context():
     for number in range(20):
         answer(drafter, tokens[500 * number :][:800], str(number))
     started = time.perf_counter()
-    drafter.commit([Commit(sequence, 0, len(tokens), None)])
+    drafter.read_prompt(sequence, len(tokens))
     assert (time.perf_counter() - started) / len(tokens) < 20e-6
     times = []
     for token in tokens[:200]:
         sequence.tokens.append(token)
-        drafter.commit([Commit(sequence, len(sequence.tokens) - 2, 1, None)])
+        drafter.read_prompt(sequence, len(sequence.tokens) - 2 + 1)
         started = time.perf_counter()
         drafter.guess(sequence, 8)
         times.append(time.perf_counter() - started)

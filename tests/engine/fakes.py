@@ -8,7 +8,7 @@ import torch
 
 from paceline.draft import Draft, Proposal
 from paceline.drafters.base import HostDrafter
-from paceline.drafters.tapped import TappedDrafter
+from paceline.drafters.tapped import CAPACITY, TappedDrafter
 from paceline.models.kv_cache import KVSpec
 from paceline.testing import HIDDEN, context_hidden, context_logits
 
@@ -34,7 +34,7 @@ class ChainDrafter(FakeDrafter):
         width = max(map(len, chains))
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.int64)
         tokens = tokens.view(len(rows), width)
-        return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]), source=0)
+        return Draft.chains(tokens, torch.tensor([len(chain) for chain in chains]))
 
 
 class TreeDrafter(FakeDrafter):
@@ -64,7 +64,6 @@ class TreeDrafter(FakeDrafter):
                 draft.tokens[b, node], draft.parents[b, node] = token, parent
                 draft.depth[b, node] = 1 if parent < 0 else draft.depth[b, parent] + 1
                 draft.num_nodes[b] = node + 1
-            draft.source[b] = 1
         q = Proposal(probs=torch.stack(probs), row_of=row_of)
         return Draft(**{**vars(draft), "q": q})
 
@@ -94,59 +93,74 @@ class GreedyBudgetDrafter(ChainDrafter):
 
     def propose(self, rows):
         width = max(row.budget for row in rows) + 3
-        return Draft.chains(torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows),), width), source=0)
+        return Draft.chains(torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows),), width))
 
 
 class NarrowDrafter(FakeDrafter):
     """Even chains of int32 tokens, two of which look like one int64."""
 
     def propose(self, rows):
-        return Draft.even(torch.zeros(len(rows), 2, dtype=torch.int32), source=0)
+        return Draft.chains(torch.zeros(len(rows), 2, dtype=torch.int32))
 
 
 class TapDrafter(TappedDrafter):
-    """Writes (tap of t, token t + 1) into slot t + 1 and checks all it ever wrote whenever it is asked."""
+    """Writes (tap of t, token t + 1) into slot t + 1, checks all it ever wrote whenever it is asked, and drafts trees
+    whose tokens and shape only the device knows."""
 
     name, version = "tapped", "tapped/1"
     taps = (2, 0)
     kv_layers = (KVSpec(num_kv_heads=2, head_dim=HIDDEN),)
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.checked_slots = 0
-        self.late_starts = 0
-        self.prefix_slots = 0
+    def __init__(self, capacity=CAPACITY, vocab_size=11, malformed=False):
+        super().__init__()
+        self.capacity, self.vocab_size, self.malformed = capacity, vocab_size, malformed
+        self.checked_slots = self.late_starts = self.prefix_slots = self.begun = 0
 
     def bind(self, caches, block_size):
-        (self.cache,), self.block_size = caches, block_size
+        super().bind(caches, block_size)
+        (self.cache,) = caches
+
+    def bind_taps(self, ring, columns):
+        ring.capacity = self.capacity
+        super().bind_taps(ring, columns)
 
     def admit(self, sequence, start, end):
         super().admit(sequence, start, end)
         self.prefix_slots += end - start
 
-    def slot(self, sequence, position):
-        return sequence.blocks[position // self.block_size] * self.block_size + position % self.block_size
+    def absorb(self, batch):
+        for tap, token, position, slot in zip(*(part.tolist() for part in batch), strict=True):
+            if slot >= 0:
+                self.cache.k[slot] = torch.tensor(tap, dtype=self.cache.k.dtype)
+                self.cache.v[slot] = token
+            assert position >= 0
 
-    def absorb(self, sequence, first, taps):
-        for offset in range(len(taps)):
-            at = self.slot(sequence, first + offset + 1)
-            self.cache.k[at] = taps[offset].to(self.cache.k.dtype)
-            self.cache.v[at] = sequence.tokens[first + offset + 1]
-
-    def check(self, sequence):
-        start, end = self.absorbed(sequence)
+    def check(self, sequence, end):
+        start, _ = self.absorbed(sequence)
         self.late_starts += start > 0
+        size = self._block_size
         for position in range(max(start, 1), end):
-            at = self.slot(sequence, position)
+            at = sequence.blocks[position // size] * size + position % size
             expected = [context_hidden(sequence.tokens[:position], tap) for tap in self.taps]
             assert torch.allclose(self.cache.k[at], torch.tensor(expected, dtype=self.cache.k.dtype)), position
             assert self.cache.v[at].unique().tolist() == [sequence.tokens[position]]
             self.checked_slots += 1
-        return end
 
-    def propose(self, rows):
-        for row in rows:
-            self.catch_up(row.sequence)
-            assert self.check(row.sequence) == len(row.sequence.tokens)
-        tokens = torch.tensor([[row.sequence.tokens[-1] % 11] for row in rows])
-        return Draft.chains(tokens, torch.ones(len(rows), dtype=torch.int64), source=2)
+    def draft(self, rows, seats, lengths):
+        """Nodes that hang anywhere; at the root what `HashModel` says next, mostly, where the host knows the text."""
+        width = max(row.budget for row in rows)
+        tokens, parents = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
+        for at, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+            sequence = row.sequence
+            self.begun += length > len(sequence.tokens)
+            self.check(sequence, len(sequence.tokens))
+            noise = random.Random(length)
+            best = context_logits(sequence.tokens, self.vocab_size)
+            for node in range(row.budget):
+                parents[at, node] = noise.randrange(-1, node)
+                tokens[at, node] = (
+                    max(range(self.vocab_size), key=best.__getitem__) if node == 0 else noise.randrange(11)
+                )
+                if self.malformed and noise.random() < 0.5:
+                    parents[at, node], tokens[at, node] = noise.randrange(-9, 9), noise.randrange(-99, 99)
+        return Draft.device_trees(tokens, parents, torch.tensor([row.budget for row in rows]), depth_bound=width)

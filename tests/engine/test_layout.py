@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import draft as draft_module
-from paceline.draft import Draft, Verdict, packed_to
+from paceline.draft import Draft, Verdict, ancestors, depths_of, packed_to, sound_parents
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.layout import filled_in, lay_out, slot
-from paceline.engine.model_runner import Reading, branched
+from paceline.engine.layout import filled_in, lay_out
+from paceline.engine.runner import Reading
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams
@@ -39,10 +38,11 @@ def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, budget: in
             sequence.num_cached = first + 1  # the last shared token is computed once more
         blocks.allocate(sequence, first + count + 1 + budget)
         rows.append(Row(sequence, first, count, first + count == len(prompt), "some", budget))
-    batch = Batch(tables=blocks.tables([row.sequence for row in rows]))
-    for row in rows:
-        batch.add(row)
-    return batch
+    return Batch(rows, blocks.tables([row.sequence for row in rows]))
+
+
+def slot(sequence, position, block_size):
+    return sequence.blocks[position // block_size] * block_size + position % block_size
 
 
 def make_draft(noise: random.Random, batch: int, width: int, *, trees: bool) -> Draft:
@@ -89,24 +89,24 @@ def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, t
             assert row_at(layout, at) == (int(draft.tokens[which, node]), position, own, index, *seen)
             assert layout.logit_rows[logits + node + 1] == at
             at += 1
-        by_depth = [depth[:count].count(level) for level in range(1, max(depth[:count], default=0) + 1)]
-        assert layout.nodes_by_depth(index) == by_depth
-        assert (index in layout.trees) == (not is_chain)
-        assert (layout.spans[index].nodes, layout.spans[index].num_nodes) == (at - count, count)
+        assert layout.depths[index] == max(depth[:count], default=0)
+        assert layout.begin[index] == at - count - row.count
         logits += count + 1
         if not is_chain:
             branches.append([which, *(slot(row.sequence, length + node, BLOCK) for node in range(count))])
     assert (len(layout.tokens), len(layout.logit_rows)) == (at, logits)
-    if layout.is_tree:
-        assert [of[: len(own)] for of, own in zip(branched(layout).tolist(), branches, strict=True)] == branches
-    assert plan.max_len == int(plan.positions.max()) + 1
+    if layout.tree_slots is not None:
+        assert [of[: len(own)] for of, own in zip(layout.tree_slots.tolist(), branches, strict=True)] == branches
+    assert layout.is_tree == bool(branches)
+    assert plan.max_len == int(plan.reach.max())
 
 
 def row_at(layout, at):
     plan = layout.plan
     numbers = (layout.tokens, plan.positions, plan.slots, plan.sequence, plan.prefix)
     path = plan.path[at].tolist()
-    length = int(plan.path_len[at])
+    length = int(plan.reach[at] - plan.prefix[at])
+    assert plan.reach[at] == plan.positions[at] + 1
     assert path[length:] == [-1] * (len(path) - length)
     return (*(int(part[at]) for part in numbers), path[:length])
 
@@ -146,14 +146,15 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
         of = of if some == batch else of.first(some)
         staging = Staging(torch.device("cpu"))
         here, arrived = Reading(of, staging), Reading(of, staging)
-        buffer = staging.fetch(of.pack().view(torch.int32))
-        buffer.over = SimpleNamespace(synchronize=lambda: None)
-        arrived._comes_in(buffer)
-        for row, count in enumerate(given["num_accepted"][:some].tolist()):
-            said = tuple(given[name][row, : count + 1].tolist() for name in ("tokens", "kinds"))
-            assert here.said()[row] == arrived.said()[row] == (said[0], count, said[1])
-        assert len(here.said()) == len(arrived.said()) == some
-        assert depth or here.spoken() == arrived.spoken() == given["tokens"][:some, 0].tolist()
+        arrived._fetch(staging)
+        arrived._arrived = SimpleNamespace(synchronize=lambda: None)
+        for reading in (here, arrived):
+            tokens, accepted, kinds = reading.read()
+            assert accepted == given["num_accepted"][:some].tolist()
+            for row, count in enumerate(accepted):
+                assert tokens[row] == given["tokens"][row, : count + 1].tolist()
+                assert kinds[row] == given["kinds"][row, : count + 1].tolist()
+            assert len(tokens) == len(kinds) == some
     blank = Verdict.blank(batch, depth, torch.device("cpu"))
     assert blank.pack() is blank.packed
     for name in ("tokens", "num_accepted", "kinds"):
@@ -172,8 +173,8 @@ def test_a_step_leaves_garbage_collection_as_it_found_it(enabled):
 
 
 def test_tokens_the_host_has_not_seen_are_filled_in_from_the_draft():
-    draft = Draft.chains(torch.tensor([[10, 11], [12, 13]]), torch.tensor([2, 1]), source=0)
-    assert filled_in(torch.tensor([5, -1, -2, 7, -3]), draft).tolist() == [5, 10, 11, 7, 12]
+    draft = Draft.chains(torch.tensor([[10, 11], [12, 13]]), torch.tensor([2, 1]))
+    assert filled_in(torch.tensor([5, -1, -2, 7, -3]), draft.tokens.flatten()).tolist() == [5, 10, 11, 7, 12]
 
 
 @pytest.mark.parametrize(("before", "after"), [(700, 4096), (10_000, 10_000), (0, 0)])
@@ -198,16 +199,46 @@ def test_numbers_packed_for_a_device_arrive_whole_and_aligned(monkeypatch):
     assert all((one.data_ptr() - first) % 16 == 0 for one in packed if one.numel())
 
 
-def test_even_chains_are_known_by_what_they_were_made_of():
-    draft = Draft.even(torch.zeros(2, 3, dtype=torch.int64), source=1)
-    chains = Draft.chains(draft.tokens, torch.tensor([3, 3]), source=1)
-    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
-        assert torch.equal(getattr(draft, name), getattr(chains, name)), name
-    for width in range(99):
-        Draft.even(torch.zeros(1, width, dtype=torch.int64), source=0)
-    assert draft.is_even
-    assert not chains.is_even
-    for name in ("parents", "depth", "num_nodes"):
-        assert not replace(draft, **{name: getattr(draft, name).clone()}).is_even, name
-    assert not replace(draft, tokens=draft.tokens[:, :2]).is_even
-    assert replace(draft, tokens=draft.tokens + 1).is_even
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 7))
+def test_a_tree_known_on_the_device_alone_is_placed_as_the_host_would(seed, num_rows, width):
+    """Malformed ones too: parents and tokens are made sound, and nothing else changes."""
+    noise = random.Random(seed)
+    batch = make_batch(noise, num_rows, decodes=True, budget=width)
+    draft = make_draft(noise, num_rows, width, trees=True)
+    wrong = torch.tensor([[noise.choice([0, 0, 0, -7, 9]) for _ in range(width)] for _ in range(num_rows)])
+    unknown = Draft.device_trees(draft.tokens, draft.parents + wrong, draft.num_nodes, width)
+    unknown.validate(50)
+    sound = unknown.on_host(50)
+    sound.validate(50)
+    if not wrong.any():
+        for name in ("tokens", "parents", "depth", "num_nodes"):
+            assert torch.equal(getattr(sound, name), getattr(draft, name)), name
+    expected, layout = lay_out(batch, sound, BLOCK), lay_out(batch, unknown, BLOCK)
+    assert layout.plan.max_len >= expected.plan.max_len
+    assert torch.equal(filled_in(layout.tokens, draft.tokens.flatten()), expected.tokens)
+    placed = placed_on_the_device(layout.plan)
+    nodes = [row for row in range(len(expected.tokens)) if row not in layout.begin.tolist()]
+    if expected.is_tree:
+        for name in ("positions", "reach", "slots", "sequence"):
+            assert torch.equal(getattr(placed, name)[nodes], getattr(expected.plan, name)[nodes]), name
+        for row in nodes:
+            if int(expected.plan.prefix[row]) == int(placed.prefix[row]):
+                count = int(placed.reach[row] - placed.prefix[row])
+                assert placed.path[row, :count].tolist() == expected.plan.path[row, :count].tolist()
+
+
+def placed_on_the_device(plan):
+    """By definition; tests/models compares the kernel with the same."""
+    trees = plan.trees
+    if trees is None:
+        return plan
+    parents = sound_parents(trees.parents[trees.rows])
+    used = trees.at >= 0
+    depth = depths_of(parents, used.sum(1), trees.max_depth)
+    path = ancestors(parents, depth, trees.max_depth)
+    for tree, node in used.nonzero().tolist():
+        row, deep = int(trees.at[tree, node]), int(depth[tree, node])
+        plan.positions[row], plan.reach[row] = trees.length[tree] - 1 + deep, trees.length[tree] + deep
+        plan.path[row, :deep] = trees.slots[tree, path[tree, node, :deep]].int()
+    return plan

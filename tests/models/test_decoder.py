@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from paceline.models.decoder import FINAL
+from paceline.models.kv_cache import KVCache
+from paceline.models.plan import PassPlan
 from paceline.models.runtime import load_model
 from paceline.testing import logits_of
 from tests.models.tiny import TINY, save_tiny
@@ -47,6 +49,7 @@ def test_taps_are_the_hidden_states_transformers_reports(tiny):
     with torch.no_grad():
         hidden = oracle(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     taps = (*range(decoder.config.num_layers), FINAL)  # transformers' last entry is after the final norm
+    assert torch.equal(*final_and_head(decoder, tokens)), "FINAL is the head's input"
     captured = []
 
     class Tapped:
@@ -63,6 +66,33 @@ def test_taps_are_the_hidden_states_transformers_reports(tiny):
     ours = torch.cat(captured)
     for column, expected in enumerate(hidden):
         torch.testing.assert_close(ours[:, column], expected[0], atol=1e-4, rtol=1e-4)
+
+
+def final_and_head(decoder, tokens):
+    """Logits, and the head's product of the final taps."""
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=LENGTH, dtype=torch.float32, device=decoder.device)
+    at, tables = torch.arange(LENGTH), torch.zeros(1, 1, dtype=torch.int32)
+    plan = PassPlan.in_order(at, at, torch.zeros_like(at), tables, LENGTH, LENGTH)
+    output = decoder.forward(torch.tensor(tokens), plan, cache.layers, at, (FINAL,))
+    return output.logits, decoder.kernels.logits(output.taps[:, 0].contiguous(), decoder.head)
+
+
+def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(tiny):
+    _, decoder, tokens = tiny
+    plain = logits_of(decoder, tokens, [40, 50])
+
+    class FromHidden:
+        def __getattr__(self, name):
+            return getattr(decoder, name)
+
+        def forward(self, tokens, plan, caches, logit_rows):
+            hidden = decoder.embed(tokens)
+            before = hidden.clone()
+            output = decoder.forward(hidden, plan, caches, logit_rows)
+            assert torch.equal(hidden, before), "the caller's hidden states are not changed"
+            return output
+
+    assert torch.equal(plain, logits_of(FromHidden(), tokens, [40, 50]))
 
 
 def test_bf16_weights_in_the_file_give_what_transformers_computes_from_them_in_fp32(tmp_path):

@@ -70,16 +70,8 @@ class Scene:
     def plan(self, rows: list[tuple[int, int]]) -> PassPlan:
         """Rows (sequence, position), each reading everything through the block table."""
         sequence, position = (list(column) for column in zip(*rows, strict=True))
-        return PassPlan(
-            positions=ints(position),
-            slots=ints([-1] * len(rows)),
-            sequence=ints(sequence),
-            prefix=ints([p + 1 for p in position]),
-            path=torch.empty(len(rows), 0, dtype=torch.int32),
-            path_len=ints([0] * len(rows)),
-            block_tables=self.tables,
-            block_size=BLOCK,
-            max_len=max(position) + 1,
+        return PassPlan.in_order(
+            ints(position), ints([-1] * len(rows)), ints(sequence), self.tables, BLOCK, max(position) + 1
         )
 
     def branch(self, rows: list[tuple[int, int]], lengths: list[int]) -> PassPlan:
@@ -94,7 +86,15 @@ class Scene:
                 self.cache.k[slot], self.cache.v[slot] = (t[token] for t in self.tokens[sequence])
                 path[i, j] = slot
         prefix = plan.positions + 1 - ints(lengths)
-        return replace(plan, prefix=prefix, path=path, path_len=ints(lengths))
+        return replace(plan, prefix=prefix, path=path)
+
+    def block(self, rows: list[tuple[int, int]], ends: list[int], by_slot: int = 0) -> PassPlan:
+        """Rows that see keys up to an end behind their position; the last `by_slot` of them by explicit slots."""
+        reach = ints(ends)
+        keys = (reach[:, None] - by_slot + torch.arange(by_slot)).clamp(min=0)
+        sequence = torch.tensor([sequence for sequence, _ in rows])[:, None]
+        path = (self.tables[sequence, keys // BLOCK] * BLOCK + keys % BLOCK).int()
+        return replace(self.plan(rows), prefix=reach - by_slot, reach=reach, path=path, max_len=max(ends))
 
 
 def scene(lengths: list[int], kv_heads: int = 2, dim: int = 16, spare: int = 4) -> Scene:
@@ -114,9 +114,7 @@ def scene(lengths: list[int], kv_heads: int = 2, dim: int = 16, spare: int = 4) 
 
 
 def rows_of(plan: PassPlan, rows: list[int]) -> PassPlan:
-    parts = {
-        name: getattr(plan, name)[rows] for name in ("positions", "slots", "sequence", "prefix", "path", "path_len")
-    }
+    parts = {name: getattr(plan, name)[rows] for name in ("positions", "slots", "sequence", "prefix", "reach", "path")}
     return replace(plan, **parts)
 
 
@@ -424,6 +422,46 @@ def test_torch_attention_matches_a_softmax_written_out() -> None:
     torch.testing.assert_close(got[0], (weights @ v[3:, 0]).flatten())
 
 
+# ---- blocks that see themselves --------------------------------------------------------------------------------------
+
+BLOCK_ROWS = [(0, 12), *((0, at) for at in range(29, 37)), *((1, at) for at in range(292, 300))]
+BLOCK_ENDS = [13, *[37] * 8, *[300] * 8]  # behind the last row of its block; the first row is a plain one
+
+
+def block_and_dense(attention: Callable[..., Tensor], window: int | None, by_slot: int) -> tuple[Tensor, Tensor]:
+    """What the kernels make of two blocks and a plain row, and the softmax over their keys written out in float64."""
+    state, q, group = scene([37, 300], 2, 16), torch.randn(len(BLOCK_ROWS), 4, 16), 2
+    got = attention(q, state.block(BLOCK_ROWS, BLOCK_ENDS, by_slot), state.cache, 0.2, window)
+    expected = []
+    for row, ((sequence, position), end) in enumerate(zip(BLOCK_ROWS, BLOCK_ENDS, strict=True)):
+        begin = 0 if window is None else max(position - window + 1, 0)
+        k, v = (part[begin:end].double().repeat_interleave(group, 1) for part in state.tokens[sequence])
+        weights = torch.einsum("hd,khd->hk", q[row].double() * 0.2, k).softmax(-1)
+        expected.append(torch.einsum("hk,khd->hd", weights, v).flatten())
+    return got, torch.stack(expected)
+
+
+@pytest.mark.parametrize("window", [None, 5, 37])
+@pytest.mark.parametrize("by_slot", [0, 8])
+def test_a_block_that_sees_itself_matches_dense_attention(
+    native: NativeKernels, window: int | None, by_slot: int
+) -> None:
+    assert_close(*block_and_dense(REFERENCE.attention, window, by_slot))
+    assert_close(*block_and_dense(native.attention, window, by_slot))
+
+
+def test_a_row_of_a_block_has_the_same_bits_alone_and_read_by_slot(native: NativeKernels) -> None:
+    state, q = scene([37, 300], 2, 16), torch.randn(len(BLOCK_ROWS), 4, 16)
+    plan = state.block(BLOCK_ROWS, BLOCK_ENDS)
+    together = native.attention(q, plan, state.cache, 0.2, None)
+    assert torch.equal(
+        native.attention(q, state.block(BLOCK_ROWS, BLOCK_ENDS, by_slot=8), state.cache, 0.2, None), together
+    )
+    for row in (3, 12):
+        alone = native.attention(q[row : row + 1], rows_of(plan, [row]), state.cache, 0.2, None)
+        assert torch.equal(alone[0], together[row])
+
+
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
 
@@ -466,6 +504,12 @@ def test_a_library_older_than_the_sources_is_not_used(monkeypatch: pytest.Monkey
         open_library.__wrapped__(runnable_variants()[0])
 
 
+def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_kernels, "ABI", native_kernels.ABI + 1)
+    with pytest.raises(OSError, match="install paceline again"):
+        open_library.__wrapped__(runnable_variants()[0])
+
+
 # ---- a whole stack of layers -----------------------------------------------------------------------------------------
 
 
@@ -494,17 +538,7 @@ def test_layers_in_one_call_are_the_same_bits_as_call_by_call(
         for index in range(3)
     ]
     positions = ints(range(rows))
-    plan = PassPlan(
-        positions=positions,
-        slots=positions,
-        sequence=torch.zeros_like(positions),
-        prefix=positions + 1,
-        path=torch.empty((rows, 0), dtype=torch.int32),
-        path_len=torch.zeros_like(positions),
-        block_tables=ints([[0]]),
-        block_size=BLOCK,
-        max_len=rows,
-    )
+    plan = PassPlan.in_order(positions, positions, torch.zeros_like(positions), ints([[0]]), BLOCK, rows)
     shape = Shape(torch.rand(rows, dim // 2), torch.rand(rows, dim // 2), 1e-5, dim**-0.5, q_heads)
     embedded, results = torch.randn(rows, hidden), []
     for make in (native.stack, functools.partial(LayerByLayer, native)):

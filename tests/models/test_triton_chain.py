@@ -18,7 +18,8 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
 
 from paceline.config import ModelConfig
-from paceline.models.chain import READ, ChainRow, Said
+from paceline.draft import UnreadVerdict
+from paceline.models.chain import READ, ChainRow
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights
 from paceline.models.kv_cache import KVCache
@@ -112,21 +113,20 @@ class Scene:
     def _pass(self, tokens: list[int], start: int, blocks: list[int]) -> torch.Tensor:
         positions = torch.arange(start, start + len(tokens), dtype=torch.int32)
         tables = torch.tensor([blocks], dtype=torch.int32)
-        plan = PassPlan(
-            positions=positions,
-            slots=tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
-            sequence=torch.zeros_like(positions),
-            prefix=positions + 1,
-            path=positions.new_empty(len(tokens), 0),
-            path_len=torch.zeros_like(positions),
-            block_tables=tables,
-            block_size=BLOCK,
-            max_len=start + len(tokens),
+        plan = PassPlan.in_order(
+            positions,
+            tables[0][positions // BLOCK] * BLOCK + positions % BLOCK,
+            torch.zeros_like(positions),
+            tables,
+            BLOCK,
+            start + len(tokens),
         )
         rows = torch.tensor([len(tokens) - 1])
         return self.reference.forward(torch.tensor(tokens), plan, self.caches[0].layers, rows).logits[0]
 
-    def check(self, rows: list[ChainRow], known: list[ChainRow] | None = None, said: Said | None = None) -> None:
+    def check(
+        self, rows: list[ChainRow], known: list[ChainRow] | None = None, said: UnreadVerdict | None = None
+    ) -> None:
         drafted = self.chain.draft(known or rows, said)
         self.chain.check()
         assert drafted.shape == (len(rows), max(row.count for row in rows))
@@ -162,7 +162,7 @@ def test_it_goes_on_behind_what_only_the_device_knows(by_passes: bool) -> None:
         before = tokens[: len(tokens) - more][-READ:]
         start = row.start + READ - more - len(before)
         known.append(replace(row, tokens=[0] * (READ - len(before)) + before, start=start - READ + len(before)))
-    scene.check(rows, known, Said(said, accepted, [2, 0, 3]))
+    scene.check(rows, known, UnreadVerdict(tokens=said, num_accepted=accepted, path=said[:, 1:], rows=[2, 0, 3]))
 
 
 def test_tokens_may_be_picked_between_passes() -> None:

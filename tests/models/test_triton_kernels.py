@@ -32,7 +32,10 @@ from paceline.models.triton.division import tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import TritonKernels
 from tests.models.test_kernels import (
+    BLOCK_ENDS,
+    BLOCK_ROWS,
     REFERENCE,
+    block_and_dense,
     ints,
     reference_attention,
     rotary_tables,
@@ -243,6 +246,25 @@ def test_a_tree_node_has_the_bits_of_the_token_decoded_plainly(
     assert torch.equal(torch.cat(alone), plain[[1, 5]])
 
 
+@pytest.mark.parametrize(("programs", "window", "by_slot"), [(16, None, 0), (2, None, 0), (16, 37, 8), (16, 5, 0)])
+def test_a_block_that_sees_itself_matches_dense_attention(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, programs: int, window: int | None, by_slot: int
+) -> None:
+    """In one program and in many, by the block table and by slot."""
+    monkeypatch.setattr(division, "PROGRAMS", programs)
+    assert_close(*block_and_dense(kernels.attention, window, by_slot))
+
+
+def test_a_row_of_a_block_has_the_same_bits_alone_and_read_by_slot(kernels: TritonKernels) -> None:
+    state, q = scene([37, 300], 2, 16), torch.randn(len(BLOCK_ROWS), 4, 16)
+    plan = state.block(BLOCK_ROWS, BLOCK_ENDS)
+    together = kernels.attention(q, plan, state.cache, 0.2, None)
+    by_slot = state.block(BLOCK_ROWS, BLOCK_ENDS, by_slot=8)
+    assert torch.equal(kernels.attention(q, by_slot, state.cache, 0.2, None), together)
+    alone = kernels.attention(q[3:4], rows_of(plan, [3]), state.cache, 0.2, None)
+    assert torch.equal(alone[0], together[3])
+
+
 @pytest.mark.parametrize(("programs", "window"), [(2, None), (16, None), (16, 130)])
 def test_where_the_work_is_cut_does_not_matter(
     kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, programs: int, window: int | None
@@ -299,17 +321,7 @@ def weights() -> dict[str, Tensor]:
 
 def plan_of(positions: list[int], tables: Tensor) -> PassPlan:
     at = ints(positions)
-    return PassPlan(
-        positions=at,
-        slots=at,
-        sequence=torch.zeros_like(at),
-        prefix=at + 1,
-        path=torch.empty((len(at), 0), dtype=torch.int32),
-        path_len=torch.zeros_like(at),
-        block_tables=tables,
-        block_size=16,
-        max_len=max(positions) + 1,
-    )
+    return PassPlan.in_order(at, at, torch.zeros_like(at), tables, 16, max(positions) + 1)
 
 
 def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slot(kernels: TritonKernels) -> None:
@@ -373,6 +385,40 @@ def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
     every = decoder.forward(tokens, plan, cache.layers, torch.arange(6), taps).logits.clone()
     some = decoder.forward(tokens, plan, cache.layers, torch.tensor(chosen), taps).logits
     assert torch.equal(some, every[chosen])
+
+
+def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(kernels: TritonKernels) -> None:
+    """Of a drafter with the target's embedding and head, and layers and width of its own; the input is not changed."""
+    made = weights()
+    target = Decoder(CONFIG, made, kernels, device=CPU, dtype=torch.float32)
+    layers = {name: weight for name, weight in made.items() if ".layers." in name or name == "model.norm.weight"}
+    shared = {"embedding": target.embedding, "head": target.head}
+    drafter = Decoder(CONFIG, layers, kernels, device=CPU, dtype=torch.float32, **shared)
+    tokens, tables, results = torch.randint(0, 50, (5,)), torch.zeros((1, 1), dtype=torch.int32), []
+    plan, hidden = plan_of(list(range(5)), tables), target.embedding[tokens].clone()
+    before = hidden.clone()
+    for decoder, inputs in ((target, tokens), (drafter, hidden)):
+        cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+        output = decoder.forward(inputs, plan, cache.layers, torch.tensor([2, 4]), (0, 2, -1))
+        assert output.taps is not None
+        results.append((output.logits, output.taps, cache.layers[1].k[:5]))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert torch.equal(hidden, before)
+    assert drafter.prepare(cache.layers, 16, (0,), [Shape((1,)), Shape((4, 4))], from_hidden=True)
+    assert {bucket.rows for bucket in drafter.graphs._passes if bucket.from_hidden} == {1, 8}
+
+
+def test_all_passes_write_their_taps_into_one_buffer(kernels: TritonKernels) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
+    tables, tapped = torch.zeros((1, 1), dtype=torch.int32), []
+    for count in (12, 3, 1):
+        plan = plan_of(list(range(count)), tables)
+        taps = decoder.forward(torch.arange(count), plan, cache.layers, torch.tensor([count - 1]), (1, -1)).taps
+        assert taps is not None
+        tapped.append((taps, taps.clone()))
+    assert len({taps.data_ptr() for taps, _ in tapped}) == 1
+    assert all(torch.equal(kept, tapped[0][1][: len(kept)]) for _, kept in tapped)
 
 
 def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:

@@ -17,7 +17,7 @@ from paceline.models.triton import attention
 
 POINTERS = {
     **dict.fromkeys(("q", "k_cache", "v_cache"), "*bf16"),
-    **dict.fromkeys(("positions", "sequence", "prefix", "tables", "tiles"), "*i32"),
+    **dict.fromkeys(("sequence", "prefix", "reach", "tables", "tiles"), "*i32"),
     **dict.fromkeys(("sums", "stats"), "*fp32"),
 }
 SIGNATURE = POINTERS | {"log2_scale": "fp32", "rows": "i32", "num_tiles": "i32"}

@@ -13,7 +13,9 @@ from paceline import LLM
 from paceline.cli.app import run
 from paceline.draft import Verdict
 from paceline.engine import sampler
+from paceline.engine.policy import Choice
 from paceline.prove import inject, rollback
+from paceline.prove.identity import ChangingPolicy
 from paceline.prove.prover import prove
 from paceline.prove.replay import toy
 from paceline.prove.report import FAIL, NOT_EXERCISED, PASS, Report, Row
@@ -21,6 +23,8 @@ from paceline.prove.statistics import FALSE_ALARM, g_test
 from paceline.prove.subject import Effort, Subject, encoded_prompts
 from paceline.prove.tap import Seen
 from paceline.rng import Lane, coin
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
 from paceline.verify import verify
 from tests.prove.conftest import EFFORT, motifs
 
@@ -68,7 +72,7 @@ def test_each_injected_fault_is_found(tiny: LLM, fault: str, rows: set[str]) -> 
 def test_a_fault_is_gone_when_the_proof_is_over(tiny: LLM) -> None:
     before = vars(tiny.engine.runner).copy()
     for fault in inject.FAULTS:
-        with inject.injected(tiny.engine, fault):
+        with inject.injected(tiny, fault):
             assert sampler.verify is not verify or "launch" in vars(tiny.engine.runner)
         assert sampler.verify is verify
         assert vars(tiny.engine.runner) == before
@@ -95,13 +99,29 @@ def test_rollback_is_found_on_the_real_model(smollm2_path: Path) -> None:
     effort = Effort(prompts=1, few=1, max_tokens=8, replays=0, steps=0, generations=0)
     found = {}
     for fault in (None, "rollback"):
-        with inject.injected(llm.engine, fault) as verifier:
+        with inject.injected(llm, fault) as verifier:
             prompts = encoded_prompts(llm, 4)
             subject = Subject(llm, verifier, ("ngram",), effort, prompts[:1], prompts[1:], torch.Generator(), 0)
             row = rollback.cache_after_rollback(subject, "ngram")
         report = Report("smollm2", {}, [row])
         found[fault] = report.result(row)
     assert found == {None: PASS, "rollback": FAIL}
+
+
+def sequence(speculation: str, length: int) -> Sequence:
+    made = Sequence("s", [5], SamplingParams(max_tokens=99, speculation=speculation).resolve({}), max_len=100)
+    made.tokens += [1] * length
+    return made
+
+
+def test_the_changing_policy_leaves_plain_answers_plain_and_tries_every_method_and_many_lengths() -> None:
+    """Otherwise the proof would compare drafts with drafts."""
+    policy = ChangingPolicy(("ngram", "suffix"))
+    assert policy.plan([sequence("none", length) for length in range(40)], 0, False) == [Choice()] * 40
+    drawn = policy.plan([sequence("auto", length) for length in range(90)], 0, False)
+    assert {choice.method for choice in drawn} == {"none", "ngram", "suffix"}
+    assert {choice.budget for choice in drawn} == set(range(9))
+    assert policy.plan([sequence("auto", 98)], 0, False) == [Choice()], "the last token is the target's own"
 
 
 # -- rows

@@ -155,7 +155,6 @@ class Rows:
             parents=self.parents[index],
             depth=self.depth[index],
             num_nodes=self.num_nodes[index],
-            source=torch.zeros(size, dtype=torch.int64),
             q=q if setting.sampled else None,
         )
         package = setting.code.verify

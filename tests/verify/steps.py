@@ -62,7 +62,6 @@ def step(draft, batch, width, logits, shape, generator):
         parents=torch.where(used, parents, -1),
         depth=depth[:, 1:] * used,
         num_nodes=counts,
-        source=torch.zeros_like(counts),
         q=q,
     )
     return made, logits[: int(there.sum())], row_of

@@ -50,13 +50,13 @@ def test_three_tokens_are_distributed_as_the_targets(kernels, name):
 @pytest.fixture
 def small_splits(kernels_alone, monkeypatch):
     """Rows of more than one split."""
-    monkeypatch.setattr(kernels_alone.lens.tiles, "BLOCK", 16)
+    monkeypatch.setattr(kernels_alone.target.tiles, "BLOCK", 16)
 
 
 @pytest.fixture
 def a_row_a_program(kernels_alone, monkeypatch):
     """As on a device."""
-    monkeypatch.setattr(kernels_alone.lens.tiles, "ROWS", 1)
+    monkeypatch.setattr(kernels_alone.target.tiles, "ROWS", 1)
 
 
 def both(given, **options):
@@ -365,6 +365,6 @@ except ImportError:
     _noise = None
 
 
-def test_the_engine_can_rehearse_on_the_kernels(kernels, monkeypatch):
+def test_the_engine_can_warm_up_on_the_kernels(kernels, monkeypatch):
     monkeypatch.setattr(sampler, "WIDTHS", (1, 3))
-    Sampler(40, frozenset({2}), torch.device("cpu")).rehearse()
+    Sampler(40, frozenset({2}), torch.device("cpu")).warmup()

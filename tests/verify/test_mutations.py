@@ -106,10 +106,10 @@ MUTATIONS = {
     ),
     "siblings in reverse": ("tree", "(index < index[:, None])", "(index > index[:, None])", "tree"),
     # the walk
-    "follows what was not said": (
+    "follows what was not drawn": (
         "walk",
-        "draft.tokens == said.gather(1, above)",
-        "draft.tokens != said.gather(1, above)",
+        "draft.tokens == by_slot.gather(1, above)",
+        "draft.tokens != by_slot.gather(1, above)",
         "walk",
     ),
     "ancestors need not agree": ("walk", "reached & reached.gather(1, jump)", "reached", "walk"),
@@ -119,10 +119,10 @@ MUTATIONS = {
         "parents[owner] >= node[:, None]",
         "lazy walk",
     ),
-    "level by level, what was not said": (
+    "level by level, what was not drawn": (
         "walk",
-        "tokens[owner] == said[:, None]",
-        "tokens[owner] != said[:, None]",
+        "tokens[owner] == drawn[:, None]",
+        "tokens[owner] != drawn[:, None]",
         "lazy walk",
     ),
     "another p": ("pick", "weights.cumsum(-1, dtype", "weights.sqrt().cumsum(-1, dtype", "walk"),

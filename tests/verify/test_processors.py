@@ -254,7 +254,6 @@ def test_a_node_is_processed_as_by_a_loop_of_one_token_calls(asked, drafted, par
         parents=torch.tensor([parents]),
         depth=torch.tensor([depth]),
         num_nodes=torch.tensor([5]),
-        source=torch.tensor([0]),
     )
     draft.validate(VOCAB)
     rows = torch.tensor(logits, dtype=torch.float64)

@@ -189,7 +189,6 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
             parents=draft.parents[b : b + 1],
             depth=draft.depth[b : b + 1],
             num_nodes=draft.num_nodes[b : b + 1],
-            source=draft.source[b : b + 1],
             q=replace(draft.q, row_of=draft.q.row_of[b : b + 1]),
         )
         own_rows, own_nodes = flatten(alone)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from paceline import rng
 from paceline.draft import Draft, Kind, Proposal, ancestors
-from paceline.models.native_kernels import native_say, open_library, runnable_variants
+from paceline.models.native_kernels import native_draw, open_library, runnable_variants
 from paceline.rng import gumbel_from, unit_row
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
-from paceline.verify.host import Speaker, walk_on_host
+from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
 from paceline.verify.walk import walk_chains
 
@@ -46,7 +46,6 @@ def batch_of(rows, width=None):
         parents=pad([r[1] for r in rows], -1),
         depth=pad([r[2] for r in rows], 0),
         num_nodes=torch.tensor([len(r[0]) for r in rows]),
-        source=torch.zeros(len(rows), dtype=torch.int64),
     )
 
 
@@ -171,7 +170,7 @@ def naive_walk(tokens, parents, said):
 
 
 def by_argmax(walk_on_host):
-    """As `walk` is called: the logits say at each row what was drawn there, and a token behind it says as much."""
+    """As `walk` is called: the highest logit of each row is the token drawn there, tied with a later one."""
 
     def walked(draft, drawn, row_of, max_depth):
         logits = torch.nn.functional.one_hot(drawn, 3).float()
@@ -228,7 +227,7 @@ def check_random_trees(walks):
         ("parents[child] != node", "parents[child] > node"),
         ("drafted[child] == wanted", "drafted[child] != wanted"),
         ("best[at[node + 1]]", "best[at[node]]"),
-        ("said(child, depth + 1)", "said(node, depth + 1)"),
+        ("drawn(child, depth + 1)", "drawn(node, depth + 1)"),
         ("best[at[node + 1]]", "best[node + 1]"),
         ("is_leaf = False", "is_leaf = True"),
         ("wanted = child, depth + 1, True,", "wanted = child, depth + 1, False,"),
@@ -259,7 +258,7 @@ FILTERS = {
 }
 
 
-def check_host_against_the_long_way(host, say=None, filters=FILTERS["unfiltered"]):
+def check_host_against_the_long_way(host, native=None, filters=FILTERS["unfiltered"]):
     """Trees of sequences that are greedy, seeded and drawn by coins, at several temperatures: the same verdict."""
     noise, generator = random.Random(3), torch.Generator().manual_seed(3)
     temperatures = [0.7, 1.0, 0.0, 1.6]
@@ -284,8 +283,8 @@ def check_host_against_the_long_way(host, say=None, filters=FILTERS["unfiltered"
             )
             told = verify(draft, logits, row_of, nodes, controls, draws, max_depth=7)
             given = zip(controls.on_host, key.tolist(), committed.tolist(), seeded, strict=True)
-            speakers = [host.Speaker(temperature, *rest, *asked) for (temperature, *asked), *rest in given]
-            found = host.walk_on_host(draft, logits, row_of, 7, speakers, say)
+            samplers = [host.TokenSampler(temperature, *rest, *asked) for (temperature, *asked), *rest in given]
+            found = host.walk_on_host(draft, logits, row_of, 7, samplers, native)
             for name in ("tokens", "num_accepted", "path", "kinds"):
                 assert getattr(found, name).tolist() == getattr(told, name).tolist()
 
@@ -293,8 +292,8 @@ def check_host_against_the_long_way(host, say=None, filters=FILTERS["unfiltered"
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("variant", [None, *runnable_variants()])
 def test_the_walk_on_the_host_says_what_the_long_way_says(variant, filters):
-    say = None if variant is None else native_say(library(variant))
-    check_host_against_the_long_way(inspect.getmodule(walk_on_host), say, FILTERS[filters])
+    native = None if variant is None else native_draw(library(variant))
+    check_host_against_the_long_way(inspect.getmodule(walk_on_host), native, FILTERS[filters])
 
 
 def library(variant):
@@ -308,7 +307,7 @@ def library(variant):
 @pytest.mark.parametrize("size", [1, 7, 300, 5003])
 def test_the_kernel_that_says_a_token_names_the_one_numpy_finds_or_none(variant, size):
     """Flat, peaked, tied and banned rows; and it must not give up where nothing is near a boundary."""
-    say, noise = native_say(library(variant)), np.random.default_rng(size)
+    native, noise = native_draw(library(variant)), np.random.default_rng(size)
     rows = [(noise.standard_normal(size) * spread).astype(np.float32) for spread in (0.0, 1.0, 3.0, 9.0) for _ in "ab"]
     rows += [np.round(row) for row in rows]
     for row in rows[::3]:
@@ -318,39 +317,39 @@ def test_the_kernel_that_says_a_token_names_the_one_numpy_finds_or_none(variant,
     decided = []
     for trial, (row, (top_k, top_p, min_p)) in enumerate(itertools.product(rows, asked)):
         for temperature, seeded in itertools.product((0.02, 0.7, 1.0), (False, True)):
-            speaker = Speaker(temperature, trial, 11, seeded, top_k, top_p, min_p)
+            sampler = TokenSampler(temperature, trial, 11, seeded, top_k, top_p, min_p)
             named = []
-            speaker.says(row, 2, 1, lambda *given, named=named: named.append(say(*given)))
-            assert named[0] in (None, speaker.says(row, 2, 1))
+            sampler.draw(row, 2, 1, lambda *given, named=named: named.append(native(*given)))
+            assert named[0] in (None, sampler.draw(row, 2, 1))
             decided.append(named[0] is not None)
     assert sum(decided) > 0.6 * len(decided)
 
 
 @pytest.mark.parametrize("variant", runnable_variants())
 def test_the_kernel_gives_up_where_rounding_could_decide(variant):
-    say, even = native_say(library(variant)), np.zeros(4, np.float32)
+    native, even = native_draw(library(variant)), np.zeros(4, np.float32)
     off = (0, 1.0)  # top_k, top_p
-    assert say(even, 1.0, -math.inf, *off, 0.6, 0) == 2
-    assert say(even, 1.0, -math.inf, *off, 0.5 - 1e-7, 0) is None  # between two tokens
-    assert say(even, 1.0, -math.inf, 0, 0.5 + 1e-7, 0.6, 0) is None  # of equals all stay or none
-    assert say(np.array([0, np.nan, 1], np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
-    assert say(np.array([0, np.inf, 1], np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
-    assert say(np.full(40, -np.inf, np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
+    assert native(even, 1.0, -math.inf, *off, 0.6, 0) == 2
+    assert native(even, 1.0, -math.inf, *off, 0.5 - 1e-7, 0) is None  # between two tokens
+    assert native(even, 1.0, -math.inf, 0, 0.5 + 1e-7, 0.6, 0) is None  # of equals all stay or none
+    assert native(np.array([0, np.nan, 1], np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
+    assert native(np.array([0, np.inf, 1], np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
+    assert native(np.full(40, -np.inf, np.float32), 1.0, -math.inf, *off, 0.6, 0) is None
     banned = np.full(70, -np.inf, np.float32)
     banned[[1, 2]] = np.nan, 0
-    assert say(banned, 1.0, -math.inf, *off, -1.0, 7) is None  # what comes behind it does not hide it
+    assert native(banned, 1.0, -math.inf, *off, -1.0, 7) is None  # what comes behind it does not hide it
     key = 12345
     units = unit_row(key, np.arange(2, dtype=np.uint32))
     apart = float(np.diff(gumbel_from(units))[0])
     for gap, named in ((1e-4, None), (0.1, 0)):
-        assert say(np.array([apart + gap, 0], np.float32), 1.0, -math.inf, *off, -1.0, key) is named
+        assert native(np.array([apart + gap, 0], np.float32), 1.0, -math.inf, *off, -1.0, key) is named
 
 
 @pytest.mark.parametrize("variant", runnable_variants())
 @pytest.mark.parametrize("temperature", [1e30, 3e38])
 def test_the_kernel_bears_a_temperature_that_makes_all_tokens_alike(variant, temperature):
-    row, speaker = np.arange(1000, dtype=np.float32), Speaker(temperature, 1, 11, False, top_k=5, top_p=0.9)
-    assert speaker.says(row, 2, 1, native_say(library(variant))) == speaker.says(row, 2, 1)
+    row, sampler = np.arange(1000, dtype=np.float32), TokenSampler(temperature, 1, 11, False, top_k=5, top_p=0.9)
+    assert sampler.draw(row, 2, 1, native_draw(library(variant))) == sampler.draw(row, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +360,7 @@ def test_the_kernel_bears_a_temperature_that_makes_all_tokens_alike(variant, tem
         ("Lane.GUMBEL", "Lane.WALK"),
         ("temperature != 1", "temperature > 1"),
         ("values[at[node + 1]]", "values[node + 1]"),
-        ("speakers[row]", "speakers[0]"),
+        ("samplers[row]", "samplers[0]"),
         ("self.temperature == 0", "self.temperature < 0.8"),
         ("tempered < lowest", "tempered <= lowest"),
         ("self.top_k, self.top_p, self.min_p)", "0, self.top_p, self.min_p)"),
@@ -474,7 +473,7 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
         said = (*said, chain[-1])
     draws = Draws(key=torch.zeros(1, dtype=torch.int64), committed=torch.zeros(1, dtype=torch.int64))
     for tokens, accepted in ((chain, 4), ([(t + 1) % 5 for t in chain], 0)):
-        draft = Draft.chains(torch.tensor([tokens]), torch.tensor([4]), source=0)
+        draft = Draft.chains(torch.tensor([tokens]), torch.tensor([4]))
         row_of, nodes = flatten(draft)
         verdict = verify(draft, toy.rows([()], nodes), row_of, nodes, Controls(), draws, max_depth=4)
         assert verdict.num_accepted.tolist() == [accepted]
@@ -583,20 +582,17 @@ def test_merging_drafts_keeps_every_row_and_every_q():
     first = Draft.chains(
         torch.tensor([[4, 2], [1, 0]]),
         torch.tensor([2, 1]),
-        source=3,
         q=Proposal(probs=torch.rand(3, 3), row_of=torch.tensor([[0, 1, -1], [2, -1, -1]]), ids=ids),
     )
     second = tree([0, 1, 3], [-1, -1, 1])
     third = Draft.chains(
         torch.tensor([[3]]),
         torch.tensor([1]),
-        source=5,
         q=Proposal(probs=torch.rand(1, 5), row_of=torch.tensor([[0, -1]])),
     )
     merged = Draft.merge([([4, 0], first), ([2], second), ([3], third)], batch=6, vocab_size=5)
     merged.validate(5)
     assert merged.num_nodes.tolist() == [1, 0, 3, 1, 2, 0]
-    assert merged.source.tolist() == [3, -1, 0, 5, 3, -1]
     assert merged.tokens.tolist()[4] == [4, 2, 0]
     assert merged.parents.tolist()[2] == [-1, -1, 1]
     assert merged.q.ids is None
@@ -642,7 +638,7 @@ def test_few_rows_are_judged_as_many_are(seed, width):
     told = []
     for rows in (1, 9):
         tensors = {name: torch.tensor([part] * rows) for name, part in parts.items()}
-        draft = Draft(**tensors, num_nodes=torch.full((rows,), count), source=torch.zeros(rows, dtype=torch.int64))
+        draft = Draft(**tensors, num_nodes=torch.full((rows,), count))
         try:
             draft.validate(4)
             told.append("sound")
@@ -656,7 +652,7 @@ def test_chains_are_walked_as_trees_are(seed, batch, width):
     noise = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 3, (batch, width), generator=noise)
     counts = torch.randint(0, width + 1, (batch,), generator=noise)
-    draft = Draft.chains(tokens, counts, source=0)
+    draft = Draft.chains(tokens, counts)
     used = torch.arange(-1, width) < counts[:, None]
     row_of = torch.where(used, used.flatten().cumsum(0).view_as(used) - 1, -1)
     drawn = torch.randint(0, 3, (int(used.sum()),), generator=noise)
@@ -670,7 +666,7 @@ def test_chains_are_walked_as_trees_are(seed, batch, width):
     ("name", "value"), [("tokens", 9), ("tokens", -1), ("parents", 1), ("parents", -2), ("depth", 1), ("num_nodes", 3)]
 )
 def test_a_draft_that_breaks_the_contract_is_refused_among_few_rows_and_many(batch, name, value):
-    draft = Draft.chains(torch.ones(batch, 2, dtype=torch.int64), torch.full((batch,), 2), source=0)
+    draft = Draft.chains(torch.ones(batch, 2, dtype=torch.int64), torch.full((batch,), 2))
     draft.validate(9)
     getattr(draft, name)[(-1, *[-1] * (getattr(draft, name).ndim - 1))] = value
     with pytest.raises(ValueError, match=f"row {batch - 1}"):

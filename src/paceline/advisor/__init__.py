@@ -1,1 +1,1 @@
-"""Which method, which k, up to how many requests at once, or none: predicted from little, checked by measurement."""
+"""Whether to draft, with which method and k, up to which concurrency: chosen on half of the prompts, then checked."""

@@ -1,22 +1,38 @@
-"""What the advisor found, as advice.json holds it: profile, predictions, check and choice, and what is missing."""
+"""What the advisor found, as advice.json holds it, and the choice as settings for paceline and for vLLM. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.advisor import figures as figures_of
-from paceline.advisor.config import FILES, VllmConfig, paceline_config, paceline_flags, vllm_config
-from paceline.advisor.figures import Figure, Figures
-from paceline.advisor.pass_cost import PassCost
-from paceline.advisor.profile import DrafterCost
+from paceline.advisor.choice import (
+    OFF,
+    Choice,
+    Figure,
+    Figures,
+    combined,
+    decide,
+    draft_model_of,
+    levels_of,
+    of_contender,
+    pays_somewhere,
+    ranked,
+    up_to,
+)
+from paceline.advisor.cost import DrafterCost, PassCost
 from paceline.advisor.reasons import Case, Reason, uncertain, why_off
-from paceline.advisor.recommend import OFF, Choice, decide, pays_somewhere, ranked, up_to
 from paceline.bench.grid import AUTO, Contender
+from paceline.config import SpeculationConfig
+from paceline.drafters.methods import METHODS
+from paceline.speculative_config import RENAMED
+
+FILES = ("advice.json", "paceline.json", "vllm.json")
+Found = dict[tuple[int, Contender], Figure]
 
 
 @dataclass(kw_only=True)
@@ -29,15 +45,15 @@ class Advice:
     refused: Mapping[str, str] = field(default_factory=dict)  # draft model -> why
     cost: PassCost | None = None
     drafters: Sequence[DrafterCost] = ()
-    predicted: Figures = field(default_factory=dict)
-    between: Figures = field(default_factory=dict)  # the best choice at further numbers of requests at once
-    measured: Figures = field(default_factory=dict)
+    predicted: Found = field(default_factory=dict)  # on the half of the prompts that the choice is made on
+    measured: Found = field(default_factory=dict)  # on the other half
+    between: Found = field(default_factory=dict)  # the choice at further concurrencies, on the other half
     missing: list[str] = field(default_factory=list)
 
     @property
     def known(self) -> Figures:
-        """What the choice rests on: prediction and check together, or the prediction alone."""
-        return figures_of.combined(self.predicted, self.measured)
+        """What the choice rests on: both halves, or the first alone."""
+        return combined(self.predicted, self.measured)
 
     @property
     def choice(self) -> Choice | None:
@@ -51,27 +67,27 @@ class Advice:
         return fixed[0] if fixed and pays_somewhere(self.known, fixed[0]) else None
 
     @property
-    def stops_at(self) -> int | None:
-        """The least number of requests at once, of those looked at, from which on the choice no longer pays."""
+    def _of_choice(self) -> dict[int, Figure]:
+        """The choice's figures by concurrency, those between included; empty where it is off."""
         choice = self.choice
-        if choice is None or choice.off:
-            return None
-        looked_at = {**self.between, **self.known}
-        highest = up_to(looked_at, choice.contender)
-        return min((level for level, who in looked_at if who == choice.contender and level > highest), default=None)
+        return {} if choice is None or choice.off else of_contender({**self.between, **self.known}, choice.contender)
+
+    @property
+    def stops_at(self) -> int | None:
+        """The least concurrency, of those measured, from which on the choice no longer pays."""
+        highest = max((level for level, figure in self._of_choice.items() if figure.pays), default=0)
+        return min((level for level in self._of_choice if level > highest), default=None)
 
     @property
     def not_yet(self) -> list[int]:
-        """Numbers of requests at once at which the choice does not pay, though it does with more."""
-        choice = self.choice
-        if choice is None or choice.off:
-            return []
-        mine = {level: figure for (level, who), figure in self.known.items() if who == choice.contender}
-        return sorted(level for level, figure in mine.items() if level < choice.up_to and not figure.pays)
+        """Concurrencies asked about at which the choice does not pay, though it does at higher ones."""
+        highest, asked = self.choice.up_to if self.choice else 0, levels_of(self.known)
+        mine = self._of_choice.items()
+        return sorted(level for level, figure in mine if level in asked and level < highest and not figure.pays)
 
     def reason(self, level: int) -> Reason | None:
-        """Why nothing pays at this number of requests at once; None where something does, or nothing is known."""
-        here = figures_of.at_level(self.known, level)
+        """Why nothing pays at this concurrency; None where something does, or nothing is known."""
+        here = [(contender, figure) for (where, contender), figure in self.known.items() if where == level]
         candidates = [(contender, figure) for contender, figure in here if contender.method != AUTO]
         off = self.choice is not None and self.choice.off
         if self.cost is None or not candidates or any(f.surely_pays if off else f.pays for _, f in here):
@@ -80,23 +96,19 @@ class Advice:
         if best.pays:
             return uncertain(leader.label, best)
         contender, figure = max(candidates, key=lambda entry: entry[1].ratio)
-        return why_off(self._case(level, contender, figure))
-
-    def _case(self, level: int, contender: Contender, figure: Figure) -> Case:
-        assert self.cost is not None
         assert contender.k is not None
-        plain = self.cost.decoding(level, 0)
         seconds = next((cost.at(level) for cost in self.drafters if cost.serves(contender)), 0.0)
-        return Case(
+        case = Case(
             label=contender.label,
             k=contender.k,
             concurrency=level,
             figure=figure,
-            draft_cost=seconds / plain,
+            draft_cost=seconds / self.cost.decoding(level, 0),
             verify_cost=self.cost.verify_cost(level, contender.k),
             temperature=float(self.settings.get("temperature", 0.0)),
             pays_alone=any(figure.pays for (where, _), figure in self.known.items() if where < level),
         )
+        return why_off(case)
 
     @property
     def vllm(self) -> VllmConfig:
@@ -104,20 +116,18 @@ class Advice:
         return vllm_config(self.choice.contender, self.best_fixed)
 
     def to_json(self) -> dict[str, Any]:
-        choice = self.choice
-        levels = figures_of.levels_of(self.known)
-        reasons = {str(level): dataclasses.asdict(found) for level in levels if (found := self.reason(level))}
+        choice, levels = self.choice, levels_of(self.known)
         chosen: dict[str, Any] | None = None
         if choice is not None:
             chosen = {
-                "label": "off" if choice.contender == OFF else choice.contender.label,
+                "label": "off" if choice.off else choice.contender.label,
                 "paceline": paceline_config(choice.contender),
                 "flags": paceline_flags(choice.contender),
                 "vllm": dataclasses.asdict(self.vllm),
                 "pays_up_to": up_to(self.known, choice.contender),
                 "stops_at": self.stops_at,
-                "checked": figures_of.levels_of(self.measured),
-                "why_not": reasons,
+                "checked": levels_of(self.measured),
+                "why_not": {str(level): dataclasses.asdict(why) for level in levels if (why := self.reason(level))},
             }
         return {
             "model": self.model,
@@ -126,9 +136,9 @@ class Advice:
             "choice": chosen,
             "missing": list(self.missing),
             "refused": dict(self.refused),
-            "predicted": figures_of.as_json(self.predicted),
-            "between": figures_of.as_json(self.between),
-            "measured": figures_of.as_json(self.measured),
+            "predicted": _as_json(self.predicted),
+            "between": _as_json(self.between),
+            "measured": _as_json(self.measured),
             "profile": None if self.cost is None else dataclasses.asdict(self.cost),
             "drafters": [dataclasses.asdict(cost) for cost in self.drafters],
         }
@@ -144,3 +154,65 @@ class Advice:
         for name, value in found.items():
             (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         return [folder / name for name in found]
+
+
+def _as_json(found: Figures) -> list[dict[str, object]]:
+    return [
+        {"concurrency": level, "label": contender.label, **dataclasses.asdict(contender), **dataclasses.asdict(figure)}
+        for (level, contender), figure in found.items()
+    ]
+
+
+# -- settings
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """`speculative_config` is None where vLLM has nothing that fits; `note` says why, or what to know."""
+
+    speculative_config: dict[str, Any] | None
+    note: str | None = None
+
+    def flag(self) -> str | None:
+        if self.speculative_config is None:
+            return None
+        return f"--speculative-config {shlex.quote(json.dumps(self.speculative_config))}"
+
+
+def paceline_config(contender: Contender) -> dict[str, Any]:
+    """Keywords of `LLM`, and the names of the command line's flags."""
+    given = {"method": contender.method, "k": contender.k, "draft_model": draft_model_of(contender)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def paceline_flags(contender: Contender) -> str:
+    config = paceline_config(contender)
+    return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in config.items())
+
+
+def vllm_config(chosen: Contender, best_fixed: Contender | None) -> VllmConfig:
+    """`best_fixed`: the best fixed choice that pays, since vLLM has no `auto`."""
+    if chosen == OFF:
+        return VllmConfig(None, "plain decoding needs no setting")
+    if chosen.method != AUTO:
+        return _fixed(chosen)
+    if best_fixed is None:
+        return VllmConfig(None, "vLLM has no method that chooses step by step as auto does, and no fixed choice pays")
+    fixed = _fixed(best_fixed)
+    note = f"vLLM has nothing that chooses step by step as auto does; this is the best fixed choice, {best_fixed.label}"
+    return VllmConfig(fixed.speculative_config, f"{note}. {fixed.note}" if fixed.note else note)
+
+
+def _fixed(contender: Contender) -> VllmConfig:
+    name = METHODS[contender.method].vllm
+    if name is None:
+        return VllmConfig(None, f"vLLM has no method {contender.method}")
+    config: dict[str, Any] = {"method": name, "num_speculative_tokens": contender.k}
+    ours = SpeculationConfig()
+    config |= {theirs: getattr(ours, field) for theirs, field in RENAMED.items() if field.startswith(f"{name}_")}
+    if draft_model := draft_model_of(contender):
+        config["model"] = draft_model
+    return VllmConfig(config, VLLM_NOTES.get(name))
+
+
+VLLM_NOTES = {"suffix": "vLLM's suffix method needs the package arctic-inference"}  # by vLLM's name of the method

@@ -1,21 +1,19 @@
-"""What is advised on: a loaded model whose engines can be timed, replayed and probed, and the draft models given.
+"""What is advised on: a loaded model whose engines can be measured and probed, and the draft models given.
 
-A draft model is loaded once and shared by all engines that use it. One that cannot serve this target is left out, and
-why is kept for the user; one that does not exist is an error, like any other name that is wrong.
+A draft model is loaded once and shared by all engines that use it. One that cannot serve this target is left out with
+its reason; one that does not exist is an error, like any other name that is wrong.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from paceline.advisor.candidates import draft_model_of
+from paceline.advisor.choice import OFF, draft_model_of
 from paceline.bench.draft_models import DraftModel, load_draft_model
 from paceline.bench.engines import Engines
 from paceline.bench.grid import AUTO, Contender
-from paceline.bench.results import PLAIN
-from paceline.bench.runner import Subject
 from paceline.build import make_engine
 from paceline.config import MAX_K, EngineConfig, ModelConfig
 from paceline.drafters import Drafter
@@ -25,30 +23,11 @@ from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
 from paceline.models.hub import Progress, resolve
 
 
-class Advised(Subject, Protocol):
-    """What the advisor asks of a machine: `Machine`, or a fake with a clock of its own."""
-
-    contenders: list[Contender]
-    clock: Callable[[], float]
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def draft_models(self) -> Sequence[DraftModel]: ...
-    @property
-    def methods(self) -> Sequence[str]:
-        """Those that need no model of their own."""
-
-    def drafters(self, contender: Contender) -> list[Drafter]: ...
-    def probe(self, drafters: Sequence[Drafter], policy: Policy, *, sequences: int, length: int) -> Engine:
-        """An engine with room for that many sequences of that length, which shares no prefixes."""
-
-
 class Machine(Engines):
     def __init__(
         self, model: str, *, draft_models: Sequence[str] = (), progress: Progress | None = None, **options: Any
     ) -> None:
-        super().__init__(model, [Contender(PLAIN)], progress=progress, **options)
+        super().__init__(model, [OFF], progress=progress, **options)
         self.clock: Callable[[], float] = time.perf_counter
         self.draft_models: list[DraftModel] = []
         self.refused: dict[str, str] = {}  # draft model -> why it is left out
@@ -64,6 +43,7 @@ class Machine(Engines):
 
     @property
     def methods(self) -> list[str]:
+        """Those that need no model of their own."""
         return [drafter.name for drafter in self.drafters(Contender(AUTO))]
 
     def draft_model_for(self, contender: Contender) -> DraftModel | None:
@@ -71,8 +51,8 @@ class Machine(Engines):
         return None if name is None else next(each for each in self.draft_models if each.name == name)
 
     def probe(self, drafters: Sequence[Drafter], policy: Policy, *, sequences: int, length: int) -> Engine:
-        config = probe_config(sequences, length)
-        return make_engine(self.loaded, config, drafters, policy)
+        """An engine with room for that many sequences of that length, which shares no prefixes."""
+        return make_engine(self.loaded, probe_config(sequences, length), drafters, policy)
 
 
 def probe_config(sequences: int, length: int) -> EngineConfig:

@@ -1,70 +1,48 @@
 """What this machine takes: a step by sequences, drafted tokens and context, and what each drafter takes and holds.
 
-Steps are timed whole, on the real engine, with drafts of a chosen size that are nonsense and so are rejected. The
-sizes are measured in turn, round after round in an order drawn anew, and the median of each counts: a machine that is
-slow for a second makes none of them look dear.
+Steps are timed whole, on the real engine, with drafts of a chosen size that are rejected. The sizes are measured in
+turn, round after round in an order drawn anew, and the median of each counts: a machine that is slow for a second makes
+none of them look dear.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 
-from paceline.advisor.candidates import Drafted, draft_model_of
-from paceline.advisor.machine import Advised
-from paceline.advisor.pass_cost import PassCost, line, rising
-from paceline.advisor.records import Record
+from paceline.advisor.choice import Drafted
+from paceline.advisor.cost import DrafterCost, PassCost
+from paceline.advisor.machine import Machine
 from paceline.bench.draft_models import DraftModel
 from paceline.bench.grid import Contender
 from paceline.bench.runner import WARM_UP, OnProgress, Plan
 from paceline.config import SpeculationConfig
 from paceline.draft import Draft
-from paceline.drafters import Commit, Drafter, DraftRow
+from paceline.drafters import Drafter, DraftRow
 from paceline.drafters.base import HostDrafter
-from paceline.drafters.draft_model import CATCH_UP
-from paceline.engine.drafting import READ_AHEAD
-from paceline.engine.engine import Engine
+from paceline.drafters.draft_model import CATCH_UP, DraftModelDrafter
+from paceline.engine.drafting import CATCHING_UP
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as TokenSequence
 
 SHORT = 48  # tokens of context
-MOST_DRAFTED = 256  # of one step, all sequences together
+MOST_DRAFTED = 256  # tokens of one step, all sequences together
 ROUNDS, MOST_ROUNDS = 3, 12
 LEVEL_S = 3.0  # of measuring each number of sequences
 PROMPTS = (32, 128, 512)
 DRAFT_DEPTH = 4
-MOST_HELD = {"suffix": SpeculationConfig().suffix_bytes}  # by method: its store of earlier answers grows
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrafterCost:
-    """`seconds`: for each token drafted ahead, by sequences that draft together."""
+class RejectedDrafter(HostDrafter):
+    """Drafts as many tokens as its budget; the target hardly ever agrees."""
 
-    method: str
-    draft_model: str | None = None
-    seconds: Mapping[int, float]
-    memory_bytes: int
-    kv_bytes: int = 0  # more for every token of context
-    most_bytes: int = 0  # what it may come to hold of answers; 0: no more than it holds
-
-    def serves(self, contender: Contender) -> bool:
-        return (self.method, self.draft_model) == (contender.method, draft_model_of(contender))
-
-    def at(self, sequences: int) -> float:
-        """Seconds for a token drafted ahead for so many sequences together."""
-        return line(self.seconds, sequences)
-
-
-class Nonsense(HostDrafter):
-    """Drafts as much as it is asked for, and nothing that anybody would say."""
-
-    name = "nonsense"
+    name = "rejected"
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -75,14 +53,14 @@ class Nonsense(HostDrafter):
             [(31 * row.sequence.tokens[-1] + 7 * at + 11) % self._vocab_size for at in range(width)] for row in rows
         ]
         counts = torch.tensor([row.budget for row in rows], dtype=torch.int64)
-        return Draft.chains(torch.tensor(tokens, dtype=torch.int64), counts, source=0)
+        return Draft.chains(torch.tensor(tokens, dtype=torch.int64), counts)
 
 
-class Told(LearnsNothing):
-    """A policy that does as it is told."""
+class FixedPlan(LearnsNothing):
+    """`drafted` tokens in every step, all sequences together, by one method."""
 
-    def __init__(self) -> None:
-        self.method, self.drafted = "nonsense", 0  # tokens of the next step, all sequences together
+    def __init__(self, method: str, drafted: int) -> None:
+        self.method, self.drafted = method, drafted
 
     def plan(self, sequences: Sequence[TokenSequence], other_rows: int, others_wait: bool) -> list[Choice]:
         each, rest = divmod(self.drafted, max(len(sequences), 1))
@@ -90,14 +68,17 @@ class Told(LearnsNothing):
 
 
 def profile(
-    subject: Advised, levels: Sequence[int], longest: int, plan: Plan, on_progress: OnProgress = lambda *_: None
+    subject: Machine, levels: Sequence[int], longest: int, plan: Plan, on_progress: OnProgress = lambda *_: None
 ) -> PassCost:
     """`longest`: tokens of the longest request with its answer."""
     sequences = probed_levels(max(levels))
     decode: dict[int, dict[int, float]] = {}
     for done, count in enumerate(sequences):
         on_progress(done, len(sequences) + 1, f"timing passes, {count} at once")
-        decode[count] = rising(_decode_times(subject, count, SHORT, drafted_sizes(count), plan))
+        rejected = RejectedDrafter(subject.config.vocab_size)
+        times = _decode_times(subject, rejected, count, SHORT, drafted_sizes(count), plan)
+        # More rows never take less: where they seem to, it is noise.
+        decode[count] = dict(zip(times, itertools.accumulate(times.values(), max), strict=True))
     on_progress(len(sequences), len(sequences) + 1, "timing prompts and long contexts")
     rounds = len(drafted_sizes(1)) * MOST_ROUNDS / 2
     return PassCost(
@@ -109,7 +90,7 @@ def profile(
 
 
 def probed_levels(most: int) -> list[int]:
-    """1, 4, 16, ... and the highest asked about."""
+    """1, 4, 16, ... and the highest concurrency asked about."""
     return sorted({most, *(4**power for power in range(5) if 4**power < most)})
 
 
@@ -119,144 +100,121 @@ def drafted_sizes(sequences: int) -> list[int]:
     return sorted({0, most, *(size for size in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128) if size < most)})
 
 
-def _decode_times(subject: Advised, sequences: int, context: int, sizes: Sequence[int], plan: Plan) -> dict[int, float]:
-    policy, steps = Told(), len(sizes) * (MOST_ROUNDS + 1)
-    engine = subject.probe(
-        [Nonsense(subject.config.vocab_size)], policy, sequences=sequences, length=context + steps + max(sizes)
-    )
-    _fill(subject, engine, sequences, context, steps, plan)
-    return _interleaved(subject, sizes, lambda size: _timed_step(subject, engine, policy, size))
-
-
-def _fill(subject: Advised, engine: Engine, sequences: int, context: int, steps: int, plan: Plan) -> None:
-    """Requests that are past their prompts and will go on for so many steps, and more."""
-    text = subject.encode(WARM_UP, [])
-    params = _params(subject, plan, max_tokens=engine.max_model_len)
+def _decode_times(
+    subject: Machine, drafter: Drafter, sequences: int, context: int, sizes: Sequence[int], plan: Plan
+) -> dict[int, float]:
+    """Seconds of a step by the tokens drafted in it; empty where the drafter is never done reading the prompts."""
+    policy, steps = FixedPlan(drafter.name, sequences), len(sizes) * (MOST_ROUNDS + 1)
+    reading = 4 + 2 * sequences * context // CATCH_UP  # steps: all sequences go on while the last are being read
+    length = context + 2 * reading + (steps + 1) * (1 + -(-max(sizes) // sequences))
+    engine = subject.probe([drafter], policy, sequences=sequences, length=length)
+    text, params = subject.encode(WARM_UP, []), _params(subject, plan, max_tokens=engine.max_model_len)
     for index in range(sequences):
-        prompt = (text[index % len(text) :] + text * (context // len(text) + 1))[:context]
+        prompt = (text[index % len(text) :] + _repeated(text, context))[:context]
         engine.add_request(str(index), prompt, params)
-    while any(not sequence.decoding for sequence in engine.scheduler.sequences()):
+    running = engine.scheduler.sequences
+    while any(not sequence.decoding for sequence in running()):
+        engine.step()
+    while any(drafter.lag(sequence) > CATCHING_UP for sequence in running()):
+        if not reading:
+            return {}
+        engine.step()
+        reading -= 1
+
+    def step(size: int) -> None:
+        policy.drafted = size
         engine.step()
 
+    return _interleaved(subject.clock, sizes, step)
 
-def _params(subject: Advised, plan: Plan, max_tokens: int) -> SamplingParams:
+
+def _repeated(text: Sequence[int], length: int) -> list[int]:
+    return (list(text) * (length // len(text) + 1))[:length]
+
+
+def _params(subject: Machine, plan: Plan, max_tokens: int) -> SamplingParams:
     seed = 7 if plan.temperature > 0 else None
     params = SamplingParams(temperature=plan.temperature, max_tokens=max_tokens, seed=seed, ignore_eos=True)
     return params.resolve(subject.defaults)
 
 
-def _timed_step(subject: Advised, engine: Engine, policy: Told, drafted: int) -> float:
-    policy.drafted = drafted
-    started = subject.clock()
-    engine.step()
-    return subject.clock() - started
-
-
-def _interleaved(subject: Advised, sizes: Sequence[int], measure: Callable[[int], float]) -> dict[int, float]:
-    """Each size at least 3 times, more while there is time; the first round is not counted."""
+def _interleaved(clock: Callable[[], float], sizes: Sequence[int], run: Callable[[int], None]) -> dict[int, float]:
+    """Median seconds of each size, run 3 times at least, more while there is time; the first round is not counted."""
     times: dict[int, list[float]] = {size: [] for size in sizes}
     noise, order = random.Random(0), list(sizes)
-    started = subject.clock()
+    began = clock()
     for turn in range(MOST_ROUNDS + 1):
-        if turn > ROUNDS and subject.clock() - started > LEVEL_S:
+        if turn > ROUNDS and clock() - began > LEVEL_S:
             break
         noise.shuffle(order)
         for size in order:
-            took = measure(size)
+            started = clock()
+            run(size)
             if turn:
-                times[size].append(took)
+                times[size].append(clock() - started)
     return {size: median(found) for size, found in times.items()}
 
 
-def _context_slope(subject: Advised, short: Mapping[int, float], longest: int, plan: Plan) -> float:
-    """Per row and token of context; 0 where requests are too short to tell."""
-    steps = 2 * (MOST_ROUNDS + 1)
-    context = min(longest, subject.config.max_positions - 2 * steps - 9)
+def _context_slope(subject: Machine, short: Mapping[int, float], longest: int, plan: Plan) -> float:
+    """Seconds per row and token of context; 0 where requests are too short to tell."""
+    context = min(longest, subject.config.max_positions - 4 * (MOST_ROUNDS + 1) - 9)
     if context < 4 * SHORT:
         return 0.0
-    long = _decode_times(subject, 1, context, (0, 8), plan)
+    long = _decode_times(subject, RejectedDrafter(subject.config.vocab_size), 1, context, (0, 8), plan)
     return max(sum((long[size] - short[size]) / (1 + size) for size in (0, 8)) / 2 / (context - SHORT), 0.0)
 
 
-def _prompt_times(subject: Advised, longest: int, plan: Plan) -> dict[int, float]:
-    """A prompt in a step of its own, by its length."""
+def _prompt_times(subject: Machine, longest: int, plan: Plan) -> dict[int, float]:
+    """Seconds of a prompt in a step of its own, by its length."""
     sizes = [size for size in PROMPTS if size < longest] or [SHORT]
-    engine = subject.probe([], Told(), sequences=2, length=max(sizes) + 1)
+    engine = subject.probe([], FixedPlan(RejectedDrafter.name, 0), sequences=2, length=max(sizes) + 1)
     text, params = subject.encode(WARM_UP, []), _params(subject, plan, max_tokens=1)
 
-    def read(size: int) -> float:
-        engine.add_request("prompt", (text * (size // len(text) + 1))[:size], params)
-        started = subject.clock()
+    def read(size: int) -> None:
+        engine.add_request("prompt", _repeated(text, size), params)
         while engine.has_work:
             engine.step()
-        return subject.clock() - started
 
-    return _interleaved(subject, sizes, read)
+    return _interleaved(subject.clock, sizes, read)
 
 
 # -- drafters
 
 
-def host_drafter(subject: Advised, method: str, record: Record) -> DrafterCost:
-    """One that needs no model: what it takes to draft on the way through a recorded answer, and what it holds then."""
+def host_drafter(subject: Machine, method: str, tokens: Sequence[int]) -> DrafterCost:
+    """A drafter without a model: what it holds after reading a prompt, and what drafting takes then."""
     drafter = next(each for each in subject.drafters(Contender(method)) if each.name == method)
-    sequence = TokenSequence("0", record.prompt, record.params, max_len=len(record.prompt) + len(record.answer))
-    spent: list[float] = []
+    sequence = TokenSequence("0", tokens[:1], SamplingParams().resolve(subject.defaults), max_len=len(tokens))
     tracemalloc.start()
     drafter.admit(sequence, 0, 0)
-    drafter.commit([Commit(sequence, 0, len(record.prompt), None)])
-    for token in record.answer:
+    for token in tokens[1:]:
         sequence.tokens.append(token)
-        drafter.commit([Commit(sequence, len(sequence.tokens) - 2, 1, None)])
-        drafter.evidence(sequence)  # it takes in what was committed when it is asked
+        drafter.evidence(sequence)  # indexes what was committed
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    spent = []
     for _ in range(2 * ROUNDS):
         started = subject.clock()
         drafter.propose([DraftRow(sequence, DRAFT_DEPTH)])
         spent.append(subject.clock() - started)
-    seconds = {1: median(spent) / DRAFT_DEPTH}
-    return DrafterCost(method=method, seconds=seconds, memory_bytes=held, most_bytes=MOST_HELD.get(method, 0))
+    bound = getattr(SpeculationConfig(), f"{method}_bytes", 0)  # of a store of earlier answers
+    return DrafterCost(method=method, seconds={1: median(spent) / DRAFT_DEPTH}, memory_bytes=held, most_bytes=bound)
 
 
-def model_drafter(subject: Advised, model: DraftModel, levels: Sequence[int], plan: Plan) -> DrafterCost:
-    """Timed where it works: in the engine, behind the target's passes.
+def model_drafter(subject: Machine, model: DraftModel, cost: PassCost, plan: Plan) -> DrafterCost:
+    """What a step takes longer with its drafts than with free ones of the same size.
 
-    So many sequences that it never gets through reading are left out: what fewer cost says what they do.
+    A number of sequences whose prompts it never gets through reading is left out: it is extrapolated from fewer.
     """
     seconds: dict[int, float] = {}
-    for count in probed_levels(max(levels)):
-        policy = Told()
-        policy.method = "draft-model"
-        drafter = subject.drafters(Drafted("draft-model", DRAFT_DEPTH, model.name))[-1]
-        reading = 4 + 2 * count * SHORT // CATCH_UP  # steps: they all go on while the last are being read
-        length = SHORT + 2 * reading + (ROUNDS + 3) * (DRAFT_DEPTH + 1)
-        engine = subject.probe([drafter], policy, sequences=count, length=length)
-        _fill(subject, engine, count, SHORT, reading, plan)
-        if spent := _draft_times(engine, drafter, policy, count, reading):
-            seconds[count] = median(spent)
+    for count in cost.decode:
+        drafter, drafted = subject.drafters(Drafted(DraftModelDrafter.name, None, model.name))[-1], DRAFT_DEPTH * count
+        for took in _decode_times(subject, drafter, count, SHORT, [drafted], plan).values():
+            seconds[count] = max(took - cost.decoding(count, drafted), 0.0) / DRAFT_DEPTH
     return DrafterCost(
-        method="draft-model",
+        method=DraftModelDrafter.name,
         draft_model=model.name,
         seconds=seconds,
         memory_bytes=model.weight_bytes,
         kv_bytes=model.kv_bytes,
     )
-
-
-def _draft_times(engine: Engine, drafter: Drafter, policy: Told, sequences: int, reading: int) -> list[float]:
-    """Of a token drafted ahead, once the prompts are read; nothing where that takes more steps than `reading`."""
-    policy.drafted = sequences
-    while any(drafter.lag(sequence) > READ_AHEAD for sequence in engine.scheduler.sequences()):
-        if not reading:
-            return []
-        engine.step()
-        reading -= 1
-    policy.drafted = DRAFT_DEPTH * sequences
-    spent = []
-    for turn in range(ROUNDS + 3):
-        engine.step()
-        if turn and "draft-model" in engine.drafters.seconds:
-            depth, took = engine.drafters.seconds["draft-model"]
-            spent.append(took / depth)
-    return spent

@@ -1,14 +1,14 @@
 """Why speculation does not pay, in words: which of its conditions fails, by theory, with measured numbers. No torch.
 
 The conditions are tried in the order in which they can be mended: answers too short to matter, a drafter too dear,
-passes that are full already, guesses that are too often wrong.
+passes that are full already, drafts that are rejected too often.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.advisor.figures import PAYS, Figure
+from paceline.advisor.choice import PAYS, Figure
 from paceline.theory import break_even, speedup
 
 WARM = 0.5  # temperature from which it is named as a cause
@@ -18,7 +18,7 @@ WOULD_PAY = 1.1  # a condition is to blame if without it there were this much to
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The best that speculation could do at one number of requests at once, and what it cost."""
+    """The best fixed setting at one concurrency, and what it cost."""
 
     label: str
     k: int
@@ -27,7 +27,15 @@ class Case:
     draft_cost: float  # of a token drafted ahead, in plain passes
     verify_cost: float  # of the checking pass, in plain passes
     temperature: float
-    pays_alone: bool = False  # whether it pays with fewer requests at once
+    pays_alone: bool = False  # whether it pays at a lower concurrency
+
+    @property
+    def alpha(self) -> float:
+        return self.figure.alpha or 0.0
+
+    @property
+    def acceptance(self) -> str:
+        return f"an acceptance of {self.alpha:.0%}"
 
 
 @dataclass(frozen=True)
@@ -37,10 +45,7 @@ class Reason:
 
 
 def why_off(case: Case) -> Reason:
-    for reason in (_short_outputs(case), _costly_drafter(case), _saturated(case)):
-        if reason is not None:
-            return reason
-    return _wrong_guesses(case)
+    return _short_outputs(case) or _costly_drafter(case) or _saturated(case) or _rejected(case)
 
 
 def uncertain(label: str, figure: Figure) -> Reason:
@@ -48,10 +53,6 @@ def uncertain(label: str, figure: Figure) -> Reason:
     low, high = figure.bounds
     words = f"{label} looks best, but its {figure.ratio:.2f}x [{low:.2f}, {high:.2f}] may be chance: give more prompts."
     return Reason("uncertain", words)
-
-
-def alpha(figure: Figure) -> float:
-    return min(max(figure.acceptance_rate or 0.0, 0.0), 1.0)
 
 
 def _short_outputs(case: Case) -> Reason | None:
@@ -69,45 +70,34 @@ def _short_outputs(case: Case) -> Reason | None:
 
 
 def _costly_drafter(case: Case) -> Reason | None:
-    free = speedup(alpha(case.figure), case.k, 0.0, case.verify_cost)
-    if case.draft_cost < 0.05 or free < WOULD_PAY:
+    if case.draft_cost < 0.05 or speedup(case.alpha, case.k, 0.0, case.verify_cost) < WOULD_PAY:
         return None
     words = (
-        f"{case.label} takes {case.draft_cost:.0%} of a pass of the model for every token it drafts; with "
-        f"{_right(case)}, that costs more than it saves. A smaller drafter might pay."
+        f"{case.label} takes {case.draft_cost:.0%} of a pass of the model for every token it drafts; at "
+        f"{case.acceptance} that costs more than it saves. A smaller drafter might pay."
     )
     return Reason("costly-drafter", words)
 
 
 def _saturated(case: Case) -> Reason | None:
-    memory_bound = speedup(alpha(case.figure), case.k, case.draft_cost, 1.0)
+    memory_bound = speedup(case.alpha, case.k, case.draft_cost, 1.0)
     if case.verify_cost < 1.1 or (memory_bound < WOULD_PAY and not case.pays_alone):
         return None
     each = "" if case.concurrency == 1 else " for each request"
     at_once = "one request" if case.concurrency == 1 else f"{case.concurrency} requests at once"
+    more = "1 token more" if case.k == 1 else f"{case.k} tokens more"
     words = (
-        f"With {at_once} the machine is busy computing: a pass that checks {_tokens(case.k)}{each} takes "
-        f"{case.verify_cost:.1f} times as long as one that checks none, more than {_right(case)} can win back."
+        f"With {at_once} the machine is busy computing: a pass that checks {more}{each} takes "
+        f"{case.verify_cost:.1f} times as long as one that checks none, more than {case.acceptance} can win back."
     )
     return Reason("saturated", words)
 
 
-def _wrong_guesses(case: Case) -> Reason:
+def _rejected(case: Case) -> Reason:
     needed = break_even(case.k, case.draft_cost, case.verify_cost)
-    more = "no share would be enough" if needed is None else f"it takes more than {needed:.0%} to gain"
+    more = "no acceptance would be enough" if needed is None else f"it takes more than {needed:.0%} to gain"
+    found = f"drafts find {case.acceptance}, and at what passes cost here {more}."
     if case.temperature >= WARM:
-        words = (
-            f"At temperature {case.temperature:g} the model's words are partly chance and hard to guess: "
-            f"{_right(case)}, and at what passes cost here {more}."
-        )
+        words = f"At temperature {case.temperature:g} answers are partly chance and hard to guess: {found}"
         return Reason("temperature", words)
-    words = f"The answers are hard to guess: {_right(case)}, and at what passes cost here {more}."
-    return Reason("acceptance", words)
-
-
-def _right(case: Case) -> str:
-    return f"{alpha(case.figure):.0%} of the drafted tokens right"
-
-
-def _tokens(count: int) -> str:
-    return "1 token more" if count == 1 else f"{count} tokens more"
+    return Reason("acceptance", f"The answers are hard to guess: {found}")

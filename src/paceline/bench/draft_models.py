@@ -11,13 +11,14 @@ from paceline import machine
 from paceline.config import ModelConfig, SpeculationConfig
 from paceline.drafters import DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter, check_vocabulary
-from paceline.drafters.methods import DRAFT_MODEL
+from paceline.drafters.methods import DRAFT_MODEL, METHODS
 from paceline.errors import DeviceError
 from paceline.models.loader import load_config
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.theory import kv_bytes_per_token
 
-MEMORY_SHARE = 0.8  # of what is free: what a draft model may take
+MEMORY_SHARE = 0.8  # of what is free, for a draft model, or for the caches of all engines together
+WITH_MODEL = tuple(name for name, method in METHODS.items() if "draft_model" in method.needs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class DraftModel:
 
     def drafter(self, target: ModelConfig) -> DraftModelDrafter:
         return DraftModelDrafter(
-            self.loaded.decoder, eos_token_ids=target.eos_token_ids, version=f"draft-model/{self.name}"
+            self.loaded.decoder, eos_token_ids=target.eos_token_ids, version=f"{WITH_MODEL[0]}/{self.name}"
         )
 
 

@@ -1,258 +1,239 @@
-"""HTTP to one server: where it is, one exchange at a time, and every way that fails as a typed error.
+"""Requests to a server over httpx; every way one fails is a typed error with the URL and what to do about it.
 
-The connection is opened before the clock starts and used for one exchange, so times hold no handshake and no stale
-connection. The API key goes into the header and nowhere else: messages are cleaned of it, whoever wrote them.
+Every exchange has a connection of its own and its clock starts once all are open, so times hold no handshake. The API
+key goes into the header and nowhere else: messages are cleaned of it, the server's own too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
+import asyncio
+import functools
 import json
 import re
-import socket
 import ssl
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
-from paceline.bench.endpoint_errors import (
-    EndpointDown,
-    EndpointDropped,
-    EndpointError,
-    EndpointRefused,
-    EndpointTimeout,
-    NotOpenAI,
-)
-from paceline.errors import InvalidParameter
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # httpx or its successor httpx2, as installed
 
-LONGEST_QUOTE = 300  # characters of what a server said
+from paceline.errors import InvalidParameter, PacelineError
+
+LONGEST_QUOTE = 300  # characters of a server's message
 LONGEST_BODY = 16 << 20  # bytes of an answer read at once
 CONNECT_S = 10.0  # a server that takes longer to pick up is not there
 ADVICE = {
-    400: "the request was not to its taste: see its message",
+    400: "it does not take the request: see its message",
     401: "give its key with --api-key or in OPENAI_API_KEY",
     403: "the key is not allowed to do this",
     404: "check the path of the URL and the model's name",
     429: "it limits how much may be asked: lower --concurrency, or use a server of your own",
 }
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Address:
-    """`base` is where the routes are (/v1), `root` where /metrics is."""
-
-    scheme: str
-    netloc: str
-    host: str
-    port: int | None
-    base: str
-
-    @classmethod
-    def parse(cls, text: str, option: str = "endpoint") -> Address:
-        try:
-            parts = urlsplit(text.strip())
-            port = parts.port
-        except ValueError as error:
-            raise InvalidParameter(option, f"not a URL: {error}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidParameter(option, "give a URL such as http://localhost:8000/v1")
-        if not text.isascii() or any(character.isspace() for character in text.strip()):
-            raise InvalidParameter(option, "a URL has no spaces, and other letters than a to z are written as %XX")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise InvalidParameter(option, "a URL without user, password, ? or #; a key goes into --api-key")
-        base = re.sub(r"/(chat/)?completions$", "", parts.path.rstrip("/")) or "/v1"
-        return cls(parts.scheme, parts.netloc, parts.hostname, port, base)
-
-    @property
-    def url(self) -> str:
-        return f"{self.scheme}://{self.netloc}{self.base}"
-
-    @property
-    def root(self) -> str:
-        return self.base.removesuffix("/v1")
-
-    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        if self.scheme == "https":
-            return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s)
-        return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+class EndpointError(PacelineError):
+    def __init__(self, url: str, problem: str) -> None:
+        super().__init__(f"{url}: {problem}")
 
 
-class Switch:
-    """Ends all exchanges under way: their sockets are shut, and no new one is opened."""
-
-    def __init__(self) -> None:
-        self.off = False
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
-
-    def add(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._open.add(sock)
-            if self.off:
-                _shut(sock)
-
-    def remove(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(sock)
-
-    def cut(self) -> None:
-        with self._lock:
-            self.off = True
-            for sock in self._open:
-                _shut(sock)
+class EndpointDown(EndpointError):
+    """No server answers there."""
 
 
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side was first
-        sock.shutdown(socket.SHUT_RDWR)
+class EndpointTimeout(EndpointError):
+    """No whole answer within --timeout."""
+
+
+class EndpointRefused(EndpointError):
+    """An HTTP error, or (`status` None) an error in the stream; `reason` is the server's own."""
+
+    def __init__(self, url: str, status: int | None, reason: str) -> None:
+        heading = "an error in the stream" if status is None else f"HTTP {status}"
+        advice = "its own log says more" if status is None or status >= 500 else ADVICE.get(status, "see its message")
+        super().__init__(url, f"{heading}: {reason or 'no reason given'} ({advice})")
+        self.status, self.reason = status, reason
+
+
+class NotOpenAI(EndpointError):
+    """Something answers, but not in OpenAI's protocol."""
+
+
+class EndpointDropped(EndpointError):
+    """The connection ended in the middle of an answer."""
+
+
+class TokenCountMismatch(EndpointError):
+    """Usage, counters and text disagree on the number of tokens, or there is no count."""
+
+
+def base_url(text: str, option: str = "endpoint") -> str:
+    """Where the routes are, as http://localhost:8000/v1."""
+    try:
+        parts = urlsplit(text.strip())
+        _ = parts.port
+    except ValueError as error:
+        raise InvalidParameter(option, f"not a URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidParameter(option, "give a URL such as http://localhost:8000/v1")
+    if not text.isascii() or any(character.isspace() for character in text.strip()):
+        raise InvalidParameter(option, "a URL has no spaces, and other letters than a to z are written as %XX")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise InvalidParameter(option, "a URL without user, password, ? or #; a key goes into --api-key")
+    path = re.sub(r"/(chat/)?completions$", "", parts.path.rstrip("/")) or "/v1"
+    return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
     """How to reach one server. `timeout_s` holds for a whole exchange, not for each of its reads."""
 
-    address: Address
+    url: str
     timeout_s: float
     api_key: str | None = field(default=None, repr=False)
-    switch: Switch = field(default_factory=Switch)
 
-    def exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> Exchange:
-        return Exchange(self, method, path, body)
+    @property
+    def metrics_url(self) -> str:
+        return self.url.removesuffix("/v1") + "/metrics"
 
-    def clean(self, said: str) -> str:
+    def get(self, url: str) -> bytes:
+        return self.run([Exchange(self, url, Exchange.read)])[0]
+
+    def run(self, exchanges: Sequence[Exchange[T]]) -> list[T]:
+        """All at once: none is sent before every connection is open. The first that fails speaks for all."""
+        return asyncio.run(self._run(exchanges))
+
+    async def _run(self, exchanges: Sequence[Exchange[T]]) -> list[T]:
+        headers = {"User-Agent": "paceline", "Accept-Encoding": "identity"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        gate = Gate(len(exchanges))
+        async with httpx.AsyncClient(
+            headers=headers,
+            verify=_certificates(),
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # a proxy of the environment would be measured with the server
+        ) as client:
+            tasks = [asyncio.create_task(exchange.run(client, gate)) for exchange in exchanges]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+    def clean(self, message: str) -> str:
         """One printable line of bounded length without the key in it."""
         if self.api_key:
-            said = said.replace(self.api_key, "***")
-        line = " ".join("".join(c if c.isprintable() else " " for c in said).split())
+            message = message.replace(self.api_key, "***")
+        line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
         return line if len(line) <= LONGEST_QUOTE else line[:LONGEST_QUOTE] + "..."
 
 
-class Exchange:
-    """One request and its response. A context manager: entering sends, leaving closes."""
+class Gate:
+    """Opens when as many as expected have come to it."""
 
-    def __init__(self, wire: Wire, method: str, path: str, body: dict[str, Any] | None) -> None:
-        self._wire, self._method, self._path = wire, method, path
-        self._body = None if body is None else json.dumps(body).encode()
-        self.url = f"{wire.address.scheme}://{wire.address.netloc}{path}"
-        self._answering = False  # once its first line has come
+    def __init__(self, expected: int) -> None:
+        self._expected, self._open = expected, asyncio.Event()
 
-    def __enter__(self) -> Exchange:
-        self._deadline = time.monotonic() + self._wire.timeout_s
-        self._connection = self._wire.address.connection(min(self._wire.timeout_s, CONNECT_S))
+    async def wait(self) -> None:
+        self._expected -= 1
+        if self._expected <= 0:
+            self._open.set()
+        await self._open.wait()
+
+
+@dataclass
+class Exchange(Generic[T]):
+    """One request and what `read_with` makes of its response."""
+
+    wire: Wire
+    url: str
+    read_with: Callable[[Exchange[T]], Awaitable[T]]
+    body: Mapping[str, Any] | None = None
+    sent: float = 0.0  # by time.perf_counter()
+    response: httpx.Response | None = None
+
+    async def run(self, client: httpx.AsyncClient, gate: Gate) -> T:
         try:
-            self._send()
-        except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last for names no host can have
-            self.__exit__()
+            return await asyncio.wait_for(self._run(client, gate), self.wire.timeout_s)
+        except asyncio.TimeoutError as error:
+            problem = f"no whole answer within {self.wire.timeout_s:g} s; raise --timeout or lower --concurrency"
+            raise EndpointTimeout(self.url, problem) from error
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             raise self._failure(error) from error
-        return self
 
-    def _send(self) -> None:
-        self._connection.connect()
-        self._sock: socket.socket = self._connection.sock
-        self._wire.switch.add(self._sock)
-        headers = {"Content-Type": "application/json", "Accept": "*/*", "User-Agent": "paceline"}
-        if self._wire.api_key:
-            headers["Authorization"] = f"Bearer {self._wire.api_key}"
-        self.sent = time.perf_counter()
-        self._connection.request(self._method, self._path, self._body, headers)
-        self._wait()
-        self.response = self._connection.getresponse()
-        self._answering = True
+    async def _run(self, client: httpx.AsyncClient, gate: Gate) -> T:
+        async def trace(event: str, info: Mapping[str, Any]) -> None:
+            if event == "http11.send_request_headers.started":
+                await gate.wait()
+                self.sent = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
-        if (sock := getattr(self, "_sock", None)) is not None:
-            self._wire.switch.remove(sock)
-        if (response := getattr(self, "response", None)) is not None:
-            response.close()
-        self._connection.close()
+        method = "GET" if self.body is None else "POST"
+        async with client.stream(method, self.url, json=self.body, extensions={"trace": trace}) as self.response:
+            await self._expect_success(self.response)
+            return await self.read_with(self)
 
-    def _wait(self) -> None:
-        """Let the next read take no longer than what is left."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._sock.settimeout(left)
-
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.sent
-
-    @property
-    def status(self) -> int:
-        return self.response.status
-
-    @property
-    def content_type(self) -> str:
-        return self.response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
-    def arrivals(self) -> Iterator[bytes]:
-        """What the server sends, as it comes."""
-        while True:
-            try:
-                self._wait()
-                received = self.response.read1(65536)
-            except (OSError, http.client.HTTPException) as error:
-                raise self._failure(error) from error
-            if not received:
-                return
+    async def arrivals(self) -> AsyncIterator[bytes]:
+        """The body, as it comes."""
+        assert self.response is not None
+        async for received in self.response.aiter_bytes():
             yield received
 
-    def read(self) -> bytes:
+    async def read(self) -> bytes:
         found = b""
-        for received in self.arrivals():
+        async for received in self.arrivals():
             found += received
             if len(found) > LONGEST_BODY:
                 raise NotOpenAI(self.url, "an answer without end; check the URL")
         return found
 
-    def expect_success(self) -> None:
-        if 300 <= self.status < 400:
-            target = self._wire.clean(self.response.headers.get("Location", "elsewhere"))
-            raise NotOpenAI(self.url, f"redirects to {target}; give that URL")
-        if self.status >= 400:
-            said = self._wire.clean(reason(self.read()))
-            advice = ADVICE.get(self.status, "its own log says more" if self.status >= 500 else "see its message")
-            raise EndpointRefused(self.url, self.status, said, advice)
+    @property
+    def content_type(self) -> str:
+        assert self.response is not None
+        return str(self.response.headers.get("Content-Type", "")).partition(";")[0].strip().lower()
 
-    def json(self) -> Any:
-        self.expect_success()
-        found = self.read()
-        try:
-            return json.loads(found)
-        except ValueError as error:
-            raise self.not_openai("JSON", found) from error
+    async def _expect_success(self, response: httpx.Response) -> None:
+        if response.is_redirect:
+            target = self.wire.clean(response.headers.get("Location", "elsewhere"))
+            raise NotOpenAI(self.url, f"redirects to {target}; give that URL")
+        if response.status_code >= 300:
+            raise self.refused(response.status_code, await self.read())
+
+    def refused(self, status: int | None, body: bytes) -> EndpointRefused:
+        return EndpointRefused(self.url, status, self.wire.clean(reason(body)))
 
     def not_openai(self, expected: str, found: bytes | str) -> NotOpenAI:
         text = found.decode("utf-8", "replace") if isinstance(found, bytes) else found
-        shown = self._wire.clean(text[: 2 * LONGEST_QUOTE])[:80] or "nothing"
-        kind = "an HTML page" if "<html" in text.lower() or self.content_type == "text/html" else f"{shown!r}"
-        return NotOpenAI(
-            self.url, f"expected {expected}, got {kind}; is this an OpenAI-compatible server, and its port?"
-        )
+        shown = "an HTML page" if "<html" in text.lower() else repr(self.wire.clean(text)[:80] or "nothing")
+        problem = f"expected {expected}, got {shown}; is this an OpenAI-compatible server, and its port?"
+        return NotOpenAI(self.url, problem)
 
     def _failure(self, error: Exception) -> EndpointError:
-        if isinstance(error, TimeoutError):
-            return EndpointTimeout(
-                self.url, f"no whole answer within {self._wire.timeout_s:g} s; raise --timeout or lower --concurrency"
-            )
-        if self._answering:
-            return EndpointDropped(self.url, f"the connection ended in the middle of an answer ({_words(error)})")
-        if isinstance(error, ssl.SSLError):
-            return EndpointDown(self.url, f"no secure connection: {_words(error)}; is it http instead?")
-        if isinstance(error, (http.client.BadStatusLine, http.client.LineTooLong)) and not isinstance(error, OSError):
-            return NotOpenAI(self.url, "what answers there does not speak HTTP; check the port")
-        return EndpointDown(
-            self.url, f"nobody answers ({_words(error)}); is the server running, and its address right?"
-        )
+        cause = _root(error)
+        words = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        if self.response is not None:
+            return EndpointDropped(self.url, f"the connection ended in the middle of an answer ({words})")
+        if isinstance(cause, ssl.SSLError):
+            return EndpointDown(self.url, f"no secure connection: {words}; is it http instead?")
+        if isinstance(error, httpx.RemoteProtocolError):
+            return NotOpenAI(self.url, f"what answers there does not speak HTTP; check the port ({words})")
+        return EndpointDown(self.url, f"no server answers ({words}); is the server running, and its address right?")
 
 
-def _words(error: Exception) -> str:
-    if isinstance(error, http.client.IncompleteRead):
-        return "it was closed early"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _root(error: BaseException) -> BaseException:
+    """The operating system's or the parser's own error, under the layers of the client."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below.exceptions[0] if hasattr(below, "exceptions") else below
+    return error
 
 
 def reason(body: bytes) -> str:

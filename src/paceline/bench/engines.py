@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from paceline import machine
-from paceline.bench.draft_models import DraftModel, load_draft_model
+from paceline.bench.draft_models import MEMORY_SHARE, WITH_MODEL, DraftModel, load_draft_model
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.measurement import Answer, Run
 from paceline.bench.prompts import Prompt
-from paceline.bench.where import machine_facts
+from paceline.bench.results import machine_facts
 from paceline.build import make_drafters, make_engine, make_policy
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters import Drafter
@@ -31,7 +31,6 @@ from paceline.models.runtime import LoadedModel, load_model
 from paceline.sampling_params import SamplingParams
 
 TURN_SLACK = 16  # tokens a chat template and a second tokenisation may add to an answer of an earlier turn
-MEMORY_SHARE = 0.8  # of what is free, for the caches of all engines together
 
 
 class TimedEngine:
@@ -40,7 +39,7 @@ class TimedEngine:
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine, self._clock = engine, clock
         on_cpu = engine.model.device.type == "cpu"
-        # A device that computes while the host goes on, or a drafter with a model, hides whose time it was.
+        # A device that computes while the host goes on, or a drafter with a model, hides where the time went.
         self._knows_outside = on_cpu and not any(drafter.kv_layers for drafter in engine.drafters.drafters)
 
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:
@@ -81,17 +80,13 @@ class Engines:
         raw: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        self.name, self.contenders, self._raw = model, list(contenders), raw
-        self.note = machine.guard_amx(cache_home())
+        self.contenders, self._raw = list(contenders), raw
+        machine.guard_amx(cache_home())
         self.loaded: LoadedModel = load_model(resolve(model, progress), dtype=dtype, device=device, threads=threads)
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
             self._draft_model = load_draft_model(draft_model, resolve(draft_model, progress), self.loaded)
         self._longest = 0  # tokens of the longest request, its answer included
-
-    @property
-    def context(self) -> int:
-        return self.loaded.config.max_positions
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -114,10 +109,10 @@ class Engines:
             if self._raw and (earlier or prompt.before):
                 raise InvalidPrompt(f"{prompt.origin}: a conversation needs the chat template, which --raw leaves out")
             tokens = len(self.encode(prompt, ["."] * earlier)) + earlier * (max_tokens + TURN_SLACK)
-            if tokens + max_tokens > self.context:
+            if tokens + max_tokens > self.loaded.config.max_positions:
                 raise InvalidPrompt(
                     f"{prompt.origin}: {tokens} tokens and {max_tokens} of answer are more than the model's context "
-                    f"of {self.context}; shorten the prompt or lower --max-tokens"
+                    f"of {self.loaded.config.max_positions}; shorten the prompt or lower --max-tokens"
                 )
             self._longest = max(self._longest, tokens + max_tokens)
 
@@ -151,7 +146,7 @@ class Engines:
         return [*self.loaded.decoder.kv_specs, *(model.loaded.decoder.kv_specs if model else ())]
 
     def draft_model_for(self, contender: Contender) -> DraftModel | None:
-        return self._draft_model if contender.method in ("draft-model", AUTO) else None
+        return self._draft_model if contender.method in (*WITH_MODEL, AUTO) else None
 
     def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
         drafters = self.drafters(contender)
@@ -166,14 +161,12 @@ class Engines:
 
     def where(self) -> dict[str, Any]:
         """What the figures depend on besides the model."""
-        loaded = self.loaded
+        loaded, device = self.loaded, self.loaded.decoder.device
         return {
             **machine_facts(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "device": loaded.decoder.device.type
-            if loaded.decoder.device.type == "cpu"
-            else torch.cuda.get_device_name(loaded.decoder.device),
+            "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "kernels": loaded.decoder.kernels.name,
         }

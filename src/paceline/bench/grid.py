@@ -19,28 +19,35 @@ class Contender:
     k: int | None = None  # None: nothing is drafted, or the policy chooses each step
 
     @property
+    def takes_k(self) -> bool:
+        return self.method not in (PLAIN, AUTO)
+
+    @property
     def label(self) -> str:
-        if self.method in (PLAIN, AUTO):
-            return "plain" if self.method == PLAIN else AUTO
-        return f"{self.method} k={AUTO if self.k is None else self.k}"
+        if self.takes_k:
+            return f"{self.method} k={AUTO if self.k is None else self.k}"
+        return "plain" if self.method == PLAIN else AUTO
 
 
-def contenders(methods: str, k: str, *, known: Sequence[str], draft_model: bool = False) -> list[Contender]:
-    """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is."""
+def contenders(
+    methods: str, k: str, *, known: Sequence[str], with_model: Sequence[str] = (), draft_model: bool = False
+) -> list[Contender]:
+    """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is. `with_model`: those of the
+    known methods that draft with a model of their own."""
     names, lengths = _names(methods, known), _lengths(k)
-    if "draft-model" in names and not draft_model:
-        raise InvalidParameter("methods", "draft-model needs a model to draft with; name one with --draft-model")
-    if draft_model and not {"draft-model", AUTO} & set(names):
-        raise InvalidParameter("draft_model", "none of the methods uses it; add draft-model or auto to --methods")
-    hears_k = [name for name in names if name not in (PLAIN, AUTO)]
-    if any(length is not None for length in lengths) and not hears_k:
-        raise InvalidParameter("k", "none of the methods takes a k: auto chooses its own, and none drafts nothing")
+    needy = [name for name in names if name in with_model]
+    if needy and not draft_model:
+        raise InvalidParameter("methods", f"{needy[0]} needs a model to draft with; name one with --draft-model")
+    if draft_model and not needy and AUTO not in names:
+        some = " or ".join([*with_model, AUTO])
+        raise InvalidParameter("draft_model", f"none of the methods uses it; add {some} to --methods")
     chosen = [Contender(PLAIN)]
     for name in names:
-        if name == AUTO:
-            chosen.append(Contender(AUTO))
-        elif name != PLAIN:
-            chosen += [Contender(name, length) for length in lengths]
+        takes_k = Contender(name).takes_k
+        chosen += [Contender(name, length) for length in lengths] if takes_k else [Contender(name)]
+    chosen = list(dict.fromkeys(chosen))
+    if any(length is not None for length in lengths) and not any(each.takes_k for each in chosen):
+        raise InvalidParameter("k", "none of the methods takes a k: auto chooses its own, and none drafts nothing")
     if len(chosen) == 1:
         raise InvalidParameter("methods", "nothing to compare plain decoding with; name a method besides none")
     return chosen

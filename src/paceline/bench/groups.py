@@ -2,11 +2,12 @@
 
 Groups are filled from one workload as far as its prompts go; what is left over fills mixed groups, which count for
 "all" only. Conversations in a group have the same number of turns, so that it stays full from turn to turn. What fills
-no group is left out and said.
+no group is left out, and the report names how many.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ from paceline.errors import InvalidParameter
 
 @dataclass(frozen=True)
 class Group:
-    workload: str | None  # None: mixed
     prompts: tuple[Prompt, ...]
+
+    @property
+    def workload(self) -> str | None:
+        """None: mixed."""
+        names = {prompt.workload for prompt in self.prompts}
+        return names.pop() if len(names) == 1 else None
 
     @property
     def turns(self) -> int:
@@ -33,38 +39,23 @@ def make_groups(prompts: Sequence[Prompt], concurrency: int, seed: int = 0) -> t
     (suffixes, acceptance) is not learnt on one workload and used on the next.
     """
     noise = random.Random(seed)
+    queues: list[list[Group]] = []
+
+    def fill(members: list[Prompt]) -> list[Prompt]:
+        """One more queue, of full groups; the prompts that fill none."""
+        noise.shuffle(members)
+        whole = len(members) // concurrency * concurrency
+        queues.append([Group(tuple(members[at : at + concurrency])) for at in range(0, whole, concurrency)])
+        return members[whole:]
+
     alike: dict[tuple[str, int], list[Prompt]] = {}
     for prompt in prompts:
         alike.setdefault((prompt.workload, len(prompt.turns)), []).append(prompt)
-    queues: list[list[Group]] = []
     rest: dict[int, list[Prompt]] = {}
-    for (workload, turns), members in alike.items():
-        noise.shuffle(members)
-        full, left = _cut(members, concurrency)
-        queues.append([Group(workload, chunk) for chunk in full])
-        rest.setdefault(turns, []).extend(left)
-    left_out: list[Prompt] = []
-    for members in rest.values():
-        noise.shuffle(members)
-        full, left = _cut(members, concurrency)
-        queues.append([Group(_common(chunk), chunk) for chunk in full])
-        left_out += left
-    return _in_turn(queues), left_out
-
-
-def _cut(members: Sequence[Prompt], size: int) -> tuple[list[tuple[Prompt, ...]], Sequence[Prompt]]:
-    whole = len(members) // size * size
-    return [tuple(members[start : start + size]) for start in range(0, whole, size)], members[whole:]
-
-
-def _common(prompts: Sequence[Prompt]) -> str | None:
-    names = {prompt.workload for prompt in prompts}
-    return names.pop() if len(names) == 1 else None
-
-
-def _in_turn(queues: Sequence[Sequence[Group]]) -> list[Group]:
-    longest = max(map(len, queues), default=0)
-    return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
+    for (_, turns), members in alike.items():
+        rest.setdefault(turns, []).extend(fill(members))
+    left_out = [prompt for members in rest.values() for prompt in fill(members)]
+    return [group for each in itertools.zip_longest(*queues) for group in each if group is not None], left_out
 
 
 def check_enough(prompts: Sequence[Prompt], concurrencies: Sequence[int], max_tokens: int) -> None:

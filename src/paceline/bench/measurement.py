@@ -1,62 +1,79 @@
-"""What is noted of every answer: when which tokens were committed. Everything a cell says is worked out from these."""
+"""When which tokens of every answer came, and the cells worked out from that: one per workload, concurrency and
+contender, and the workload "all" for all of them together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from paceline import __version__
 from paceline.bench.grid import Contender
+from paceline.bench.results import ALL, PLAIN, Cell, Results, WithoutLoops
+from paceline.bench.statistics import MIN_TOKENS, Pair, loops, paired, speedup, spread, too_few_tokens, why_too_short
 from paceline.outputs import SpeculationStats
+
+if TYPE_CHECKING:
+    from paceline.bench.endpoint_metrics import Counters
 
 
 @dataclass(frozen=True)
 class Answer:
-    tokens: tuple[int, ...]
-    commits: tuple[tuple[float, int], ...]  # (seconds since the group was handed in, tokens committed then)
+    tokens: tuple[Any, ...]  # token ids; of a server, the pieces of its text
+    commits: tuple[tuple[float, int], ...]  # (seconds, tokens that came then), on the clock of `sent`
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    sent: float = 0.0  # 0 is the moment an engine is handed the group
+    ended: float | None = None  # None: with the last commit
+    usage: int | None = None  # tokens by a server's own count
 
     @property
-    def first_s(self) -> float:
-        return self.commits[0][0]
+    def num_tokens(self) -> int:
+        return len(self.tokens) if self.usage is None else self.usage
 
     @property
-    def last_s(self) -> float:
-        return self.commits[-1][0]
+    def end(self) -> float:
+        return self.commits[-1][0] if self.ended is None else self.ended
 
     def gaps(self) -> Iterator[float]:
         """The wait for every token after the first commit; tokens committed together share it equally."""
-        before = self.first_s
-        for moment, count in self.commits[1:]:
+        for (before, _), (moment, count) in itertools.pairwise(self.commits):
             yield from [(moment - before) / count] * count
-            before = moment
 
 
 @dataclass(frozen=True)
 class Run:
-    """One engine's answers to one group at one turn."""
+    """One contender's answers to one group at one turn."""
 
     answers: tuple[Answer, ...]
-    outside_s: float | None = None  # of the time, outside the models; None where the device keeps that to itself
+    outside_s: float | None = None  # of the time, outside the models; None where it cannot be told apart
+    counted: Counters | None = None  # growth of a server's own counters
 
     @property
     def seconds(self) -> float:
-        """Until the last token of the last answer."""
-        return max(answer.last_s for answer in self.answers)
+        """From the first request to the end of the last answer."""
+        return max(answer.end for answer in self.answers) - min(answer.sent for answer in self.answers)
 
     @property
     def tokens(self) -> int:
-        return sum(len(answer.tokens) for answer in self.answers)
+        return sum(answer.num_tokens for answer in self.answers)
+
+    def whole(self) -> tuple[float, int]:
+        return self.seconds, self.tokens
 
     def decoding(self) -> tuple[float, int]:
         """Seconds and tokens after every request has its first token."""
-        start = max(answer.first_s for answer in self.answers)
-        after = sum(count for answer in self.answers for moment, count in answer.commits if moment > start)
-        return self.seconds - start, after
+        start = max((answer.commits[0][0] for answer in self.answers if answer.commits), default=0.0)
+        after = [commit for answer in self.answers for commit in answer.commits if commit[0] > start]
+        return max((moment for moment, _ in after), default=start) - start, sum(count for _, count in after)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One group at one turn, answered by every engine within the same moments."""
+    """One group at one turn, answered by every contender within the same moments."""
 
     group: int  # the pair it belongs to: all turns of a group are one
     workload: str | None  # None: mixed
@@ -66,10 +83,111 @@ class Row:
 
 @dataclass
 class Measurement:
-    """Grows as the run goes on; what is in it was measured whole, whenever the run ends."""
+    """Grows as the run goes on; a row in it was measured whole, whenever the run ends."""
 
     contenders: list[Contender]
     rows: list[Row] = field(default_factory=list)
     left_out: dict[int, int] = field(default_factory=dict)  # concurrency -> prompts that filled no group
-    comparable: bool = True  # whether all engines are to say the same: greedy, or seeded
+    comparable: bool = True  # whether all contenders are to give the same tokens: greedy, or seeded
     complete: bool = False
+
+
+def plain_of(contenders: Sequence[Contender]) -> Contender | None:
+    """None: a server measured without a baseline."""
+    return next((contender for contender in contenders if contender.method == PLAIN), None)
+
+
+def results_of(
+    measurement: Measurement,
+    *,
+    model: str,
+    where: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+) -> Results:
+    left_out = {str(level): count for level, count in measurement.left_out.items() if count}
+    return Results(
+        paceline=__version__,
+        date=time.strftime("%Y-%m-%d"),
+        model=model,
+        where=where,
+        settings={**settings, "left_out": left_out},
+        complete=measurement.complete,
+        endpoint=endpoint,
+        cells=cells(measurement),
+    )
+
+
+def cells(measurement: Measurement) -> tuple[Cell, ...]:
+    found: list[Cell] = []
+    for concurrency in dict.fromkeys(row.concurrency for row in measurement.rows):
+        rows = [row for row in measurement.rows if row.concurrency == concurrency]
+        names = [name for name in dict.fromkeys(row.workload for row in rows) if name is not None]
+        for workload in [ALL, *sorted(names)]:
+            mine = [row for row in rows if workload in (ALL, row.workload)]
+            found += [_cell(workload, contender, mine, measurement) for contender in measurement.contenders]
+    return tuple(found)
+
+
+def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement: Measurement) -> Cell:
+    plain = plain_of(measurement.contenders)
+    compared = plain is not None and contender != plain
+    calm = [row for row in rows if not any(loops(one.tokens) for one in _answers([row], contender, plain))]
+    answers = _answers(rows, contender)
+    runs = [row.runs[contender] for row in rows]
+    tokens, seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
+    outside = [run.outside_s for run in runs if run.outside_s is not None]
+    pairs, stats = _pairs(rows, contender, plain, Run.whole), _speculation(runs)
+    return Cell(
+        workload=workload,
+        concurrency=rows[0].concurrency,
+        method=contender.method,
+        k=contender.k,
+        label=contender.label,
+        answers=len(answers),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds if tokens >= MIN_TOKENS else None,
+        speedup=speedup(pairs) if compared else None,
+        decode_speedup=speedup(_pairs(rows, contender, plain, Run.decoding)) if compared else None,
+        too_short=too_few_tokens(tokens) if plain is None else why_too_short(pairs),
+        tau=stats.mean_acceptance_length,
+        acceptance_rate=stats.acceptance_rate,
+        drafted_per_position=tuple(stats.drafted_per_position),
+        accepted_per_position=tuple(stats.accepted_per_position),
+        ttft_s=spread(answer.commits[0][0] - answer.sent for answer in answers if answer.commits),
+        inter_token_s=spread(gap for answer in answers for gap in answer.gaps()),
+        request_s=spread(answer.end - answer.sent for answer in answers),
+        engine_share=sum(outside) / seconds if len(outside) == len(runs) else None,
+        looping=sum(loops(answer.tokens) for answer in answers),
+        without_loops=WithoutLoops(
+            answers=len(_answers(calm, contender)),
+            speedup=speedup(_pairs(calm, contender, plain, Run.whole)) if compared else None,
+        ),
+        identical=_identical(rows, contender, plain) if plain is not None and measurement.comparable else None,
+    )
+
+
+def _pairs(
+    rows: Sequence[Row], contender: Contender, plain: Contender | None, part: Callable[[Run], tuple[float, int]]
+) -> list[Pair]:
+    return paired((row.group, part(row.runs[plain or contender]), part(row.runs[contender])) for row in rows)
+
+
+def _answers(rows: Sequence[Row], *contenders: Contender | None) -> list[Answer]:
+    return [answer for row in rows for each in contenders if each is not None for answer in row.runs[each].answers]
+
+
+def _identical(rows: Sequence[Row], contender: Contender, plain: Contender) -> bool:
+    pairs = zip(_answers(rows, contender), _answers(rows, plain), strict=True)
+    return all(mine.tokens == theirs.tokens for mine, theirs in pairs)
+
+
+def _speculation(runs: Sequence[Run]) -> SpeculationStats:
+    """Of the engines by request; of a server by its counters, over the runs that were counted."""
+    merged = SpeculationStats()
+    for run in runs:
+        for answer in run.answers:
+            merged.merge(answer.stats)
+    counted = [run.counted for run in runs if run.counted is not None]
+    return functools.reduce(lambda one, other: one.plus(other), counted).stats() if counted else merged

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from paceline.bench.results import Speedup
+
 MARGIN = 0.03  # of the width, left free on both sides
 MIDDLE = 14  # of a track, in pixels from its top
 RATIO_TICKS = (0.1, 0.2, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 30)
@@ -45,7 +47,7 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class Series:
-    """How one engine is drawn everywhere in the report."""
+    """How one contender is drawn everywhere in the report."""
 
     name: str
     colour: int
@@ -74,10 +76,11 @@ class Axis:
         return f"{100 * (MARGIN + self.share(value) * (1 - 2 * MARGIN)):.2f}%"
 
 
-def ratio_axis(ratios: Sequence[float], ends: Sequence[float]) -> Axis:
-    """For speed-ups: logarithmic, 1 always on it; an interval wider than twice what was found is cut at the edge."""
-    low = max(min([*ratios, *ends]), min(ratios, default=1) / 2)
-    high = min(max([*ratios, *ends]), max(ratios, default=1) * 2)
+def ratio_axis(speedups: Sequence[Speedup]) -> Axis:
+    """Logarithmic, 1 always on it; an interval wider than twice the range of the ratios is cut at the edge."""
+    ratios = [speedup.ratio for speedup in speedups]
+    low = max(min(speedup.low for speedup in speedups), min(ratios) / 2)
+    high = min(max(speedup.high for speedup in speedups), max(ratios) * 2)
     low, high = min(low, 0.95) / 1.03, max(high, 1.15) * 1.03
     axis = Axis(low, high, log=True)
     candidates = CLOSE_TICKS if high / low < 2 else RATIO_TICKS
@@ -135,17 +138,20 @@ def grid(axis: Axis, height: int, emphasis: float | None = None) -> Markup:
     return Markup("").join(lines)
 
 
-def whisker(
-    axis: Axis, y: float, series: Series, value: float, low: float, high: float, hint: str, slim: bool = False
-) -> Markup:
+def level_line(axis: Axis, y: float, series: Series, low: float, high: float, kind: str = "line") -> Markup:
+    return tag("line", x1=axis.x(low), x2=axis.x(high), y1=y, y2=y, class_=f"{kind} {series.css}")
+
+
+def cap(axis: Axis, y: float, series: Series, end: float) -> Markup:
+    return tag("line", x1=axis.x(end), x2=axis.x(end), y1=y - 5, y2=y + 5, class_=f"line {series.css}")
+
+
+def whisker(axis: Axis, y: float, series: Series, speedup: Speedup, hint: str, slim: bool = False) -> Markup:
     """A dot with its interval; an end that does not fit is drawn without its cap."""
-    caps = [
-        tag("line", x1=axis.x(end), x2=axis.x(end), y1=y - 4, y2=y + 4, class_=f"line {series.css}")
-        for end in (low, high)
-        if axis.low <= end <= axis.high and not slim
-    ]
-    bar = tag("line", x1=axis.x(low), x2=axis.x(high), y1=y, y2=y, class_=f"line {series.css}")
-    return bar + Markup("").join(caps) + mark(axis.x(value), y, series, hint)
+    ends = [end for end in (speedup.low, speedup.high) if axis.low <= end <= axis.high and not slim]
+    caps = Markup("").join(cap(axis, y, series, end) for end in ends)
+    bar = level_line(axis, y, series, speedup.low, speedup.high)
+    return bar + caps + mark(axis.x(speedup.ratio), y, series, hint)
 
 
 def scale(axis: Axis, words: dict[float, str]) -> Markup:
@@ -156,11 +162,9 @@ def scale(axis: Axis, words: dict[float, str]) -> Markup:
 
 def reach(axis: Axis, series: Series, middle: float, far: float, hint: str) -> Markup:
     """From the median (the mark) out to the 99th percentile (the cap)."""
-    y = MIDDLE
-    bar = tag("line", x1=axis.x(middle), x2=axis.x(far), y1=y, y2=y, class_=f"line {series.css}")
-    cap = tag("line", x1=axis.x(far), x2=axis.x(far), y1=y - 5, y2=y + 5, class_=f"line {series.css}")
-    base = tag("line", x1=axis.x(0), x2=axis.x(axis.high), y1=y, y2=y, class_="grid")
-    return track(base, bar, cap, mark(axis.x(middle), y, series, hint), label=hint)
+    base = tag("line", x1=axis.x(0), x2=axis.x(axis.high), y1=MIDDLE, y2=MIDDLE, class_="grid")
+    bar, end = level_line(axis, MIDDLE, series, middle, far), cap(axis, MIDDLE, series, far)
+    return track(base, bar, end, mark(axis.x(middle), MIDDLE, series, hint), label=hint)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ engine continues from plain decoding's answer, so that all are asked the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -17,31 +18,19 @@ from typing import Any
 from paceline.errors import InvalidParameter, InvalidPrompt
 
 WORKLOADS = (
-    "chat",
-    "code",
-    "math",
-    "summarise",
-    "quote",
-    "extraction",
-    "sql",
-    "factual",
-    "translation",
-    "support",
-    "creative",
-    "multi-turn",
-    "reasoning",
+    *("chat", "code", "math", "summarise", "quote", "extraction", "sql"),
+    *("factual", "translation", "support", "creative", "multi-turn", "reasoning"),
 )
 QUICK_WORKLOADS = ("chat", "code", "math", "summarise", "extraction")
 UNNAMED = "prompts"  # the workload of prompts that name none
 ROLES = ("system", "user", "assistant", "tool", "developer")
-FORMS = ("prompt", "messages", "turns")
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """`before` is said already (a system message, a conversation so far); each turn is then asked, and answered."""
+    """`before` is the conversation so far, or a system message; each turn is then asked, and answered."""
 
     workload: str
     turns: tuple[str, ...]
@@ -61,7 +50,7 @@ def shipped(workloads: Sequence[str] = WORKLOADS, per_workload: int | None = Non
     prompts: list[Prompt] = []
     for name in _chosen(workloads, WORKLOADS):
         text = (resources.files("paceline.bench") / "workloads" / f"{name}.jsonl").read_text(encoding="utf-8")
-        prompts += _read_jsonl(text, f"the workload {name}", name)[:per_workload]
+        prompts += _read(text, f"the workload {name}", name, _read_json)[:per_workload]
     return prompts
 
 
@@ -73,8 +62,9 @@ def from_file(path: Path, workloads: Sequence[str] | None = None, per_workload: 
         raise InvalidParameter("prompts", f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidParameter("prompts", f"{path} is not UTF-8 text") from error
-    read = _read_jsonl if _is_jsonl(path, text) else _read_text
-    prompts = read(text, str(path), UNNAMED)
+    # By its name, or by a first character no ordinary prompt begins with.
+    jsonl = path.suffix in (".jsonl", ".json", ".ndjson") or text.lstrip().startswith('{"')
+    prompts = _read(text, str(path), UNNAMED, _read_json if jsonl else _read_text)
     if not prompts:
         raise InvalidParameter("prompts", f"{path} is empty; give it at least one prompt")
     names = list(dict.fromkeys(prompt.workload for prompt in prompts))
@@ -91,29 +81,18 @@ def _chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def _is_jsonl(path: Path, text: str) -> bool:
-    """By its name, or by a first character no ordinary prompt begins with."""
-    return path.suffix in (".jsonl", ".json", ".ndjson") or text.lstrip().startswith('{"')
-
-
-def _read_text(text: str, where: str, workload: str) -> list[Prompt]:
+def _read(text: str, where: str, workload: str, read: Callable[[str, str, str], Prompt]) -> list[Prompt]:
+    lines = re.split(r"\r\n|\n|\r", text)  # not splitlines: JSON strings may hold other line ends as they are
     return [
-        Prompt(workload=workload, turns=(line.strip(),), origin=f"line {number} of {where}")
-        for number, line in enumerate(text.splitlines(), start=1)
-        if line.strip()
+        read(line, f"line {number} of {where}", workload) for number, line in enumerate(lines, start=1) if line.strip()
     ]
 
 
-def _read_jsonl(text: str, where: str, workload: str) -> list[Prompt]:
-    lines = text.split("\n")  # not splitlines: JSON strings may hold other line ends as they are
-    return [
-        _read_line(line, f"line {number} of {where}", workload)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+def _read_text(line: str, origin: str, workload: str) -> Prompt:
+    return Prompt(workload=workload, turns=(line.strip(),), origin=origin)
 
 
-def _read_line(line: str, origin: str, workload: str) -> Prompt:
+def _read_json(line: str, origin: str, workload: str) -> Prompt:
     try:
         found = json.loads(line)
     except ValueError as error:
@@ -124,38 +103,37 @@ def _read_line(line: str, origin: str, workload: str) -> Prompt:
     name = found.get("workload", found.get("category", workload))
     if not isinstance(name, str) or not name.strip():
         raise InvalidParameter("prompts", f"{origin}: workload must be a name, got {name!r}")
-    before, turns = _READERS[forms[0]](found[forms[0]], origin)
+    before, turns = FORMS[forms[0]](found[forms[0]], origin)
     return Prompt(workload=name.strip(), turns=turns, before=before, origin=origin)
 
 
-_Said = tuple[tuple[Message, ...], tuple[str, ...]]  # what was said before, and the turns to ask
+_Talk = tuple[tuple[Message, ...], tuple[str, ...]]  # the conversation so far, and the turns to ask
 
 
-def _from_prompt(value: Any, origin: str) -> _Said:
+def _from_prompt(value: Any, origin: str) -> _Talk:
     return (), (_text(value, "prompt", origin),)
 
 
-def _from_turns(value: Any, origin: str) -> _Said:
+def _from_turns(value: Any, origin: str) -> _Talk:
     if not isinstance(value, list) or not value:
         raise InvalidParameter("prompts", f"{origin}: turns must be a list of texts with at least one")
     return (), tuple(_text(turn, "a turn", origin) for turn in value)
 
 
-def _from_messages(value: Any, origin: str) -> _Said:
+def _from_messages(value: Any, origin: str) -> _Talk:
     if not isinstance(value, list) or not value:
         raise InvalidParameter("prompts", f"{origin}: messages must be a list with at least one message")
     for message in value:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise InvalidParameter(
-                "prompts", f"{origin}: a message is an object with role ({', '.join(ROLES)}) and content"
-            )
+            problem = f"{origin}: a message is an object with role ({', '.join(ROLES)}) and content"
+            raise InvalidParameter("prompts", problem)
         _text(message.get("content"), "content", origin)
     if value[-1]["role"] != "user":
         raise InvalidParameter("prompts", f"{origin}: the last message must be the user's, for it is to be answered")
     return tuple(value[:-1]), (value[-1]["content"],)
 
 
-_READERS = {"prompt": _from_prompt, "turns": _from_turns, "messages": _from_messages}
+FORMS = {"prompt": _from_prompt, "messages": _from_messages, "turns": _from_turns}
 
 
 def _text(value: Any, what: str, origin: str) -> str:

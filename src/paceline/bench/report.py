@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from paceline.bench import report_figures, report_notes, report_speedups, report_words
-from paceline.bench.report_frame import Frame
-from paceline.bench.report_verdict import verdict
-from paceline.bench.results import Results
+from paceline.bench import findings, report_words
+from paceline.bench.report_figures import Figures
+from paceline.bench.results import Results, write_whole
 
 HERE = Path(__file__).parent
 
 
 def write(results: Results, path: Path) -> None:
-    """Written beside and renamed into place: an interruption leaves the old file or the new one."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(render(results), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, render(results))
 
 
 def render(results: Results) -> str:
@@ -34,13 +32,30 @@ def render(results: Results) -> str:
     script = (HERE / "report.js").read_text(encoding="utf-8")
     return environment.get_template("report.html.j2").render(
         results=results,
-        verdict=verdict(results),
-        frame=Frame(results),
-        speedups=report_speedups,
-        figures=report_figures,
-        notes=report_notes,
+        verdict=findings.verdict(results),
+        notes=findings.notes(results),
+        figures=Figures(results),
+        settings=facts({**results.settings, "left_out": findings.left_out(results)}),
+        facts=facts,
         words=report_words,
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values, without what is not known."""
+    return [(name.replace("_", " "), _text(value)) for name, value in found.items() if value not in (None, "", [], {})]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(
+            f"{name.replace('_', ' ')} {_text(entry)}" for name, entry in value.items() if entry is not None
+        )
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_text(entry) for entry in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)

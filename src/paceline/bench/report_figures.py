@@ -1,19 +1,22 @@
-"""The report's other figures: speed over concurrency, acceptance by position, latencies."""
+"""The figures of the report, all from one set of results: a colour and a shape for each contender, and what the
+template shows of it, as rows of words and drawings.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from paceline.bench import plots
 from paceline.bench import report_words as words
-from paceline.bench.plots import Axis, Line
-from paceline.bench.report_frame import Frame, Row
-from paceline.bench.results import Cell, Spread
+from paceline.bench.findings import overall
+from paceline.bench.plots import Axis, Line, Series
+from paceline.bench.results import ALL, PLAIN, Cell, Results, Speedup, Spread
 
+LANE = 11  # pixels between the contenders of one workload
 MOST_LABELS = 12  # on a horizontal axis
 LATENCIES: tuple[tuple[str, Callable[[Cell], Spread | None]], ...] = (
     ("first token", lambda cell: cell.ttft_s),
@@ -22,97 +25,199 @@ LATENCIES: tuple[tuple[str, Callable[[Cell], Spread | None]], ...] = (
 )
 
 
-def throughput(frame: Frame) -> Markup | None:
-    """Lines over concurrency; None where there are no two to draw a line between (then `rates` says it)."""
-    rated = [(cell, cell.tokens_per_s) for cell in frame.overall if cell.tokens_per_s]
-    if len({cell.concurrency for cell, _ in rated}) < 2:
-        return None
-    lines = []
-    for label, series in frame.series.items():
-        mine = sorted((cell.concurrency, rate) for cell, rate in rated if cell.label == label)
-        hints = [f"{label}, {words.at_once(level)}: {words.rate(rate)} tokens/s" for level, rate in mine]
-        lines.append(Line(series, tuple((float(level), rate) for level, rate in mine), tuple(hints)))
-    up = plots.wide_axis([rate for _, rate in rated])
-    first, last = frame.levels[0], frame.levels[-1]
-    span = last / first
-    across = Axis(first / span**0.15, last * span**0.08, log=True)
-    y_words = {tick: f"{tick:,.4g}" for tick in up.ticks}
-    y_words[up.ticks[-1]] += " tokens/s" + (", logarithmic scale" if up.log else "")
-    x_words = {float(level): str(level) for level in frame.levels}
-    return plots.chart(lines, across, up, x_words, y_words, "tokens per second over concurrency")
-
-
-def rates(frame: Frame) -> list[Row]:
-    rated = [(cell, cell.tokens_per_s) for cell in frame.overall if cell.tokens_per_s]
-    axis = plots.zero_axis([rate for _, rate in rated])
-    rows = []
-    for cell, rate in rated:
-        series, y = frame.series[cell.label], plots.MIDDLE
-        bar = plots.tag("line", x1=axis.x(0), x2=axis.x(rate), y1=y, y2=y, class_=f"line thick {series.css}")
-        drawing = plots.track(bar, plots.mark(axis.x(rate), y, series), label=f"{words.rate(rate)} tokens/s")
-        rows.append(Row(cell.label, frame.swatch(cell.label), drawing, words.rate(rate), "tokens/s"))
-    return rows
-
-
-def drafting(frame: Frame) -> list[Cell]:
-    """The engines whose drafts are known, with the least concurrency."""
-    first = frame.levels[0] if frame.levels else None
-    told = (cell for cell in frame.overall if cell.concurrency == first and not cell.plain)
-    return [cell for cell in told if cell.tau is not None or any(cell.drafted_per_position)]
-
-
-def acceptance(frame: Frame) -> Markup | None:
-    """By position: of what was drafted there, the share that was accepted. None where no server or engine tells."""
-    lines = [line for cell in drafting(frame) if (line := _accepted(frame, cell)).points]
-    if not lines:
-        return None
-    longest = round(max(line.points[-1][0] for line in lines))
-    up = Axis(0.0, 1.0, ticks=(0, 0.25, 0.5, 0.75, 1))
-    every = math.ceil(longest / MOST_LABELS)
-    x_words = {float(place): str(place) for place in range(1, longest + 1, every)}
-    y_words = {tick: f"{100 * tick:.0f} %" for tick in up.ticks}
-    across = Axis(1 - 0.1 * longest, longest + 0.3)  # room for the labels of the vertical axis
-    return plots.chart(lines, across, up, x_words, y_words, "acceptance by position")
-
-
-def _accepted(frame: Frame, cell: Cell) -> Line:
-    pairs = enumerate(zip(cell.drafted_per_position, cell.accepted_per_position, strict=False), start=1)
-    known = [(position, drafted, accepted) for position, (drafted, accepted) in pairs if drafted]
-    return Line(
-        frame.series[cell.label],
-        tuple((float(position), accepted / drafted) for position, drafted, accepted in known),
-        tuple(f"{cell.label}, position {place}: {n:,} of {of:,} accepted" for place, of, n in known),
-    )
+@dataclass(frozen=True)
+class Row:
+    label: str
+    swatch: Markup
+    drawing: Markup
+    figure: str = ""
+    note: str = ""
+    outcome: str = ""
 
 
 @dataclass(frozen=True)
-class Reach:
-    """One kind of latency of one engine."""
+class Group:
+    """The rows of one concurrency, above their scale."""
 
-    name: str
-    drawing: Markup
-    figures: str
-
-
-def latency(frame: Frame) -> list[tuple[str, list[tuple[Cell, list[Reach]]]]]:
-    """By concurrency and engine: from the median to the 99th percentile, on one scale for all engines."""
-    found = []
-    for level in frame.levels:
-        cells = [cell for cell in frame.overall if cell.concurrency == level]
-        rows = [(cell, reaches) for cell in cells if (reaches := _reaches(frame, cell, cells))]
-        if rows:
-            found.append((words.at_once(level), rows))
-    return found
+    title: str
+    rows: tuple[Row, ...]
+    scale: str = ""
 
 
-def _reaches(frame: Frame, cell: Cell, beside: Sequence[Cell]) -> list[Reach]:
-    reaches = []
-    for name, of in LATENCIES:
-        if (spread := of(cell)) is None:
-            continue
-        axis = plots.zero_axis([other.p99 for one in beside if (other := of(one)) is not None])
-        far = f"99th percentile {words.seconds(spread.p99)}"
-        hint = f"{cell.label}, {name}: median {words.seconds(spread.p50)}, {far}"
-        drawing = plots.reach(axis, frame.series[cell.label], spread.p50, spread.p99, hint)
-        reaches.append(Reach(name, drawing, words.spread(spread)))
-    return reaches
+class Figures:
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.series = series_of(results.cells)
+        self.overall = overall(results)
+        self.levels = sorted({cell.concurrency for cell in results.cells})
+        self.workloads = [name for name in dict.fromkeys(cell.workload for cell in results.cells) if name != ALL]
+
+    def swatch(self, label: str) -> Markup:
+        return plots.swatch(self.series[label])
+
+    def legend(self, plain: bool = True) -> list[tuple[str, Markup]]:
+        left_out = set() if plain else {cell.label for cell in self.results.cells if cell.plain}
+        return [(label, self.swatch(label)) for label in self.series if label not in left_out]
+
+    # -- speed-ups: dots with their intervals against the line at 1
+
+    def together(self) -> list[Group]:
+        """All workloads together: a row for each contender, by concurrency."""
+        compared = [cell for cell in self.overall if not cell.plain]
+        return self._groups(
+            self.overall,
+            lambda axis, level: [self._row(axis, cell) for cell in compared if cell.concurrency == level],
+        )
+
+    def by_workload(self) -> list[Group]:
+        """One lane a workload, with all contenders in it, by concurrency; nothing where there is but one workload."""
+        names = self.workloads if len(self.workloads) > 1 else []
+        return self._groups(
+            self.results.cells,
+            lambda axis, level: [lane for name in names if (lane := self._lane(axis, name, level))],
+        )
+
+    def _groups(self, cells: Iterable[Cell], rows: Callable[[Axis, int], list[Row]]) -> list[Group]:
+        """By concurrency, on one axis for all of them; nothing where there is no speed-up to show."""
+        found = [cell.speedup for cell in cells if cell.speedup is not None]
+        if not found:
+            return []
+        axis = plots.ratio_axis(found)
+        scale = plots.scale(axis, {tick: f"{tick:g}×" for tick in axis.ticks})
+        groups = [Group(words.at_once(level), tuple(rows(axis, level)), scale) for level in self.levels]
+        return [group for group in groups if group.rows]
+
+    def _row(self, axis: Axis, cell: Cell) -> Row:
+        speedup, swatch = cell.speedup, self.swatch(cell.label)
+        if speedup is None:
+            return Row(cell.label, swatch, _empty(axis), words.DASH, cell.too_short or "not compared", "unknown")
+        hint = _hint(cell, speedup)
+        dot = plots.whisker(axis, plots.MIDDLE, self.series[cell.label], speedup, hint)
+        drawing = plots.track(plots.grid(axis, 2 * plots.MIDDLE, emphasis=1), dot, label=hint)
+        figure, note = words.ratio(speedup.ratio), words.interval(speedup)
+        return Row(cell.label, swatch, drawing, figure, note, words.outcome(speedup))
+
+    def _lane(self, axis: Axis, workload: str, level: int) -> Row | None:
+        cells = [cell for cell in self.results.cells if (cell.workload, cell.concurrency) == (workload, level)]
+        found = [(cell, cell.speedup) for cell in cells if cell.speedup is not None]
+        if not found:
+            short = any(cell.too_short for cell in cells)
+            nothing = Row(workload, Markup(), _empty(axis), words.DASH, "too little measured", "unknown")
+            return nothing if short else None
+        height = LANE * (len(found) + 1)
+        dots = [
+            plots.whisker(axis, LANE * place, self.series[cell.label], speedup, _hint(cell, speedup), slim=True)
+            for place, (cell, speedup) in enumerate(found, start=1)
+        ]
+        cell, best = max(found, key=lambda pair: pair[1].ratio)
+        backdrop = plots.grid(axis, height, emphasis=1)
+        drawing = plots.track(backdrop, *dots, height=height, label=f"speed-ups on {workload}")
+        note = f"best: {cell.label}" if len(found) > 1 else words.interval(best)
+        return Row(workload, Markup(), drawing, words.ratio(best.ratio), note, words.outcome(best))
+
+    # -- tokens per second
+
+    @property
+    def rated(self) -> list[tuple[Cell, float]]:
+        return [(cell, cell.tokens_per_s) for cell in self.overall if cell.tokens_per_s]
+
+    def throughput(self) -> Markup | None:
+        """Lines over concurrency; None where there are no two to draw a line between (then `rates` says it)."""
+        rated = self.rated
+        if len({cell.concurrency for cell, _ in rated}) < 2:
+            return None
+        lines = []
+        for label, series in self.series.items():
+            mine = sorted((cell.concurrency, rate) for cell, rate in rated if cell.label == label)
+            hints = [f"{label}, {words.at_once(level)}: {words.rate(rate)} tokens/s" for level, rate in mine]
+            lines.append(Line(series, tuple((float(level), rate) for level, rate in mine), tuple(hints)))
+        up = plots.wide_axis([rate for _, rate in rated])
+        first, last = self.levels[0], self.levels[-1]
+        across = Axis(first / (last / first) ** 0.15, last * (last / first) ** 0.08, log=True)
+        y_words = {tick: f"{tick:,.4g}" for tick in up.ticks}
+        y_words[up.ticks[-1]] += " tokens/s" + (", logarithmic scale" if up.log else "")
+        x_words = {float(level): str(level) for level in self.levels}
+        return plots.chart(lines, across, up, x_words, y_words, "tokens per second over concurrency")
+
+    def rates(self) -> Group:
+        axis, y, rows = plots.zero_axis([rate for _, rate in self.rated]), plots.MIDDLE, []
+        for cell, rate in self.rated:
+            series = self.series[cell.label]
+            bar = plots.level_line(axis, y, series, 0, rate, "line thick")
+            drawing = plots.track(bar, plots.mark(axis.x(rate), y, series), label=f"{words.rate(rate)} tokens/s")
+            rows.append(Row(cell.label, self.swatch(cell.label), drawing, words.rate(rate), "tokens/s"))
+        return Group("tokens per second", tuple(rows))
+
+    # -- acceptance
+
+    def drafting(self) -> list[Cell]:
+        """The contenders whose drafts are known, with the least concurrency."""
+        told = (cell for cell in self.overall if cell.concurrency == self.levels[0] and not cell.plain)
+        return [cell for cell in told if cell.tau is not None or any(cell.drafted_per_position)]
+
+    def acceptance(self) -> Markup | None:
+        """By depth: of the steps that drafted so far, the share accepted so far. None where that is not known."""
+        lines = [line for cell in self.drafting() if (line := self._accepted(cell)).points]
+        if not lines:
+            return None
+        longest = round(max(line.points[-1][0] for line in lines))
+        up = Axis(0.0, 1.0, ticks=(0, 0.25, 0.5, 0.75, 1))
+        every = math.ceil(longest / MOST_LABELS)
+        x_words = {float(place): str(place) for place in range(1, longest + 1, every)}
+        y_words = {tick: f"{100 * tick:.0f} %" for tick in up.ticks}
+        across = Axis(1 - 0.1 * longest, longest + 0.3)  # room for the labels of the vertical axis
+        return plots.chart(lines, across, up, x_words, y_words, "acceptance by position")
+
+    def _accepted(self, cell: Cell) -> Line:
+        pairs = enumerate(zip(cell.drafted_per_position, cell.accepted_per_position, strict=False), start=1)
+        known = [(position, drafted, accepted) for position, (drafted, accepted) in pairs if drafted]
+        return Line(
+            self.series[cell.label],
+            tuple((float(position), accepted / drafted) for position, drafted, accepted in known),
+            tuple(f"{cell.label}, position {place}: {n:,} of {of:,} accepted" for place, of, n in known),
+        )
+
+    # -- latency
+
+    def latency(self) -> list[tuple[str, list[tuple[Cell, list[Row]]]]]:
+        """By concurrency and contender: from the median to the 99th percentile, on one scale for all."""
+        found = []
+        for level in self.levels:
+            cells = [cell for cell in self.overall if cell.concurrency == level]
+            rows = [(cell, reaches) for cell in cells if (reaches := self._reaches(cell, cells))]
+            if rows:
+                found.append((words.at_once(level), rows))
+        return found
+
+    def _reaches(self, cell: Cell, beside: Iterable[Cell]) -> list[Row]:
+        reaches = []
+        for name, of in LATENCIES:
+            if (spread := of(cell)) is None:
+                continue
+            axis = plots.zero_axis([other.p99 for one in beside if (other := of(one)) is not None])
+            far = f"99th percentile {words.seconds(spread.p99)}"
+            hint = f"{cell.label}, {name}: median {words.seconds(spread.p50)}, {far}"
+            drawing = plots.reach(axis, self.series[cell.label], spread.p50, spread.p99, hint)
+            reaches.append(Row(name, Markup(), drawing, words.spread(spread)))
+        return reaches
+
+
+def series_of(cells: Iterable[Cell]) -> dict[str, Series]:
+    """One colour for each method (grey for plain decoding), one shape for each of its k, in the order measured."""
+    methods: dict[str, dict[str, None]] = {PLAIN: {}}
+    for cell in cells:
+        methods.setdefault(cell.method, {})[cell.label] = None
+    return {
+        label: Series(label, colour % plots.COLOURS, shape)
+        for colour, labels in enumerate(methods.values())
+        for shape, label in enumerate(labels)
+    }
+
+
+def _empty(axis: Axis) -> Markup:
+    return plots.track(plots.grid(axis, 2 * plots.MIDDLE, emphasis=1), label="not measured")
+
+
+def _hint(cell: Cell, speedup: Speedup) -> str:
+    figure = f"{words.ratio(speedup.ratio)}, {words.INTERVAL} {words.interval(speedup)}"
+    return f"{cell.workload}, {cell.label}: {figure} over {words.count(speedup.pairs, 'pair')}"

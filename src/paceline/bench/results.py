@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from paceline import machine
 from paceline.errors import InvalidParameter
 
 ALL = "all"  # the workload that is every workload together
@@ -97,15 +99,12 @@ class Results:
     def from_json(cls, found: Mapping[str, Any]) -> Results:
         """The inverse of `to_json`; fields of a later version are left out, missing ones are an error."""
         try:
-            return _make(cls, found, cells=tuple(_cell(cell) for cell in found["cells"]))
+            return cls(**_fields(cls, {**found, "cells": [Cell(**_fields(Cell, cell)) for cell in found["cells"]]}))
         except (AttributeError, KeyError, TypeError) as error:
             raise InvalidParameter("results", f"not what paceline bench writes ({error})") from error
 
     def save(self, path: Path) -> None:
-        """Written beside and renamed into place: an interruption leaves the old file or the new one."""
-        draft = path.with_name(f".{path.name}.draft")
-        draft.write_text(json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-        draft.replace(path)
+        write_whole(path, json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -118,34 +117,33 @@ class Results:
         return cls.from_json(found)
 
 
-T = TypeVar("T")
+def write_whole(path: Path, text: str) -> None:
+    """Written beside and renamed into place: an interruption leaves the old file or the new one."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
 
 
-def _cell(found: Mapping[str, Any]) -> Cell:
-    loops = found.get("without_loops")
-    return _make(
-        Cell,
-        found,
-        speedup=_optional(Speedup, found.get("speedup")),
-        decode_speedup=_optional(Speedup, found.get("decode_speedup")),
-        drafted_per_position=tuple(found.get("drafted_per_position") or ()),
-        accepted_per_position=tuple(found.get("accepted_per_position") or ()),
-        ttft_s=_optional(Spread, found.get("ttft_s")),
-        inter_token_s=_optional(Spread, found.get("inter_token_s")),
-        request_s=_optional(Spread, found.get("request_s")),
-        without_loops=None
-        if loops is None
-        else _make(WithoutLoops, loops, speedup=_optional(Speedup, loops.get("speedup"))),
-    )
+def machine_facts() -> dict[str, Any]:
+    return {"cpu": machine.cpu_name(), "cores": machine.usable_cores(), "python": platform.python_version()}
 
 
-def _optional(kind: type[T], found: Mapping[str, Any] | None) -> T | None:
-    return None if found is None else _make(kind, found)
+NESTED: Mapping[str, type] = {
+    **dict.fromkeys(("speedup", "decode_speedup"), Speedup),
+    **dict.fromkeys(("ttft_s", "inter_token_s", "request_s"), Spread),
+    "without_loops": WithoutLoops,
+}
 
 
-def _make(kind: type[T], found: Mapping[str, Any], **converted: Any) -> T:
-    known = {member.name for member in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in found.items() if name in known} | converted)
+def _fields(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `kind` out of JSON: objects become the dataclasses they were, and lists tuples."""
+    arguments = {member.name: found[member.name] for member in dataclasses.fields(kind) if member.name in found}
+    for name, value in arguments.items():
+        if value is not None and name in NESTED:
+            arguments[name] = NESTED[name](**_fields(NESTED[name], value))
+        elif isinstance(value, list):
+            arguments[name] = tuple(value)
+    return arguments
 
 
 def _plain_values(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The run itself: every group of prompts is answered by every engine before the next group is begun.
+"""The run itself: every group of prompts is answered by every contender before the next group is begun.
 
 So a machine that slows down slows all of them, and what is compared was measured within the same moments. The order of
-the engines is drawn anew for every group. Each prompt is answered once by each engine. A row is kept when all engines
-have answered: whatever ends the run, what was measured stands.
+the contenders is drawn anew for every group. Each prompt is answered once by each. A row is kept when all have
+answered: whatever ends the run, the rows so far stand.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 from paceline.bench.grid import Contender
 from paceline.bench.groups import Group, make_groups
-from paceline.bench.measurement import Measurement, Row, Run
+from paceline.bench.measurement import Measurement, Row, Run, plain_of
 from paceline.bench.prompts import Prompt
-from paceline.bench.results import PLAIN
 from paceline.sampling_params import SamplingParams
 
 WARM_UP = Prompt(
@@ -31,16 +30,16 @@ OnProgress = Callable[[float, float, str], None]  # work done, work in all, what
 
 
 class Answerer(Protocol):
-    def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run: ...
+    def answer(self, prompts: Sequence[Sequence[Any]], params: Sequence[SamplingParams]) -> Run: ...
 
 
 class Subject(Protocol):
-    """What is measured: `bench.engines.Engines`, or a fake with a clock of its own."""
+    """What is measured: `engines.Engines`, `endpoint.Servers`, or a fake with a clock of its own."""
 
     @property
     def defaults(self) -> Mapping[str, Any]: ...
-    def encode(self, prompt: Prompt, answers: Sequence[str]) -> list[int]: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def encode(self, prompt: Prompt, answers: Sequence[str]) -> list[Any]: ...
+    def decode(self, tokens: Sequence[Any]) -> str: ...
     def open(self, concurrency: int) -> Mapping[Contender, Answerer]: ...
 
 
@@ -63,11 +62,12 @@ def measure(
     noise = random.Random(plan.seed)
     measurement.comparable = plan.temperature == 0 or plan.seed is not None
     grouped = {level: make_groups(prompts, level, plan.seed or 0) for level in plan.concurrencies}
-    work = Work(grouped, len(measurement.contenders), on_progress)
+    turns = sum(_weight(level) * group.turns for level, (groups, _) in grouped.items() for group in groups)
+    work = Work(len(measurement.contenders) * turns, on_progress)
     pair = 0
     for concurrency, (groups, left_out) in grouped.items():
         measurement.left_out[concurrency] = len(left_out)
-        on_progress(work.done, work.total, "warming up")
+        work.begin("warming up")
         answerers = subject.open(concurrency)
         for answerer in answerers.values():  # the first passes fault pages in and teach the policy what a step costs
             warm = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=WARM_UP_TOKENS)
@@ -78,6 +78,21 @@ def measure(
             pair += 1
         del answerers, answerer  # before the next ones are made: their caches are large
     measurement.complete = True
+    work.begin(work.what)
+
+
+def collect(
+    subject: Subject, prompts: Sequence[Prompt], plan: Plan, contenders: Sequence[Contender], on_progress: OnProgress
+) -> tuple[Measurement, BaseException | None]:
+    """As `measure`, with the reason to stop early beside the rows so far; raised where there are none."""
+    measurement = Measurement(list(contenders))
+    try:
+        measure(subject, prompts, plan, measurement, on_progress)
+    except BaseException as reason:  # Ctrl-C, no memory, a server gone: minutes of measurement are not thrown away
+        if not measurement.rows:
+            raise
+        return measurement, reason
+    return measurement, None
 
 
 def _rows(
@@ -89,11 +104,12 @@ def _rows(
     noise: random.Random,
     work: Work,
 ) -> Iterator[Row]:
-    """One row per turn; the next turn continues from what plain decoding said."""
+    """One row per turn; the next turn continues from plain decoding's answers, or the only contender's."""
     concurrency = len(group.prompts)
-    said: list[list[str]] = [[] for _ in group.prompts]
+    leader = plain_of(list(answerers)) or next(iter(answerers))
+    talks: list[list[str]] = [[] for _ in group.prompts]
     for turn in range(group.turns):
-        asked = [subject.encode(prompt, answers) for prompt, answers in zip(group.prompts, said, strict=True)]
+        asked = [subject.encode(prompt, answers) for prompt, answers in zip(group.prompts, talks, strict=True)]
         params = [_params(plan, subject.defaults, pair, turn, index) for index in range(concurrency)]
         order = list(answerers)
         noise.shuffle(order)
@@ -101,45 +117,34 @@ def _rows(
         for contender in order:
             work.begin(f"{group.workload or 'mixed'}, {concurrency} at once, {contender.label}")
             runs[contender] = answerers[contender].answer(asked, params)
-            work.finish(concurrency)
+            work.done += _weight(concurrency)
         yield Row(pair, group.workload, concurrency, runs)
-        plain = runs[Contender(PLAIN)]
-        for answers, answer in zip(said, plain.answers, strict=True):
+        for answers, answer in zip(talks, runs[leader].answers, strict=True):
             answers.append(subject.decode(answer.tokens))
 
 
 def _params(plan: Plan, defaults: Mapping[str, Any], pair: int, turn: int, index: int) -> SamplingParams:
-    """The same for every engine; seeded differently for every request, so that none shares its luck."""
+    """The same for every contender; seeded differently for every request, so that none shares its luck."""
     seed = None
     if plan.seed is not None and plan.temperature > 0:
         seed = random.Random(f"{plan.seed}/{pair}/{turn}/{index}").getrandbits(62)
     return SamplingParams(temperature=plan.temperature, max_tokens=plan.max_tokens, seed=seed).resolve(defaults)
 
 
+@dataclass
 class Work:
-    """How much is done, in units of about the same time: a batch takes less than its requests one by one."""
+    """How much is done, in units of about the same time."""
 
-    def __init__(
-        self,
-        grouped: Mapping[int, tuple[Sequence[Group], Any]],
-        contenders: int,
-        on_progress: OnProgress,
-    ) -> None:
-        self.done = 0.0
-        self.total = contenders * sum(
-            _weight(level) * group.turns for level, (groups, _) in grouped.items() for group in groups
-        )
-        self._report = on_progress
-        self._what = ""
+    total: float
+    report: OnProgress
+    done: float = 0.0
+    what: str = ""
 
     def begin(self, what: str) -> None:
-        self._what = what
-        self._report(self.done, self.total, what)
-
-    def finish(self, concurrency: int) -> None:
-        self.done += _weight(concurrency)
-        self._report(self.done, self.total, self._what)
+        self.what = what
+        self.report(self.done, self.total, what)
 
 
 def _weight(concurrency: int) -> float:
+    """A batch takes less time than its requests one by one."""
     return math.sqrt(concurrency)

@@ -10,84 +10,66 @@ tests/bench/test_statistics.py holds it to that on a clock that is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from paceline.bench.results import Speedup, Spread
 
-MIN_PAIRS = 5  # fewer say next to nothing: t has 3 degrees of freedom, and nobody can see an outlier
+MIN_PAIRS = 5  # fewer say next to nothing: t has 3 degrees of freedom, and an outlier cannot be seen
 MIN_TOKENS = 200  # of plain decoding
 LOOP = 16  # tokens
 Z = 1.959963984540054  # 97.5 % of the normal distribution
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The same requests, answered plainly and by the engine in question."""
 
     plain_s: float
-    plain_tokens: int
+    plain_tokens: float
     own_s: float
-    own_tokens: int
+    own_tokens: float
 
 
-class Timed(Protocol):
-    """A run: the seconds it took and the tokens that came of it."""
-
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
-
-
-R = TypeVar("R")
-
-
-def whole(run: Timed) -> tuple[float, int]:
-    return run.seconds, run.tokens
-
-
-def paired(runs: Iterable[tuple[int, R, R]], part: Callable[[R], tuple[float, int]]) -> list[Pair]:
-    """`runs`: group, plain run, own run. All turns of a group are one pair. `part`: seconds and tokens of a run; where
-    it is empty for either side there is nothing to compare."""
-    sums: dict[int, list[float]] = {}
-    for group, plain_run, own_run in runs:
-        plain, own = part(plain_run), part(own_run)
+def paired(parts: Iterable[tuple[int, tuple[float, int], tuple[float, int]]]) -> list[Pair]:
+    """`parts`: group, and seconds and tokens of both sides. All turns of a group are one pair; where a side has no
+    tokens there is nothing to compare."""
+    sums: dict[int, Pair] = {}
+    for group, plain, own in parts:
         if plain[1] and own[1]:
-            sums[group] = [a + b for a, b in zip(sums.get(group, [0.0] * 4), (*plain, *own), strict=True)]
-    return [Pair(plain_s, int(plain_n), own_s, int(own_n)) for plain_s, plain_n, own_s, own_n in sums.values()]
+            before = sums.get(group, Pair(0.0, 0, 0.0, 0))
+            sums[group] = Pair(*(a + b for a, b in zip(before, (*plain, *own), strict=True)))
+    return list(sums.values())
 
 
 def why_too_short(pairs: Sequence[Pair]) -> str | None:
     """A sentence where the pairs are too few to give a figure; None where they are enough."""
-    tokens = sum(pair.plain_tokens for pair in pairs)
     if len(pairs) < MIN_PAIRS:
-        return f"{_count(len(pairs), 'pair')} measured, and fewer than {MIN_PAIRS} say nothing: give more prompts"
-    if tokens < MIN_TOKENS:
-        return (
-            f"{_count(tokens, 'token')} measured, and fewer than {MIN_TOKENS} say nothing: "
-            "give more prompts, or more tokens to each"
-        )
-    return None
+        counted = "1 pair" if len(pairs) == 1 else f"{len(pairs)} pairs"
+        return f"{counted} measured, and fewer than {MIN_PAIRS} say nothing: give more prompts"
+    return too_few_tokens(int(sum(pair.plain_tokens for pair in pairs)))
+
+
+def too_few_tokens(tokens: int) -> str | None:
+    if tokens >= MIN_TOKENS:
+        return None
+    return (
+        f"{tokens} token{'s' * (tokens != 1)} measured, and fewer than {MIN_TOKENS} say nothing: "
+        "give more prompts, or more tokens to each"
+    )
 
 
 def speedup(pairs: Sequence[Pair]) -> Speedup | None:
     """With its interval; None where there is too little to say anything."""
     if why_too_short(pairs) is not None:
         return None
-    sums = [sum(column) for column in zip(*map(_columns, pairs), strict=True)]
+    sums = [sum(column) for column in zip(*pairs, strict=True)]
     centre = _log_ratio(sums)
-    left_out = [_log_ratio([total - part for total, part in zip(sums, _columns(pair), strict=True)]) for pair in pairs]
+    left_out = [_log_ratio([total - part for total, part in zip(sums, pair, strict=True)]) for pair in pairs]
     count = len(pairs)
     mean = math.fsum(left_out) / count
     error = math.sqrt((count - 1) / count * math.fsum((value - mean) ** 2 for value in left_out))
     reach = student(count - 1) * error
     return Speedup(ratio=math.exp(centre), low=math.exp(centre - reach), high=math.exp(centre + reach), pairs=count)
-
-
-def _columns(pair: Pair) -> tuple[float, float, float, float]:
-    return pair.plain_s, pair.plain_tokens, pair.own_s, pair.own_tokens
 
 
 def _log_ratio(sums: Sequence[float]) -> float:
@@ -117,15 +99,6 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def loops(tokens: Sequence[Hashable]) -> bool:
-    """Whether a run of 16 comes twice. Whoever copies is fast on loops, and nobody wants them."""
-    seen = set()
-    for start in range(len(tokens) - LOOP + 1):
-        run = tuple(tokens[start : start + LOOP])
-        if run in seen:
-            return True
-        seen.add(run)
-    return False
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Whether a run of 16 comes twice. Methods that copy are fast on loops, and no reader wants them."""
+    runs = [tuple(tokens[start : start + LOOP]) for start in range(len(tokens) - LOOP + 1)]
+    return len(set(runs)) < len(runs)

@@ -7,21 +7,18 @@ then is printed and written, with what is missing.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from paceline.advisor.config import FILES
+from paceline.advisor.advice import FILES, Advice
 from paceline.advisor.halves import check_halves, halves
 from paceline.bench.grid import concurrencies
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
 from paceline.cli.bench import check_sampling, choose_folder
-from paceline.cli.bench_progress import live
 from paceline.cli.output import print_json, print_note
+from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
-
-if TYPE_CHECKING:
-    from paceline.advisor.advice import Advice
 
 CONCURRENCY, QUICK_CONCURRENCY = "1,4,16", "1,4"
 MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
@@ -52,16 +49,14 @@ def advise(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where advice.json and the settings go.", metavar="FOLDER")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Less of everything: some three minutes on two cores.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: some five minutes on two cores.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue prompts as text, without the chat template.")] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="Weights.", metavar="auto|float32|bfloat16")] = "auto",
     device: Annotated[str, typer.Option("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the advice as one JSON object and nothing else.")] = False,
 ) -> int:
-    """Say whether drafting pays here, with which method and k, and check it: predicted beside measured."""
+    """Say whether drafting pays here, with which method and k: chosen on half of the prompts, checked on the rest."""
     levels = sorted(concurrencies(concurrency or (QUICK_CONCURRENCY if quick else CONCURRENCY)))
     if max_tokens is None:
         max_tokens = QUICK_MAX_TOKENS if quick else MAX_TOKENS
@@ -96,8 +91,7 @@ def run(
 ) -> tuple[Advice, BaseException | None]:
     with live() as bar:
         bar.stage("starting")
-        from paceline.advisor.advice import Advice
-        from paceline.advisor.advise import Advisor
+        from paceline.advisor.advise import LENGTHS, QUICK_LENGTHS, Advisor
         from paceline.advisor.machine import Machine
         from paceline.bench.runner import Plan
 
@@ -112,8 +106,10 @@ def run(
             seed=settings["seed"],
         )
         advice = Advice(model=name, settings=settings, where=subject.where(), refused=subject.refused)
-        stopped = Advisor(subject, prompts, plan, advice, bar.work, rival=not settings["quick"]).run()
-    if stopped is not None and advice.cost is None:
+        quick = settings["quick"]
+        lengths = QUICK_LENGTHS if quick else LENGTHS
+        stopped = Advisor(subject, prompts, plan, advice, bar.work, lengths, rival=not quick).run()
+    if stopped is not None and (advice.cost is None or isinstance(stopped, InvalidParameter)):
         if isinstance(stopped, KeyboardInterrupt):
             print_note(f"stopped before anything could be said; missing: {', '.join(advice.missing)}")
         raise stopped

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-from paceline.advisor.config import paceline_config, paceline_flags
-from paceline.advisor.figures import Figure, levels_of
+from paceline.advisor.advice import Advice, paceline_config, paceline_flags
+from paceline.advisor.choice import Choice, Figure, levels_of, of_contender
 from paceline.bench.grid import AUTO
 from paceline.bench.report_words import at_once, listed, seconds, seeded
 from paceline.cli.output import human_bytes, print_note
-
-if TYPE_CHECKING:
-    from paceline.advisor.advice import Advice
-    from paceline.advisor.recommend import Choice
 
 OFF_BY = 0.15  # a prediction further off than that is said to be
 
@@ -64,15 +59,15 @@ def _what(advice: Advice, choice: Choice) -> str:
 
 
 def _gains(advice: Advice, choice: Choice) -> str:
-    """What was measured, and what is only predicted, each called what it is."""
+    """What the check measured, and what only the half chosen on has shown."""
     checked = set(levels_of(advice.measured))
     rest = {key: figure for key, figure in advice.predicted.items() if key[0] not in checked}
-    said = []
+    lines = []
     for verb, found in (("Measured", advice.measured), ("Predicted, not checked", rest)):
-        mine = [(level, figure) for (level, who), figure in found.items() if who == choice.contender]
+        mine = of_contender(found, choice.contender).items()
         if mine:
-            said.append(f"{verb}: {listed([f'{figure.ratio:.2f}x with {at_once(level)}' for level, figure in mine])}")
-    return f"{'; '.join(said)}, where plain decoding is 1."
+            lines.append(f"{verb}: {listed([f'{figure.ratio:.2f}x with {at_once(level)}' for level, figure in mine])}")
+    return f"{'; '.join(lines)}, where plain decoding is 1."
 
 
 def _print_table(advice: Advice) -> None:
@@ -112,6 +107,8 @@ def settings(advice: Advice) -> list[str]:
 
 def notes(advice: Advice) -> list[str]:
     lines = []
+    if advice.predicted:
+        lines.append("predicted: on the half of the prompts that the choice was made on; measured: on the other half")
     if advice.cost is not None:
         cost = advice.cost
         more = [f"{k} more {cost.verify_cost(1, k):.2f}x" for k in (2, 4, 8)]
@@ -119,11 +116,11 @@ def notes(advice: Advice) -> list[str]:
         many = [f"{level} requests at once {cost.decoding(level, 0) / cost.plain_s:.2f}x" for level in levels]
         lines.append(f"a pass takes {seconds(cost.plain_s)} for one token; with {listed([*more, *many])}")
     for drafter in advice.drafters:
-        who = drafter.draft_model or drafter.method
+        name = drafter.draft_model or drafter.method
         per_token = f" and {human_bytes(drafter.kv_bytes)} a token of context" if drafter.kv_bytes else ""
         grows = f", up to {human_bytes(drafter.most_bytes)} as answers come," if drafter.most_bytes else ""
         held = f"{human_bytes(drafter.memory_bytes)}{per_token}{grows}"
-        lines.append(f"{who}: {seconds(drafter.at(1))} for a drafted token, {held} of memory")
+        lines.append(f"{name}: {seconds(drafter.at(1))} for a drafted token, {held} of memory")
     if any(figure.low is None for figure in (*advice.predicted.values(), *advice.measured.values())):
         lines.append("no interval: fewer than 5 groups of that many requests; prompts were grouped anew to get there")
     if about_seeds := seeded(advice.settings):

@@ -19,14 +19,14 @@ import typer
 
 from paceline.bench.grid import concurrencies, split
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
-from paceline.cli.bench_progress import live
+from paceline.bench.runner import Plan
 from paceline.cli.output import print_json, print_note
+from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from paceline.bench.results import Results
 
-METHODS, K = "none,ngram,auto", "4"
 PER_WORKLOAD = 5
 MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
 OURS = ("methods", "k", "draft_model", "dtype", "device", "threads", "raw")  # flags that shape our own engines
@@ -34,68 +34,42 @@ THEIRS = ("baseline_endpoint", "api_key", "timeout", "no_counters")  # flags tha
 FILES = ("results.json", "report.html")
 
 
+def flag(name: str, help: str, metavar: str | None = None, **more: Any) -> Any:
+    return typer.Option(name, help=help, metavar=metavar, **more)
+
+
+MODEL = typer.Argument(help="Alias, folder, .gguf file or hub id; smollm2 if unset.", metavar="MODEL")
+Text = str | None
+
+
 def bench(
-    model: Annotated[
-        str | None, typer.Argument(help="Alias, folder, .gguf file or hub id; smollm2 if unset.", metavar="MODEL")
-    ] = None,
+    model: Annotated[Text, MODEL] = None,
     methods: Annotated[
-        str | None,
-        typer.Option("--methods", help="Comma-separated; plain decoding (none) always runs too.", metavar="NAMES"),
+        Text, flag("--methods", "Comma-separated; plain decoding (none) always runs too.", "NAMES")
     ] = None,
-    k: Annotated[
-        str | None,
-        typer.Option("--k", help="Tokens drafted ahead, each a run of its own; auto chooses.", metavar="N,N|auto"),
-    ] = None,
-    concurrency: Annotated[
-        str, typer.Option("--concurrency", help="Requests at once, each a run of its own.", metavar="N,N")
-    ] = "1",
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Your own: jsonl, or text with one a line.", metavar="FILE")
-    ] = None,
-    workloads: Annotated[
-        str | None, typer.Option("--workloads", help=f"Some of {', '.join(WORKLOADS)}, or of FILE's.", metavar="NAMES")
-    ] = None,
+    k: Annotated[Text, flag("--k", "Tokens drafted ahead, each a run of its own; auto chooses.", "N,N|auto")] = None,
+    concurrency: Annotated[str, flag("--concurrency", "Requests at once, each a run of its own.", "N,N")] = "1",
+    prompts: Annotated[Path | None, flag("--prompts", "Your own: jsonl, or text with one a line.", "FILE")] = None,
+    workloads: Annotated[Text, flag("--workloads", f"Some of {', '.join(WORKLOADS)}, or of FILE's.", "NAMES")] = None,
     per_workload: Annotated[
-        int | None, typer.Option("--per-workload", min=1, help="Prompts of each workload; 5 of ours, all of FILE's.")
+        int | None, flag("--per-workload", "Prompts of each workload; 5 of ours, all of FILE's.", min=1)
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help=f"Of each answer; {MAX_TOKENS} if unset.")
-    ] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
-    seed: Annotated[
-        str, typer.Option("--seed", help="Of the order, and of sampling unless none.", metavar="N|none")
-    ] = "0",
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Where results.json and report.html go.", metavar="FOLDER")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: two minutes on two cores.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue prompts as text, without the chat template.")] = False,
-    draft_model: Annotated[
-        str | None, typer.Option("--draft-model", help="For draft-model, and for auto to choose.", metavar="MODEL")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Weights; auto if unset.", metavar="auto|float32|bfloat16")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="Where to run; auto if unset.", metavar="auto|cpu|cuda")
-    ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
-    endpoint: Annotated[
-        str | None, typer.Option("--endpoint", help="Bench this OpenAI-compatible server instead.", metavar="URL")
-    ] = None,
-    baseline_endpoint: Annotated[
-        str | None, typer.Option("--baseline-endpoint", help="The same without speculation.", metavar="URL")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", help="Of the server.", envvar="OPENAI_API_KEY", metavar="KEY")
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option("--timeout", help="Seconds a request may take; 300 if unset.")
-    ] = None,
-    no_counters: Annotated[
-        bool, typer.Option("--no-counters", help="Leave /metrics alone: others use the server too.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object and no table.")] = False,
+    max_tokens: Annotated[int | None, flag("--max-tokens", f"Of each answer; {MAX_TOKENS} if unset.")] = None,
+    temperature: Annotated[float, flag("--temperature", "0 is greedy.")] = 0.0,
+    seed: Annotated[str, flag("--seed", "Of the order, and of sampling unless none.", "N|none")] = "0",
+    out: Annotated[Path | None, flag("--out", "Where results.json and report.html go.", "FOLDER")] = None,
+    quick: Annotated[bool, flag("--quick", "Less of everything: two minutes on two cores.")] = False,
+    raw: Annotated[bool, flag("--raw", "Continue prompts as text, without the chat template.")] = False,
+    draft_model: Annotated[Text, flag("--draft-model", "For methods that need one, and for auto.", "MODEL")] = None,
+    dtype: Annotated[Text, flag("--dtype", "Weights; auto if unset.", "auto|float32|bfloat16")] = None,
+    device: Annotated[Text, flag("--device", "Where to run; auto if unset.", "auto|cpu|cuda")] = None,
+    threads: Annotated[int | None, flag("--threads", "CPU threads; all usable cores if unset.")] = None,
+    endpoint: Annotated[Text, flag("--endpoint", "Bench this OpenAI-compatible server instead.", "URL")] = None,
+    baseline_endpoint: Annotated[Text, flag("--baseline-endpoint", "The same without speculation.", "URL")] = None,
+    api_key: Annotated[Text, flag("--api-key", "Of the server.", "KEY", envvar="OPENAI_API_KEY")] = None,
+    timeout: Annotated[float | None, flag("--timeout", "Seconds a request may take; 300 if unset.")] = None,
+    no_counters: Annotated[bool, flag("--no-counters", "Leave /metrics alone: others use the server too.")] = False,
+    json: Annotated[bool, flag("--json", "Print the results as one JSON object and no table.")] = False,
 ) -> int:
     """Measure what drafting gives: speed-up over plain decoding with its interval, acceptance, latency."""
     flags = dict(locals())
@@ -114,8 +88,9 @@ def bench(
         "prompts": str(prompts) if prompts else ", ".join(dict.fromkeys(prompt.workload for prompt in asked)),
         "num_prompts": len(asked),
     }
+    plan = Plan(concurrencies=levels, max_tokens=max_tokens, temperature=temperature, seed=chosen_seed)
     bench_one = bench_endpoint if endpoint is not None else bench_engines
-    results, stopped = bench_one(flags, asked, settings)
+    results, stopped = bench_one(flags, asked, plan, settings)
     finish(results, folder, as_json=json)
     if isinstance(stopped, KeyboardInterrupt):
         print_note("interrupted: the figures are of what was measured until then")
@@ -126,72 +101,43 @@ def bench(
 
 
 def bench_engines(
-    flags: dict[str, Any], prompts: list[Prompt], settings: dict[str, Any]
+    flags: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
     with live() as bar:
         bar.stage("starting")
         from paceline.bench.local import Wish, run
-        from paceline.bench.runner import Plan
 
         wish = Wish(
             model=flags["model"] or "smollm2",
-            methods=METHODS if flags["methods"] is None else flags["methods"],
-            k=flags["k"] if flags["k"] is not None else K if flags["methods"] is None else "auto",
-            draft_model=flags["draft_model"],
             dtype=flags["dtype"] or "auto",
             device=flags["device"] or "auto",
-            threads=flags["threads"],
-            raw=flags["raw"],
-        )
-        plan = Plan(
-            concurrencies=settings["concurrency"],
-            max_tokens=settings["max_tokens"],
-            temperature=settings["temperature"],
-            seed=settings["seed"],
+            **{name: flags[name] for name in ("methods", "k", "draft_model", "threads", "raw")},
         )
         return run(wish, prompts, plan, settings, on_load=bar.load, on_progress=bar.work)
 
 
 def bench_endpoint(
-    flags: dict[str, Any], prompts: list[Prompt], settings: dict[str, Any]
+    flags: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
-    from paceline import __version__
     from paceline.bench.endpoint import measure
     from paceline.bench.groups import check_enough
-    from paceline.bench.results import Results
-    from paceline.bench.where import machine_facts
 
     if flags["baseline_endpoint"] is not None:
-        check_enough(prompts, settings["concurrency"], settings["max_tokens"])
+        check_enough(prompts, plan.concurrencies, plan.max_tokens)
     with live() as bar:
         bar.stage("connecting")
-        measured = measure(
+        return measure(
             flags["endpoint"],
             prompts,
+            plan,
+            settings,
             model=flags["model"],
             api_key=flags["api_key"],
-            concurrency=settings["concurrency"],
-            max_tokens=settings["max_tokens"],
-            temperature=settings["temperature"],
-            seed=settings["seed"],
             timeout_s=300.0 if flags["timeout"] is None else flags["timeout"],
             baseline_url=flags["baseline_endpoint"],
             counters=not flags["no_counters"],
             on_progress=bar.work,
         )
-    if measured.stopped is not None and not measured.cells:
-        raise measured.stopped
-    results = Results(
-        paceline=__version__,
-        date=time.strftime("%Y-%m-%d"),
-        model=measured.model,
-        where=machine_facts(),
-        settings={**settings, "left_out": {str(level): count for level, count in measured.left_out.items() if count}},
-        complete=measured.stopped is None,
-        endpoint=measured.endpoint,
-        cells=measured.cells,
-    )
-    return results, measured.stopped
 
 
 # -- what can be refused before anything is loaded
@@ -253,7 +199,7 @@ def refuse_idle_flags(flags: dict[str, Any], *, given_to_server: bool) -> None:
     for name in OURS if given_to_server else THEIRS:
         if name == "api_key" and flags[name] == os.environ.get("OPENAI_API_KEY"):
             continue
-        if flags[name]:
+        if flags[name] is not None and flags[name] is not False:
             why = "speaks to our own engines, not to a server" if given_to_server else "speaks to a server"
             raise InvalidParameter(name, f"{why}; leave it out" + ("" if given_to_server else ", or give --endpoint"))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.demo_prompts import PROMPTS
+from paceline.bench.statistics import LOOP, loops
 from paceline.cli.generate import closing, interrupted, load_llm, messages, read_prompt
 from paceline.cli.options import RunOptions
 from paceline.cli.output import Tally, method_words, print_json, rate_words
@@ -29,8 +29,36 @@ if TYPE_CHECKING:
 DRAFTED = 0  # draft.Kind.DRAFTED, without importing torch for it
 NOTICEABLE = 1.03
 BUSY = 1.1  # times τ; a pass commits τ tokens, so this much more was the clock
-LOOP = 16  # tokens that come twice in an answer: it goes round in circles, which flatters lookup
 ACCEPTED_STYLE = "bold green"
+METHODS = "auto|ngram|suffix|draft-model"  # as --help shows them
+
+# A chat answer, where little can be guessed, and two tasks that repeat what they were given.
+CHAT = "Give me three tips for staying focused while working from home."
+
+CODE = """Remove the line that prints from this function and repeat the rest of it word for word.
+
+```python
+def read_settings(path):
+    settings = {}
+    with open(path) as file:
+        for line in file:
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, value = line.split("=", 1)
+            settings[key.strip()] = value.strip()
+    print("settings read:", len(settings))
+    return settings
+```"""
+
+QUOTE = """Repeat the following paragraph word for word.
+
+A paceline is a group of cyclists who ride closely behind one another. The rider in front breaks the wind, and \
+everyone behind saves a good part of the effort. After a minute or two the leader pulls to the side, drifts to \
+the back and rests, and the next rider takes over. Nobody goes faster than they could have gone alone for a \
+moment, yet the whole group arrives sooner than any of them would have by themselves."""
+
+PROMPTS = {"chat": CHAT, "code": CODE, "quote": QUOTE}
 
 
 def demo(
@@ -38,9 +66,7 @@ def demo(
         str | None, typer.Argument(help="Ask this instead of the three built-in prompts; - reads it from stdin.")
     ] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="As for generate.", metavar="MODEL")] = "smollm2",
-    method: Annotated[
-        str, typer.Option("--method", help="Who drafts.", metavar="auto|ngram|suffix|draft-model")
-    ] = "auto",
+    method: Annotated[str, typer.Option("--method", help="What drafts.", metavar=METHODS)] = "auto",
     k: Annotated[str, typer.Option("--k", help="Tokens drafted ahead.", metavar="N|auto")] = "auto",
     draft_model: Annotated[
         str | None, typer.Option("--draft-model", help="A smaller model with the same vocabulary.", metavar="MODEL")
@@ -68,7 +94,7 @@ def demo(
 
 def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool) -> list[Round]:
     shown = Nothing() if as_json else Screen(llm)
-    warm_up(llm)
+    run(llm, "Count to ten.", 8, speculation=NONE, shown=Nothing())  # a process's first steps are slow: in neither side
     rounds = [compare(llm, name, text, max_tokens, shown) for name, text in prompts.items()]
     shown.summary(rounds)
     if as_json:
@@ -76,12 +102,7 @@ def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool
     return rounds
 
 
-def warm_up(llm: LLM) -> None:
-    """The first steps of a process pay for what later ones do not; neither side shall."""
-    run(llm, "Count to ten.", 8, speculation=NONE, shown=Nothing())
-
-
-def compare(llm: LLM, name: str, prompt: str, max_tokens: int, shown: Shown) -> Round:
+def compare(llm: LLM, name: str, prompt: str, max_tokens: int, shown: Nothing) -> Round:
     shown.prompt(name, prompt)
     shown.heading("speculatively")
     speculative = run(llm, prompt, max_tokens, speculation=None, shown=shown)
@@ -92,7 +113,7 @@ def compare(llm: LLM, name: str, prompt: str, max_tokens: int, shown: Shown) -> 
     return result
 
 
-def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, shown: Shown) -> Tally:
+def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, shown: Nothing) -> Tally:
     from paceline.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=speculation)
@@ -134,7 +155,7 @@ class Round:
 
     @property
     def loops(self) -> bool:
-        return repeats(token_ids(self.speculative), LOOP)
+        return loops(token_ids(self.speculative))
 
     @property
     def method(self) -> str:
@@ -172,14 +193,8 @@ def timing(tally: Tally) -> dict[str, Any]:
     }
 
 
-def repeats(tokens: Sequence[int], length: int) -> bool:
-    """Whether some run of `length` tokens comes twice."""
-    runs = [tuple(tokens[at : at + length]) for at in range(len(tokens) - length + 1)]
-    return len(set(runs)) < len(runs)
-
-
 class Nothing:
-    """What --json shows meanwhile."""
+    """What --json shows meanwhile, and the interface of what is shown."""
 
     def prompt(self, name: str, text: str) -> None: ...
     def heading(self, how: str) -> None: ...
@@ -187,9 +202,6 @@ class Nothing:
     def end(self) -> None: ...
     def verdict(self, one: Round) -> None: ...
     def summary(self, rounds: Sequence[Round]) -> None: ...
-
-
-Shown = Nothing
 
 
 class Screen(Nothing):

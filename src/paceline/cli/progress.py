@@ -1,8 +1,11 @@
-"""Progress of a download or a load, on stderr: a bar on a terminal, and for `pull` plain lines elsewhere."""
+"""Progress of a download, a load or a measurement, on stderr: a bar with the time left on a terminal, a line at every
+tenth elsewhere.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,50 +13,91 @@ from typing import TYPE_CHECKING
 from paceline.cli.output import human_bytes, print_note
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from paceline.models.hub import Progress as ProgressCallback
 
 
 @contextmanager
 def progress(*, plain: bool) -> Iterator[ProgressCallback | None]:
-    """`plain` asks for lines where there is no terminal; without it there is silence."""
-    if sys.stderr.isatty():
-        with _bar() as callback:
-            yield callback
+    """Of downloads and loads alone. `plain` asks for lines where there is no terminal; without it there is silence."""
+    if plain or sys.stderr.isatty():
+        with live() as display:
+            yield display.load
     else:
-        yield PlainLines() if plain else None
+        yield None
 
 
 @contextmanager
-def _bar() -> Iterator[ProgressCallback]:
+def live() -> Iterator[Bar | Lines]:
+    if not sys.stderr.isatty():
+        yield Lines()
+        return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     stage_name = TextColumn("{task.description}", markup=False)  # it may quote an error with brackets in it
-    columns = (stage_name, BarColumn(), TextColumn("{task.fields[size]}"), TimeRemainingColumn())
+    columns = (stage_name, BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}", markup=False))
     with Progress(*columns, console=Console(stderr=True), transient=True) as display:
-        tasks: dict[str, TaskID] = {}
-
-        def callback(stage: str, done: int, total: int | None) -> None:
-            if stage not in tasks:
-                for earlier in tasks.values():
-                    display.update(earlier, visible=False)
-                tasks[stage] = display.add_task(stage, total=total, size="")
-            size = f"{human_bytes(done)} of {human_bytes(total)}" if total else ""
-            display.update(tasks[stage], completed=done, total=total, size=size)
-
-        yield callback
+        yield Bar(display)
 
 
-class PlainLines:
+class Clock:
+    """Time left, from the rate since the first piece of work: an estimate, since pieces differ."""
+
+    def __init__(self) -> None:
+        self._what, self._first = "", (0.0, 0.0)
+
+    def left(self, what: str, done: float, total: float) -> str:
+        now = time.monotonic()
+        if what != self._what or done < self._first[1]:
+            self._what, self._first = what, (now, done)
+        started, before = self._first
+        if done <= before:
+            return ""
+        seconds = (total - done) * (now - started) / (done - before)
+        return f"about {seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
+
+
+class Bar:
+    def __init__(self, display: Progress) -> None:
+        self._display, self._clock = display, Clock()
+        self._task = display.add_task("", total=None, left="")
+
+    def stage(self, what: str) -> None:
+        """Something without a measure is under way."""
+        self._display.update(self._task, description=what)
+
+    def load(self, stage: str, done: int, total: int | None) -> None:
+        """A download, in bytes."""
+        left = f"{human_bytes(done)} of {human_bytes(total)}  {self._clock.left(stage, done, total)}" if total else ""
+        self._display.update(self._task, description=stage, completed=done, total=total, left=left)
+
+    def work(self, done: float, total: float, what: str) -> None:
+        """A measurement, in units of about the same time."""
+        percent, left = f"{100 * done / total:.0f} %", self._clock.left("work", done, total)
+        self._display.update(self._task, description=what, completed=done, total=total, left=f"{percent}  {left}")
+
+
+class Lines:
     """One line when a stage begins and one at every further tenth of it."""
 
     def __init__(self) -> None:
-        self.stage = ""
-        self.tenth = 0
+        self._clock, self._stage, self._tenth = Clock(), "", -1
 
-    def __call__(self, stage: str, done: int, total: int | None) -> None:
-        tenth = 10 * done // total if total else 0
-        if stage == self.stage and tenth <= self.tenth:
-            return
-        self.stage, self.tenth = stage, tenth
-        print_note(f"{stage}: {10 * tenth} % of {human_bytes(total)}" if total else f"{stage} …")
+    def stage(self, what: str) -> None:
+        pass
+
+    def load(self, stage: str, done: int, total: int | None) -> None:
+        if self._further(stage, done, total):
+            print_note(f"{stage}: {10 * self._tenth} % of {human_bytes(total)}" if total else f"{stage} …")
+
+    def work(self, done: float, total: float, what: str) -> None:
+        left = self._clock.left("work", done, total)
+        if self._further("work", done, total):
+            print_note(f"{10 * self._tenth} %" + (f", {left}" if left and done < total else ""))
+
+    def _further(self, stage: str, done: float, total: float | None) -> bool:
+        before, tenth = (self._stage, self._tenth), int(10 * done / total) if total else 0
+        self._stage, self._tenth = stage, tenth if stage != self._stage else max(tenth, self._tenth)
+        return (self._stage, self._tenth) != before

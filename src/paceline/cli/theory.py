@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.output import print_json, print_note
-from paceline.cli.theory_input import read_acceptance, read_costs, read_k, read_memory, read_roofline, refuse_idle
-from paceline.theory.table import Case, best_tree_row, row, rows
+from paceline.cli.theory_input import read
+from paceline.theory.table import best_tree_row, rows
 
 ACCEPTANCE, COST, BATCH, MEMORY = (
     "Acceptance (one of --alpha, --acceptance, --siblings)",
@@ -62,48 +62,30 @@ def theory(
     json: Annotated[bool, _flag("--json", "Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Say what drafting would be worth, by the formulas."""
-    refuse_idle(
-        bandwidth=bandwidth,
-        tflops=tflops,
-        parameters=parameters,
-        bytes_per_parameter=bytes_per_parameter,
-        batch=batch,
-        context=context,
-        kv_bytes=kv_bytes,
-        memory=memory,
-        draft_parameters=draft_parameters,
-        draft_kv_bytes=draft_kv_bytes,
-    )
-    roofline = read_roofline(bandwidth, tflops, parameters, bytes_per_parameter, kv_bytes, context)
-    drafting, checking = read_costs(draft_cost, verify_cost, parameters, draft_parameters, roofline, batch)
-    survival, ranks = read_acceptance(alpha, acceptance, conditional, siblings)
-    k, survival = read_k(k, survival, checking)
-    case = Case(survival=survival, draft_cost=drafting, verify_cost=checking, siblings=ranks, roofline=roofline)
-    use = read_memory(memory, parameters, bytes_per_parameter, kv_bytes, draft_parameters, draft_kv_bytes)
-    asked = k or case.best.k
+    asked = read(dict(locals()))
+    case, roofline = asked.case, asked.case.roofline
     if plot is not None:
         from paceline.theory.plot import draw
 
-        draw(case, asked, plot, batch=batch or 1)
+        draw(case, asked.k, plot, batch=asked.batch)
     if json:
         found = rows(case)
         print_json(
             {
-                "draft_cost": drafting,
-                "k": asdict(row(case, asked)) if asked else None,
+                "draft_cost": case.draft_cost,
+                "k": asdict(found[asked.k - 1]) if asked.k else None,
                 "best": {**asdict(case.best), "is_limit": case.limited},
                 "best_tree": None if (tree := best_tree_row(found)) is None else asdict(tree),
                 "rows": [asdict(each) for each in found],
-                "roofline": None
-                if roofline is None
-                else {**asdict(roofline), "ridge": roofline.ridge(batch or 1), "batch": batch or 1},
-                "memory": None if use is None else {**asdict(use), "lost_share": use.lost_share},
+                "roofline": roofline
+                and {**asdict(roofline), "ridge": roofline.ridge(asked.batch), "batch": asked.batch},
+                "memory": asked.memory and {**asdict(asked.memory), "lost_share": asked.memory.lost_share},
                 "plot": None if plot is None else str(plot),
             }
         )
         return
     from paceline.cli.theory_table import print_table  # rich takes a while
 
-    print_table(case, asked, use, batch or 1)
+    print_table(case, asked.k, asked.memory, asked.batch)
     if plot is not None:
         print_note(f"curves in {plot}")

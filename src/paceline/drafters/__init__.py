@@ -9,10 +9,10 @@ from paceline.config import NONE
 from paceline.drafters.methods import METHODS, method_names
 
 if TYPE_CHECKING:
-    from paceline.drafters.base import Commit, Drafter, DrafterContext, DraftRow
+    from paceline.drafters.base import Drafter, DrafterContext, DraftRow
 
 DRAFTERS = {name: method.make for name, method in METHODS.items()}
-__all__ = ["DRAFTERS", "METHODS", "NONE", "Commit", "DraftRow", "Drafter", "DrafterContext", "method_names"]
+__all__ = ["DRAFTERS", "METHODS", "NONE", "DraftRow", "Drafter", "DrafterContext", "method_names"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The drafter's side of the bargain: one `propose / commit / release` for every method.
+"""The drafter's side of the bargain: one `propose` for every method.
 
 A drafter guesses what follows a sequence; the engine verifies. It may read hidden states of the target (`taps`) and
 keep K/V of its own (`kv_layers`): these are extra layers under the target's block table, so compaction, preemption
@@ -6,11 +6,11 @@ and prefix sharing move both.
 
 **Slots.** What a drafter computes from the pair (hidden state of t, token t + 1) it stores in slot t + 1, and what it
 computes from token t alone in slot t. Then no slot depends on a later token, blocks can be shared whole, and after a
-prefix hit the one missing pair is supplied by recomputing the last shared token (the engine does so when taps are
-asked for).
+prefix hit the one missing pair is supplied by recomputing the last shared token (the engine does so for drafters with
+taps and K/V).
 
-**Lag.** A drafter need not absorb a commit at once (plain steps, a hit on blocks it never saw): pending taps wait in
-a bounded ring, `propose` absorbs them first; what the ring lost is context the drafter starts without.
+**Host and device.** A drafter on the host proposes from committed tokens. One on the device launches and never waits:
+it may begin the next draft behind a step that is not read yet, from the verdict where it lies.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.config import NONE, ModelConfig, SpeculationConfig
-from paceline.draft import Draft
-from paceline.drafters.stopwatch import Stopwatch
-from paceline.models.chain import Said
+from paceline.config import AUTO, ModelConfig, SpeculationConfig
+from paceline.draft import Draft, UnreadVerdict
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
@@ -35,26 +33,18 @@ from paceline.sequence import Sequence
 LEARNED = 6  # evidence of a trained drafter: it always has an opinion, and mostly a good one
 
 
-@dataclass(slots=True)
-class DraftRow:
+class DraftRow(NamedTuple):
     """A sequence that asks for a draft of at most `budget` nodes. Room for them is reserved behind its tokens."""
 
     sequence: Sequence
     budget: int
 
 
-@dataclass(slots=True)
-class Commit:
-    """Tokens the target computed in this pass and that now stand: a prefill chunk, or a decode's accepted path.
-
-    `sequence.tokens` already holds what the pass committed, so for each tapped position t the token t + 1 is known.
-    """
+class Judged(NamedTuple):
+    """A sequence whose draft by this drafter was verified: its tokens below `computed` have their K/V in the target."""
 
     sequence: Sequence
-    first: int  # position of the first computed token
-    count: int
-    taps: Tensor | None  # (count, T, H)
-    method: str = NONE  # of the draft that was verified in this pass
+    computed: int
 
 
 @dataclass(frozen=True)
@@ -77,6 +67,7 @@ class DrafterContext:
 class Drafter(Protocol):
     name: str  # the method, as users write it
     version: str  # changes whenever its K/V for the same tokens would: weights, taps, layers
+    on_device: bool  # it launches and never waits; the methods that only such a drafter has come last
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
 
@@ -86,14 +77,8 @@ class Drafter(Protocol):
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
         """One draft row for each row asked, in order; any may be empty. Never more nodes than the row's budget."""
 
-    def commit(self, commits: SequenceOf[Commit]) -> None:
-        """Every computed token passes here once, in order, prefill chunks included."""
-
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         """The sequence enters (again) with `end` tokens cached; the drafter's own K/V are valid from `start` on."""
-
-    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
-        """The slots [start, end) of its own K/V that are valid now."""
 
     def release(self, sequence: Sequence) -> None:
         """The sequence left (finished, cancelled or preempted): forget it."""
@@ -111,54 +96,51 @@ class Drafter(Protocol):
         """The engine is done: keep what is worth keeping."""
 
 
-@dataclass(frozen=True)
-class Times:
-    """When a device drafted."""
+class DeviceDrafter(Drafter, Protocol):
+    device: torch.device
+    warm: bool  # the last draft took what its like will take again
 
-    watch: Stopwatch | None  # None: it took longer than its like will take again
-    depth: int  # tokens of each row
-    ahead: bool = False  # before the step that asked for it began
+    def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
+        """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Room
+        for `budget` nodes behind all that it may commit is reserved. Such a draft need not be used."""
 
+    def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
+        """A step was read. `judged`: its own drafts in it; `begun`: sequences it has begun drafts for behind it."""
 
-@runtime_checkable
-class DraftsAhead(Protocol):
-    """A drafter that needs no host: it may begin behind a step that is still under way."""
+    def adopt(self, rows: SequenceOf[DraftRow]) -> None:
+        """Begun drafts are used, of each row so many nodes."""
 
-    def draft_ahead(self, rows: SequenceOf[DraftRow], said: Said) -> None:
-        """Begin drafts for the next step, behind what the step under way says for these rows, whose drafts of that step
-        were its own. Room for `budget` nodes behind all that it may say is reserved. They need not be used."""
+    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
+        """The slots [start, end) of its own K/V that are valid now."""
 
-    def times(self) -> Times | None:
-        """Of the last draft that was asked for; None: the host waited for it."""
+    # Of drafters with taps:
+    def bind_taps(self, ring: Any, columns: list[int]) -> None: ...
+    def before_store(self, sequences: list[Sequence], most: int) -> None: ...
+    def read_chunks(self, chunks: SequenceOf[Any], taps: Tensor) -> None: ...
 
 
 class HostDrafter:
     """What a drafter without taps and K/V of its own leaves empty."""
 
     version = "1"
+    on_device = False
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
     covers: tuple[str, ...] = ()  # methods that look in the same texts and find less
-    idle = False  # hardly anybody asks it: it follows those sequences only that it was asked about
+    idle = False  # hardly asked: it follows only sequences that it was asked about
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass
 
-    def commit(self, commits: SequenceOf[Commit]) -> None:
-        pass
+    def read_prompt(self, sequence: Sequence, end: int) -> None:
+        """tokens[:end] of a prompt were computed."""
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[int] | None:
         """The evidence of all, where finding it at once takes less; None: they are to be asked one by one."""
         return None
 
-    def overlap(self) -> None:
-        """Called while a pass is under way: what was left over from commits."""
-
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         pass
-
-    def absorbed(self, sequence: Sequence) -> tuple[int, int]:
-        return 0, 0
 
     def evidence(self, sequence: Sequence) -> int:
         return 1
@@ -174,3 +156,10 @@ class HostDrafter:
 
     def release(self, sequence: Sequence) -> None:
         pass
+
+
+def excluded(sequence: Sequence, method: str) -> bool:
+    """The request asked for another method, or for none."""
+    own = sequence.params.speculation
+    wanted = own if own is None or isinstance(own, str) else own.get("method")
+    return wanted not in (None, AUTO, method)

@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from paceline.controls import ControlsBuilder
-from paceline.draft import Draft, Proposal
-from paceline.drafters.base import LEARNED, Commit, DrafterContext, DraftRow, Times
-from paceline.drafters.booths import Booths
+from paceline.draft import Draft, Proposal, UnreadVerdict
+from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, Judged
+from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.drafters.methods import DRAFT_MODEL
-from paceline.drafters.stopwatch import Stopwatch
-from paceline.drafters.voices import Drafted, Voices, is_plain, rehearse
 from paceline.errors import InvalidParameter
-from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, PicksTokens, Said
+from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChains, PicksTokens
 from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
@@ -78,18 +76,9 @@ class _Chains:
         return Nodes(seq=seq, node=depths - 1, depth=depths, path=self.tokens[:active, :depth])
 
 
-@dataclass
-class _Ahead:
-    """Drafts begun behind a step under way, for the step after it."""
-
-    rows: dict[str, tuple[int, int]]  # by sequence: its row, and how many of the tokens are its own
-    drafted: Drafted
-    watch: Stopwatch | None  # None: its time says nothing
-    ripe: bool = False  # the step they follow has been committed
-
-
 class DraftModelDrafter:
     name = DRAFT_MODEL
+    on_device = True
     taps: tuple[int, ...] = ()
 
     def __init__(
@@ -107,14 +96,13 @@ class DraftModelDrafter:
         self._model, self._catch_up = model, catch_up
         self._eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._builder = ControlsBuilder(config.vocab_size, self._eos, model.device)
-        self._booths = Booths(config.vocab_size, model.device)
+        self._graphs = SamplingGraphs(config.vocab_size, model.device)
         self._states: dict[str, _State] = {}
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
         self._chains: list[GreedyChain] = []
         self._picking: list[PicksTokens] = []  # those of them that serve rows that sample
-        self._ahead: _Ahead | None = None
-        self._times: Times | None = None  # of the last draft, where the device made it
+        self.device, self.warm = model.device, True
 
     @classmethod
     def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
@@ -138,7 +126,7 @@ class DraftModelDrafter:
         if isinstance(self._model, OffersGreedyChains):
             self._chains = self._model.greedy_chains(caches, block_size)
             self._picking = [chain for chain in self._chains if isinstance(chain, PicksTokens)]
-            if self._picking and self._model.device.type == "cuda" and not rehearse(self._booths):
+            if self._picking and self._model.device.type == "cuda" and not warmup(self._graphs):
                 self._picking = []
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
@@ -146,21 +134,15 @@ class DraftModelDrafter:
         # before us wrote the same values.
         self._states[sequence.key] = _State(end) if start == 0 else _State(0, (start, end))
 
-    def commit(self, commits: SequenceOf[Commit]) -> None:
+    def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
         """Keep the K/V of what was drafted and committed alike. Everything else is read when a draft is next asked."""
-        if self._ahead is not None:
-            self._ahead = None if self._ahead.ripe else replace(self._ahead, ripe=True)
-        for commit in commits:
-            state = self._states[commit.sequence.key]
-            if commit.method != self.name:  # what was drafted here was never judged: its step was interrupted
-                state.unseen = None
-                if self._ahead is not None:
-                    self._ahead.rows.pop(commit.sequence.key, None)
-            if state.unseen is not None:  # its own draft was judged, and is in the cache as far as it was accepted
-                state.valid = max(min(commit.first + commit.count, state.valid + state.unseen), state.valid)
+        for sequence, computed in judged:
+            state = self._states[sequence.key]
+            if state.unseen is not None:  # as far as it was accepted it is in the cache
+                state.valid = max(min(computed, state.valid + state.unseen), state.valid)
                 state.unseen = None
             elif state.drafted:
-                for drafted, committed in zip(state.drafted, commit.sequence.tokens[state.valid :], strict=False):
+                for drafted, committed in zip(state.drafted, sequence.tokens[state.valid :], strict=False):
                     if drafted != committed:
                         break
                     state.valid += 1
@@ -171,8 +153,6 @@ class DraftModelDrafter:
 
     def release(self, sequence: Sequence) -> None:
         self._states.pop(sequence.key, None)
-        if self._ahead is not None:
-            self._ahead.rows.pop(sequence.key, None)
 
     def evidence(self, sequence: Sequence) -> int:
         return LEARNED if len(sequence.tokens) < self._model.config.max_positions else 0
@@ -187,46 +167,36 @@ class DraftModelDrafter:
         """Tokens it has to read before it can draft for the sequence: 1 or 2 while it drafts every step."""
         return len(self._missing(sequence))
 
-    def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
+    def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
         """Rows that only look at the logits need no host between their tokens; the others do."""
-        ahead, self._ahead, self._times = self._ahead, None, None
+        self.warm = True
+        if after is not None:
+            return self._behind(rows, after)
         going = [index for index, row in enumerate(rows) if self._goes_by_chain(row.sequence)]
         if not going:
             return self._by_passes(rows)
-        parts: list[tuple[list[int], Draft]] = []
-        ready: list[int] = []
-        if ahead is not None and ahead.ripe:
-            ready = [i for i in going if self._follows(rows[i].sequence, ahead)]
-            if ready:
-                parts.append((ready, self._begun(ahead, [rows[i] for i in ready])))
-        fresh = [i for i in going if i not in ready]
-        if fresh:
-            parts.append((fresh, self._by_chain([rows[i] for i in fresh])))
-            if ready and self._times is not None:
-                self._times = replace(self._times, watch=None)  # of two drafts one was timed
+        parts = [(going, self._by_chain([rows[i] for i in going]))]
         others = [i for i in range(len(rows)) if i not in going]
         if others:
             parts.append((others, _finite(self._by_passes([rows[i] for i in others]))))
-            self._times = None  # the host waited
         return Draft.merge(parts, len(rows), self._model.config.vocab_size)
 
-    def draft_ahead(self, rows: SequenceOf[DraftRow], said: Said) -> None:
-        """Begin drafts behind what a step under way says, for rows whose draft is judged in it."""
-        rows_of = [at for at, row in enumerate(rows) if self._may_go_on(row)]
-        going = [rows[at] for at in rows_of]
+    def _behind(self, rows: SequenceOf[DraftRow], after: UnreadVerdict) -> Draft:
+        """Drafts behind what a step under way commits, for rows whose draft by this drafter is judged in it."""
+        at = [index for index, row in enumerate(rows) if self._may_go_on(row)]
+        going = [rows[index] for index in at]
         chain = self._chain_for([row.sequence for row in going])
-        if chain is None or not rows_of:
-            return
+        if chain is None or not at:
+            return Draft.empty(len(rows))
         asked = [self._chain_row(row.sequence, lag=READ, count=row.budget) for row in going]
-        behind = replace(said, rows=[said.rows[at] for at in rows_of])
-        with Stopwatch(self._model.device) as watch:
-            drafted = self._ask(chain, [row.sequence for row in going], asked, behind)
-        where = {row.sequence.key: (at, row.budget) for at, row in enumerate(going)}
-        self._ahead = _Ahead(where, drafted, watch if chain.warm else None)
+        behind = replace(after, rows=[after.rows[index] for index in at])
+        drafted = self._ask(chain, [row.sequence for row in going], asked, behind)
+        draft = drafted.chains(list(range(len(going))), [row.budget for row in going])
+        return Draft.merge([(at, draft)], len(rows), self._model.config.vocab_size)
 
     def _may_go_on(self, row: DraftRow) -> bool:
         """Its K/V are whole up to the step under way, and its draft is this drafter's, so at most one token is missing
-        behind what that step says."""
+        behind what that step commits."""
         state = self._states.get(row.sequence.key)
         return (
             state is not None
@@ -236,18 +206,10 @@ class DraftModelDrafter:
             and self._goes_by_chain(row.sequence)
         )
 
-    def _follows(self, sequence: Sequence, ahead: _Ahead) -> bool:
-        return sequence.key in ahead.rows and self._states[sequence.key].valid >= len(sequence.tokens) - READ
-
-    def _begun(self, ahead: _Ahead, rows: SequenceOf[DraftRow]) -> Draft:
-        """What was drafted ahead, as far as it is wanted."""
-        self._times = Times(ahead.watch, ahead.drafted.tokens.shape[1], ahead=True)
-        begun = [ahead.rows[row.sequence.key] for row in rows]
-        counts = [
-            max(min(self._num_nodes(row), count, self._room(row.sequence) + 1), 0)
-            for row, (_, count) in zip(rows, begun, strict=True)
-        ]
-        return self._unseen(rows, ahead.drafted, [at for at, _ in begun], counts)
+    def adopt(self, rows: SequenceOf[DraftRow]) -> None:
+        """Drafts begun behind a step are used: the K/V of all nodes but the last are computed."""
+        for row in rows:
+            self._drafted(row.sequence, row.budget)
 
     def _by_chain(self, rows: SequenceOf[DraftRow]) -> Draft:
         """Drafted from the beginning, by whichever chain is the fastest for so many."""
@@ -264,28 +226,31 @@ class DraftModelDrafter:
             self._chain_row(row.sequence, self.lag(row.sequence), count)
             for row, count in zip(going, counts, strict=True)
         ]
-        with Stopwatch(self._model.device) as watch:
-            drafted = self._ask(chain, sequences, asked, None)
-        self._times = Times(watch if chain.warm else None, drafted.tokens.shape[1])
-        draft = self._unseen(going, drafted, list(range(len(going))), counts)
+        drafted = self._ask(chain, sequences, asked, None)
+        for sequence, count in zip(sequences, counts, strict=True):
+            self._drafted(sequence, count)
+        draft = drafted.chains(list(range(len(going))), counts)
         return Draft.merge([(ready, draft)], len(rows), self._model.config.vocab_size)
 
-    def _unseen(self, rows: SequenceOf[DraftRow], drafted: Drafted, at: list[int], counts: list[int]) -> Draft:
-        """Chains whose tokens stay where they are; the K/V of all but the last are computed."""
-        for row, count in zip(rows, counts, strict=True):
-            state = self._states[row.sequence.key]
-            state.valid, state.drafted = len(row.sequence.tokens), []
-            state.unseen = max(min(count - 1, self._room(row.sequence)), 0)
-        return drafted.chains(at, counts, source=2)
+    def _drafted(self, sequence: Sequence, count: int) -> None:
+        """A chain whose tokens the host has not seen; the K/V of all but the last are computed."""
+        state = self._states[sequence.key]
+        state.valid, state.drafted = len(sequence.tokens), []
+        state.unseen = max(min(count - 1, self._room(sequence)), 0)
 
-    def _ask(self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], said: Said | None) -> Drafted:
+    def _ask(
+        self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], said: UnreadVerdict | None
+    ) -> Drafted:
         try:
             chain.check()
             if all(sequence.params.greedy for sequence in sequences):
-                return Drafted(chain.draft(rows, said))
-            assert isinstance(chain, PicksTokens)
-            voices = Voices(self._booths, sequences, max(row.count for row in rows), said)
-            return voices.drafted(chain.draft_by(voices, rows, said))
+                drafted = Drafted(chain.draft(rows, said))
+            else:
+                assert isinstance(chain, PicksTokens)
+                sampler = ChainSampler(self._graphs, sequences, max(row.count for row in rows), said)
+                drafted = sampler.drafted(chain.draft_by(sampler, rows, said))
+            self.warm = chain.warm
+            return drafted
         except Exception:  # whatever it wrote is not to be trusted
             self._chains.remove(chain)
             self._picking = [other for other in self._picking if other is not chain]
@@ -316,9 +281,6 @@ class DraftModelDrafter:
         """Whether so little is missing, and in one piece, that a chain reads it itself."""
         missing = self._missing(sequence)
         return len(missing) <= READ <= len(sequence.tokens) and missing[-1] - missing[0] < len(missing)
-
-    def times(self) -> Times | None:
-        return self._times
 
     def _by_passes(self, rows: SequenceOf[DraftRow]) -> Draft:
         """Token by token, each drawn under the request's own parameters."""
@@ -393,13 +355,13 @@ class DraftModelDrafter:
         kept = [self._keep(sequence, tokens) for sequence, tokens in zip(chains.sequences, drafted, strict=True)]
         tokens_of, num_nodes = _padded(chains.rows, kept, batch)
         if not chains.probs:
-            return Draft.chains(tokens_of, num_nodes, source=2)
+            return Draft.chains(tokens_of, num_nodes)
         row_of = [[-1] * (tokens_of.shape[1] + 1) for _ in range(batch)]
         for index, (row, depth) in enumerate(chains.drawn):
             if depth < len(kept[row]):
                 row_of[chains.rows[row]][depth] = index
         probs = chains.probs[0] if len(chains.probs) == 1 else torch.cat(chains.probs)
-        return Draft.chains(tokens_of, num_nodes, source=2, q=Proposal(probs=probs, row_of=self._ints(row_of)))
+        return Draft.chains(tokens_of, num_nodes, q=Proposal(probs=probs, row_of=self._ints(row_of)))
 
     def _keep(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """A token that ends the answer ends its chain: what follows it cannot matter."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Generic, Protocol, TypeVar
 
 from paceline.draft import Draft
-from paceline.drafters.base import Commit, DraftRow, HostDrafter
+from paceline.drafters.base import DraftRow, HostDrafter
 from paceline.sequence import Sequence
 
 
@@ -55,7 +55,6 @@ class LookupDrafter(HostDrafter, Generic[S]):
     def __init__(self, form: Form[S]) -> None:
         self.form = form
         self.states: dict[str, S] = {}
-        self._behind: dict[str, Sequence] = {}  # decoded on, and not indexed yet
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[int]:
         return [state.evidence for state in self.looked_up(sequences)]
@@ -79,24 +78,10 @@ class LookupDrafter(HostDrafter, Generic[S]):
         state = self.states.get(sequence.key)
         return 0 if state is None else self.form.match(state)
 
-    def commit(self, commits: SequenceOf[Commit]) -> None:
-        for commit in commits:
-            sequence, end = commit.sequence, commit.first + commit.count
-            if self.idle and sequence.key not in self.states:
-                continue
-            # Of a prompt what was computed is taken in, so that indexing is spread over the chunks; what a decode
-            # committed when it is asked for, or while the next pass is under way.
-            if end >= len(sequence.tokens) - 1:
-                self._behind[sequence.key] = sequence
-            else:
-                self.form.take_in(self.state_of(sequence), end)
-
-    def overlap(self) -> None:
-        behind, self._behind = self._behind, {}
-        for sequence in behind.values():
-            state = self.state_of(sequence)
-            if state.at != len(sequence.tokens):
-                self.form.take_in(state, len(sequence.tokens))
+    def read_prompt(self, sequence: Sequence, end: int) -> None:
+        """Index what was computed; what decoding commits is indexed when a draft is asked for."""
+        if not self.idle or sequence.key in self.states:
+            self.form.take_in(self.state_of(sequence), end)
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         self._forget(sequence)
@@ -126,7 +111,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
 
     def _forget(self, sequence: Sequence) -> bool:
         """Whether it was known."""
-        state, behind = self.states.pop(sequence.key, None), self._behind.pop(sequence.key, None)
+        state = self.states.pop(sequence.key, None)
         if state is not None:
             self.form.drop(state)
-        return behind is sequence or (state is not None and state.sequence is sequence)
+        return state is not None and state.sequence is sequence

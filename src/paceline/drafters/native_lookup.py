@@ -10,12 +10,10 @@ import ctypes
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence as SequenceOf
-from functools import lru_cache
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from paceline.draft import Draft
 from paceline.drafters.lookup import State
@@ -41,10 +39,9 @@ S = TypeVar("S", bound=NativeState)
 class NativeForm(ABC, Generic[S]):
     """`method` has functions of its own to find and to draft; `shared` is what both are given besides."""
 
-    def __init__(self, library: Library, method: str, source: int, *shared: int | None) -> None:
+    def __init__(self, library: Library, method: str, *shared: int | None) -> None:
         self._find, self._draft = library.function(f"{method}_find"), library.function(f"{method}_draft")
-        self._relay = library.function(f"{method}_relay")
-        self._source, self._shared = source, shared
+        self._shared = shared
         self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
 
     def find(self, states: SequenceOf[S]) -> None:
@@ -67,16 +64,14 @@ class NativeForm(ABC, Generic[S]):
             state.evidence, state.at, state.indexed = found, length, length
 
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
-        width, is_even = self._drafted([state.address for state in states], budgets)
-        rows, planes = len(states), 1 if is_even else PLANES
+        width, only_chains = self._drafted([state.address for state in states], budgets)
+        rows, planes = len(states), 1 if only_chains else PLANES
         nodes = self._out[rows : rows + planes * rows * width].reshape(planes, rows, width).copy()
-        if is_even:
-            return Draft.even(torch.from_numpy(nodes[0]), self._source)
+        if only_chains:
+            return Draft.chains(torch.from_numpy(nodes[0]))
         tokens, parents, depth = map(torch.from_numpy, nodes)
         num_nodes = torch.from_numpy(self._out[:rows].copy())
-        return Draft(
-            tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=_sources(rows, self._source)
-        )
+        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
 
     def _one(self, state: S, budget: int) -> tuple[list[int], list[int], list[int]]:
         """Tokens, parents and depths of one row's draft."""
@@ -96,18 +91,6 @@ class NativeForm(ABC, Generic[S]):
         used: int = self._draft(asked.buffer_info()[0], rows, width, self._out_at, *self._shared)
         return max(used, -1 - used), used < 0
 
-    def ready(self, state: S, more: int) -> None:
-        """All its tokens are taken in, and there is room for so many that are not known yet."""
-        length = len(state.sequence.tokens)
-        self.take_in(state, length)
-        if length + more > state.room:
-            self._make_room(state, length + more)
-
-    def relay(self, step: int) -> int:
-        """`draft` of native/relay.h; `step` is its address."""
-        answer: int = self._relay(step, *self._shared)
-        return answer
-
     @abstractmethod
     def take_in(self, state: S, end: int) -> None:
         """Index tokens[:end]."""
@@ -115,9 +98,3 @@ class NativeForm(ABC, Generic[S]):
     @abstractmethod
     def _make_room(self, state: S, length: int) -> None:
         """For a text of so many tokens."""
-
-
-@lru_cache(64)
-def _sources(rows: int, source: int) -> Tensor:
-    """Made once for many drafts, so nobody may write to it."""
-    return torch.full((rows,), source)

@@ -32,8 +32,8 @@ class NgramState(NativeState):
 
 
 class NativeNgrams(NativeForm[NgramState]):
-    def __init__(self, library: Library, source: int, ngram_min: int, ngram_max: int) -> None:
-        super().__init__(library, "ngram", source)
+    def __init__(self, library: Library, ngram_min: int, ngram_max: int) -> None:
+        super().__init__(library, "ngram")
         self._min, self._max = ngram_min, ngram_max
         self._extend, self._index = library.function("ngram_extend"), library.function("ngram_index")
 

@@ -96,11 +96,11 @@ class SuffixState(NativeState):
 
 
 class NativeSuffixes(NativeForm[SuffixState]):
-    def __init__(self, library: Library, source: int, memory: Memory[NativeIndex], store: SuffixStore) -> None:
+    def __init__(self, library: Library, memory: Memory[NativeIndex], store: SuffixStore) -> None:
         past, weights = store.index, _Weights(FORETOLD, THRESHOLD, ELSEWHERE, BEHIND, WITH, SURE)
         assert past is None or isinstance(past, NativeIndex)
         address = None if past is None else past.address
-        super().__init__(library, "suffix", source, address, ctypes.addressof(weights))
+        super().__init__(library, "suffix", address, ctypes.addressof(weights))
         self._append, self._memory, self._kept = library.function("suffix_append"), memory, (past, weights)
 
     def new(self, sequence: Sequence) -> SuffixState:

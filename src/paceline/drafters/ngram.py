@@ -101,8 +101,8 @@ class _State(State):
 class PlainNgrams:
     """In Python: where there is no library, and to compare with."""
 
-    def __init__(self, source: int, ngram_min: int, ngram_max: int, vocab_size: int) -> None:
-        self._source, self._new_index = source, partial(NgramIndex, ngram_min, ngram_max, vocab_size)
+    def __init__(self, ngram_min: int, ngram_max: int, vocab_size: int) -> None:
+        self._new_index = partial(NgramIndex, ngram_min, ngram_max, vocab_size)
 
     def new(self, sequence: Sequence) -> _State:
         return _State(sequence, self._new_index())
@@ -120,11 +120,9 @@ class PlainNgrams:
         chains = list(map(self.guess, states, budgets))
         counts = [len(chain) for chain in chains]
         width = max(counts, default=0)
-        if counts.count(width) == len(states):
-            return Draft.even(torch.from_numpy(np.array(chains, np.int64).reshape(len(states), width)), self._source)
         padded = [chain if len(chain) == width else chain + [0] * (width - len(chain)) for chain in chains]
-        tokens = torch.from_numpy(np.array(padded, np.int64))
-        return Draft.chains(tokens, torch.from_numpy(np.array(counts, np.int64)), self._source)
+        tokens = torch.from_numpy(np.array(padded, np.int64).reshape(len(states), width))
+        return Draft.chains(tokens, torch.from_numpy(np.array(counts, np.int64)))
 
     def guess(self, state: _State, count: int) -> list[int]:
         return continuation(state.sequence.tokens, state.start, count) if state.evidence else []
@@ -140,13 +138,12 @@ class NgramDrafter(LookupDrafter[Any]):
     """Evidence is how many tokens of context the place found shares, up to `MATCH_LIMIT`."""
 
     name = NGRAM
-    source = 0  # in `Draft.source`
 
     def __init__(self, context: DrafterContext, native: bool = True) -> None:
         """`native`: with the library's help, where there is one."""
         lengths = context.speculation.ngram_min, context.speculation.ngram_max
         library = load_library() if native else None
         if library is None:
-            super().__init__(PlainNgrams(self.source, *lengths, context.config.vocab_size))
+            super().__init__(PlainNgrams(*lengths, context.config.vocab_size))
         else:
-            super().__init__(NativeNgrams(library, self.source, *lengths))
+            super().__init__(NativeNgrams(library, *lengths))

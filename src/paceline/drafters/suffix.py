@@ -42,8 +42,8 @@ class _State(State):
 class PlainSuffixes:
     """In Python: where there is no library, and to compare with."""
 
-    def __init__(self, source: int, memory: Memory[SuffixIndex], store: SuffixStore) -> None:
-        self._source, self._memory, self._store = source, memory, store
+    def __init__(self, memory: Memory[SuffixIndex], store: SuffixStore) -> None:
+        self._memory, self._store = memory, store
 
     def new(self, sequence: Sequence) -> _State:
         return _State(sequence, self._memory.new_index())
@@ -75,8 +75,8 @@ class PlainSuffixes:
         table = [[one + [filler] * (width - len(one)) for one in each] for each, filler in lists]
         # Through numpy: after a pass has swept the caches, torch.tensor takes several times as long.
         tokens, parents, depth = map(torch.from_numpy, np.array(table, np.int64).reshape(3, len(states), width))
-        num_nodes, source = map(torch.from_numpy, np.array([counts, [self._source] * len(states)], np.int64))
-        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes, source=source)
+        num_nodes = torch.from_numpy(np.array(counts, np.int64))
+        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
 
     def guess(self, state: _State, count: int) -> list[int]:
         return grow(state.places, count).best_path()
@@ -90,7 +90,6 @@ class PlainSuffixes:
 
 class SuffixDrafter(LookupDrafter[Any]):
     name = SUFFIX
-    source = 1  # in `Draft.source`
     covers = METHODS[SUFFIX].covers
 
     def __init__(self, context: DrafterContext, native: bool = True) -> None:
@@ -104,7 +103,7 @@ class SuffixDrafter(LookupDrafter[Any]):
         self.store.load()
         self._memory: Memory[Any] = Memory(settings.suffix_bytes - for_store, make)
         form: Any = PlainSuffixes if library is None else partial(NativeSuffixes, library)
-        super().__init__(form(self.source, self._memory, self.store))
+        super().__init__(form(self._memory, self.store))
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +111,7 @@ class SuffixDrafter(LookupDrafter[Any]):
 
     def release(self, sequence: Sequence) -> None:
         known = self._forget(sequence)
-        if known and sequence.finish_reason not in (None, "abort"):
+        if known and sequence.finish_reason not in (None, "abort", "error"):
             self.store.learn(sequence.output_tokens)
             for state in self.states.values():
                 state.at = -1  # more may be found now

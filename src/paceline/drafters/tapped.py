@@ -1,117 +1,233 @@
-"""What every drafter that reads the target's hidden states shares: absorbing taps into its own K/V, late or at once.
+"""What every drafter that reads the target's hidden states shares: the ring they wait in, and absorbing them.
 
-A subclass writes `absorb`: compute its K/V for the pairs (tap of t, token t + 1) into slots t + 1. This class keeps
-the pairs in order, each exactly once, across prefill chunks, prefix hits, preemptions and steps in which the drafter
-was not asked.
+Behind every pass the hidden states of committed positions, and the token after each, are written into a ring by seat,
+on the device, from a verdict the host has not read. A drafter with K/V of its own absorbs them in one batch for all
+rows: the pair (hidden state of t, token t + 1) into slot t + 1. It does so when it drafts, when its ring would run
+over, and for prompts at once. So a plain step costs the ring's write only, and a drafter may lag behind the target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafters.base import LEARNED, Commit
+from paceline.draft import Draft, UnreadVerdict, packed_to, sent
+from paceline.drafters.base import LEARNED, DraftRow, Judged, excluded
+from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
+
+CAPACITY = 64  # positions of a sequence that may wait: a lag of 64 plain steps, absorbed at once
 
 
 class TapRing:
-    """Taps that wait to be absorbed: contiguous positions, the newest `capacity` of them."""
+    """Hidden states of each sequence's newest committed positions, and the tokens after them, by seat."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
-        self.first = 0  # position of the oldest tap kept
-        self._parts: list[Tensor] = []
-        self._count = 0
+        self._states: Tensor | None = None  # (S * R + 1, T, H); the last row takes what is not committed
+        self._tokens = torch.empty(0, dtype=torch.int64)  # (S * R + 1,)
 
-    def __len__(self) -> int:
-        return self._count
+    def store(self, unread: UnreadVerdict, taps: Tensor, seats: int) -> None:
+        """The taps (M, T, H) of a pass as far as its verdict commits them; seats are below `seats`."""
+        assert unread.length is not None
+        assert unread.node_row is not None
+        assert unread.seat is not None
+        states = self._room(taps, seats)
+        step = torch.arange(unread.most, device=taps.device)
+        rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)
+        at = unread.seat[:, None] * self.capacity + (unread.length[:, None] - 1 + step) % self.capacity
+        at = torch.where(step <= unread.num_accepted[:, None], at, len(states) - 1).flatten()
+        states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # of padding any row
+        self._tokens[at] = unread.tokens.flatten()
 
-    @property
-    def end(self) -> int:
-        return self.first + self._count
+    def load(self, seats: Tensor, positions: Tensor, columns: list[int]) -> tuple[Tensor, Tensor]:
+        """(..., T', H) taps of positions, and (...) the tokens after them."""
+        assert self._states is not None
+        at = seats * self.capacity + positions % self.capacity
+        return self._states[:, columns][at], self._tokens[at]
 
-    def push(self, first: int, taps: Tensor) -> None:
-        """Add the taps of positions first, first + 1, ...; a gap to what is there makes the older ones useless."""
-        if first != self.end:
-            self.clear(first)
-        self._parts.append(taps)
-        self._count += len(taps)
-        while self._count > self.capacity:
-            surplus = min(self._count - self.capacity, len(self._parts[0]))
-            if surplus == len(self._parts[0]):
-                self._parts.pop(0)
-            else:
-                self._parts[0] = self._parts[0][surplus:]
-            self.first += surplus
-            self._count -= surplus
+    def _room(self, taps: Tensor, seats: int) -> Tensor:
+        have = 0 if self._states is None else (len(self._states) - 1) // self.capacity
+        if self._states is None or seats > have:
+            size = max(seats, 2 * have) * self.capacity + 1
+            states = taps.new_zeros(size, *taps.shape[1:])
+            tokens = torch.zeros(size, dtype=torch.int64, device=taps.device)
+            if self._states is not None:
+                states[: have * self.capacity] = self._states[:-1]
+                tokens[: have * self.capacity] = self._tokens[:-1]
+            self._states, self._tokens = states, tokens
+        return self._states
 
-    def take(self) -> tuple[int, Tensor | None]:
-        """All that waits, as (position of the first, (n, T, H)), and empty the ring."""
-        first, parts = self.first, self._parts
-        self.clear(self.end)
-        return first, torch.cat(parts) if parts else None
 
-    def clear(self, at: int) -> None:
-        self.first, self._parts, self._count = at, [], 0
+class TapBatch(NamedTuple):
+    """Pairs to absorb, of all rows at once; A of them, a bound the host knows."""
+
+    taps: Tensor  # (A, T, H) hidden states of positions t
+    tokens: Tensor  # (A,) t + 1
+    positions: Tensor  # (A,) t
+    slots: Tensor  # (A,) of position t + 1; -1: padding
+
+
+class Chunk(NamedTuple):
+    """Positions of a prompt that a pass computed and whose next tokens the host knows."""
+
+    sequence: Sequence
+    first: int
+    size: int
+    begin: int  # row of the pass
 
 
 @dataclass
 class TapState:
-    """Valid slots [start, end) of one sequence, and the taps that come next. Slot 0 has no pair and counts as valid."""
+    """Valid slots [start, end) of one sequence. Slot 0 has no pair and counts as valid."""
 
     start: int
     end: int
-    ring: TapRing = field(default_factory=lambda: TapRing(0))
 
 
 class TappedDrafter:
-    """`lazy` drafters leave taps in the ring until `catch_up` (from `propose`); others absorb at every commit."""
+    """A subclass writes `draft`, and `absorb` where it has `kv_layers`; both launch and never wait."""
 
-    def __init__(self, *, ring_capacity: int = 256, lazy: bool = False) -> None:
-        self.ring_capacity, self.lazy = ring_capacity, lazy
+    name: str
+    version = "1"
+    on_device = True
+    warm = True
+    taps: tuple[int, ...] = ()
+    kv_layers: tuple[KVSpec, ...] = ()
+
+    def __init__(self) -> None:
         self._states: dict[str, TapState] = {}
+        self._block_size = 0
+        self._columns: list[int] = []
+        self._ring = TapRing()
+        self.device = torch.device("cpu")
 
-    def absorb(self, sequence: Sequence, first: int, taps: Tensor) -> None:
+    def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
+        """Drafts behind sequences of these lengths, on the device. All their pairs are absorbed."""
         raise NotImplementedError
 
-    def admit(self, sequence: Sequence, start: int, end: int) -> None:
-        self._states[sequence.key] = TapState(start, max(end, 1), TapRing(self.ring_capacity))
+    def absorb(self, batch: TapBatch) -> None:
+        raise NotImplementedError
 
-    def commit(self, commits: SequenceOf[Commit]) -> None:
-        for commit in commits:
-            assert commit.taps is not None
-            self._states[commit.sequence.key].ring.push(commit.first, commit.taps)
-            if not self.lazy:
-                self.catch_up(commit.sequence)
+    def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
+        self._block_size = block_size
+        if caches:
+            self.device = caches[0].k.device
 
-    def catch_up(self, sequence: Sequence) -> None:
-        state = self._states[sequence.key]
-        first, taps = state.ring.take()
-        if taps is None:
+    def bind_taps(self, ring: TapRing, columns: list[int]) -> None:
+        """`columns` of the ring's taps are this drafter's."""
+        self._ring, self._columns = ring, columns
+
+    def last_taps(self, seats: Tensor, lengths: Tensor) -> Tensor:
+        """(B, T, H) hidden states from which the target picked each sequence's last token."""
+        return self._ring.load(seats, lengths - 2, self._columns)[0]
+
+    def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
+        sequences = [row.sequence for row in rows]
+        seats, lengths = self._where(sequences, after)
+        if self.kv_layers:
+            self._catch_up(sequences, seats, lengths, 0 if after is None else after.most)
+        if after is None:
+            self._caught_up(sequences)
+        return self.draft(rows, seats, lengths)
+
+    def _where(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[Tensor, Tensor]:
+        """(B,) seats and committed lengths, behind the verdict that is not read yet, if there is one."""
+        if after is not None:
+            assert after.length is not None
+            assert after.seat is not None
+            rows = packed_to(self.device, torch.tensor(after.rows))[0]
+            return after.seat[rows], after.length[rows] + after.num_accepted[rows] + 1
+        columns = torch.tensor([[one.seat for one in sequences], [len(one.tokens) for one in sequences]])
+        seats, lengths = packed_to(self.device, columns)[0]
+        return seats, lengths
+
+    def _catch_up(self, sequences: list[Sequence], seats: Tensor, lengths: Tensor, unread: int) -> None:
+        """Absorb all that waits: known to the host, and up to `unread` positions more."""
+        ends, most = [], 0
+        for sequence in sequences:
+            state, length = self._states[sequence.key], len(sequence.tokens)
+            if length + unread - state.end > self._ring.capacity:  # the ring lost what lies between
+                state.start = state.end = length + unread - self._ring.capacity
+            ends.append(state.end)
+            most = max(most, length + unread - state.end)
+        if not most:
             return
-        if first + 1 > state.end:  # the ring lost what lies between: start with the context there is
-            state.start = first + 1
-        self.absorb(sequence, first, taps)
-        state.end = first + 1 + len(taps)
+        width = max(len(sequence.blocks) for sequence in sequences)
+        tables = torch.tensor([[*one.blocks, *[0] * (width - len(one.blocks))] for one in sequences])
+        end, tables = packed_to(self.device, torch.tensor(ends), tables)
+        position = end[:, None] + torch.arange(most, device=self.device)  # t + 1
+        taps, tokens = self._ring.load(seats[:, None], position - 1, self._columns)
+        slots = tables.gather(1, (position // self._block_size).clamp_max(width - 1)) * self._block_size
+        slots = torch.where(position < lengths[:, None], slots + position % self._block_size, -1)
+        self.absorb(TapBatch(taps.flatten(0, 1), tokens.flatten(), position.flatten() - 1, slots.flatten()))
+
+    def _caught_up(self, sequences: SequenceOf[Sequence]) -> None:
+        for sequence in sequences:
+            self._states[sequence.key].end = len(sequence.tokens)
+
+    def before_store(self, sequences: list[Sequence], most: int) -> None:
+        """Up to `most` positions of each sequence are about to be stored: absorb what they would overwrite."""
+        if self.kv_layers:
+            full = [
+                one
+                for one in sequences
+                if not excluded(one, self.name)
+                and len(one.tokens) + most + 1 - self._states[one.key].end > self._ring.capacity
+                and len(one.tokens) > self._states[one.key].end
+            ]
+            if full:
+                self._catch_up(full, *self._where(full, None), 0)
+                self._caught_up(full)
+
+    def read_chunks(self, chunks: SequenceOf[Chunk], taps: Tensor) -> None:
+        """Absorb prompts as they are computed, from the taps (M, T, H) of the pass itself."""
+        mine = [chunk for chunk in chunks if not excluded(chunk.sequence, self.name)] if self.kv_layers else []
+        if not mine:
+            return
+        rows, tokens, positions, slots = [], [], [], []
+        for sequence, first, count, begin in mine:
+            state = self._states[sequence.key]
+            if first + 1 != state.end:
+                state.start = first + 1  # the pairs between were never seen
+            state.end = first + 1 + count
+            rows.append(np.arange(begin, begin + count))
+            tokens += sequence.tokens[first + 1 : first + 1 + count]
+            position = np.arange(first, first + count)
+            positions.append(position)
+            blocks = np.array(sequence.blocks)[(position + 1) // self._block_size]
+            slots.append(blocks * self._block_size + (position + 1) % self._block_size)
+        columns = np.array([np.concatenate(rows), tokens, np.concatenate(positions), np.concatenate(slots)])
+        row, token, position, slot = sent(torch.from_numpy(columns), taps.device)
+        self.absorb(TapBatch(taps[row][:, self._columns], token, position, slot))
+
+    def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
+        """The step behind which drafts were begun was read: all it committed is absorbed."""
+        self._caught_up(begun)
+
+    def adopt(self, rows: SequenceOf[DraftRow]) -> None:
+        pass
+
+    def admit(self, sequence: Sequence, start: int, end: int) -> None:
+        self._states[sequence.key] = TapState(start, max(end, 1))
 
     def absorbed(self, sequence: Sequence) -> tuple[int, int]:
         state = self._states[sequence.key]
         return state.start, state.end
 
+    def release(self, sequence: Sequence) -> None:
+        self._states.pop(sequence.key, None)
+
     def evidence(self, sequence: Sequence) -> int:
         return LEARNED
 
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        return []
-
     def lag(self, sequence: Sequence) -> int:
-        return len(self._states[sequence.key].ring)
+        return len(sequence.tokens) - self._states[sequence.key].end if self.kv_layers else 0
 
     def close(self) -> None:
         pass
-
-    def release(self, sequence: Sequence) -> None:
-        self._states.pop(sequence.key, None)

@@ -1,18 +1,20 @@
-"""What one step does (`Batch`), and what came of it for each sequence (`StepOutput`)."""
+"""What one step computes (`Batch`), and what it committed for each sequence (`StepOutputs`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.config import NONE
-from paceline.outputs import SpeculationStats
 from paceline.sequence import Sequence
 
 Tables = np.ndarray[Any, np.dtype[np.int32]]  # (sequences, blocks) ids
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(slots=True)
@@ -23,93 +25,83 @@ class Row:
     first: int
     count: int
     samples: bool  # it computes the sequence's last token, so the pass yields a next one
-    method: str
-    budget: int
+    method: str = NONE
+    budget: int = 0
+    behind: int = -1  # its token is that of this row of the unread verdict the batch follows; -1: the host knows it
 
 
-@dataclass(slots=True, eq=False)
-class Company:
-    """Sequences that decode plainly together, step after step: what stays the same until one joins or leaves."""
-
-    sequences: list[Sequence]
-    stats: list[SpeculationStats]
-    max_len: Ints
-    seats: Ints
-    width: int  # of their block tables
-    sampled: bool  # somebody is not greedy
-
-    @staticmethod
-    def of(sequences: list[Sequence]) -> Company:
-        return Company(
-            sequences,
-            [sequence.stats for sequence in sequences],
-            np.array([sequence.max_len for sequence in sequences], np.int64),
-            np.array([sequence.seat for sequence in sequences], np.int64),
-            max(len(sequence.blocks) for sequence in sequences),
-            any(sequence.sampled for sequence in sequences),
-        )
-
-    def part(self, going: list[int]) -> Company:
-        """Those that are left."""
-        sequences = [self.sequences[index] for index in going]
-        return Company(
-            sequences,
-            [self.stats[index] for index in going],
-            self.max_len[going],
-            self.seats[going],
-            self.width,
-            self.sampled and any(not sequence.params.greedy for sequence in sequences),
-        )
-
-
-@dataclass(slots=True)
-class Stage:
-    """One step of a company."""
-
-    company: Company
-    first: Ints  # by sequence, as in its row
-    room: int  # from there to where the first of them must end
-    changes: int  # the scheduler's count of who joined or left by then
-    spare: list[Row] | None = None  # of the step before, which is over: they serve the next one
-
-
-@dataclass
 class Batch:
-    rows: list[Row] = field(default_factory=list)
-    num_tokens: int = 0  # of the target pass at most: a draft may turn out smaller than its budget
-    num_drafted: int = 0  # the budgets in it
-    tables: Tables = field(default_factory=lambda: np.empty((0, 0), np.int32))  # by row, -1 beyond a sequence's end
-    stage: Stage | None = None  # where nothing but the positions is new
+    """The rows of one step: decodes, then prompt chunks. Columns are arrays, since layout works on all rows at once."""
 
-    @property
-    def first(self) -> Ints:
-        """By row."""
-        return np.array([row.first for row in self.rows], np.int64) if self.stage is None else self.stage.first
+    __slots__ = ("count", "first", "num_drafted", "num_tokens", "rows", "sampling", "tables")
+
+    def __init__(self, rows: SequenceOf[Row] = (), tables: Tables | None = None) -> None:
+        self.rows = list(rows)
+        self.tables = np.empty((0, 0), np.int32) if tables is None else tables  # by row, -1 beyond a sequence's end
+        self.first: Ints = np.array([row.first for row in self.rows], np.int64)
+        self.count: Ints = np.array([row.count for row in self.rows], np.int64)
+        self.num_drafted = sum([row.budget for row in self.rows])  # nodes, at the most
+        self.num_tokens = int(self.count.sum()) + self.num_drafted  # of the target pass at the most
+        self.sampling = [index for index, row in enumerate(self.rows) if row.samples]  # rows that yield a token
 
     @property
     def only_decodes(self) -> bool:
-        """Every row computes one token, its draft aside."""
-        return self.num_tokens - self.num_drafted == len(self.rows)
+        """Every row computes its sequence's last token, and a draft."""
+        return self.num_tokens - self.num_drafted == len(self.rows) == len(self.sampling)
 
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.num_tokens += row.count + row.budget
-        self.num_drafted += row.budget
-
-    def remove(self, sequence: Sequence) -> None:
-        for row in [row for row in self.rows if row.sequence is sequence]:
-            self.rows.remove(row)
-            self.num_tokens -= row.count + row.budget
-            self.num_drafted -= row.budget
+    @property
+    def sampled_sequences(self) -> list[Sequence]:
+        return [self.rows[index].sequence for index in self.sampling]
 
 
-@dataclass(slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     sequence: Sequence
     tokens: list[int]  # committed in this step, after stops were applied
-    text: str  # with stop strings, what became visible: a possible beginning of one is held back; else empty
+    text: str  # what became visible of a sequence with stop strings; others are decoded by the reader
     kinds: list[int]  # per token, draft.Kind: drafted, recovered or bonus
     finished: bool
-    method: str = NONE  # of the draft
+    method: str = NONE  # that drafted
     drafted: int = 0  # nodes of the draft
     accepted: int = 0  # drafted tokens the target agreed with, also those a stop cut off
+    depth: int = 0  # of the draft's deepest node
+
+
+@dataclass(slots=True, eq=False)
+class StepOutputs(SequenceOf[StepOutput]):
+    """By sequence that committed something, or failed. Columns, since most readers look at ended sequences only."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    kinds: list[list[int]] = field(default_factory=list)
+    drafts: dict[int, tuple[str, int, int, int]] = field(
+        default_factory=dict
+    )  # index -> method, nodes, accepted, depth
+    texts: dict[int, str] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)  # indices of sequences this step ended
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[StepOutput]:
+        return map(self.__getitem__, range(len(self.sequences)))
+
+    def __getitem__(self, index: int) -> StepOutput:  # type: ignore[override]  # slices have no use
+        sequence = self.sequences[index]
+        return StepOutput(
+            sequence,
+            self.tokens[index],
+            self.texts.get(index, ""),
+            self.kinds[index],
+            sequence.finish_reason is not None and index in self.ended,
+            *self.drafts.get(index, (NONE, 0, 0, 0)),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+    def add_failed(self, sequence: Sequence) -> None:
+        self.ended.append(len(self.sequences))
+        self.sequences.append(sequence)
+        self.tokens.append([])
+        self.kinds.append([])

@@ -1,4 +1,4 @@
-"""The drafters an engine runs, seen as one: who drafts for which row, who receives which taps.
+"""The drafters an engine runs, seen as one: proposals of a step, drafts begun behind it, taps, bookkeeping.
 
 A drafter that raises, returns NaN or breaks the contract costs its rows the speculation of that step, never the answer;
 one that fails at bookkeeping is switched off.
@@ -8,133 +8,193 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from paceline.draft import NO_METHOD, Draft
-from paceline.drafters import Commit, Drafter, DraftRow
-from paceline.drafters.base import DraftsAhead, HostDrafter
-from paceline.engine.batch import Row
+from paceline.draft import Draft, UnreadVerdict
+from paceline.drafters import Drafter, DraftRow
+from paceline.drafters.base import DeviceDrafter, HostDrafter, Judged
+from paceline.drafters.stopwatch import Stopwatch
+from paceline.drafters.tapped import Chunk, TapRing
+from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
-from paceline.models.chain import Said
+from paceline.engine.layout import Layout
 from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
-READ_AHEAD = 8  # tokens a drafter may be behind in the ordinary course, on average
+CATCHING_UP = 8  # tokens a drafter lags behind on average: with more, its time is not what a draft costs
 
-Computed = tuple[Sequence, int, int, Tensor | None, str]  # as `Commit`, with the taps of all drafters
+
+@dataclass
+class Begun:
+    """Drafts begun behind a step under way, for the step after it."""
+
+    draft: Draft
+    rows: dict[str, int]  # sequence -> row of the draft
+    watch: Stopwatch | None  # None: it took longer than its like will take again
+    read: bool = False  # the step it follows
+
+
+@dataclass
+class Timed:
+    """When a drafter worked on a device, for the step that asked."""
+
+    depth: int
+    watch: Stopwatch | None
+    before: bool  # behind the step before, so its time is no part of the step that asked
 
 
 class DrafterSet:
-    def __init__(self, drafters: SequenceOf[Drafter], vocab_size: int) -> None:
+    def __init__(self, drafters: SequenceOf[Drafter], vocab_size: int, blocks: BlockManager) -> None:
         self.drafters = tuple(drafters)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._blocks = vocab_size, blocks
         self._by_name = {drafter.name: drafter for drafter in drafters}
-        # Those on the host look at the tokens when they are asked, so they may be told of them later.
-        self.patient = tuple(drafter for drafter in drafters if isinstance(drafter, HostDrafter))
-        self.at_once = tuple(drafter for drafter in drafters if not isinstance(drafter, HostDrafter))
-        self._on_device = {drafter.name: drafter for drafter in drafters if isinstance(drafter, DraftsAhead)}
+        self._on_device: dict[str, DeviceDrafter] = {
+            drafter.name: cast(DeviceDrafter, drafter) for drafter in drafters if drafter.on_device
+        }
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+        self._tapped = [drafter for drafter in self._on_device.values() if drafter.taps]
+        self._ring = TapRing()
+        self._begun: dict[str, Begun] = {}
+        self._timed: dict[str, Timed] = {}
         self.failures = 0
         self.retired: frozenset[str] = frozenset()  # methods switched off
         self._complained: set[tuple[str, type]] = set()
         self.seconds: dict[str, tuple[int, float]] = {}  # of the last step: method -> (largest budget, seconds)
-        self._empty = functools.lru_cache(64)(_empty)
+        self._empty = functools.lru_cache(64)(Draft.empty)
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         return tuple(spec for drafter in self.drafters for spec in drafter.kv_layers)
 
+    @property
+    def pairs(self) -> bool:
+        """Some drafter keeps K/V of (hidden state of t, token t + 1): no pair may be missing after a prefix hit."""
+        return any(drafter.taps and drafter.kv_layers for drafter in self.drafters)
+
+    @property
+    def begins(self) -> frozenset[str]:
+        """Methods that may begin drafts behind a step under way."""
+        return frozenset(self._on_device) - self.retired
+
     def bind(self, cache: KVCache, first_layer: int) -> None:
-        """Hand every drafter its layers, which follow the target's."""
+        """Hand every drafter its layers, which follow the target's, and its taps."""
         for drafter in self.drafters:
             last = first_layer + len(drafter.kv_layers)
             drafter.bind(cache.layers[first_layer:last], cache.block_size)
             first_layer = last
+        for tapped in self._tapped:
+            tapped.bind_taps(self._ring, [self.taps.index(tap) for tap in tapped.taps])
 
-    def propose(self, rows: SequenceOf[Row]) -> Draft:
+    def propose(self, batch: Batch) -> Draft:
         """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty."""
+        rows = [batch.rows[index] for index in batch.sampling]
+        begun, self._begun, self.seconds, self._timed = self._begun, {}, {}, {}
+        if not batch.num_drafted:
+            return self._empty(len(rows))
         wanted: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
             if row.budget > 0 and row.method not in self.retired:
                 wanted.setdefault(row.method, []).append(index)
-        parts = []
-        self.seconds = {}
+        parts: list[tuple[list[int], Draft]] = []
         for method, indices in wanted.items():
-            drafter, wanting = self._by_name[method], [DraftRow(rows[i].sequence, rows[i].budget) for i in indices]
-            behind = self._behind(drafter, wanting)
+            of = begun.get(method)
+            ready = [] if of is None or not of.read else [i for i in indices if rows[i].sequence.key in of.rows]
+            if of is not None and ready:
+                parts.append((ready, self._adopt(of, method, [rows[i] for i in ready])))
+            fresh = [index for index in indices if index not in ready] if ready else indices
+            if fresh:
+                draft = self._timely(method, [rows[index] for index in fresh], bool(ready))
+                if draft is not None:
+                    parts.append((fresh, draft))
+        return Draft.merge(parts, len(rows), self._vocab_size) if parts else self._empty(len(rows))
+
+    def begin(self, batch: Batch, going: SequenceOf[tuple[int, int]], unread: UnreadVerdict | None) -> None:
+        """Begin drafts behind a step under way, for rows of its batch with the nodes each may have in the next."""
+        if unread is None:
+            return
+        place = {index: at for at, index in enumerate(batch.sampling)}
+        for name in self.begins:
+            mine = [(index, nodes) for index, nodes in going if batch.rows[index].method == name]
+            if not mine:
+                continue
+            rows = [DraftRow(batch.rows[index].sequence, nodes) for index, nodes in mine]
+            drafter, behind = self._on_device[name], replace(unread, rows=[place[index] for index, _ in mine])
+            with Stopwatch(unread.tokens.device) as watch:
+                draft = self._propose(drafter, rows, behind)
+            if draft is not None and draft.width:
+                counts = draft.num_nodes.tolist()
+                at = {row.sequence.key: i for i, row in enumerate(rows) if counts[i]}
+                self._begun[name] = Begun(draft, at, watch if drafter.warm else None)
+
+    def _adopt(self, of: Begun, method: str, rows: list[Row]) -> Draft:
+        """What was begun for these rows, as far as it is wanted now."""
+        at = [of.rows[row.sequence.key] for row in rows]
+        there = of.draft.num_nodes.tolist()
+        counts = [min(row.budget, there[i]) for row, i in zip(rows, at, strict=True)]
+        self._timed[method] = Timed(of.draft.max_depth, of.watch, before=True)
+        self.seconds[method] = max(counts), 0.0
+        self._on_device[method].adopt(
+            [DraftRow(*pair) for pair in zip([r.sequence for r in rows], counts, strict=True)]
+        )
+        return of.draft.take(at, counts)
+
+    def _timely(self, method: str, rows: list[Row], more: bool) -> Draft | None:
+        """A draft from the start, and what it took; `more`: other rows' drafts were begun before."""
+        drafter, on_device = self._by_name[method], self._on_device.get(method)
+        wanting = [DraftRow(row.sequence, row.budget) for row in rows]
+        lag, most = self._lag(drafter, wanting), max(row.budget for row in rows)
+        if on_device is None:
             started = time.perf_counter()
-            draft = self._propose(drafter, wanting)
-            if behind <= READ_AHEAD:  # catching up is not what a draft costs
-                self.seconds[method] = max(row.budget for row in wanting), time.perf_counter() - started
-            if draft is not None:
-                parts.append((indices, draft))
-        if not parts:
-            return self._empty(len(rows))
-        return Draft.merge(parts, len(rows), self._vocab_size)
-
-    def nothing(self, batch: int) -> Draft:
-        """For rows of which none drafts."""
-        self.seconds = {}
-        return self._empty(batch)
-
-    @property
-    def ahead(self) -> frozenset[str]:
-        """Methods that may begin drafts behind a step under way."""
-        return frozenset(self._on_device) - self.retired
-
-    def draft_ahead(self, rows: SequenceOf[tuple[Row, int]], said: Said) -> None:
-        """Rows whose drafts are judged in a step under way, with the nodes they may have in the next."""
-        for name in self.ahead:
-            drafter, mine = self._on_device[name], [at for at, (row, _) in enumerate(rows) if row.method == name]
-            if mine:
-                wanting = [DraftRow(rows[at][0].sequence, rows[at][1]) for at in mine]
-                try:
-                    drafter.draft_ahead(wanting, replace(said, rows=[said.rows[at] for at in mine]))
-                except Exception as problem:
-                    self._complain(self._by_name[name], problem)
+            draft = self._propose(drafter, wanting, None)
+            if lag <= CATCHING_UP:
+                self.seconds[method] = most, time.perf_counter() - started
+            return draft
+        with Stopwatch(on_device.device) as watch:
+            draft = self._propose(drafter, wanting, None)
+        if draft is not None and lag <= CATCHING_UP:
+            self.seconds[method] = most, 0.0
+            self._timed[method] = Timed(draft.max_depth, watch if on_device.warm and not more else None, before=False)
+        return draft
 
     def time_devices(self) -> float:
         """Once a step is over: put what devices took to draft into `seconds`; how much of it was before the step."""
         before = 0.0
-        for name, drafter in self._on_device.items():
-            times = drafter.times() if name in self.seconds else None
-            if times is not None:
-                del self.seconds[name]
-                if times.watch is not None:
-                    self.seconds[name] = times.depth, times.watch.seconds
-                    before += times.watch.seconds if times.ahead else 0.0
+        for method, timed in self._timed.items():
+            del self.seconds[method]
+            if timed.watch is not None:
+                self.seconds[method] = timed.depth, timed.watch.seconds
+                before += timed.watch.seconds if timed.before else 0.0
+        self._timed = {}
         return before
 
     @staticmethod
-    def _behind(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:
+    def _lag(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:
         try:
             return sum(drafter.lag(row.sequence) for row in rows) // len(rows)
         except Exception:  # it will say so when it is asked to draft
-            return READ_AHEAD + 1
+            return CATCHING_UP + 1
 
-    def _propose(self, drafter: Drafter, rows: list[DraftRow]) -> Draft | None:
+    def _propose(self, drafter: Drafter, rows: list[DraftRow], after: UnreadVerdict | None) -> Draft | None:
         try:
-            draft = drafter.propose(rows)
+            draft = drafter.propose(rows) if after is None else self._on_device[drafter.name].propose(rows, after)
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            budgets = [row.budget for row in rows]
-            if draft.width > min(budgets) and any(map(operator.gt, draft.num_nodes.tolist(), budgets)):
+            if any(count > row.budget for count, row in zip(draft.num_nodes.tolist(), rows, strict=True)):
                 raise ValueError("more nodes than the budget of a row")
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
             if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):
                 raise ValueError("q is not finite")
-            shape = () if draft.is_even else (draft.parents, draft.depth, draft.num_nodes)
-            if any(part.dtype != torch.int64 for part in (draft.tokens, *shape)):
+            if any(part.dtype != torch.int64 for part in (draft.tokens, draft.parents, draft.depth, draft.num_nodes)):
                 raise ValueError("tokens, parents, depth and num_nodes must be int64")
         except Exception as problem:  # whatever it is, the answer does not depend on it
             self._complain(drafter, problem)
@@ -143,45 +203,74 @@ class DrafterSet:
 
     def _complain(self, drafter: Drafter, problem: Exception) -> None:
         self.failures += 1
-        again = (drafter.name, type(problem)) in self._complained  # said once: it may fail at every step
+        again = (drafter.name, type(problem)) in self._complained  # once is enough: it may fail at every step
         self._complained.add((drafter.name, type(problem)))
         level = logging.DEBUG if again else logging.WARNING
         log.log(level, "drafter %s failed, decoding plainly where it does: %r", drafter.name, problem)
 
-    def overlap(self) -> None:
-        """What may run while the device computes: host-side methods take in what was committed."""
-        for drafter in self.patient:
-            if drafter.name not in self.retired:
-                with self._guarded(drafter):
-                    drafter.overlap()
-
-    def commit(self, drafters: SequenceOf[Drafter], commits: SequenceOf[Computed], blocks: BlockManager) -> None:
-        """Tell some drafters what was computed, with their own taps, and mark the blocks they have completed."""
-        for drafter in drafters:
-            if drafter.name in self.retired:
-                continue
+    def gather(self, batch: Batch, layout: Layout, unread: UnreadVerdict | None, taps: Tensor) -> None:
+        """Behind a launched pass: keep the taps of committed positions, and absorb those of prompts at once."""
+        chunks: list[Chunk] = []
+        for index, row in enumerate(batch.rows if not batch.only_decodes else ()):
+            known = row.count - row.samples  # the token after the last one is the verdict's, where the row samples
+            if known > 0:
+                chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
+        working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
+        for drafter in working if chunks else ():
             with self._guarded(drafter):
-                columns = [self.taps.index(tap) for tap in drafter.taps]
-                drafter.commit(
-                    [
-                        Commit(
-                            sequence, first, count, None if taps is None or not columns else taps[:, columns], method
-                        )
-                        for sequence, first, count, taps, method in commits
-                    ]
-                )
-                if drafter.kv_layers:
-                    for sequence, *_ in commits:
-                        blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
+                drafter.read_chunks(chunks, taps)
+        if unread is not None:
+            sequences = batch.sampled_sequences
+            for drafter in working:
+                with self._guarded(drafter):
+                    drafter.before_store(sequences, unread.most)
+            self._ring.store(unread, taps, 1 + max(sequence.seat for sequence in sequences))
 
-    def admit(self, sequence: Sequence, blocks: BlockManager) -> None:
+    def landed(self, batch: Batch, indices: SequenceOf[int]) -> None:
+        """A step was read: drafters learn which of their own drafts were judged, and which begun drafts may be used."""
+        for of in self._begun.values():
+            of.read = True
+        for name, drafter in self._on_device.items():
+            if name in self.retired:
+                continue
+            rows = [batch.rows[index] for index in indices]
+            judged = [Judged(row.sequence, row.sequence.num_computed) for row in rows if row.method == name]
+            behind = self._begun.get(name)
+            begun = [] if behind is None else [row.sequence for row in rows if row.sequence.key in behind.rows]
+            if judged or begun:
+                with self._guarded(drafter):
+                    drafter.landed(judged, begun)
+
+    def mark(self, sequences: SequenceOf[Sequence]) -> None:
+        """Note which blocks of these sequences hold a drafter's own K/V too."""
+        for drafter in self._on_device.values():
+            if drafter.kv_layers and drafter.name not in self.retired:
+                with self._guarded(drafter):
+                    for sequence in sequences:
+                        self._blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
+
+    def read_prompts(self, batch: Batch, indices: SequenceOf[int]) -> None:
+        """Chunks of prompts were computed: host drafters index them, so that this is spread over the chunks."""
+        for index in indices if not batch.only_decodes else ():
+            row = batch.rows[index]
+            if row.first + row.count <= row.sequence.num_prompt:
+                for drafter in self._working():
+                    if isinstance(drafter, HostDrafter):
+                        with self._guarded(drafter):
+                            drafter.read_prompt(row.sequence, row.first + row.count)
+
+    def admit(self, sequence: Sequence) -> None:
         """A sequence enters with a prefix of cached blocks: each drafter may use those marked for it."""
         for drafter in self._working():
             with self._guarded(drafter):
-                start = blocks.marked_from(sequence, drafter.version) if drafter.kv_layers else sequence.num_cached
+                start = sequence.num_cached
+                if drafter.kv_layers:
+                    start = self._blocks.marked_from(sequence, drafter.version)
                 drafter.admit(sequence, start, sequence.num_cached)
 
     def release(self, sequence: Sequence) -> None:
+        for begun in self._begun.values():
+            begun.rows.pop(sequence.key, None)
         for drafter in self._working():
             with self._guarded(drafter):
                 drafter.release(sequence)
@@ -198,7 +287,3 @@ class DrafterSet:
             self.failures += 1
             self.retired |= {drafter.name}
             log.warning("drafter %s failed and is switched off: %r", drafter.name, problem)
-
-
-def _empty(batch: int) -> Draft:
-    return Draft.even(torch.empty(batch, 0, dtype=torch.int64), NO_METHOD)

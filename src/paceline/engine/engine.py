@@ -1,31 +1,34 @@
-"""The page to open first: one step of continuous batching, plain or speculative.
+"""The page to open first: one step of continuous batching, plain or speculative, in one of two orders.
 
 There are no phases: a sequence knows how many of its tokens are computed, and a step gives it some more. Plain
 decoding is the empty draft, so the baseline and the fast path are the same code, and comparing them is honest.
+
+The engine has one owner: no method may be called from two threads at once (`engine.loop` sees to that).
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
-from paceline.config import EngineConfig
-from paceline.drafters import NONE, Drafter
+import torch
+
+from paceline.config import AUTO, NONE, EngineConfig
+from paceline.drafters import Drafter
 from paceline.engine.adaptive import AdaptivePolicy
-from paceline.engine.batch import Batch, StepOutput
+from paceline.engine.batch import StepOutputs
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.commit import Collected, Committer
+from paceline.engine.commit import Committer
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.model_runner import Flight, ModelRunner
-from paceline.engine.plans import any_sampled
-from paceline.engine.policy import AUTO, Policy, StepReport, wish
-from paceline.engine.relay import Relay
+from paceline.engine.policy import Policy, StepReport, wish
+from paceline.engine.runner import Flight, Runner
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
-from paceline.errors import InvalidParameter, InvalidPrompt, QueueFull
+from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
@@ -34,7 +37,8 @@ from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
-AWAY = 0.1  # of a step's time that the caller may take: more, and it is not known how long the device took
+log = logging.getLogger("paceline")
+AWAY = 0.1  # share of a step's time between two calls of `step`: with more, the device's time is not known
 OBJECTS_A_ROW = 8  # that a step makes and the next one drops, about
 
 
@@ -56,9 +60,8 @@ class Engine:
         policy: Policy | None = None,
     ) -> None:
         self.model, self.config, self.tokenizer = model, config, tokenizer
-        eos = frozenset(model.config.eos_token_ids)
-        self.drafters = DrafterSet(drafters, model.config.vocab_size)
-        specs = (*model.kv_specs, *self.drafters.kv_specs)
+        self._eos = frozenset(model.config.eos_token_ids)
+        specs = (*model.kv_specs, *(spec for drafter in drafters for spec in drafter.kv_layers))
         per_block = KVCache.bytes_per_block(specs, config.block_size, model.cache_dtype)
         kv_bytes = config.kv_cache_bytes or cache_bytes(model.device, config.gpu_memory_fraction)
         num_blocks = config.num_blocks or kv_bytes // per_block
@@ -67,165 +70,153 @@ class Engine:
             cache = KVCache(
                 specs, num_blocks=num_blocks, block_size=config.block_size, dtype=model.cache_dtype, device=model.device
             )
+        self.blocks = BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+        self.drafters = DrafterSet(drafters, model.config.vocab_size, self.blocks)
         self.drafters.bind(cache, len(model.kv_specs))
         self.policy: Policy = policy or AdaptivePolicy(drafters)
-        self.blocks = BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
         self.scheduler = Scheduler(
             config,
             self.blocks,
             self.policy,
-            recompute_last=bool(self.drafters.taps),
-            on_admit=lambda sequence: self.drafters.admit(sequence, self.blocks),
+            recompute_last=self.drafters.pairs,
+            on_admit=self.drafters.admit,
             on_release=self.drafters.release,
         )
-        self.runner = ModelRunner(model, cache, self.drafters, Sampler(model.config.vocab_size, eos, model.device))
+        self.runner = Runner(model, cache, self.drafters, Sampler(model.config.vocab_size, self._eos, model.device))
         with says_what_to_lower():
             self.runner.prepare(config.max_num_seqs, config.max_num_batched_tokens)
-        self.committer = Committer(self.scheduler, self.drafters, eos, self._make_text)
+        self.committer = Committer(self.scheduler, self.drafters, self._make_text)
         self.stats = EngineStats()
         expect_objects(OBJECTS_A_ROW * config.max_num_seqs)
-        # A step may be launched before the one before it is read, whose taps it would overwrite.
-        self.runs_ahead = model.device.type != "cpu" and not self.drafters.taps
-        self._ahead: tuple[Batch, Flight] | None = None
-        self._problem: Exception | None = None  # what came of launching a step early
+        self.runs_ahead = model.device.type != "cpu"  # a CPU computes when it is asked: there is nothing to hide
+        self._requests: dict[str, list[Sequence]] = {}
+        self._flight: Flight | None = None  # launched by the step before
+        self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, once its step is published
         self._read_at = self._returned_at = 0.0  # when the last step had been read, and when it was over
-        self._unfinished = False  # the last step was interrupted
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> StepOutputs:
         # A step leaves nothing behind that refers to itself; looking for it amid hundreds of rows takes milliseconds.
-        with torch_threads(self.model.torch_threads), says_what_to_lower(), no_collection():
-            if self._unfinished:  # a step was interrupted: who had said the last word leaves now
-                for sequence in [one for one in self.scheduler.running if one.finish_reason is not None]:
-                    self._forget(sequence)
-                    self.scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
-                if self.runner.relay is not None:
-                    self.runner.relay.forget_unsaid(self.scheduler.running)
-            self._unfinished = True
-            outputs = self._step()
-            self._unfinished = False
-            return outputs
+        with torch_threads(self.model.torch_threads), no_collection():
+            started = time.perf_counter()
+            following, self._flight = self._flight, None
+            flight = following if following is not None and self._is_live(following) else self._launch()
+            if flight is None:
+                return self._with_failed(StepOutputs())
+            if flight is following:
+                started = self._since(flight, started)
+            following = None
+            if self.runs_ahead:  # LAUNCH, THEN READ: the whole next step, or the drafts for it
+                following = self._launch_behind(flight)
+                if following is None and flight.batch.num_drafted and self.policy.drafts_on():
+                    self.drafters.begin(
+                        flight.batch, self.scheduler.reserve(flight.batch, self.drafters.begins), flight.unread
+                    )
+            self.policy.meanwhile()
+            try:
+                landed = self.committer.read(flight)  # the one wait; sequences ended by a token or by length are known
+            except Exception as problem:  # the device failed: neither flight has a result
+                lost = flight.sequences if following is None else [*flight.sequences, *following.sequences]
+                self._lost = lost, problem
+                return self._with_failed(StepOutputs())
+            report = self._observe(flight, landed.outputs, started)
+            if following is None and self.runs_ahead and self.scheduler.roomy:
+                following = self._launch()  # READ, THEN LAUNCH; on a CPU the next call of step() launches
+                if following is not None:
+                    self.scheduler.hold(following.batch)
+            self._flight = following
+            outputs = self.committer.publish(landed)  # a stop string found here ends a row of the step under way
+            if following is not None:
+                self.scheduler.let_go(following.batch)
+            self._account(flight, outputs, report)
+            self._returned_at = time.perf_counter()
+            return self._with_failed(outputs)
 
-    def _step(self) -> list[StepOutput]:
-        started = time.perf_counter()
-        under_way = self._under_way()
-        batch, flight = under_way or self._launch()
-        if flight is None:
-            return []
-        if under_way is not None:
-            if flight.over and started - self._returned_at > AWAY * (started - self._read_at):
-                flight.warm = False  # when it ended nobody knows: the caller was away
-            else:
-                started = self._read_at  # the device went on from there
-        ahead = self._launch_ahead(batch, flight)
-        if ahead is None and self.runs_ahead and batch.num_drafted and self.policy.drafts_on():
-            self.runner.draft_ahead(flight, self.scheduler.drafting_on(batch, self.drafters.ahead))
-        self.drafters.overlap()  # what may run while the device computes
-        self.policy.meanwhile()
-        self.committer.expect(flight)
-        early = self.runs_ahead and ahead is None
-        if early and self.runner.relay is not None and self.runner.relay.works:
-            self._hand_over(self.runner.relay, batch, flight)
-        collected = self.committer.collect(flight)  # the one device-to-host copy; append
-        outputs = [] if early else self.committer.tell(collected)  # text, stop, finish
+    def _launch(self) -> Flight | None:
+        """A step whose tokens are all known: decodes with their drafts, prompt chunks, newcomers."""
+        batch = self.scheduler.schedule()
+        if not batch.rows:
+            return None
         try:
-            report = self._observe(batch, flight, collected.outputs, started)
-        except BaseException:
-            if early:
-                self.committer.tell(collected)  # what was said stands
-            raise
-        if early:
-            ahead, outputs = self._launch_early(collected)
-        self._ahead = ahead  # not before: where this step is interrupted, what followed it is computed again
-        self._account(batch, collected, report)
-        self._returned_at = time.perf_counter()
+            with says_what_to_lower():
+                return self.runner.launch(batch, self.drafters.propose(batch))
+        except Exception as problem:
+            self._lost = [row.sequence for row in batch.rows], problem
+            return None
+
+    def _launch_behind(self, flight: Flight) -> Flight | None:
+        """The step after a plain one that is not read: its tokens are taken from the verdict where that lies."""
+        batch = self.scheduler.schedule_behind(flight.batch)
+        try:
+            return None if batch is None else self.runner.launch(batch, self.drafters.propose(batch), flight)
+        except Exception as problem:  # launched again once the flight is read, and then it fails its own requests
+            log.warning("a pass could not be launched ahead: %r", problem)
+            return None
+
+    def _with_failed(self, outputs: StepOutputs) -> StepOutputs:
+        """The outputs of a step, and the requests of a pass that failed; what ended is forgotten."""
+        lost, self._lost = self._lost, None
+        sequences, problem = lost if lost is not None else ((), None)
+        for sequence in dict.fromkeys(sequences):
+            if not sequence.finished:
+                self.committer.fail(sequence, f"{type(problem).__name__}: {problem}")
+                outputs.add_failed(sequence)
+        for index in outputs.ended:
+            self._forget(outputs.sequences[index])
+        if problem is not None:
+            log.error("a pass failed and ends its requests: %r", problem)
+            self._check_device(problem)
         return outputs
 
-    def _launch(self) -> tuple[Batch, Flight | None]:
-        batch = self.scheduler.schedule()  # prefill chunks and decodes alike
-        return batch, self.runner.launch(batch) if batch.rows else None  # draft, one target pass, verify
-
-    def _launch_ahead(self, batch: Batch, flight: Flight) -> tuple[Batch, Flight] | None:
-        """The step after this one, where nothing in it depends on tokens the host has not seen: the device goes on."""
-        following = self.scheduler.ahead(batch) if self.runs_ahead else None
-        return None if following is None else (following[0], self.runner.launch_after(flight, *following))
-
-    def _hand_over(self, relay: Relay, batch: Batch, flight: Flight) -> None:
-        """Begin the pass after a step as soon as its verdict is there, if that says what it will be."""
-        sequences = [row.sequence for row in batch.rows]
-        settled = self.policy.settled(sequences) if flight.reading is not None and flight.stage is None else None
-        if flight.reading is None or settled is None or not relay.knows(settled[0]):
-            return
-        method, budgets = settled
-        tables = self.scheduler.make_room(batch, flight.reading.parts[2], budgets)
-        if tables is not None:
+    def _check_device(self, problem: Exception) -> None:
+        if self.model.device.type == "cuda":
             try:
-                relay.hand_over(flight.reading, sequences, method, budgets, tables, self.committer.may_end)
-            except Exception as problem:  # the step is taken as ever
-                relay.give_up(problem)
+                torch.cuda.synchronize(self.model.device)
+            except Exception as lost:
+                raise EngineDied(f"the device is lost ({lost}); start again") from problem
 
-    def _launch_early(self, collected: Collected) -> tuple[tuple[Batch, Flight] | None, list[StepOutput]]:
-        """The step after one whose tokens stand, before they are told: the device goes on meanwhile. Who turns out to
-        have ended, by a stop string, is left out of its result."""
-        batch = flight = None
-        try:
-            batch = self.scheduler.early(ends=collected.ends)
-            if batch is not None and batch.rows:
-                flight = self.runner.launch(batch)
-                self.scheduler.keep(batch)
-        except Exception as problem:  # what was said stands; whoever asks for more is told
-            self._problem = problem
-        finally:
-            outputs = self.committer.tell(collected)
-        for output in outputs:
-            if output.finished:  # it may have learnt of the step already, but not how it ended
-                self.policy.forget(output.sequence)
-        if batch is None or flight is None:
-            return None, outputs
-        self.scheduler.let_go(batch)
-        return (batch, flight), outputs
+    @staticmethod
+    def _is_live(flight: Flight) -> bool:
+        """Some of its sequences are still there."""
+        return any(not row.sequence.finished for row in flight.batch.rows)
 
-    def _under_way(self) -> tuple[Batch, Flight] | None:
-        """The step launched ahead, unless all its sequences have ended meanwhile."""
-        ahead, self._ahead = self._ahead, None
-        problem, self._problem = self._problem, None
-        if problem is not None and self.scheduler.running:  # else it is nobody's any more
-            raise problem
-        live = ahead is not None and any(not row.sequence.finished for row in ahead[0].rows)
-        return ahead if live else None
+    def _since(self, flight: Flight, now: float) -> float:
+        """When the device began a step that was launched by the step before."""
+        if flight.over and now - self._returned_at > AWAY * (now - self._read_at):
+            flight.warm = False  # when it ended is not known: the caller was away
+            return now
+        return self._read_at
 
-    def _observe(self, batch: Batch, flight: Flight, outputs: list[StepOutput], started: float) -> StepReport:
+    def _observe(self, flight: Flight, outputs: StepOutputs, started: float) -> StepReport:
         """A step was read: the policy may learn from it."""
+        batch = flight.batch
         read_before, self._read_at = self._read_at, time.perf_counter()
         if batch.num_drafted:  # the device may have been drafting since the step before was read
             started = max(started - self.drafters.time_devices(), min(read_before, started))
-        report = self._report(batch, flight, outputs, self._read_at - started)
+        report = StepReport(
+            len(batch.rows),
+            flight.layout.tokens.shape[0],
+            self._read_at - started,
+            self.drafters.seconds if batch.num_drafted else {},
+            outputs,
+            self.drafters.retired,
+            flight.warm,
+            flight.ahead,
+        )
         self.policy.observe(report)
         return report
 
-    def _report(self, batch: Batch, flight: Flight, outputs: list[StepOutput], step_s: float) -> StepReport:
-        rows = flight.layout.tokens.shape[0]
-        took, retired = self.drafters.seconds if batch.num_drafted else {}, self.drafters.retired
-        return StepReport(len(batch.rows), rows, step_s, took, outputs, retired, flight.warm, flight.stage is not None)
-
-    def _account(self, batch: Batch, collected: Collected, report: StepReport) -> None:
+    def _account(self, flight: Flight, outputs: StepOutputs, report: StepReport) -> None:
         """Timings for the user: what the step took, and what it would have taken plainly."""
-        outputs, step_s = report.outputs, report.step_s
-        together = collected.stats
-        committed = len(outputs) if together else sum([len(output.tokens) for output in outputs])
-        self.stats.add(batch, committed=committed, model_s=collected.flight.model_s, step_s=step_s)
+        batch, step_s = flight.batch, report.step_s
+        self.stats.add(batch, committed=outputs.num_tokens, model_s=flight.model_s, step_s=step_s)
         if not batch.only_decodes:
             return
-        sampled = batch.stage.company.sampled if batch.stage else any_sampled(output.sequence for output in outputs)
+        sampled = any(sequence.sampled for sequence in outputs.sequences)
         plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
-        if not plain_s:
-            return
-        for stats in together or ():
-            stats.spent_s += step_s
-            stats.plain_s += plain_s
-        for output in () if together else outputs:
-            stats = output.sequence.stats
-            stats.spent_s += step_s
-            stats.plain_s += plain_s * len(output.tokens)
+        if plain_s:
+            for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True):
+                sequence.stats.spent_s += step_s
+                sequence.stats.plain_s += plain_s * len(tokens)
 
     def add_request(
         self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, job: str | None = None
@@ -234,7 +225,7 @@ class Engine:
 
         Requests of one `job` are waited for together; it changes when what is drafted, never what is said.
         """
-        if any(sequence.request_id == request_id for sequence in self.scheduler.sequences()):
+        if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
         waiting = len(self.scheduler.waiting)
         if waiting and waiting + params.n > self.config.max_waiting:
@@ -246,26 +237,33 @@ class Engine:
             limit = min(limit, len(prompt) + params.max_tokens)
         bad_words = self._bad_words(params)
         sequences = [
-            Sequence(request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words, job=job)
+            Sequence(
+                request_id, prompt, params, index=index, max_len=limit, bad_words=bad_words, eos=self._eos, job=job
+            )
             for index in range(params.n)
         ]
         self._check_speculation(sequences[0])
+        self._requests[request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
         return sequences
 
     def cancel(self, request_id: str) -> list[Sequence]:
         """Stop all answers to a request; their blocks are free when this returns."""
-        cancelled = [sequence for sequence in self.scheduler.sequences() if sequence.request_id == request_id]
+        cancelled = self._requests.pop(request_id, [])
         for sequence in cancelled:
             self._forget(sequence)
+            self.committer.forget(sequence)
             self.scheduler.finish(sequence, "abort")
         return cancelled
 
     def _forget(self, sequence: Sequence) -> None:
-        """Before it leaves: where this is interrupted, whoever tries again still finds it."""
         self.policy.forget(sequence)
-        self.committer.forget(sequence)
+        left = self._requests.get(sequence.request_id)
+        if left is not None:
+            left.remove(sequence)
+            if not left:
+                del self._requests[sequence.request_id]
 
     @property
     def has_work(self) -> bool:

@@ -221,10 +221,10 @@ class EngineLoop:
         except Exception as problem:
             self._fail_step(problem)
             return
-        now, watched = time.perf_counter(), self._watched
-        for output in outputs:
-            if output.finished or output.sequence.request_id in watched:
-                self._report(output, now)
+        now, watched, ended = time.perf_counter(), self._watched, set(outputs.ended)
+        for index, sequence in enumerate(outputs.sequences):
+            if index in ended or sequence.request_id in watched:
+                self._report(outputs[index], now)
 
     def _fail_step(self, problem: Exception) -> None:
         """A step that raised: the requests that took part in it end. Others wait, and have their turn."""

@@ -19,8 +19,8 @@ from paceline.models import kernels
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, verify
-from paceline.verify.host import Speaker, walk_on_host
-from paceline.verify.recorded import Recorded
+from paceline.verify.graph_cache import GraphCache
+from paceline.verify.host import TokenSampler, walk_on_host
 
 SETTLED = 8  # plain steps of one size in a row
 WIDTHS = (1, 8, 16, 32)  # nodes of drafts that are judged by kernels of their own
@@ -30,17 +30,17 @@ class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, eos_token_ids, device
         self.shortcut = True  # on the host without edits, or recorded; not while `prove` puts in a fault
-        self._say = kernels.say_of(device)
+        self._native = kernels.draw_of(device)
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
         self._empty = functools.lru_cache(64)(self._plain)
-        self._recorded = Recorded(device)
+        self._graphs = GraphCache(device)
         self._rows = self._stayed = 0  # of plain steps: their size, and for how many it has been the same
         self._settled: set[int] = set()  # sizes that have stayed for a while
 
     @property
     def warm(self) -> bool:
         """The last step took what its like will take again."""
-        return self._recorded.warm
+        return self._graphs.warm
 
     def verify(
         self,
@@ -57,7 +57,7 @@ class Sampler:
         Draft and `row_of` come from the host, where what depends on them alone is found without waiting for a device.
         `lengths` of the sequences, where they have tokens that the host has not seen.
         """
-        recorded, batch = self.shortcut and self._recorded.records, len(sequences)
+        recorded, batch = self.shortcut and self._graphs.records, len(sequences)
         if recorded and not draft.width:
             sequences, logits, lengths = self._widened(sequences, logits, lengths)
         controls, wanted = self._builder.controls(sequences), self._builder.num_logprobs(sequences)
@@ -70,11 +70,11 @@ class Sampler:
             and draft.q is None
             and not controls.edits
         ):
-            speakers = None
+            samplers = None
             if not controls.neutral:
                 known = [len(sequence.tokens) for sequence in sequences] if lengths is None else lengths.tolist()
-                speakers = [_speaker(*one) for one in zip(sequences, controls.on_host, known, strict=True)]
-            return walk_on_host(draft, logits, row_of, deepest, speakers, self._say)
+                samplers = [_token_sampler(*one) for one in zip(sequences, controls.on_host, known, strict=True)]
+            return walk_on_host(draft, logits, row_of, deepest, samplers, self._native)
         owners: SequenceOf[int] = range(len(sequences))
         if draft.width:
             needs_path = controls.penalties is not None or controls.bad_words is not None
@@ -86,12 +86,12 @@ class Sampler:
         options = {"max_depth": deepest, "num_logprobs": wanted, "only_chains": only_chains}
         if not self.shortcut:
             return verify(*judged, **options)  # type: ignore[arg-type]
-        verdict = self._recorded(verify, *judged, standing=logits, **options)
+        verdict = self._graphs(verify, *judged, standing=logits, **options)
         return verdict if len(sequences) == batch else verdict.first(batch)
 
     @torch.inference_mode()
-    def rehearse(self) -> None:
-        """Judge a made-up step of each common kind: the kernels it takes get compiled, several at a time."""
+    def warmup(self) -> None:
+        """Verify a made-up step of each common kind, which compiles its kernels, several at a time."""
         chains = [_chain(width) for width in WIDTHS]
         sampled = [self._sampled(width) for width in WIDTHS[:-1]]
         logits = torch.zeros(WIDTHS[-1] + 1, self._vocab_size, device=self._device)
@@ -104,13 +104,13 @@ class Sampler:
         ):
             steps += [(asked, draft) for draft in (Draft.empty(1), *drafts)]
         with ThreadPoolExecutor(None if logits.is_cuda else 1) as pool:
-            list(pool.map(self._rehearse, *zip(*steps, strict=True), repeat(logits)))
+            list(pool.map(self._warmup_step, *zip(*steps, strict=True), repeat(logits)))
 
     @torch.inference_mode()
-    def _rehearse(self, asked: dict[str, float], draft: Draft, logits: Tensor) -> None:
-        """By a sampler of its own: they keep what they built last."""
+    def _warmup_step(self, asked: dict[str, float], draft: Draft, logits: Tensor) -> None:
+        """By a sampler of its own: a sampler keeps what it built last."""
         params = SamplingParams(**{"temperature": 1.0, **asked}).resolve({})  # type: ignore[arg-type]
-        sequences, rows = [Sequence("rehearsal", [0], params, max_len=2 * WIDTHS[-1])], draft.width + 1
+        sequences, rows = [Sequence("warm-up", [0], params, max_len=2 * WIDTHS[-1])], draft.width + 1
         own = Sampler(self._vocab_size, self._eos, self._device)
         with torch.cuda.device(self._device) if logits.is_cuda else nullcontext():
             own.verify(sequences, draft, logits[:rows], torch.arange(rows)[None], only_chains=True)
@@ -124,7 +124,7 @@ class Sampler:
         there belongs to no slot."""
         vocab = logits.shape[1]
         room = logits.untyped_storage().nbytes() // logits.itemsize - logits.storage_offset()
-        if not self._recorded.records or not logits.is_contiguous() or rows * vocab > room:
+        if not self._graphs.records or not logits.is_contiguous() or rows * vocab > room:
             return logits
         return logits.as_strided((rows, vocab), (vocab, 1))
 
@@ -178,7 +178,7 @@ def rounded(rows: int) -> int:
 
 
 def _chain(width: int) -> Draft:
-    return Draft.chains(torch.zeros(1, width, dtype=torch.int64), torch.tensor([width]), source=0)
+    return Draft.chains(torch.zeros(1, width, dtype=torch.int64), torch.tensor([width]))
 
 
 def _bush(width: int) -> Draft:
@@ -187,6 +187,6 @@ def _bush(width: int) -> Draft:
     return replace(chain, parents=torch.full_like(chain.parents, -1), depth=torch.ones_like(chain.depth))
 
 
-def _speaker(sequence: Sequence, asked: tuple[float, int, float, float], length: int) -> Speaker:
+def _token_sampler(sequence: Sequence, asked: tuple[float, int, float, float], length: int) -> TokenSampler:
     temperature, top_k, top_p, min_p = asked
-    return Speaker(temperature, sequence.noise_key, length, sequence.seed is not None, top_k, top_p, min_p)
+    return TokenSampler(temperature, sequence.noise_key, length, sequence.seed is not None, top_k, top_p, min_p)

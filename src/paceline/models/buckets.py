@@ -24,6 +24,7 @@ class Bucket(NamedTuple):
     path: int
     logits: int  # 0: of every row
     taps: tuple[int, ...]
+    from_hidden: bool = False  # its rows begin with hidden states, not with tokens
 
     def kernels(self, direct: bool, tails: int) -> tuple[object, ...]:
         """What chooses the kernels of such a pass: buckets alike in this are computed by the same ones."""

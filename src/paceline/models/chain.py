@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from paceline.draft import UnreadVerdict
 from paceline.models.kv_cache import LayerCache
 
 log = logging.getLogger("paceline")
@@ -30,26 +31,13 @@ class ChainRow:
     blocks: Sequence[int]  # block ids for all but the last of the new tokens
 
 
-@dataclass(frozen=True)
-class Said:
-    """What is committed behind a row's tokens by a step still under way: the first accepted + 1 of its tokens."""
-
-    tokens: Tensor  # (B, D + 1)
-    num_accepted: Tensor  # (B,)
-    rows: Sequence[int]  # of these tensors, by row of the chain
-
-    @property
-    def most(self) -> int:
-        return self.tokens.shape[1]
-
-
 class GreedyChain(Protocol):
     """Bound to a model's caches."""
 
     most_rows: int
     warm: bool  # the last draft took what its like will take again
 
-    def draft(self, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+    def draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
         """(R, K) int64 on the device, K the largest count: for each row the most probable token after those before.
 
         `said`: rows go on behind it. Bits may differ from those of a pass, and so may a token where two are almost
@@ -69,7 +57,7 @@ class Pick(Protocol):
 class PicksTokens(GreedyChain, Protocol):
     """A chain that may also have its tokens picked, between its passes."""
 
-    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
         """As `draft`; `pick` is asked once for every depth, for all rows, and nobody waits for what it says."""
 
 
@@ -79,7 +67,7 @@ def rehearse(chain: GreedyChain, device: torch.device) -> bool:
     nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
     try:
         chain.draft([row])
-        chain.draft([row], Said(nothing, nothing[:, 0], [0]))
+        chain.draft([row], UnreadVerdict(tokens=nothing, num_accepted=nothing[:, 0], path=nothing[:, :1], rows=[0]))
         if isinstance(chain, PicksTokens):
             chain.draft_by(lambda logits, depth: nothing[:, 0], [row])
     except Exception as problem:  # drafts by passes with the host between them serve

@@ -23,11 +23,13 @@ from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
 from paceline.models.rehearse import Shape as Rehearsed
 
-FINAL = -1  # tap: the hidden state after the final norm
+# Taps: i in 0..num_layers is the residual stream entering layer i (num_layers: leaving the last one), FINAL the hidden
+# state after the final norm, which is the head's input.
+FINAL = -1
 
 
 class Model(Protocol):
-    """What the engine needs of a target. A tap i in 0..num_layers is the residual stream entering layer i."""
+    """What the engine needs of a target."""
 
     config: ModelConfig
     kv_specs: tuple[KVSpec, ...]
@@ -40,7 +42,7 @@ class Model(Protocol):
     ) -> ModelOutput:
         """`tokens` may lie on the host or on the device, `plan` and `logit_rows` (ascending) come from the host.
 
-        The logits stand until the next pass: keep a copy to keep them longer.
+        Logits and taps stand until the next pass: keep a copy to keep them longer.
         """
 
     def prepare(
@@ -60,8 +62,13 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         max_len: int | None = None,
+        embedding: Tensor | None = None,
+        head: Packed | None = None,
     ) -> None:
-        """`dtype` is how weights are stored; activations are fp32 on CPU and `dtype` elsewhere."""
+        """`dtype` is how weights are stored; activations are fp32 on CPU and `dtype` elsewhere.
+
+        A drafter's decoder may share `embedding` and `head` with its target: `weights` need not hold them then.
+        """
         self.config, self.kernels, self.device = config, kernels, device
         self.torch_threads = kernels.torch_threads
         self.activation_dtype = torch.float32 if device.type == "cpu" else dtype
@@ -95,10 +102,10 @@ class Decoder:
                 window=config.window(index),
             )
 
-        self.embedding = stored("model.embed_tokens.weight")
+        self.embedding = stored("model.embed_tokens.weight") if embedding is None else embedding
         self.layers = [layer(index) for index in range(config.num_layers)]
         self.final_norm = vector("model.norm.weight")
-        self.head = packed("model.embed_tokens" if config.tie_embeddings else "lm_head")
+        self.head = packed("model.embed_tokens" if config.tie_embeddings else "lm_head") if head is None else head
         cos, sin = rope_tables(config.rope, config.head_dim, max_len or config.max_positions, device)
         self.shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
         self._stack: Stack | None = None
@@ -107,19 +114,26 @@ class Decoder:
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
+        """`tokens`: (M,), or in their place (M, H) hidden states that enter the first layer; those are not changed."""
         if self.graphs is not None:
             return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
         device = self.device
         chosen = None if len(logit_rows) == len(tokens) else logit_rows.to(device)
-        return self.compute(tokens.to(device), plan.to(device), caches, chosen, taps)
+        return self.run(self.embed(tokens.to(device)), plan.to(device), caches, chosen, taps)
 
     @torch.inference_mode()
     def prepare(
-        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[Rehearsed]
+        self,
+        caches: Sequence[LayerCache],
+        block_size: int,
+        taps: Sequence[int],
+        shapes: Iterable[Rehearsed],
+        *,
+        from_hidden: bool = False,
     ) -> bool:
         if self.graphs is None:
             return False
-        self.graphs.prepare(caches, block_size, tuple(taps), shapes)
+        self.graphs.prepare(caches, block_size, tuple(taps), shapes, from_hidden=from_hidden)
         return True
 
     @torch.inference_mode()
@@ -131,35 +145,45 @@ class Decoder:
             chains.append(PassChain(self.graphs, self.config, caches, block_size))
         return [chain for chain in chains if self.device.type == "cpu" or rehearse(chain, self.device)]
 
-    def compute(
+    def embed(self, inputs: Tensor) -> Tensor:
+        """(M, H) of its own for `run` to overwrite: of (M,) tokens, or of (M, H) hidden states."""
+        if inputs.dim() == 2:
+            return inputs.to(self.activation_dtype, copy=True)
+        return self.embedding[inputs].to(self.activation_dtype)
+
+    def run(
         self,
-        tokens: Tensor,
+        residual: Tensor,
         plan: PassPlan,
         caches: Sequence[LayerCache],
         logit_rows: Tensor | None,
         taps: Sequence[int] = (),
         out: Tensor | None = None,
+        out_taps: Tensor | None = None,
     ) -> ModelOutput:
-        """The pass itself, everything on the device; logits of all rows or the chosen ones, in `out` where given."""
+        """The pass itself, everything on the device: from `residual` (M, H), which it overwrites, to the logits of all
+        rows or the chosen ones, in `out` where given, and tap j of row m in `out_taps[m, j]` where given."""
+        assert len(set(taps)) == len(taps), "a tap is asked for once"
         stack = self._bound_to(caches)
-        tapped: dict[int, Tensor] = {}
-        residual = self.embedding[tokens].to(self.activation_dtype)  # (M, H), kept up to date in place
-        added: Tensor | None = None  # what the layers so far have still to add to it
+        if taps and out_taps is None:
+            out_taps = residual.new_empty(len(residual), len(taps), residual.shape[1])
+        tapped = {} if out_taps is None else {tap: out_taps[:, at] for at, tap in enumerate(taps)}
+        added: Tensor | None = None  # what the layers so far have still to add to the residual stream
         first = 0
         for last in self._stops(taps):
             if last > first:
                 added = stack.run(first, last, added, residual, plan)
-            if last in taps:
-                tapped[last] = residual.clone() if added is None else residual + added
+            if last in tapped:
+                tapped[last].copy_(residual) if added is None else torch.add(residual, added, out=tapped[last])
             first = last
-        if not taps and logit_rows is not None and added is not None:
+        if FINAL not in tapped and logit_rows is not None and added is not None:
             added, residual = added[logit_rows], residual[logit_rows]
             logit_rows = None
         final = self._norm(added, residual)
-        tapped[FINAL] = final
+        if FINAL in tapped:
+            tapped[FINAL].copy_(final)
         rows = final if logit_rows is None else final[logit_rows]
-        logits = self.kernels.logits(rows, self.head, out)
-        return ModelOutput(logits, torch.stack([tapped[tap] for tap in taps], dim=1) if taps else None)
+        return ModelOutput(self.kernels.logits(rows, self.head, out), out_taps)
 
     def _bound_to(self, caches: Sequence[LayerCache]) -> Stack:
         """Layers and caches are bound once: the engine hands over the same caches every time."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -22,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.cuda_graph import CudaGraph, GraphRecorder
 from paceline.models.buckets import FEW, TILES, Bucket, path_up, up
 from paceline.models.kv_cache import LayerCache
 from paceline.models.native_relay import HEADER, Place
 from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
 from paceline.models.rehearse import Shape, rehearsal
 from paceline.models.staging import Buffer, Staging
-from paceline.recorder import Recorder, Recording
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
@@ -67,8 +68,8 @@ class Placed:
         from paceline.models.triton.attention import Division, Work
 
         self.bucket = bucket
-        self.recording: Recording | None = None
-        self.kept: list[Tensor] = []  # scratch it points into
+        self.recording: CudaGraph | None = None
+        self.kept: list[object] = []  # memory it points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
         sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)}
@@ -83,11 +84,16 @@ class Placed:
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
         self._blank = np.zeros(self.at["tables"].start, np.int32)
         self._blank[self.at["slots"]] = -1
+        self._blank[self.at["reach"]] = 1  # a padding row sees a key, so that its result is a number
         view = {name: self.device_ints[place] for name, place in self.at.items()}
         kv_heads = decoder.config.num_kv_heads
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
         self.kernels = bucket.kernels(self.division.direct, self.division.tails)
         self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
+        self.inputs = self.tokens
+        if bucket.from_hidden:
+            width, dtype = decoder.config.hidden_size, decoder.activation_dtype
+            self.inputs = torch.zeros(bucket.rows, width, dtype=dtype, device=decoder.device)
         self.header = self.device_ints[: self.at["tiles"].stop]  # begins with the width of the block tables
         self.plan = PassPlan(
             positions=view["positions"],
@@ -95,7 +101,7 @@ class Placed:
             sequence=view["sequence"],
             prefix=view["prefix"],
             path=view["path"].view(bucket.rows, bucket.path),
-            path_len=view["path_len"],
+            reach=view["reach"],
             block_tables=view["tables"],  # the kernels read the tables' width from the header
             block_size=block_size,
             max_len=longest,
@@ -107,10 +113,10 @@ class Placed:
         self.send(tokens, plan, staging, *self.write(tokens, plan, logit_rows, tiles, staging))
 
     def send(self, tokens: Tensor, plan: PassPlan, staging: Staging, buffer: Buffer, size: int) -> None:
-        """What was written; tokens that are already on the device stay there."""
+        """The written buffer, and tokens or hidden states that are on the device already."""
         staging.send(buffer, self.device_ints, size)
-        if tokens is not plan.host.tokens and not tokens.is_cpu:
-            self.tokens[: len(tokens)].copy_(tokens)
+        if self.bucket.from_hidden or (tokens is not plan.host.tokens and not tokens.is_cpu):
+            self.inputs[: len(tokens)].copy_(tokens)
 
     def write(
         self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, tiles: Any, staging: Staging
@@ -125,7 +131,7 @@ class Placed:
         stage.header[:] = self.division.header(plan.max_len, tables.shape[1])
         stage.tiles[:] = tiles
         stage.rows[:, :rows] = each
-        if tokens is not known and tokens.is_cpu:
+        if tokens is not known and tokens.is_cpu and not self.bucket.from_hidden:
             stage.rows[-1, :rows] = tokens.numpy()
         if self.bucket.logits:
             stage.logit_rows[: len(logit_rows)] = logit_rows.numpy()
@@ -166,16 +172,17 @@ class _Stage:
 
 
 class PassGraphs:
-    """`decoder.compute` by bucket. One pass at a time: its logits stand until the next."""
+    """`decoder.run` by bucket. One pass at a time: its logits and taps stand until the next."""
 
     def __init__(self, decoder: Decoder, *, capture: bool = True) -> None:
         self._decoder, self.capture = decoder, capture
         self._caches: Sequence[LayerCache] | None = None
         self._passes: OrderedDict[Bucket, Placed] = OrderedDict()
-        self._logits: Tensor | None = None
+        self._logits: Tensor | None = None  # all passes share both, so that a recording keeps none of its own
+        self._taps: Tensor | None = None
         self._staging = Staging(decoder.device)
         self._compiled: set[object] = set()  # sets of kernels that passes have used
-        self._recorder = Recorder()
+        self._recorder = GraphRecorder()
         self._known: dict[Hashable, tuple[Bucket, Any]] = {}
         self._begun: Begun | None = None
         self.captured = 0
@@ -189,7 +196,7 @@ class PassGraphs:
         taps: tuple[int, ...],
     ) -> ModelOutput:
         begun = self._begun
-        of, tiles = self._pass(plan, caches, logit_rows, taps)
+        of, tiles = self._pass(plan, caches, logit_rows, taps, tokens.dim() == 2)
         warm = self.is_warm(of)
         buffer, size = of.write(tokens, plan, logit_rows, tiles, self._staging)
         if begun is not None and begun.of is of and tokens.is_cpu and np.array_equal(buffer.ints[:size], begun.written):
@@ -210,7 +217,7 @@ class PassGraphs:
     ) -> Placed:
         """A pass where its bucket's kernels will read it, to be run once or more; kernels may write into it."""
         self._begun = None
-        of, tiles = self._pass(plan, caches, logit_rows, taps)
+        of, tiles = self._pass(plan, caches, logit_rows, taps, tokens.dim() == 2)
         of.fill(tokens, plan, logit_rows, tiles, self._staging)
         return of
 
@@ -236,14 +243,22 @@ class PassGraphs:
         return True
 
     def prepare(
-        self, caches: Sequence[LayerCache], block_size: int, taps: tuple[int, ...], shapes: Iterable[Shape]
+        self,
+        caches: Sequence[LayerCache],
+        block_size: int,
+        taps: tuple[int, ...],
+        shapes: Iterable[Shape],
+        *,
+        from_hidden: bool = False,
     ) -> None:
         """Compile and record what passes of these shapes take, the largest first: smaller ones share its scratch."""
         started, before = time.perf_counter(), self._reserved()
         passes = {}
         for shape in sorted(set(shapes), key=lambda shape: -shape.rows):
             tokens, plan, logit_rows = rehearsal(shape, block_size)
-            of, tiles = self._pass(plan, caches, logit_rows, taps)
+            if from_hidden:
+                tokens = torch.zeros(len(tokens), self._decoder.config.hidden_size)
+            of, tiles = self._pass(plan, caches, logit_rows, taps, from_hidden)
             if of.recording is None:
                 passes[of] = tokens, plan, logit_rows, tiles
         if self._captures:
@@ -264,11 +279,11 @@ class PassGraphs:
             for of in passes:
                 self._compute(of)
 
-    def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...]) -> tuple[Bucket, Any]:
+    def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...], from_hidden: bool) -> tuple[Bucket, Any]:
         """And where its tiles begin and how many rows they have. From one step to the next rows mostly belong to
         sequences as before, or as not long before."""
         sequence = plan.each[SEQUENCE]
-        key = sequence.tobytes(), plan.path.shape[1], wanted, taps
+        key = sequence.tobytes(), plan.path.shape[1], wanted, taps, from_hidden
         known = self._known.get(key)
         if known is None:
             from paceline.models.triton.attention import tiles_of
@@ -282,19 +297,24 @@ class PassGraphs:
             tiles[0, : len(begin)], tiles[1, : len(begin)] = begin, count
             if len(self._known) == KNOWN:
                 self._known.clear()
-            bucket = Bucket(up(rows), num_tiles, tile, path_up(plan.path.shape[1]), logits, taps)
+            bucket = Bucket(up(rows), num_tiles, tile, path_up(plan.path.shape[1]), logits, taps, from_hidden)
             known = self._known[key] = bucket, tiles.reshape(-1)
         return known
 
     def _pass(
-        self, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: tuple[int, ...]
+        self,
+        plan: PassPlan,
+        caches: Sequence[LayerCache],
+        logit_rows: Tensor,
+        taps: tuple[int, ...],
+        from_hidden: bool,
     ) -> tuple[Placed, Any]:
         """The pass of its bucket, and its tiles."""
         if caches is not self._caches:
             self._caches = caches
             self._passes.clear()
         host = plan.host
-        bucket, tiles = self._bucket(host, logit_rows.shape[0], taps)
+        bucket, tiles = self._bucket(host, logit_rows.shape[0], taps, from_hidden)
         of = self._passes.get(bucket)
         if of is None or host.block_tables.size > of.table_ints:
             of = self._passes[bucket] = Placed(bucket, self._decoder, caches, plan.block_size)
@@ -335,13 +355,14 @@ class PassGraphs:
     def _compute(self, of: Placed) -> ModelOutput:
         assert self._caches is not None
         bucket = of.bucket
-        out = self._logits_buffer(bucket.logits or bucket.rows)
-        return self._decoder.compute(of.tokens, of.plan, self._caches, of.logit_rows, bucket.taps, out)
+        out, out_taps = self._logits_buffer(bucket.logits or bucket.rows), self._taps_buffer(bucket)
+        residual = self._decoder.embed(of.inputs)
+        return self._decoder.run(residual, of.plan, self._caches, of.logit_rows, bucket.taps, out, out_taps)
 
     def _record(self, of: Placed) -> None:
         started, before = time.perf_counter(), self._reserved()
-        of.recording = self._recorder.record(lambda: self._compute(of))
-        of.kept = [of.recording.result.logits, *self._scratch()]
+        of.recording = self._recorder.capture(lambda: self._compute(of))
+        of.kept = [of.recording.result, *self._scratch()]
         self.captured += 1
         grown = (self._reserved() - before) / 1e6
         log.debug("captured %s in %.0f ms, %.0f MB", of.bucket, 1e3 * (time.perf_counter() - started), grown)
@@ -358,3 +379,13 @@ class PassGraphs:
             shape = (max(rows, FEW), self._decoder.config.vocab_size)
             self._logits = torch.empty(shape, dtype=torch.float32, device=self._decoder.device)
         return self._logits[:rows]
+
+    def _taps_buffer(self, bucket: Bucket) -> Tensor | None:
+        """(rows, T, H)."""
+        if not bucket.taps:
+            return None
+        shape = bucket.rows, len(bucket.taps), self._decoder.config.hidden_size
+        size = math.prod(shape)
+        if self._taps is None or self._taps.numel() < size:
+            self._taps = torch.empty(size, dtype=self._decoder.activation_dtype, device=self._decoder.device)
+        return self._taps[:size].view(shape)

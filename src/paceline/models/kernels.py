@@ -108,7 +108,8 @@ class Kernels(Protocol):
         """Norm and rotate q and k, write k and v to plan.slots (except -1), return q as (M, Hq, D)."""
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
-        """(M, Hq, D) -> (M, Hq * D). A row at position t sees max(0, t - window + 1)..t, all of 0..t without window."""
+        """(M, Hq, D) -> (M, Hq * D). A row at position t sees keys [max(0, t - window + 1), reach), [0, reach) without
+        window."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """(M, 2 I) -> (M, I): silu(first half) * second half."""
@@ -190,10 +191,10 @@ def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None
     return FastKernels(device) if numerics == "fast" else TritonKernels(device)
 
 
-def say_of(device: torch.device) -> Callable[..., int | None] | None:
-    """What draws tokens on this device in one call, for `verify.host`, or None."""
+def draw_of(device: torch.device) -> Callable[..., int | None] | None:
+    """The native call that draws one token of a row of logits, for `verify.host`; None where there is none."""
     if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
         return None
-    from paceline.models.native_kernels import load_library, native_say
+    from paceline.models.native_kernels import load_library, native_draw
 
-    return native_say(load_library())
+    return native_draw(load_library())

@@ -24,9 +24,12 @@ from paceline.models.kernels import Layer, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 
+ABI = 2  # native/plan.h
+PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 VARIANTS = ("avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "abi": (c_long, []),
     "panel_width": (c_long, []),
     "pack_f32": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
     "pack_bf16": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
@@ -37,7 +40,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int] * 2),
-    "say": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
+    "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
     "ngram_extend": (None, [c_void_p] * 2 + [c_long]),
     "ngram_index": (None, [c_void_p, c_long]),
     "ngram_find": (None, [c_void_p, c_long]),
@@ -103,20 +106,23 @@ def open_library(variant: str) -> Library:
         raise OSError(
             f"{path.name} is older than the sources: it has no {missing[0]}; install paceline again to build it"
         )
-    return Library(variant, path, handle)
+    library = Library(variant, path, handle)
+    if library.function("abi")() != ABI:
+        raise OSError(f"{path.name} is not of these sources; install paceline again to build it")
+    return library
 
 
-def native_say(library: Library | None) -> Callable[..., int | None] | None:
-    """What a row of logits says, for `verify.host`; None without a library."""
+def native_draw(library: Library | None) -> Callable[..., int | None] | None:
+    """Draws the token of one row of logits, for `verify.host`; None without a library."""
     if library is None:
         return None
-    say = library.function("say")
+    draw_token = library.function("draw_token")
 
-    def said(logits: np.ndarray[Any, Any], *asked: float) -> int | None:
-        token: int = say(logits.ctypes.data, logits.shape[0], *asked)
+    def draw(logits: np.ndarray[Any, Any], *asked: float) -> int | None:
+        token: int = draw_token(logits.ctypes.data, logits.shape[0], *asked)
         return None if token < 0 else token
 
-    return said
+    return draw
 
 
 @dataclass(frozen=True)
@@ -140,13 +146,13 @@ class PlanView(ctypes.Structure):
     """A PassPlan as C sees it. Built once per pass: a plan serves every layer."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("positions", "slots", "sequence", "prefix", "path", "block_tables")),
+        *((name, c_void_p) for name in PLAN_TENSORS),
         *((name, c_int64) for name in ("rows", "path_width", "table_width", "block_size")),
     )
 
     @classmethod
     def of(cls, plan: PassPlan) -> PlanView:
-        tensors = (plan.positions, plan.slots, plan.sequence, plan.prefix, plan.path, plan.block_tables)
+        tensors = [getattr(plan, name) for name in PLAN_TENSORS]
         if any(t.dtype is not torch.int32 or not t.is_contiguous() for t in tensors):
             raise TypeError("a plan is made of contiguous int32 tensors")
         return cls(*(t.data_ptr() for t in tensors), *plan.path.shape, plan.block_tables.shape[1], plan.block_size)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.draft import sent
-from paceline.models.chain import READ, ChainRow, Pick, Said
+from paceline.draft import UnreadVerdict, sent
+from paceline.models.chain import READ, ChainRow, Pick
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
@@ -30,13 +30,13 @@ class PassChain:
         self._most_positions = config.max_positions
         self.warm = True  # the last draft met no shape of a pass for the first time
 
-    def draft(self, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+    def draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
         return self._draft(rows, said, None)
 
-    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
         return self._draft(rows, said, pick)
 
-    def _draft(self, rows: Sequence[ChainRow], said: Said | None, pick: Pick | None) -> Tensor:
+    def _draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None, pick: Pick | None) -> Tensor:
         from paceline.models.triton.follow import begin_after, follow, known_of
 
         count, most = max(row.count for row in rows), 0 if said is None else said.most

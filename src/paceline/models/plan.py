@@ -1,9 +1,10 @@
-"""What the rows of one pass are, what each of them may see, and what comes of it.
+"""The rows of one pass, the keys each of them sees, and the result of the pass.
 
-Every row (a prefill token, a decoded token, a node of a draft tree) sees the logical positions 0..position. The first
-`prefix` of them are read through its sequence's block table; the rest, a tree node's drafted ancestors and the node
-itself, through explicit slots. So a node reads the same values in the same order as the token would when decoded
-plainly: kernels that walk positions in order give the same bits for both.
+Every row (a prefill token, a decoded token, a node of a draft tree, a row of a drafter's block) sees the logical keys
+[0, reach). The first `prefix` of them are read through its sequence's block table; the rest, a tree node's drafted
+ancestors and the node itself, through explicit slots. So a node reads the same values in the same order as the token
+would when decoded plainly: kernels that walk keys in order give the same bits for both. A row of a causal pass has
+reach == position + 1; rows of a block that sees itself share one reach behind the block's last position.
 """
 
 from __future__ import annotations
@@ -17,7 +18,24 @@ import torch
 from torch import Tensor
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
-ROW_FIELDS = ("positions", "prefix", "slots", "sequence", "path_len")  # one number a row
+ROW_FIELDS = ("positions", "prefix", "slots", "sequence", "reach")  # one number a row
+
+
+def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
+    """Cache slots of positions of sequences, by their row of the block tables (S, W): the one place that knows how."""
+    block = position // block_size
+    return tables.reshape(-1).take(owner * tables.shape[1] + block) * block_size + position % block_size
+
+
+class DeviceTrees(NamedTuple):
+    """Drafts of a pass whose shape only the device knows; T of them, N nodes at the most."""
+
+    rows: Tensor  # (T,) of `parents`
+    at: Tensor  # (T, N) rows of the pass, -1: no node
+    slots: Tensor  # (T, N) that the nodes are written to
+    length: Tensor  # (T,) of the sequences
+    parents: Tensor  # (B, N) int64 on the device, not checked yet
+    max_depth: int
 
 
 class HostPlan(NamedTuple):
@@ -36,22 +54,23 @@ class PassPlan:
     The model takes it to its device; kernels only ever see it there.
     """
 
-    positions: Tensor  # (M,) logical position, for RoPE; the row sees positions + 1 tokens
+    positions: Tensor  # (M,) logical position, for RoPE and for where a sliding window begins
     slots: Tensor  # (M,) cache slot its K/V is written to; -1: the slot already holds it (a recomputed token)
     sequence: Tensor  # (M,) which row of block_tables
-    prefix: Tensor  # (M,) positions [0, prefix) are read through the block table
-    path: Tensor  # (M, P) slots of positions prefix, prefix + 1, ...; P is 0 where no row has drafted ancestors
-    path_len: Tensor  # (M,) prefix + path_len == positions + 1
+    prefix: Tensor  # (M,) keys [0, prefix) are read through the block table
+    reach: Tensor  # (M,) keys [0, reach) are seen: those from prefix on by path
+    path: Tensor  # (M, P) slots of keys prefix, prefix + 1, ...; P is 0 where no row has drafted ancestors
     block_tables: Tensor  # (S, W) block ids, -1 beyond a sequence's end
     block_size: int
-    max_len: int  # the largest positions + 1, known on the host
+    max_len: int  # no reach is larger; known on the host
+    trees: DeviceTrees | None = None  # written into the pass on the device
     work: object = None  # how the kernels cut the pass, where they prepared that beforehand; theirs alone
 
     @staticmethod
-    def on_host(host: HostPlan, block_size: int, max_len: int) -> PassPlan:
+    def on_host(host: HostPlan, block_size: int, max_len: int, trees: DeviceTrees | None = None) -> PassPlan:
         """Of arrays: tensors are made of them when they are asked for, which on a GPU nobody does."""
         plan = object.__new__(PassPlan)
-        plan.__dict__.update(host=host, block_size=block_size, max_len=max_len)
+        plan.__dict__.update(host=host, block_size=block_size, max_len=max_len, trees=trees)
         return plan
 
     def __getattr__(self, name: str) -> Tensor:
@@ -80,8 +99,8 @@ class PassPlan:
             slots=slots.int(),
             sequence=sequence.int(),
             prefix=positions + 1,
+            reach=positions + 1,
             path=positions.new_empty(len(positions), 0),
-            path_len=torch.zeros_like(positions),
             block_tables=block_tables,
             block_size=block_size,
             max_len=max_len,

@@ -95,7 +95,7 @@ def rehearsal(shape: Shape, block_size: int) -> tuple[Tensor, PassPlan, Tensor]:
         sequence=torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts),
         prefix=zeros + 1,
         path=torch.zeros((shape.rows, PATHS[1] if shape.tree else 0), dtype=torch.int32),
-        path_len=zeros + int(shape.tree),
+        reach=zeros + 1 + int(shape.tree),
         block_tables=torch.zeros((len(counts), 1), dtype=torch.int32),
         block_size=block_size,
         max_len=2,

@@ -77,25 +77,28 @@ class TorchKernels:
         k = k if k_norm is None else self.rms_norm(k, k_norm, eps)
         cos, sin = cos[plan.positions][:, None], sin[plan.positions][:, None]  # (M, 1, D / 2)
 
-        # A row with slot -1 writes back what its slot holds: no branch on a device value, no two rows on one slot.
-        own = _slots_of(plan, plan.positions[:, None])[:, 0]
-        writes = (plan.slots >= 0)[:, None, None]
-        target = torch.where(plan.slots >= 0, plan.slots, own).long()
-        cache.k[target] = torch.where(writes, _rotate(k, cos, sin).to(cache.k.dtype), cache.k[target])
-        cache.v[target] = torch.where(writes, v.to(cache.v.dtype), cache.v[target])
+        writes = plan.slots >= 0
+        slots = plan.slots[writes].long()
+        cache.k[slots] = _rotate(k, cos, sin)[writes].to(cache.k.dtype)
+        cache.v[slots] = v[writes].to(cache.v.dtype)
         return _rotate(q, cos, sin)
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
-        seen = plan.max_len if window is None else min(plan.max_len, window)
-        step = max(1, GATHER_LIMIT // (seen * cache.k[0].numel()))
+        begin, seen = torch.zeros_like(plan.positions), plan.max_len
+        if window is not None:
+            begin = (plan.positions - window + 1).clamp(min=0)
+            seen = int((plan.reach - begin).max()) if len(q) else 0
+        step = max(1, GATHER_LIMIT // max(seen * cache.k[0].numel(), 1))
         turns = [torch.arange(at, min(at + step, len(q)), device=q.device) for at in range(0, len(q), step)]
-        done = [self._attend(q[rows], plan, cache, scale, seen, rows) for rows in turns]
+        done = [self._attend(q[rows], plan, cache, scale, begin[rows], seen, rows) for rows in turns]
         return torch.cat(done) if done else q.flatten(1)
 
-    def _attend(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, seen: int, rows: Tensor) -> Tensor:
-        """The last `seen` positions of each row, gathered and padded with the row's own, which any row may read."""
-        last = plan.positions[rows][:, None]
-        positions = (last - (seen - 1)).clamp(min=0) + torch.arange(seen, device=q.device)  # (R, seen)
+    def _attend(
+        self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, begin: Tensor, seen: int, rows: Tensor
+    ) -> Tensor:
+        """Up to `seen` keys of each row from `begin` (R,) on, gathered and padded with the row's last."""
+        last = plan.reach[rows][:, None] - 1
+        positions = begin[:, None] + torch.arange(seen, device=q.device)  # (R, seen)
         visible = positions <= last
         slots = _slots_of(plan, positions.minimum(last), rows).long()
         keys, values = (_widen(t[slots]).transpose(1, 2) for t in (cache.k, cache.v))  # (R, Hkv, seen, D)
@@ -117,9 +120,8 @@ class TorchKernels:
         return None
 
 
-def _slots_of(plan: PassPlan, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-    """The slots rows (all of them, or `rows`) read logical `positions` (R, T) from."""
-    rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
+def _slots_of(plan: PassPlan, positions: Tensor, rows: Tensor) -> Tensor:
+    """The slots `rows` (R,) read logical `positions` (R, T) from."""
     blocks = (positions // plan.block_size).clamp(max=plan.block_tables.shape[1] - 1)
     paged = plan.block_tables[plan.sequence[rows][:, None], blocks] * plan.block_size + positions % plan.block_size
     if plan.path.shape[1] == 0:

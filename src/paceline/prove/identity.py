@@ -2,89 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from paceline.drafters import NONE
-from paceline.engine.policy import AUTO
+from paceline.engine.policy import AUTO, Choice, LearnsNothing, wish
+from paceline.outputs import CompletionOutput
 from paceline.prove.report import Row
-from paceline.prove.restless import restless
-from paceline.prove.subject import LENGTHS, Subject
-from paceline.prove.tap import Tap
+from paceline.prove.subject import LENGTHS, Subject, on_engine, patched
 from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
 
 BATCH = 4
 K = 4  # where boundaries are swept
+MOST_DRAFTED = 8  # tokens, by the policy that changes at every step
 
 
-def greedy_alone(subject: Subject, method: str) -> Row:
-    row = Row(f"greedy · {method} alone", f"answers to {len(subject.prompts)} prompts with plain decoding's")
-    _alone(subject, method, row, lambda i, name, k: subject.params(name, k))
+def alone(subject: Subject, method: str, *, seeded: bool) -> Row:
+    kind, answers = _words(seeded)
+    row = Row(f"{kind} · {method} alone", f"{answers} with plain decoding's")
+    for i, prompt in subject.each(row, subject.effort.few if seeded else None):
+        params = _params(subject, i, method, LENGTHS[i % len(LENGTHS)], seeded)
+        _compare(subject, row, [prompt], [params])
     return row
 
 
-def greedy_batch(subject: Subject) -> Row:
-    row = Row("greedy · batches of 4", "answers in batches of mixed methods and k with plain decoding's, alone")
-    _batched(subject, row, lambda i, name, k: subject.params(name, k))
+def batched(subject: Subject, *, seeded: bool, changing: bool = False) -> Row:
+    """In batches of mixed methods and k; `changing`: and others from step to step within an answer, as `auto` may."""
+    kind, answers = _words(seeded)
+    name, how = (
+        ("changing", "method and k new at every step,")
+        if changing
+        else (f"batches of {BATCH}", "of mixed methods and k")
+    )
+    row = Row(f"{kind} · {name}", f"{answers} in batches, {how} with plain decoding's, alone")
+    mixed = (AUTO,) if changing else (*subject.methods, NONE)
+    with _changing_policy(subject) if changing else nullcontext():
+        for start in range(0, len(subject.prompts), BATCH):
+            prompts = subject.prompts[start : start + BATCH]
+            params = [
+                _params(subject, i, mixed[i % len(mixed)], LENGTHS[(i + 1) % len(LENGTHS)], seeded)
+                for i in range(start, start + len(prompts))
+            ]
+            _compare(subject, row, prompts, params)
     return row
 
 
-def greedy_changing(subject: Subject) -> Row:
-    """As `auto` does: other methods and other k from step to step within an answer."""
-    row = Row("greedy · changing", "answers in batches, method and k new at every step, with plain decoding's, alone")
-    with restless(subject.llm.engine, subject.methods):
-        _batched(subject, row, lambda i, name, k: subject.params(AUTO, k))
-    return row
+def _words(seeded: bool) -> tuple[str, str]:
+    return ("seeds", "sampled answers with a seed") if seeded else ("greedy", "answers")
 
 
-def seeds_changing(subject: Subject) -> Row:
-    row = Row("seeds · changing", "sampled answers with a seed, method and k new at every step, with plain decoding's")
-    seeded = _seeded(subject)
-    with restless(subject.llm.engine, subject.methods):
-        _batched(subject, row, lambda i, name, k: seeded(i, AUTO, k))
-    return row
+def _params(subject: Subject, i: int, method: str, k: int, seeded: bool) -> SamplingParams:
+    if not seeded:
+        return subject.params(method, k)
+    filters = ({"top_p": 0.9}, {"top_k": 20}, {})[i % 3]
+    return subject.params(method, k, temperature=0.7, seed=subject.seed + i, **filters)
 
 
-def seeds_alone(subject: Subject, method: str) -> Row:
-    row = Row(f"seeds · {method} alone", "sampled answers with a seed with plain decoding's, same seed")
-    _alone(subject, method, row, _seeded(subject), subject.effort.few)
-    return row
+def _compare(subject: Subject, row: Row, prompts: SequenceOf[list[int]], params: SequenceOf[SamplingParams]) -> None:
+    """The answers of these requests, sent at once, with those of each alone and plain."""
+    for prompt, one, answer in zip(prompts, params, subject.ask(prompts, params, row), strict=True):
+        subject.compare(row, prompt, one, subject.plain(prompt, one), answer)
 
 
-def seeds_batch(subject: Subject) -> Row:
-    row = Row("seeds · batches of 4", "sampled answers with a seed in mixed batches with plain decoding's, alone")
-    _batched(subject, row, _seeded(subject))
-    return row
+class ChangingPolicy(LearnsNothing):
+    """Another method and k at every step, by a hash of the committed length: a policy may look at committed tokens."""
+
+    def __init__(self, methods: SequenceOf[str]) -> None:
+        self._choices = [NONE, *[method for method in methods for _ in range(3)]]
+
+    def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
+        return [self._choice(sequence) for sequence in sequences]
+
+    def _choice(self, sequence: Sequence) -> Choice:
+        if wish(sequence, AUTO, None)[0] == NONE:  # the plain answer to compare with
+            return Choice()
+        drawn = zlib.crc32(f"{sequence.index} {len(sequence.tokens)}".encode())
+        method = self._choices[drawn % len(self._choices)]
+        budget = min(1 + drawn // 97 % MOST_DRAFTED, sequence.room - 1)
+        return Choice(method, budget) if method != NONE and budget > 0 else Choice()
 
 
-Ask = Callable[[int, str, int], SamplingParams]  # (prompt, method, k)
-
-
-def _seeded(subject: Subject) -> Ask:
-    def params(i: int, method: str, k: int) -> SamplingParams:
-        filters = ({"top_p": 0.9}, {"top_k": 20}, {})[i % 3]
-        return subject.params(method, k, temperature=0.7, seed=subject.seed + i, **filters)
-
-    return params
-
-
-def _alone(subject: Subject, method: str, row: Row, ask: Ask, count: int | None = None) -> None:
-    for i, prompt in subject.each(row, count):
-        params = ask(i, method, LENGTHS[i % len(LENGTHS)])
-        (answer,) = subject.ask([prompt], [params], row, together=False)
-        subject.compare(row, prompt, params, subject.plain(prompt, params), answer)
-
-
-def _batched(subject: Subject, row: Row, ask: Ask) -> None:
-    mixed = (*subject.methods, NONE)
-    for start in range(0, len(subject.prompts), BATCH):
-        prompts = subject.prompts[start : start + BATCH]
-        places = range(start, start + len(prompts))
-        params = [ask(i, mixed[i % len(mixed)], LENGTHS[(i + 1) % len(LENGTHS)]) for i in places]
-        answers = subject.ask(prompts, params, row, together=True)
-        for prompt, param, answer in zip(prompts, params, answers, strict=True):
-            subject.compare(row, prompt, param, subject.plain(prompt, param), answer)
+@contextmanager
+def _changing_policy(subject: Subject) -> Iterator[None]:
+    llm, policy = subject.llm, ChangingPolicy(subject.methods)
+    with patched(llm, lambda engine: engine, policy=policy), patched(llm, lambda e: e.scheduler, policy=policy):
+        yield
 
 
 # -- what ends an answer
@@ -99,7 +105,7 @@ def lengths(subject: Subject) -> Row:
         begun = [*prompt, *whole[: len(whole) // 2]]  # in mid-answer, where there is something to draft from
         params = [subject.params(method, K, max_tokens=limit) for limit in range(1, K + 3)]
         plain = subject.plain(begun, params[-1])
-        for limit, answer in enumerate(subject.ask([begun] * len(params), params, row, together=True), start=1):
+        for limit, answer in enumerate(subject.ask([begun] * len(params), params, row), start=1):
             ended = "stop" if plain.finish_reason == "stop" and len(plain.token_ids) <= limit else "length"
             right = answer.token_ids == plain.token_ids[:limit] and answer.finish_reason == ended
             row.expect(right, f"max_tokens {limit} gave {len(answer.token_ids)} tokens, {answer.finish_reason}")
@@ -108,14 +114,13 @@ def lengths(subject: Subject) -> Row:
 
 def context_full(subject: Subject) -> Row:
     row = Row("ends · context full", "answers that run into the end of the context with plain decoding's")
+    context = on_engine(subject.llm, lambda engine: engine.max_model_len)
     for i, prompt in subject.each(row, subject.effort.few):
         method = subject.methods[i % len(subject.methods)]
         params = subject.params(method, LENGTHS[i % len(LENGTHS)], max_tokens=None, ignore_eos=True)
         room = subject.effort.max_tokens - i % 3
-        with subject.context_of(len(prompt) + room):
-            plain = subject.llm.generate(prompt, _plainly(params))[0].outputs[0]
-            (answer,) = subject.ask([prompt], [params], row, together=False)
-        subject.compare(row, prompt, params, plain, answer)
+        with patched(subject.llm, lambda engine: engine, max_model_len=min(len(prompt) + room, context)):
+            answer = _compare_anew(subject, row, prompt, params)
         row.expect(len(answer.token_ids) == room, f"{len(answer.token_ids)} tokens where {room} fit")
     return row
 
@@ -134,21 +139,27 @@ def stops(subject: Subject) -> Row:
         if text.strip():
             ways["stop string"] = {"stop": (text,)}
         for kind, more in ways.items():
-            params = subject.params(method, K, **more)
-            with _eos(subject, token if kind == "EOS" else None):
-                plain = subject.llm.generate(prompt, _plainly(params))[0].outputs[0]
+            eos = {"_eos": frozenset({token})} if kind == "EOS" else {}
+            with patched(subject.llm, lambda engine: engine.committer, **eos):
                 before = row.seen.committed
-                (answer,) = subject.ask([prompt], [params], row, together=False)
-            subject.compare(row, prompt, params, plain, answer)
+                answer = _compare_anew(subject, row, prompt, subject.params(method, K, **more))
             row.expect(answer.finish_reason == "stop", f"{kind} inside an accepted run did not stop the answer")
             if row.seen.committed - before > len(answer.token_ids):
                 row.missing = None
     return row
 
 
+def _compare_anew(subject: Subject, row: Row, prompt: list[int], params: SamplingParams) -> CompletionOutput:
+    """With a plain answer by the engine as it is patched now."""
+    plain = subject.llm.generate(prompt, replace(params, speculation=NONE))[0].outputs[0]
+    (answer,) = subject.ask([prompt], [params], row)
+    subject.compare(row, prompt, params, plain, answer)
+    return answer
+
+
 def _inside_a_run(subject: Subject, prompt: list[int], method: str, row: Row) -> int | None:
     """A token of the greedy answer after which drafted tokens of the same step were accepted too."""
-    with Tap().on(subject.llm.engine) as tap:
+    with subject.tapped() as tap:
         answer = subject.llm.generate(prompt, subject.params(method, K))[0].outputs[0]
     row.seen.merge(tap.seen)
     at = 0
@@ -159,19 +170,3 @@ def _inside_a_run(subject: Subject, prompt: list[int], method: str, row: Row) ->
                 return token
         at += accepted + 1
     return None
-
-
-@contextmanager
-def _eos(subject: Subject, token: int | None) -> Iterator[None]:
-    """Let a token end answers as EOS does."""
-    committer = subject.llm.engine.committer
-    before = committer._eos
-    committer._eos = before if token is None else frozenset({token})
-    try:
-        yield
-    finally:
-        committer._eos = before
-
-
-def _plainly(params: SamplingParams) -> SamplingParams:
-    return replace(params, speculation=NONE)

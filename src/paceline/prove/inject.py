@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,19 +12,19 @@ from torch import Tensor
 
 from paceline.draft import Draft, Kind, Verdict
 from paceline.engine import sampler
-from paceline.engine.batch import Batch
 from paceline.engine.engine import Engine
-from paceline.engine.layout import slot
-from paceline.engine.model_runner import Flight
+from paceline.engine.runner import Flight
 from paceline.errors import InvalidParameter
+from paceline.llm import LLM
 from paceline.prove.replay import Verify
+from paceline.prove.subject import on_engine, patched, slots_held
 from paceline.rng import Lane, coin
 from paceline.verify import Controls, Draws, Nodes, probabilities, process, verify
 from paceline.verify.outcome import has_children
 
 BIAS = 0.03  # total variation of the first token
 FAULTS = {
-    "bias": f"a bias of total variation {BIAS} in what the verifier says",
+    "bias": f"a bias of total variation {BIAS} in what the verifier commits",
     "rollback": "the cache after a rejected draft off by one slot, in one layer",
     "bonus": "the bonus token from the logits of the node before",
     "coins": "coins of a step used again in the next",
@@ -38,36 +37,23 @@ def check(fault: str | None) -> None:
 
 
 @contextmanager
-def injected(engine: Engine, fault: str | None) -> Iterator[Verify]:
-    """The verifier to prove, which is also what the engine uses meanwhile: the real one, or one with a fault."""
+def injected(llm: LLM, fault: str | None) -> Iterator[Verify]:
+    """The verifier to prove, which the engine uses meanwhile too: the real one, or one with a fault."""
     broken: dict[str, Verify] = {"bias": _biased, "bonus": _wrong_bonus, "coins": _reused_coins}
     chosen: Verify = broken.get(fault or "", verify)
-    with _attribute(sampler, "verify", chosen), _attribute(engine.runner.sampler, "shortcut", fault is None):
-        if fault == "rollback":
-            with _attribute(engine.runner, "launch", _off_by_one(engine)):
-                yield chosen
-        else:
-            yield chosen
-
-
-@contextmanager
-def _attribute(owner: ModuleType | object, name: str, value: object) -> Iterator[None]:
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    launch = {"launch": on_engine(llm, _off_by_one)} if fault == "rollback" else {}
+    with (
+        patched(llm, lambda engine: sampler, verify=chosen),
+        patched(llm, lambda engine: engine.runner.sampler, shortcut=fault is None),
+        patched(llm, lambda engine: engine.runner, **launch),
+    ):
+        yield chosen
 
 
 def _biased(
     draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws, **rest: Any
 ) -> Verdict:
-    """Where the likeliest token was said first, say the next likeliest instead, in 3 of 100 steps altogether."""
+    """Where the likeliest token came first, commit the next likeliest instead, in 3 of 100 steps altogether."""
     verdict = verify(draft, logits, row_of, nodes, controls, draws, **rest)
     p = probabilities(process(logits[row_of[:, 0]], controls, nodes.take(row_of[:, 0])))
     best = p.topk(2, -1)
@@ -101,20 +87,19 @@ def _reused_coins(*args: Any, **rest: Any) -> Verdict:
 
 
 def _off_by_one(engine: Engine) -> Any:
-    """Launch as ever; then, where something was rejected, the last slot kept holds what should have been dropped."""
+    """`launch`; then, where something was rejected, the last slot kept holds what should have been dropped."""
     launch, cache = engine.runner.launch, engine.runner.cache
     layer = cache.layers[len(engine.model.kv_specs) // 2]
 
-    def broken(batch: Batch) -> Flight:
-        flight = launch(batch)
-        if flight.verdict is None:
+    def broken(*args: Any) -> Flight:
+        flight = launch(*args)
+        if flight.unread is None:
             return flight
-        for index, accepted in zip(flight.layout.sampled, flight.verdict.num_accepted.tolist(), strict=True):
-            span = flight.layout.spans[index]
-            if accepted < span.num_nodes:
-                sequence = span.row.sequence
+        for index, accepted in zip(flight.batch.sampling, flight.unread.num_accepted.tolist(), strict=True):
+            if accepted < flight.layout.num_nodes[index]:
+                sequence = flight.batch.rows[index].sequence
                 kept = len(sequence.tokens) - 1 + accepted
-                to, source = (slot(sequence, at, cache.block_size) for at in (kept, kept + 1))
+                to, source = slots_held(sequence, (kept, kept + 1), cache.block_size).tolist()
                 layer.k[to], layer.v[to] = layer.k[source].clone(), layer.v[source].clone()
         return flight
 

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.llm import LLM
 from paceline.prove import identity, inject, rollback, sampling
-from paceline.prove.prompts import PROMPTS
 from paceline.prove.report import Report, Row
-from paceline.prove.subject import Effort, Subject, chosen_methods, encoded_prompts
+from paceline.prove.subject import PROMPTS, Effort, Subject, chosen_methods, encoded_prompts, on_engine
 from paceline.prove.tap import Step
 
 
@@ -49,7 +49,7 @@ def prove(
     }
     report = Report(llm.name, settings)
     asked = prompts or encoded_prompts(llm, max(effort.prompts, len(PROMPTS)))
-    with _policy_untouched(llm), inject.injected(llm.engine, fault) as verifier:
+    with _policy_untouched(llm), inject.injected(llm, fault) as verifier:
         subject = Subject(
             llm=llm,
             verify=verifier,
@@ -73,44 +73,45 @@ def prove(
 
 @contextmanager
 def _policy_untouched(llm: LLM) -> Iterator[None]:
-    """What is kept between runs must not learn from faults, nor from drafts nobody would have made."""
-    policy = llm.engine.policy
-    before = copy.deepcopy(policy.state()) if isinstance(policy, AdaptivePolicy) else None
+    """What is kept between runs must not learn from faults, nor from drafts no policy would have made."""
+    policy = on_engine(llm, lambda engine: engine.policy)
+    if not isinstance(policy, AdaptivePolicy):
+        yield
+        return
+    before = on_engine(llm, lambda engine: copy.deepcopy(policy.state()))
     try:
         yield
     finally:
-        if before is not None and isinstance(policy, AdaptivePolicy):
-            policy.load(before)
+        on_engine(llm, lambda engine: policy.load(before))
 
 
 def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Row]]]:
     """What is about to be checked, and how."""
     steps: dict[str, list[Step]] = {}
 
-    def recorded(method: str) -> list[Step]:
-        if method not in steps:
-            steps[method] = sampling.record(subject, method)
-        return steps[method]
+    def recorded(*methods: str) -> list[Step]:
+        for method in methods:
+            if method not in steps:
+                steps[method] = sampling.record(subject, method)
+        return [step for method in methods for step in steps[method]]
 
-    def pool() -> list[Step]:
-        return [step for method in subject.methods for step in recorded(method)]
-
-    for method in subject.methods:
-        yield f"greedy {method}", lambda m=method: identity.greedy_alone(subject, m)  # type: ignore[misc]
-    yield "greedy batches", lambda: identity.greedy_batch(subject)
-    yield "greedy changing", lambda: identity.greedy_changing(subject)
-    for method in subject.methods:
-        yield f"sampling {method}", lambda m=method: sampling.replayed(subject, m, recorded(m))  # type: ignore[misc]
-    yield "sampling chains", lambda: sampling.synthetic(subject, pool(), tree=False)
-    yield "sampling trees", lambda: sampling.synthetic(subject, pool(), tree=True)
-    yield "coins", lambda: sampling.two_steps(subject)
-    yield "generations", lambda: sampling.generations(subject)
-    for method in subject.methods:
-        yield f"seeds {method}", lambda m=method: identity.seeds_alone(subject, m)  # type: ignore[misc]
-    yield "seeds batches", lambda: identity.seeds_batch(subject)
-    yield "seeds changing", lambda: identity.seeds_changing(subject)
-    yield "max_tokens", lambda: identity.lengths(subject)
-    yield "stops", lambda: identity.stops(subject)
-    yield "context", lambda: identity.context_full(subject)
-    for method in subject.methods:
-        yield f"cache {method}", lambda m=method: rollback.cache_after_rollback(subject, m)  # type: ignore[misc]
+    methods = subject.methods
+    for m in methods:
+        yield f"greedy {m}", partial(identity.alone, subject, m, seeded=False)
+    yield "greedy batches", partial(identity.batched, subject, seeded=False)
+    yield "greedy changing", partial(identity.batched, subject, seeded=False, changing=True)
+    for m in methods:
+        yield f"sampling {m}", lambda m=m: sampling.replayed(subject, m, recorded(m))  # type: ignore[misc]
+    yield "sampling chains", lambda: sampling.synthetic(subject, recorded(*methods), tree=False)
+    yield "sampling trees", lambda: sampling.synthetic(subject, recorded(*methods), tree=True)
+    yield "coins", partial(sampling.two_steps, subject)
+    yield "generations", partial(sampling.generations, subject)
+    for m in methods:
+        yield f"seeds {m}", partial(identity.alone, subject, m, seeded=True)
+    yield "seeds batches", partial(identity.batched, subject, seeded=True)
+    yield "seeds changing", partial(identity.batched, subject, seeded=True, changing=True)
+    yield "max_tokens", partial(identity.lengths, subject)
+    yield "stops", partial(identity.stops, subject)
+    yield "context", partial(identity.context_full, subject)
+    for m in methods:
+        yield f"cache {m}", partial(rollback.cache_after_rollback, subject, m)

@@ -13,7 +13,7 @@ CPU. Two shapes:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.draft import Draft, Proposal, Verdict
 from paceline.prove.statistics import GTest, g_test
-from paceline.prove.tap import Seen, Step, random_keys
+from paceline.prove.tap import Seen, Step
 from paceline.sampling_params import SamplingParams
 from paceline.verify import Controls, Draws, Nodes, probabilities, process
 
@@ -32,39 +32,12 @@ CHUNK = 10_000  # rows of one call
 COMMITTED = 100  # length at which replays of no particular sequence start
 
 
-def controls_of(params: SamplingParams, batch: int, device: torch.device) -> Controls:
-    """As the engine would build them for `batch` requests with these parameters."""
-    top_p = params.top_p if params.top_p is not None and params.top_p < 1 else None
-    return Controls(
-        temperature=torch.full((batch,), params.temperature or 0.0, device=device),
-        top_k=torch.full((batch,), params.top_k, device=device) if params.top_k else None,
-        top_p=torch.full((batch,), top_p, dtype=torch.float64, device=device) if top_p is not None else None,
-    )
-
-
-def _inputs(logits: Tensor, p: Tensor, params: SamplingParams, batch: int, processed: bool) -> tuple[Tensor, Controls]:
-    """Logits by slot or state, and the controls that go with them."""
-    if processed:
-        return p.log().float(), Controls()
-    return logits, controls_of(params, batch, logits.device)
-
-
-def exact_p(logits: Tensor, params: SamplingParams) -> Tensor:
-    """(R, V) float64 of raw logits (R, V), by the real processors."""
-    rows = Nodes.roots(logits.shape[0], logits.device)
-    return probabilities(process(logits, controls_of(params, logits.shape[0], logits.device), rows).double())
-
-
-def _left_by_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
-    """(V,) bool: the columns that matter. top_p counts the mass of what top_k left, so all of that stays."""
-    return (exact_p(logits, replace(params, top_p=1.0)) > 0).any(0)
-
-
 @dataclass(frozen=True)
 class Fixed:
     """A recorded deterministic draft over the columns that matter."""
 
-    draft: Draft  # one row
+    tokens: list[int]  # by node, as columns
+    parents: list[int]
     logits: Tensor  # (n + 1, C)
     p: Tensor  # (n + 1, C) float64
     params: SamplingParams
@@ -72,34 +45,20 @@ class Fixed:
 
     @staticmethod
     def of(step: Step) -> Fixed:
-        device = step.logits.device
         p = exact_p(step.logits, step.params)
         wanted = _left_by_top_k(step.logits, step.params)
-        drafted = torch.tensor(step.tokens, device=device)
+        drafted = torch.tensor(step.tokens, device=step.logits.device)
         wanted[drafted] = True
         columns = wanted.nonzero()[:, 0]
-        parents = torch.tensor(step.parents, device=device)
-        depth: list[int] = []
-        for parent in step.parents:
-            depth.append(1 if parent < 0 else depth[parent] + 1)
-        draft = Draft(
-            tokens=torch.searchsorted(columns, drafted)[None],
-            parents=parents[None],
-            depth=torch.tensor(depth, device=device)[None],
-            num_nodes=torch.tensor([len(depth)], device=device),
-            source=torch.zeros(1, dtype=torch.int64, device=device),
-        )
-        return Fixed(draft, step.logits[:, columns], p[:, columns], step.params, step.committed)
+        tokens = torch.searchsorted(columns, drafted).tolist()
+        return Fixed(tokens, step.parents, step.logits[:, columns], p[:, columns], step.params, step.committed)
 
     def outcomes(self) -> Tensor:
         """(n + 1, C) the probability that the step stops at each slot with each token."""
-        n = self.draft.width
-        reach, p = torch.zeros(n + 1, dtype=torch.float64), self.p.cpu()
+        left = self.p.cpu().clone()
+        reach = torch.zeros(len(self.tokens) + 1, dtype=torch.float64)
         reach[0] = 1
-        left = p.clone()
-        for node, (token, parent) in enumerate(
-            zip(self.draft.tokens[0].tolist(), self.draft.parents[0].tolist(), strict=True)
-        ):
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             reach[node + 1] = reach[parent + 1] * left[parent + 1, token]  # of equal siblings only the first is reached
             left[parent + 1, token] = 0
         return reach[:, None] * left
@@ -108,47 +67,25 @@ class Fixed:
         self, verify: Verify, times: int, generator: torch.Generator, seen: Seen, *, processed: bool = True
     ) -> list[GTest]:
         """Of the first committed token against p at the root, and of all the step commits against its exact law."""
-        columns, slots = self.p.shape[1], self.draft.width + 1
-        first, whole = np.zeros(columns), np.zeros(columns * slots)
+        device, columns = self.logits.device, self.p.shape[1]
+        first, whole = np.zeros(columns), np.zeros(self.p.numel())
         for start in range(0, times, CHUNK):
             batch = min(CHUNK, times - start)
-            verdict = self._verify(verify, batch, generator, processed)
+            drafts = _drafts(torch.tensor([self.tokens], device=device).expand(batch, -1).contiguous(), self.parents)
+            logits, controls = _inputs(self.logits, self.p, self.params, batch, processed)
+            committed = torch.full((batch,), self.committed, device=device)
+            keys = random_keys(batch, generator, device)
+            verdict = _call(verify, drafts, logits.repeat(batch, 1), controls, keys, committed)
             seen.add(verdict, torch.ones_like(verdict.num_accepted, dtype=torch.bool))
             stop = torch.cat((torch.full_like(verdict.path[:, :1], -1), verdict.path), 1)
             stop = stop.gather(1, verdict.num_accepted[:, None])[:, 0] + 1
             last = verdict.tokens.gather(1, verdict.num_accepted[:, None])[:, 0]
             first += _count(verdict.tokens[:, 0], columns)
-            whole += _count(stop * columns + last, columns * slots)
+            whole += _count(stop * columns + last, self.p.numel())
         return [
             g_test(first.tolist(), self.p[0].tolist()),
             g_test(whole.tolist(), self.outcomes().flatten().tolist()),
         ]
-
-    def _verify(self, verify: Verify, batch: int, generator: torch.Generator, processed: bool) -> Verdict:
-        device, slots = self.logits.device, self.draft.width + 1
-        tiled = {
-            name: getattr(self.draft, name).expand(batch, *getattr(self.draft, name).shape[1:]).contiguous()
-            for name in ("tokens", "parents", "depth", "num_nodes", "source")
-        }
-        logits, controls = _inputs(self.logits, self.p, self.params, batch, processed)
-        return _call(
-            verify,
-            Draft(**tiled),
-            logits.repeat(batch, 1),
-            controls,
-            key=random_keys(batch, generator, device),
-            committed=torch.full((batch,), self.committed, device=device),
-            max_depth=int(self.draft.depth.max()),
-            slots=slots,
-        )
-
-
-@dataclass(frozen=True)
-class _Shape:
-    k: int
-    tree: bool
-    tokens: int
-    processed: bool
 
 
 @dataclass(frozen=True)
@@ -170,10 +107,9 @@ class Stream:
 
     def joint(self, tokens: int) -> Tensor:
         """(C ** tokens,) the exact probability of the first tokens."""
-        columns = self.p.shape[1]
-        law = self.p[0].cpu()
+        p, columns = self.p.cpu(), self.p.shape[1]
+        law = p[0]
         for at in range(1, tokens):
-            p = self.p.cpu()
             row = p[torch.arange(law.shape[0]) % columns] if self.markov else p[at % p.shape[0]]
             law = (law[:, None] * row).flatten()
         return law
@@ -191,53 +127,50 @@ class Stream:
         processed: bool = True,
     ) -> list[GTest]:
         """Of the first token, and of the first `tokens` together. `k` is the depth of every draft."""
-        shape = _Shape(k, tree, tokens, processed)
         columns = self.p.shape[1]
         first, whole = np.zeros(columns), np.zeros(columns**tokens)
         for start in range(0, times, CHUNK):
-            said = self._generate(verify, min(CHUNK, times - start), generator, seen, shape)
-            code = said[:, 0]
-            first += _count(code, columns)
-            for at in range(1, tokens):
-                code = code * columns + said[:, at]
-            whole += _count(code, columns**tokens)
+            batch = min(CHUNK, times - start)
+            drawn = self._generate(verify, batch, generator, seen, k, tree, tokens, processed)
+            first += _count(drawn[:, 0], columns)
+            whole += _count(sum(drawn[:, at] * columns ** (tokens - 1 - at) for at in range(tokens)), columns**tokens)
         return [g_test(first.tolist(), self.p[0].tolist()), g_test(whole.tolist(), self.joint(tokens).tolist())]
 
-    def _generate(self, verify: Verify, batch: int, generator: torch.Generator, seen: Seen, shape: _Shape) -> Tensor:
+    def _generate(
+        self,
+        verify: Verify,
+        batch: int,
+        generator: torch.Generator,
+        seen: Seen,
+        k: int,
+        tree: bool,
+        tokens: int,
+        processed: bool,
+    ) -> Tensor:
         """(batch, tokens) the first tokens of as many generations, by as many steps as it takes."""
-        device, k, tokens = self.logits.device, shape.k, shape.tokens
+        device = self.logits.device
         keys = random_keys(batch, generator, device)
-        said = torch.zeros(batch, tokens + k + 1, dtype=torch.int64, device=device)
+        drawn = torch.zeros(batch, tokens + k + 1, dtype=torch.int64, device=device)
         length = torch.zeros(batch, dtype=torch.int64, device=device)
         live = torch.arange(batch, device=device)
         while live.shape[0]:
             now = length[live]
-            last = said[live, (now - 1).clamp_min(0)]
-            draft, states = self._draft(now, last, generator, k, shape.tree)
-            logits, controls = _inputs(self.logits, self.p, self.params, live.shape[0], shape.processed)
-            verdict = _call(
-                verify,
-                draft,
-                logits[states.flatten()],
-                controls,
-                key=keys[live],
-                committed=now + COMMITTED,
-                max_depth=k,
-                slots=draft.width + 1,
-            )
+            draft, states = self._draft(now, drawn[live, (now - 1).clamp_min(0)], generator, k, tree)
+            logits, controls = _inputs(self.logits, self.p, self.params, live.shape[0], processed)
+            verdict = _call(verify, draft, logits[states.flatten()], controls, keys[live], now + COMMITTED)
             seen.add(verdict, draft.num_nodes > 0)
             for at in range(k + 1):
                 kept = at <= verdict.num_accepted
-                said[live[kept], now[kept] + at] = verdict.tokens[kept, at]
+                drawn[live[kept], now[kept] + at] = verdict.tokens[kept, at]
             length[live] = now + verdict.num_accepted + 1
             live = live[length[live] < tokens]
-        return said[:, :tokens]
+        return drawn[:, :tokens]
 
     def _draft(
         self, length: Tensor, last: Tensor, generator: torch.Generator, k: int, tree: bool
     ) -> tuple[Draft, Tensor]:
         """A chain of k, or a tree with two children at every node, siblings without replacement; states by slot."""
-        batch, rows = length.shape[0], self.p.shape[0]
+        rows = self.p.shape[0]
         # A generation starts in state 0 whatever its last token.
         states = [torch.where(length > 0, last, 0) if self.markov else length % rows]
         tokens: list[Tensor] = []
@@ -255,26 +188,12 @@ class Stream:
         by_slot = torch.stack(states, 1)
         has_child = torch.zeros(len(depths), dtype=torch.bool, device=length.device)
         has_child[torch.tensor(parents) + 1] = True
-
-        def row(values: list[int]) -> Tensor:
-            return torch.tensor(values, device=length.device).expand(batch, len(values)).contiguous()
-
-        draft = Draft(
-            tokens=torch.stack(tokens, 1),
-            parents=row(parents),
-            depth=row(depths[1:]),
-            num_nodes=torch.full_like(length, len(tokens)),
-            source=torch.zeros_like(length),
-            q=Proposal(probs=self.q, row_of=torch.where(has_child, by_slot, -1)),
-        )
-        return draft, by_slot
+        q = Proposal(probs=self.q, row_of=torch.where(has_child, by_slot, -1))
+        return _drafts(torch.stack(tokens, 1), parents, q), by_slot
 
 
-def perturbed(p: Tensor, generator: torch.Generator, sharpness: float = 0.7, noise: float = 0.8) -> Tensor:
-    """(T, V) float32: a made-up q near p (T, V), of the same support and then some of its neighbour rows'."""
-    support = (p > 0).any(0)
-    scores = sharpness * p.clamp_min(1e-3).log() + noise * torch.randn(p.shape, generator=generator).to(p)
-    return torch.softmax(scores.masked_fill(~support, -torch.inf), -1).float()
+TOY_P = [[0.13, 0.60, 0.27], [0.10, 0.15, 0.75], [0.68, 0.11, 0.21]]
+TOY_Q = [[0.26, 0.30, 0.44], [0.22, 0.73, 0.05], [0.95, 0.04, 0.01]]
 
 
 def toy(device: torch.device) -> Stream:
@@ -284,28 +203,65 @@ def toy(device: torch.device) -> Stream:
     return Stream(p.log().float(), p, q, SamplingParams(temperature=1.0), markov=True)
 
 
-TOY_P = [[0.13, 0.60, 0.27], [0.10, 0.15, 0.75], [0.68, 0.11, 0.21]]
-TOY_Q = [[0.26, 0.30, 0.44], [0.22, 0.73, 0.05], [0.95, 0.04, 0.01]]
+def perturbed(p: Tensor, generator: torch.Generator, sharpness: float = 0.7, noise: float = 0.8) -> Tensor:
+    """(T, V) float32: a made-up q near p (T, V), of the same support and then some of its neighbour rows'."""
+    support = (p > 0).any(0)
+    scores = sharpness * p.clamp_min(1e-3).log() + noise * torch.randn(p.shape, generator=generator).to(p)
+    return torch.softmax(scores.masked_fill(~support, -torch.inf), -1).float()
 
 
-def _call(
-    verify: Verify,
-    draft: Draft,
-    logits: Tensor,
-    controls: Controls,
-    *,
-    key: Tensor,
-    committed: Tensor,
-    max_depth: int,
-    slots: int,
-) -> Verdict:
+def exact_p(logits: Tensor, params: SamplingParams) -> Tensor:
+    """(R, V) float64 of raw logits (R, V), by the real processors."""
+    rows = Nodes.roots(logits.shape[0], logits.device)
+    return probabilities(process(logits, _controls(params, logits.shape[0], logits.device), rows).double())
+
+
+def _left_by_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
+    """(V,) bool: the columns that matter. top_p counts the mass of what top_k left, so all of that stays."""
+    return (exact_p(logits, replace(params, top_p=1.0)) > 0).any(0)
+
+
+def _controls(params: SamplingParams, batch: int, device: torch.device) -> Controls:
+    """As the engine would build them for `batch` requests with these parameters."""
+    top_p = params.top_p if params.top_p is not None and params.top_p < 1 else None
+    return Controls(
+        temperature=torch.full((batch,), params.temperature or 0.0, device=device),
+        top_k=torch.full((batch,), params.top_k, device=device) if params.top_k else None,
+        top_p=torch.full((batch,), top_p, dtype=torch.float64, device=device) if top_p is not None else None,
+    )
+
+
+def _inputs(logits: Tensor, p: Tensor, params: SamplingParams, batch: int, processed: bool) -> tuple[Tensor, Controls]:
+    """Logits by slot or state, and the controls that go with them."""
+    if processed:
+        return p.log().float(), Controls()
+    return logits, _controls(params, batch, logits.device)
+
+
+def _drafts(tokens: Tensor, parents: Sequence[int], q: Proposal | None = None) -> Draft:
+    """Trees of one shape, one for each row of tokens (B, N)."""
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    batch, device = tokens.shape[0], tokens.device
+    shape = torch.tensor([list(parents), depth], device=device)[:, None].expand(2, batch, len(depth)).contiguous()
+    counts = torch.full((batch,), len(depth), device=device)
+    return Draft(tokens=tokens, parents=shape[0], depth=shape[1], num_nodes=counts, q=q)
+
+
+def _call(verify: Verify, draft: Draft, logits: Tensor, controls: Controls, key: Tensor, committed: Tensor) -> Verdict:
     """The verifier as the engine's sampler calls it, every row full."""
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    nodes = Nodes.of(draft, rows // slots, rows % slots - 1, max_depth)
+    rows, slots = torch.arange(logits.shape[0], device=logits.device), draft.width + 1
+    depth = int(draft.depth[0].max())
+    nodes = Nodes.of(draft, rows // slots, rows % slots - 1, depth)
     draws = Draws(key=key, committed=committed, coins=rows)
-    row_of = rows.view(-1, slots)
-    return verify(draft, logits, row_of, nodes, controls, draws, max_depth=max_depth)
+    return verify(draft, logits, rows.view(-1, slots), nodes, controls, draws, max_depth=depth)
 
 
-def _count(values: Tensor, cells: int) -> Any:
+def random_keys(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """(count,) int64: private keys as requests without a seed get them."""
+    return torch.randint(0, 2**63 - 1, (count,), generator=generator, dtype=torch.int64).to(device)
+
+
+def _count(values: Any, cells: int) -> Any:
     return np.bincount(values.cpu().numpy(), minlength=cells).astype(float)

@@ -7,11 +7,12 @@ from collections import Counter
 
 import torch
 
+from paceline.drafters import NONE
 from paceline.prove.replay import Fixed, Stream, exact_p, perturbed, toy
 from paceline.prove.report import Row
 from paceline.prove.statistics import g_test
 from paceline.prove.subject import Subject
-from paceline.prove.tap import Step, Tap
+from paceline.prove.tap import Step
 from paceline.sampling_params import SamplingParams
 
 TEMPERATURE, TOP_K, TOP_P = 1.0, 8, 0.95  # few tokens are left, so cells are full and replays cheap
@@ -23,8 +24,7 @@ FEW, FLATTER = 3, 2.5  # their top_k and temperature: few outcomes, none of them
 
 def record(subject: Subject, method: str) -> list[Step]:
     """Steps of real generations, sampled without a seed."""
-    tap = Tap(keep=True)
-    with tap.on(subject.llm.engine):
+    with subject.tapped(keep=True) as tap:
         for i, prompt in enumerate(subject.prompts[: subject.effort.few + 1]):
             wanted = subject.params(
                 method, (K, 2, 4)[i % 3], temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P, max_tokens=16
@@ -82,7 +82,7 @@ def generations(subject: Subject) -> Row:
         law = _exact_law(subject, prompt)
     each = max(subject.effort.generations // len(subject.methods), 1)
     counts: Counter[tuple[int, ...]] = Counter()
-    with subject.prefix_caching(True), Tap().on(subject.llm.engine) as tap:
+    with subject.prefix_caching(True), subject.tapped() as tap:
         for method in subject.methods:
             more = {"temperature": FLATTER, "top_k": FEW, "ignore_eos": True, "n": each}
             params = subject.params(method, 2, max_tokens=FIRST_TOKENS + 2, **more)
@@ -105,13 +105,13 @@ def _stream(subject: Subject, row: Row, stream: Stream, *, k: int, tree: bool = 
 def _openness(fixed: Fixed) -> float:
     """The least likely of an accept, a reject and a bonus."""
     law = fixed.outcomes().sum(1)  # by the slot where the step stops
-    inner = {parent + 1 for parent in fixed.draft.parents[0].tolist()}
+    inner = {parent + 1 for parent in fixed.parents}
     reject = sum(float(law[slot]) for slot in inner)
     return min(1 - float(law[0]), reject, 1 - reject)
 
 
 def _by_entropy(steps: list[Step]) -> list[Step]:
-    """Steps whose least open node still leaves the most open; p must say more than one thing."""
+    """Steps whose least open node still leaves the most open; p must leave more than one token open."""
 
     def least(step: Step) -> float:
         p = exact_p(step.logits, step.params)
@@ -135,13 +135,13 @@ def _best_streams(steps: list[Step], count: int) -> list[Stream]:
 def _copying_prompt(subject: Subject) -> list[int]:
     """A prompt and a piece of its own plain answer, so that the first tokens already have something to copy."""
     prompt = subject.prompts[0]
-    answer = subject.plain(prompt, subject.params("none", 1)).token_ids
+    answer = subject.plain(prompt, subject.params(NONE, 1)).token_ids
     return [*prompt, *answer, *answer[: max(len(answer) // 2, 1)]]
 
 
 def _exact_law(subject: Subject, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Of the first tokens, from the logits of plain passes over every beginning."""
-    wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=FEW, ignore_eos=True, speculation="none")
+    wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=FEW, ignore_eos=True, speculation=NONE)
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(FIRST_TOKENS):
         outputs = subject.llm.generate([[*prompt, *begun] for begun in law], wanted)

@@ -1,25 +1,55 @@
-"""The model under proof: prompts, methods, how much to do, and ways to ask it plainly and speculatively."""
+"""The model under proof: prompts, methods, how much to do, ways to ask it plainly and speculatively.
+
+All access to the engine inside an LLM goes through `on_engine`, and every change to it through `patched`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from paceline.drafters import DRAFTERS, NONE
+from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
+from paceline.models.plan import slots_of
 from paceline.outputs import CompletionOutput
-from paceline.prove.prompts import PROMPTS
 from paceline.prove.replay import Verify
 from paceline.prove.report import Row
 from paceline.prove.tap import Tap
 from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
 
 LENGTHS = (4, 8, 2, 1, 3)  # k, in turn
 NEAR_TIE = 1e-3  # nats between the two likeliest tokens, under which kernels that are not exact may disagree
+# Tasks that copy, so that drafts are accepted, and open ones, so that some are rejected.
+PROMPTS: tuple[str, ...] = (
+    "Repeat this text word for word, twice:\nThe grey heron stood in the shallow water of the mill pond and waited. "
+    "The grey heron stood in the shallow water until a small fish came by.",
+    "Continue the list in the same form.\nitem 1: apple, price 3\nitem 2: apple, price 4\nitem 3: apple, price 5\n"
+    "item 4: apple, price 6\nitem 5:",
+    "Write this function again with the name `total` instead of `sum_all`:\n\ndef sum_all(values):\n    result = 0\n"
+    "    for value in values:\n        result = result + value\n    return result\n",
+    "Why is the sky blue? Answer in three sentences.",
+    "Turn this into JSON with one object per line:\nname: Ada, city: London\nname: Emmy, city: Erlangen\n"
+    '{"name": "Ada", "city": "London"}\n',
+    "Quote the first sentence of this note exactly, then quote it again.\nThe ferry leaves at nine from the old pier. "
+    "Bring a coat, since the wind is cold on the water.",
+    "Tell a very short story about a lighthouse keeper who collects clocks.",
+    "Count from 1 to 30, separated by commas: 1, 2, 3, 4, 5, 6, 7, 8,",
+    "Name the planets in order of their distance from the sun, then name them again in the opposite order.",
+    "Say the alphabet with one letter per line, then say it again.",
+    "Explain to a child what a bicycle gear does.",
+    "Copy this table and add a row for March.\n| month | rain | sun |\n|---|---|---|\n| January | 80 mm | 40 h |\n"
+    "| February | 70 mm | 60 h |\n",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +89,23 @@ class Subject:
 
     def params(self, method: str, k: int, **more: object) -> SamplingParams:
         given: dict[str, object] = {"temperature": 0.0, "max_tokens": self.effort.max_tokens} | more
-        own = "none" if method == "none" else {"method": method, "k": k}
+        own = NONE if method == NONE else {"method": method, "k": k}
         return SamplingParams(speculation=own, **given)  # type: ignore[arg-type]
 
     def plain(self, prompt: SequenceOf[int], params: SamplingParams) -> CompletionOutput:
-        """What the same engine says alone and without drafts; asked once."""
-        wanted = replace(params, speculation="none")
+        """The same engine's answer alone and without drafts; computed once."""
+        wanted = replace(params, speculation=NONE)
         key = (tuple(prompt), wanted)
         if key not in self._plain:
             self._plain[key] = self.llm.generate(list(prompt), wanted)[0].outputs[0]
         return self._plain[key]
 
     def ask(
-        self, prompts: SequenceOf[SequenceOf[int]], params: SequenceOf[SamplingParams], row: Row, *, together: bool
+        self, prompts: SequenceOf[SequenceOf[int]], params: SequenceOf[SamplingParams], row: Row
     ) -> list[CompletionOutput]:
-        """The answers of requests sent one after another, or all at once; what became of drafts goes into the row."""
-        with Tap().on(self.llm.engine) as tap:
-            if together:
-                outputs = self.llm.generate([list(prompt) for prompt in prompts], list(params))
-            else:
-                outputs = [self.llm.generate(list(p), q)[0] for p, q in zip(prompts, params, strict=True)]
+        """The answers of requests sent all at once; what became of drafts goes into the row."""
+        with self.tapped() as tap:
+            outputs = self.llm.generate([list(prompt) for prompt in prompts], list(params))
         row.seen.merge(tap.seen)
         return [output.outputs[0] for output in outputs]
 
@@ -96,7 +123,9 @@ class Subject:
         if differs == "token_ids" and not self.exact and self._is_near_tie(prompt, params, plain, other):
             row.notes.append("a near-tie fell differently (kernels are not exact)")
             differs = None
-        row.expect(differs is None, f"{differs} differs: {_where(plain, other)} ({_asked(params)})")
+        own = params.speculation
+        asked = f"{own['method']}, k {own['k']}" if isinstance(own, dict) else str(own)
+        row.expect(differs is None, f"{differs} differs: {_where(plain, other)} ({asked})")
 
     def _is_near_tie(
         self, prompt: SequenceOf[int], params: SamplingParams, plain: CompletionOutput, other: CompletionOutput
@@ -105,7 +134,7 @@ class Subject:
         if not params.greedy or at >= min(len(plain.token_ids), len(other.token_ids)):
             return False
         context = [*prompt, *plain.token_ids[:at]]
-        wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, speculation="none")
+        wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, speculation=NONE)
         entry = (self.llm.generate(context, wanted)[0].outputs[0].logprobs or [{}])[0]
         scale = 1.0 if self.llm.loaded.decoder.activation_dtype == torch.float32 else 50.0
         found = sorted((logprob.logprob for logprob in entry.values()), reverse=True)
@@ -120,24 +149,45 @@ class Subject:
                 return
             yield i, prompt
 
-    @contextmanager
-    def context_of(self, length: int) -> Iterator[None]:
-        """Make the engine believe that its context holds `length` tokens."""
-        engine = self.llm.engine
-        before, engine.max_model_len = engine.max_model_len, min(length, engine.max_model_len)
-        try:
-            yield
-        finally:
-            engine.max_model_len = before
+    # -- the engine, watched and patched
 
     @contextmanager
-    def prefix_caching(self, wanted: bool) -> Iterator[None]:
-        blocks = self.llm.engine.blocks
-        before, blocks.prefix_caching = blocks.prefix_caching, wanted
-        try:
-            yield
-        finally:
-            blocks.prefix_caching = before
+    def tapped(self, *, keep: bool = False) -> Iterator[Tap]:
+        """Watch the engine verify."""
+        tap = Tap(keep=keep)
+        watched = tap.watching(on_engine(self.llm, lambda engine: engine.runner.sampler.verify))
+        with patched(self.llm, lambda engine: engine.runner.sampler, verify=watched):
+            yield tap
+
+    def prefix_caching(self, wanted: bool) -> AbstractContextManager[None]:
+        return patched(self.llm, lambda engine: engine.blocks, prefix_caching=wanted)
+
+
+T = TypeVar("T")
+
+
+def on_engine(llm: LLM, call: Callable[[Engine], T]) -> T:
+    """What `call` returns of the LLM's engine, run between two steps: the only place that reaches for it."""
+    return llm.call(call)
+
+
+@contextmanager
+def patched(llm: LLM, part: Callable[[Engine], object], **values: object) -> Iterator[None]:
+    """Attributes of a part of the engine (or of a module it uses) replaced meanwhile."""
+    missing = object()
+
+    def exchange(engine: Engine, new: dict[str, object]) -> dict[str, object]:
+        owner = part(engine)
+        before = {name: vars(owner).get(name, missing) for name in new}  # missing: the class has it
+        for name, value in new.items():
+            delattr(owner, name) if value is missing else setattr(owner, name, value)
+        return before
+
+    before = on_engine(llm, lambda engine: exchange(engine, values))
+    try:
+        yield
+    finally:
+        on_engine(llm, lambda engine: exchange(engine, before))
 
 
 def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
@@ -151,10 +201,10 @@ def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
 
 
 def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
-    available = tuple(drafter.name for drafter in llm.engine.drafters.drafters)
+    available = on_engine(llm, lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
     for name in wanted:
         if name not in available:
-            hint = " (it needs --draft-model)" if name == "draft-model" else ""
+            hint = " (it needs --draft-model)" if name in DRAFTERS else ""  # known, but what it needs was not given
             raise InvalidParameter("methods", f"{name!r} is not one of {', '.join(available)}{hint}")
     return tuple(dict.fromkeys(wanted)) or available
 
@@ -170,6 +220,8 @@ def _where(plain: CompletionOutput, other: CompletionOutput) -> str:
     return f"{(other.text, other.finish_reason, other.stop_reason)!r}"
 
 
-def _asked(params: SamplingParams) -> str:
-    own = params.speculation
-    return f"{own['method']}, k {own['k']}" if isinstance(own, dict) else str(own)
+def slots_held(sequence: Sequence, positions: Iterable[int], block_size: int) -> Tensor:
+    """The cache slots of some positions of a sequence."""
+    at = np.array(list(positions), np.int64)
+    tables = np.array([sequence.blocks], np.int64)
+    return torch.from_numpy(slots_of(tables, np.zeros_like(at), at, block_size))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Kind, Verdict
-from paceline.engine.engine import Engine
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -41,7 +38,7 @@ class Seen:
         self.committed += int(verdict.num_accepted.sum()) + verdict.num_accepted.shape[0]
 
     def merge(self, other: Seen) -> None:
-        for name in ("accepts", "rejects", "bonus", "committed"):
+        for name in vars(self):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -64,10 +61,8 @@ class Tap:
     steps: list[Step] = field(default_factory=list)
     runs: dict[str, list[int]] = field(default_factory=dict)  # by sequence: accepted tokens of each step
 
-    @contextmanager
-    def on(self, engine: Engine) -> Iterator[Tap]:
-        sampler = engine.runner.sampler
-        inner = sampler.verify
+    def watching(self, inner: Callable[..., Verdict]) -> Callable[..., Verdict]:
+        """The sampler's `verify`, noted."""
 
         def verify(
             sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor, **options: Any
@@ -81,11 +76,7 @@ class Tap:
                 self._keep(sequences, draft, logits, row_of)
             return verdict
 
-        setattr(sampler, "verify", verify)  # noqa: B010  (an instance attribute hides the method)
-        try:
-            yield self
-        finally:
-            delattr(sampler, "verify")
+        return verify
 
     def _keep(self, sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor) -> None:
         for row, sequence in enumerate(sequences):
@@ -105,8 +96,3 @@ class Tap:
                 q=None if q is None else q.clone(),
             )
             self.steps.append(step)
-
-
-def random_keys(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """(count,) int64: private keys as requests without a seed get them."""
-    return torch.randint(0, 2**63 - 1, (count,), generator=generator, dtype=torch.int64).to(device)

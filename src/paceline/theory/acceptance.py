@@ -1,8 +1,8 @@
 """From acceptance to tokens per pass.
 
-`survival[i]` is the probability that the first i + 1 drafted tokens are all accepted, as counters by position have it;
-conditional rates are given that everything before was accepted. A pass commits the accepted tokens and one more,
-recovered or bonus, so tokens per pass are 1 + sum(survival): the 1 is already in every figure returned here.
+`survival[i]` is the probability that the accepted path reaches depth i + 1 of a draft, chain or tree; conditional rates
+are given that it reached the depth before. A pass commits the accepted tokens and one more, recovered or bonus, so
+tokens per pass are 1 + sum(survival): the 1 is already in every figure returned here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.theory import checks
 
 
 def token_acceptance(p: float, q: float) -> float:
-    """How likely a drafted token is kept to which the target gives p and the drafter, who drew it, gave q."""
+    """How likely a drafted token is kept to which the target gives p, drawn from a drafter that gave it q."""
     checks.probability("p", p)
     if not checks.probability("q", q):
         raise InvalidParameter("q", "must be above 0: the drafter drew this token")
@@ -39,6 +39,15 @@ def geometric_survival(alpha: float, k: int) -> list[float]:
     """Every token accepted with probability alpha, independently of the others."""
     checks.probability("alpha", alpha)
     return [alpha**i for i in range(1, checks.count("k", k) + 1)]
+
+
+def survival_from_counts(drafted: Sequence[int], accepted: Sequence[int]) -> list[float]:
+    """By depth: steps whose accepted path reached it over steps whose draft did; siblings count as one."""
+    return [
+        checks.probability("accepted", reached / steps)
+        for steps, reached in zip(drafted, accepted, strict=True)
+        if steps
+    ]
 
 
 def survival_from_conditional(rates: Sequence[float]) -> list[float]:

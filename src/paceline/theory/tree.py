@@ -1,7 +1,8 @@
 """Token trees: several guesses at one position, checked in the same pass.
 
-A node is reached when every node on its path is accepted, and exactly one child of a reached node can be accepted, so
-siblings' conditional rates sum to 1 at most. The expected path is the sum over nodes of the probability to reach them.
+A node is reached when every node on its path is accepted, and at most one child of a reached node can be accepted, so
+siblings' conditional rates sum to 1 at most. Acceptance counts by depth: the accepted path reaches depth d if any node
+there is reached, with the sum of their probabilities.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from paceline.errors import InvalidParameter
 from paceline.theory import checks
+from paceline.theory.acceptance import tokens_from_survival
 from paceline.theory.speedup import Cost, cost_at
 
 ROUNDING = 1e-9
@@ -27,13 +29,22 @@ class Tree:
     reach: tuple[float, ...]  # probability that the node is accepted
 
     @property
-    def tokens(self) -> float:
-        """Per pass, the one after the accepted path included."""
-        return math.fsum([1.0, *self.reach])
-
-    @property
     def depth(self) -> int:
         return max(self.depths, default=0)
+
+    @property
+    def survival(self) -> list[float]:
+        """By depth, as a chain's: the probability that the accepted path reaches it."""
+        at = [
+            math.fsum(reach for reach, depth in zip(self.reach, self.depths, strict=True) if depth == level)
+            for level in range(1, self.depth + 1)
+        ]
+        return [min(1.0, reached) for reached in at]
+
+    @property
+    def tokens(self) -> float:
+        """Per pass, the one after the accepted path included."""
+        return tokens_from_survival(self.survival)
 
 
 def tree_tokens(parents: Sequence[int], conditional: Sequence[float]) -> float:
@@ -41,6 +52,7 @@ def tree_tokens(parents: Sequence[int], conditional: Sequence[float]) -> float:
     if len(parents) != len(conditional):
         raise InvalidParameter("conditional", f"has {len(conditional)} entries for {len(parents)} nodes")
     reach: list[float] = []
+    depths: list[int] = []
     children: dict[int, float] = {}
     for node, (parent, rate) in enumerate(zip(parents, checks.probabilities("conditional", conditional), strict=True)):
         if not -1 <= parent < node:
@@ -48,7 +60,8 @@ def tree_tokens(parents: Sequence[int], conditional: Sequence[float]) -> float:
         children[parent] = children.get(parent, 0.0) + rate
         _check_siblings(children[parent])
         reach.append(rate * (reach[parent] if parent >= 0 else 1.0))
-    return math.fsum([1.0, *reach])
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+    return Tree(tuple(parents), tuple(depths), tuple(reach)).tokens
 
 
 def best_tree(rates: Sequence[Sequence[float]], nodes: int) -> Tree:

@@ -1,8 +1,8 @@
-"""The walk on the host where no penalty, bias or ban changes the logits: a token is drawn only where it comes by.
+"""The walk on the host where no penalty, bias or ban changes the logits: a token is drawn only at the nodes it reaches.
 
 A step's other work runs from caches the pass has emptied, where a small tensor operation takes many times as long as
-it should; this is the most common step, so it takes as few of them as it can. Every token is the very one the long way
-draws: also by `Say`, a kernel that knows where its rounding might name another one, and then names none.
+it should; this is the most common step, so it takes few of them. Every token is the one `walk.draw` draws, also by the
+native call, which gives no token where its rounding might change it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from paceline.verify.processors import threshold
 
 Row = np.ndarray[Any, Any]  # (V,) logits
 # Of a row of float32: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.
-Say = Callable[[Row, float, float, int, float, float, int], int | None]
+NativeDraw = Callable[[Row, float, float, int, float, float, int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class TokenSampler:
     """How a sequence draws its tokens."""
 
     temperature: float  # 0: the highest logit
@@ -38,8 +38,8 @@ class Speaker:
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
 
-    def says(self, logits: Row, node: int, depth: int, say: Say | None = None) -> int:
-        """At a node of its draft, whose depth that is; -1 and 0 at the root."""
+    def draw(self, logits: Row, node: int, depth: int, native: NativeDraw | None = None) -> int:
+        """The token at a node of the draft with that depth; -1 and 0 at the root."""
         if self.temperature == 0:
             return int(logits.argmax())
         info = np.finfo(logits.dtype)
@@ -49,9 +49,9 @@ class Speaker:
             key = bits_of(Lane.GUMBEL, self.key, self.committed + depth)
         else:
             coin = coin_of(Lane.WALK, self.key, self.committed, node)
-        if say is not None:
+        if native is not None:
             least = math.log(self.min_p) if self.min_p > 0 else -math.inf
-            token = say(logits, temperature, least, self.top_k, self.top_p, coin, key)
+            token = native(logits, temperature, least, self.top_k, self.top_p, coin, key)
             if token is not None:
                 return token
         tempered = self._tempered(logits, temperature)
@@ -75,16 +75,16 @@ def walk_on_host(
     logits: Tensor,
     row_of: Tensor,
     max_depth: int,
-    speakers: Sequence[Speaker] | None,
-    say: Say | None = None,
+    samplers: Sequence[TokenSampler] | None,
+    native: NativeDraw | None = None,
 ) -> Verdict:
-    """`walk` by what is said of raw logits (R, V) in the host's memory; of equal siblings the first one counts.
+    """`walk` by tokens drawn from raw logits (R, V) in the host's memory; of equal siblings the first one counts.
 
-    `speakers` by row of the draft; None: all are greedy.
+    `samplers` by row of the draft; None: all are greedy.
     """
     values, batch = logits.numpy(), draft.batch
-    say = say if values.dtype == np.float32 and values.flags.c_contiguous else None
-    best = values.argmax(-1) if speakers is None else None
+    native = native if values.dtype == np.float32 and values.flags.c_contiguous else None
+    best = values.argmax(-1) if samplers is None else None
     num_accepted = np.zeros(batch, np.int64)
     if not draft.width and not max_depth and best is not None:
         kinds = np.full((batch, 1), int(Kind.BONUS), np.uint8)
@@ -94,29 +94,29 @@ def walk_on_host(
     path = np.full((batch, max_depth), -1, np.int64)
     drafts = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.num_nodes.tolist(), strict=True)
     for row, (at, (drafted, parents, count)) in enumerate(zip(row_of.tolist(), drafts, strict=True)):
-        said = _sayings(values, at, best, None if speakers is None else speakers[row], say)
-        node, depth, is_leaf, wanted = -1, 0, True, said(-1, 0)
+        drawn = _tokens_by_node(values, at, best, None if samplers is None else samplers[row], native)
+        node, depth, is_leaf, wanted = -1, 0, True, drawn(-1, 0)
         for child in range(count):  # nodes come after their parents
             if parents[child] != node:
                 continue
             is_leaf = False
             if drafted[child] == wanted:
                 tokens[row, depth], kinds[row, depth], path[row, depth] = wanted, int(Kind.DRAFTED), child
-                node, depth, is_leaf, wanted = child, depth + 1, True, said(child, depth + 1)
+                node, depth, is_leaf, wanted = child, depth + 1, True, drawn(child, depth + 1)
         tokens[row, depth] = wanted
         kinds[row, depth] = int(Kind.BONUS if is_leaf else Kind.RECOVERED)
         num_accepted[row] = depth
     return _verdict(tokens, num_accepted, path, kinds)
 
 
-def _sayings(
-    values: Row, at: Sequence[int], best: Row | None, speaker: Speaker | None, say: Say | None
+def _tokens_by_node(
+    values: Row, at: Sequence[int], best: Row | None, sampler: TokenSampler | None, native: NativeDraw | None
 ) -> Callable[[int, int], int]:
-    """What is said at a node of a certain depth; `at`: which row of logits belongs to which node."""
-    if speaker is None:
+    """The token drawn at a node of a certain depth; `at`: the row of logits of each slot."""
+    if sampler is None:
         assert best is not None
         return lambda node, depth: int(best[at[node + 1]])
-    return lambda node, depth: speaker.says(values[at[node + 1]], node, depth, say)
+    return lambda node, depth: sampler.draw(values[at[node + 1]], node, depth, native)
 
 
 def _verdict(

@@ -1,8 +1,8 @@
 """The part of the target's p that matters to a sampled draft when filters leave tokens out. It reads values: for a CPU.
 
-A drafted token p cannot say is never accepted, so what hangs below it need not be processed. And what p says nowhere
-cannot be recovered either: the tokens it leaves and those drafted stand for the whole vocabulary, a few hundred columns
-with the same numbers; of the rest of q only the sum counts.
+A drafted token of probability 0 is never accepted, so its descendants need not be processed. A token of probability 0
+everywhere cannot be recovered either: the tokens that are left and those drafted stand for the whole vocabulary, a few
+hundred columns with the same numbers; of the rest of q only the sum counts.
 """
 
 from __future__ import annotations

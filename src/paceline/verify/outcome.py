@@ -12,7 +12,7 @@ from paceline.draft import Draft, Kind, Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Where a rule for sampled drafts stopped, and what it says there."""
+    """Where a rule for sampled drafts stopped, and the weights of the token drawn there."""
 
     slot: Tensor  # (B,) int64, 0 = the root
     leaf: Tensor  # (B,) bool: nothing was drafted below, the bonus comes from p
@@ -20,7 +20,7 @@ class Stop:
 
 
 def outcome(draft: Draft, path: Tensor, num_accepted: Tensor, last: Tensor, leaf: Tensor) -> Verdict:
-    """The accepted nodes `path` (B, D) and the token (B,) said after them, at a leaf or not."""
+    """The accepted nodes `path` (B, D) and the token (B,) drawn after them, at a leaf or not."""
     depth = torch.arange(path.shape[1] + 1, device=path.device)
     before, at_end = depth < num_accepted[:, None], depth == num_accepted[:, None]
     drafted = torch.cat((draft.tokens.gather(1, path.clamp_min(0)), last[:, None]), 1)  # the last column: any value
@@ -59,6 +59,5 @@ def take(draft: Draft, rows: Tensor) -> Draft:
         parents=draft.parents[rows],
         depth=draft.depth[rows],
         num_nodes=draft.num_nodes[rows],
-        source=draft.source[rows],
         q=q,
     )

@@ -1,6 +1,6 @@
 """From numbers to one token a row: by a coin against cumulative weights, or by a seed's Gumbel noise.
 
-On a CPU with a vocabulary of some size rows go one by one through numpy, looking only at the tokens that can be said;
+On a CPU with a vocabulary of some size rows go one by one through numpy, looking only at tokens of p > 0;
 elsewhere all rows at once, without reading a value. Both give the token whose stretch of the cumulative sum holds the
 coin, and never one of weight 0.
 """
@@ -72,7 +72,7 @@ def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
     inside = weights[block * BLOCK : (block + 1) * BLOCK]
     rest = point - (ends[block - 1] if block else 0.0)
     offset = int(inside.cumsum(dtype=np.float64).searchsorted(rest, "right"))
-    # A block's total may round above the sum of its tokens in turn: the last one that can be said then holds the coin.
+    # A block's total may round above the sum of its tokens in turn: the last one of weight > 0 then holds the coin.
     return block * BLOCK + min(offset, int(np.flatnonzero(inside)[-1]))
 
 
@@ -93,5 +93,5 @@ def _tokens(vocab_size: int) -> np.ndarray[Any, Any]:
 
 
 def _left(logits: np.ndarray[Any, Any]) -> Any:
-    """The tokens of a row (V,) that can be said; None: all of them."""
+    """The tokens of a row (V,) of positive probability; None: all of them."""
     return np.flatnonzero(logits > -np.inf) if logits.min() == -np.inf else None

@@ -7,7 +7,7 @@ what a loop of one-token calls would.
 
 A row's result is the same bits whatever shares the batch: nothing here sums across rows or along a row in an order that
 depends on their number. The three filters keep every token at or above one threshold, so tokens tied with the last one
-kept are kept too, and the outcome does not depend on any order of equal logits.
+kept are kept too, and the result does not depend on any order of equal logits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Bias:
 
 @dataclass(frozen=True, kw_only=True)
 class BadWords:
-    """Token runs that must not appear: the last token is banned where the ones before it have just been said."""
+    """Token runs that must not appear: the last token is banned where the ones before it end the text."""
 
     words: Tensor  # (S, W, T + 1) int64, flush right, -1 to the left; all -1 = no word
     tail: Tensor  # (S, T) int64, the last committed tokens, flush right, -1 where there are fewer
@@ -65,7 +65,7 @@ class MinTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Controls:
-    """What S sequences asked for. A part no sequence uses is None and costs nothing."""
+    """The parameters of S sequences. A part no sequence uses is None and costs nothing."""
 
     temperature: Tensor | None = None  # (S,), 0 = greedy; None: all are
     top_k: Tensor | None = None  # (S,) int64, 0 = off
@@ -79,7 +79,7 @@ class Controls:
 
     @property
     def filters(self) -> bool:
-        """Somebody may leave tokens out."""
+        """Some sequence may leave tokens out."""
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
 
     @functools.cached_property
@@ -93,7 +93,7 @@ class Controls:
 
     @property
     def edits(self) -> bool:
-        """Somebody changes logits one by one."""
+        """Some sequence changes single logits."""
         parts = (self.penalties, self.bias, self.bad_words, self.min_tokens)
         return any(part is not None for part in parts)
 
@@ -160,7 +160,7 @@ def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
 
 
 def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
-    """Penalties, biases and bans: what a greedy row takes its argmax of. The logits themselves where nobody asks."""
+    """Penalties, biases and bans: what a greedy row takes its argmax of. The logits themselves where there are none."""
     if controls.edits and logits.dtype.itemsize < 4:
         logits = logits.float()  # half the bits do not hold the sum of a logit and a bias
     if controls.penalties is not None:
@@ -215,7 +215,7 @@ def _penalise(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor:
 
 
 def _penalise_rows(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor:
-    """The same on the host: only the rows that ask, and only the tokens they have seen."""
+    """The same on the host: only rows with penalties, and only the tokens they have seen."""
     logits = logits.clone()
     rates = torch.stack((penalties.repetition, penalties.frequency, penalties.presence), 1).to(logits.dtype)
     asked = (rates != rates.new_tensor([1, 0, 0])).any(1).tolist()
@@ -229,13 +229,13 @@ def _penalise_rows(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor
         tokens, drafted = seen[seq], nodes.path[row][nodes.path[row] >= 0]
         if drafted.numel():
             tokens = torch.from_numpy(np.union1d(tokens.numpy(), drafted.numpy()))
-        said = counts[tokens] + (tokens[:, None] == drafted).sum(1)
-        logits[row, tokens] = _penalised(logits[row, tokens], said, *rates[seq])
+        total = counts[tokens] + (tokens[:, None] == drafted).sum(1)
+        logits[row, tokens] = _penalised(logits[row, tokens], total, *rates[seq])
     return logits
 
 
 def _penalised(logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Logits of tokens seen before, said `counts` times in the output. What is banned stays banned."""
+    """Logits of tokens seen before, `counts` times in the output. What is banned stays banned."""
     info = torch.finfo(logits.dtype)
     rate = repetition.clamp(info.tiny, info.max)
     repeated = torch.where(logits > 0, logits / rate, logits * rate).clamp(info.min, info.max)
@@ -256,8 +256,8 @@ def _ban(logits: Tensor, tokens: Tensor, hit: Tensor) -> Tensor:
 
 def _bad_words(bad: BadWords, nodes: Nodes) -> tuple[Tensor, Tensor]:
     words, span = bad.words[nodes.seq], bad.tail.shape[1]  # (R, W, T + 1), T
-    said = torch.cat((bad.tail[nodes.seq], nodes.path), 1)  # (R, T + D)
-    recent = said.gather(1, nodes.depth[:, None] + torch.arange(span, device=said.device))  # (R, T), flush right
+    text = torch.cat((bad.tail[nodes.seq], nodes.path), 1)  # (R, T + D)
+    recent = text.gather(1, nodes.depth[:, None] + torch.arange(span, device=text.device))  # (R, T), flush right
     before, last = words[..., :-1], words[..., -1]
     matches = ((before < 0) | (before == recent[:, None])).all(-1)
     return last, matches & (last >= 0)
@@ -270,7 +270,7 @@ def _ends(limits: MinTokens, nodes: Nodes) -> tuple[Tensor, Tensor]:
 
 
 def _allow_fallback_(logits: Tensor, fallback: Tensor | None, nodes: Nodes) -> Tensor:
-    """Where every token is banned one must still be said: the fallback gets probability 1."""
+    """Where every token is banned one must still be drawn: the fallback gets probability 1."""
     token = torch.zeros_like(nodes.seq) if fallback is None else fallback[nodes.seq]
     impossible = logits.amax(-1, keepdim=True) == -torch.inf
     value = torch.where(impossible, 0.0, logits.gather(1, token[:, None]))

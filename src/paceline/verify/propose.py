@@ -1,6 +1,6 @@
-"""What a drafter that samples says, and the q it said it from: the other side of verification, by the same parameters.
+"""The tokens of a drafter that samples, and the q they were drawn from, under the same parameters as verification.
 
-Rows drawn by a coin take one of a lane of their own; seeded and greedy rows say what the target would if q were p.
+Rows drawn by a coin use a lane of their own; seeded and greedy rows draw what the target would if q were p.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where verification meets hardware: the kernels for a tensor's device, or None and it is torch's and numpy's business.
+"""Where verification meets hardware: the kernels for a tensor's device, or None: torch and numpy compute it.
 
-Only the pure functions of this package ask: verify, process, probabilities, draw, propose.
+Called only by the pure functions of this package: verify, process, probabilities, draw, propose.
 """
 
 from __future__ import annotations

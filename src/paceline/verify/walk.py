@@ -1,9 +1,9 @@
 """Laws 1 and 3: draw the target's own token at every node, and follow the draft while it agrees.
 
-At each node y is what plain decoding would say there: the argmax (greedy), argmax(log p + Gumbel(seed, position,
+At each node y is the token plain decoding commits there: the argmax (greedy), argmax(log p + Gumbel(seed, position,
 token)) (seeded), or one fresh coin against cumulative p. The walk descends to the child that carries y and stops at the
-first node without one; y there is the recovered token, or the bonus at a leaf. No draft has a say in what y is, so any
-draft is lossless here, a sampled one and one with duplicates too.
+first node without one; y there is the recovered token, or the bonus at a leaf. y does not depend on the draft, so any
+draft is lossless here, sampled ones and ones with duplicates too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Draws:
 
     @staticmethod
     def of(key: Tensor, committed: Tensor, seq: Sequence[int], greedy: Sequence[bool], seeded: Sequence[bool]) -> Draws:
-        """Sort rows (given by their sequence, on the host) by what their sequence asked for."""
+        """Sort rows (given by their sequence, on the host) by how their sequence draws."""
 
         def rows(wanted: bool) -> Tensor | None:
             found = [row for row, s in enumerate(seq) if not greedy[s] and bool(seeded[s]) is wanted]
@@ -52,7 +52,7 @@ class Draws:
 
 
 def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) -> Tensor:
-    """(R,) the token each row says."""
+    """(R,) the token of each row."""
     if (kernels := seam.kernels(logits)) is not None:
         return kernels.draw(logits, draws, nodes, source)  # type: ignore[no-any-return]
     rows = logits.shape[0]
@@ -66,7 +66,7 @@ def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) 
     if draws.seeded is not None:
         at = draws.seeded
         seq = nodes.seq[at]
-        # The noise belongs to the position the token will take, whichever step or node says it.
+        # The noise belongs to the position the token will take, whichever step or node draws it.
         tokens[at] = pick_seeded(_rows(logits, at), draws.key[seq], draws.committed[seq] + nodes.depth[at])
     return tokens
 
@@ -75,11 +75,11 @@ def walk(draft: Draft, drawn: Tensor, row_of: Tensor, max_depth: int) -> Verdict
     """Follow the draft along the tokens drawn (R,). `row_of` (B, N + 1): slot -> row, -1 for padding; no host sync."""
     if draft.width == 0 or max_depth == 0:
         return _plain(drawn[row_of[:, 0]], max_depth)
-    said = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
-    path, num_accepted = _path(draft, _accepted(draft, said, max_depth), max_depth)
+    by_slot = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
+    path, num_accepted = _path(draft, _accepted(draft, by_slot, max_depth), max_depth)
     above = torch.cat((path.new_zeros(draft.batch, 1), path + 1), 1).gather(1, num_accepted[:, None])  # the last slot
     leaf = ~has_children(draft).gather(1, above)[:, 0]
-    return outcome(draft, path, num_accepted, said.gather(1, above)[:, 0], leaf)
+    return outcome(draft, path, num_accepted, by_slot.gather(1, above)[:, 0], leaf)
 
 
 def descend(
@@ -106,10 +106,10 @@ def descend(
         at = row_of[torch.from_numpy(owner), torch.from_numpy(node + 1)]
         here = nodes.take(at)
         sub = replace(draws, coins=_found(coins[owner]), seeded=_found(seeded[owner]))
-        said = draw(process(logits[at], controls, here), sub, here, source).numpy()
+        drawn = draw(process(logits[at], controls, here), sub, here, source).numpy()
         children = used[owner] & (parents[owner] == node[:, None])
-        agrees = children & (tokens[owner] == said[:, None])  # of equal siblings the first one counts
-        last[live], leaf[live] = said, ~children.any(1)
+        agrees = children & (tokens[owner] == drawn[:, None])  # of equal siblings the first one counts
+        last[live], leaf[live] = drawn, ~children.any(1)
         goes = agrees.any(1)
         live, owner, node = live[goes], owner[goes], agrees.argmax(1)[goes]
         path[live, num_accepted[live]] = node
@@ -129,17 +129,17 @@ def _rows(logits: Tensor, at: Tensor) -> Tensor:
 
 def walk_chains(draft: Draft, drawn: Tensor, row_of: Tensor) -> Verdict:
     """`walk` where every row is known to be a chain: a row is followed up to its first token that was not drawn."""
-    said = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
-    index = torch.arange(draft.width, device=said.device)
-    agrees = (draft.tokens == said[:, :-1]) & (index < draft.num_nodes[:, None])
+    by_slot = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
+    index = torch.arange(draft.width, device=by_slot.device)
+    agrees = (draft.tokens == by_slot[:, :-1]) & (index < draft.num_nodes[:, None])
     num_accepted = agrees.long().cumprod(1).sum(1)
     path = torch.where(index < num_accepted[:, None], index, -1)
     leaf = num_accepted == draft.num_nodes
-    return outcome(draft, path, num_accepted, said.gather(1, num_accepted[:, None])[:, 0], leaf)
+    return outcome(draft, path, num_accepted, by_slot.gather(1, num_accepted[:, None])[:, 0], leaf)
 
 
 def _plain(tokens: Tensor, max_depth: int) -> Verdict:
-    """One token a row. Every plain step ends here, from cold caches: no operation more than it takes."""
+    """One token a row. Every plain step ends here, from cold caches, so it takes few operations."""
     batch = tokens.shape[0]
     kinds = torch.full((batch, max_depth + 1), int(Kind.PAD), dtype=torch.uint8, device=tokens.device)
     kinds[:, 0] = int(Kind.BONUS)
@@ -148,14 +148,14 @@ def _plain(tokens: Tensor, max_depth: int) -> Verdict:
     return Verdict(tokens=committed, num_accepted=torch.zeros_like(tokens), path=beyond, kinds=kinds)
 
 
-def _accepted(draft: Draft, said: Tensor, max_depth: int) -> Tensor:
+def _accepted(draft: Draft, by_slot: Tensor, max_depth: int) -> Tensor:
     """(B, N) which nodes the walk passes through."""
-    index = torch.arange(draft.width, device=said.device).expand_as(draft.tokens)
+    index = torch.arange(draft.width, device=by_slot.device).expand_as(draft.tokens)
     valid = index < draft.num_nodes[:, None]
     above = draft.parents + 1  # the parent's slot
-    agrees = valid & (draft.tokens == said.gather(1, above))
+    agrees = valid & (draft.tokens == by_slot.gather(1, above))
     # Of equal siblings the first one counts.
-    first = torch.full_like(said, draft.width).scatter_reduce_(
+    first = torch.full_like(by_slot, draft.width).scatter_reduce_(
         1, above, torch.where(agrees, index, draft.width), "amin"
     )
     reached = torch.cat((torch.ones_like(valid[:, :1]), agrees & (first.gather(1, above) == index)), 1)  # by slot

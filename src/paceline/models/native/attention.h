@@ -1,4 +1,4 @@
-// Attention over a paged cache, for prefill chunks, decoded tokens and token trees alike. A row walks its logical positions
+// Attention over a paged cache, for prefill chunks, decoded tokens and token trees alike. A row walks the keys it sees
 // in order, in splits at absolute multiples of SPLIT merged first to last, wherever its keys lie in the cache.
 
 #pragma once
@@ -18,7 +18,7 @@ struct Attention : Plan {  // one call
 
     long group() const { return q_heads / kv_heads; }
     long begin(long row) const { return window && positions[row] >= window ? positions[row] - window + 1 : 0; }
-    long end(long row) const { return positions[row] + 1; }
+    long end(long row) const { return reach[row]; }
 
     // The slots of a row's positions [from, to). A position it cannot have read is a bug upstream: reported, not followed.
     void find_slots(long row, long from, long to, long* out) {

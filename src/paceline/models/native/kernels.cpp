@@ -12,6 +12,8 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+EXPORT long paceline_abi() { return ABI; }
+
 EXPORT long paceline_panel_width() { return NT; }
 
 EXPORT void paceline_pack_f32(const float* weight, float* panels, long N, long K, int threads) {
@@ -60,10 +62,10 @@ EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* la
     return run_layers(*plan, *heads, layers, count, residual, added, first, threads);
 }
 
-// The token a row of V logits says, or UNDECIDED; see sampling.h.
-EXPORT long paceline_say(const float* logits, long V, float temperature, float least, long top_k, double top_p, double coin,
+// The token drawn from a row of V logits, or UNDECIDED; see sampling.h.
+EXPORT long paceline_draw_token(const float* logits, long V, float temperature, float least, long top_k, double top_p, double coin,
                          uint64_t key) {
-    return say(logits, V, {temperature, least, top_k, top_p, coin, key});
+    return draw_token(logits, V, {temperature, least, top_k, top_p, coin, key});
 }
 
 // -- lookup drafters: see ngram.h, suffix.h, lookup.h and relay.h

@@ -6,8 +6,10 @@
 
 namespace {
 
+const long ABI = 2;  // native_kernels.ABI: raised whenever a structure or a signature changes
+
 struct Plan {  // native_kernels.PlanView
-    const int32_t *positions, *slots, *sequence, *prefix, *path, *tables;
+    const int32_t *positions, *slots, *sequence, *prefix, *reach, *path, *tables;
     int64_t rows, path_width, table_width, block_size;
 };
 

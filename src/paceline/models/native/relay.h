@@ -35,7 +35,7 @@ struct Step {
 // Where a pass is written: ints from the start of the buffer. As `Placed` in `paceline.models.graphs`.
 struct Place {
     int64_t tiles, num_tiles;      // one for each sequence, which all its rows must fit into
-    int64_t fields, stride, rows;  // positions, prefix, slots, sequence, path_len, tokens: `stride` apart
+    int64_t fields, stride, rows;  // positions, prefix, slots, sequence, reach, tokens: `stride` apart
     int64_t path, path_stride;
     int64_t tables;
     int32_t header[HEADER];
@@ -106,9 +106,9 @@ static long draft(const Method& method, Step& step) {
 static void write(const Step& step, const Place& place, int32_t* out) {
     memset(out, 0, place.tables * sizeof(int32_t));
     memcpy(out, place.header, sizeof(place.header));
-    int32_t* field[6];  // positions, prefix, slots, sequence, path_len, tokens
+    int32_t* field[6];  // positions, prefix, slots, sequence, reach, tokens
     for (int i = 0; i < 6; i++) field[i] = out + place.fields + i * place.stride;
-    for (int64_t row = 0; row < place.rows; row++) field[2][row] = -1;
+    for (int64_t row = 0; row < place.rows; row++) field[2][row] = -1, field[4][row] = 1;
     int64_t at = 0;
     for (int64_t row = 0; row < step.rows; row++) {
         Tree tree = tree_of(step, row);
@@ -122,7 +122,7 @@ static void write(const Step& step, const Place& place, int32_t* out) {
             field[1][at] = (int32_t)(depth ? first + 1 : position + 1);
             field[2][at] = (int32_t)(table[stored / step.block_size] * step.block_size + stored % step.block_size);
             field[3][at] = (int32_t)row;
-            field[4][at] = (int32_t)depth;
+            field[4][at] = (int32_t)(position + 1);
             field[5][at] = (int32_t)(node < 0 ? step.said[row * step.width + step.accepted[row]] : tree.tokens[node]);
             int32_t* path = out + place.path + at * place.path_stride;
             for (int64_t i = depth; i < step.path; i++) path[i] = -1;

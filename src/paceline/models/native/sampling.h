@@ -1,4 +1,4 @@
-// One token of one row of logits, as `paceline.verify.host` says it: temperature, min_p, top_k, top_p, then a coin against
+// One token of one row of logits, as `paceline.verify.host` draws it: temperature, min_p, top_k, top_p, then a coin against
 // cumulative p or a seed's Gumbel noise.
 //
 // Weights and noise are computed to float precision, not to the same last bit as there. So a token is named only where no
@@ -248,7 +248,7 @@ inline long by_coin(const std::vector<Kept>& kept, float least, double coin) {
     return UNDECIDED;
 }
 
-inline long say(const float* logits, long size, const Asked& asked) {
+inline long draw_token(const float* logits, long size, const Asked& asked) {
     static thread_local std::vector<float> values;
     static thread_local std::vector<double> sums;
     static thread_local std::vector<Kept> kept;

@@ -1,9 +1,9 @@
 """Paged attention for prefill chunks, decodes and token trees in one batch, with one order of summation.
 
-A row sees the logical positions 0..t. They are cut into blocks of 64 keys, blocks into chunks of 8 (of 4 early in the
+A row sees the logical keys [0, reach). They are cut into blocks of 64 keys, blocks into chunks of 8 (of 4 early in the
 context, so that a short one fills the chip too). Every block gives a softmax of its own (maximum, sum, weighted
 values); blocks are folded in order into their chunk, chunks in order into the result, always by the same arithmetic. So
-a row's bits are a function of t and of what it sees alone, while the work can be cut where it suits the batch: a
+a row's bits are a function of the keys it sees alone, while the work can be cut where it suits the batch: a
 program may take a block, a chunk or everything.
 
 Rows of one sequence share a tile and read keys through the block table. A tree node's last blocks, from the one its
@@ -90,14 +90,14 @@ def attention(
     sums = workspace.floats("sums", rows * q_heads * division.units * dim)
     stats = workspace.floats("stats", rows * q_heads * division.units * 2)
     log2_scale = scale * 1.4426950408889634
-    seen = q, cache.k, cache.v, plan.positions, plan.sequence, plan.prefix
+    seen = q, cache.k, cache.v, plan.positions, plan.sequence, plan.prefix, plan.reach
     wide = cache.k.numel() > MOST_INT
     if not division.direct and window is None and pipelines(q):
         tile, all_tiles, splits = max(division.tile, TILE), division.num_tiles * kv_heads, division.splits
         if 4 * all_tiles <= pipelined.PROGRAMS:  # few: all programs at once, none waits for another to end
             splits = pipelined.PROGRAMS // all_tiles
         pipelined.attend_pipelined[(splits, all_tiles)](
-            *seen,
+            *(q, cache.k, cache.v, plan.sequence, plan.prefix, plan.reach),
             plan.block_tables,
             work.tiles,
             sums,
@@ -160,6 +160,7 @@ def attention(
     merge_states[(rows, q_heads)](
         plan.positions,
         plan.prefix,
+        plan.reach,
         work.tiles,
         sums,
         stats,

@@ -15,14 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.models.chain import READ, Said
+from paceline.draft import UnreadVerdict
+from paceline.models.chain import READ
 from paceline.models.graphs import Placed
 
 BLOCK = 8192  # tokens of the vocabulary that are looked at together
 WHICH, LAST, TOKEN, END = range(4)  # what is known of a row: (4, R) int64
 
 
-def begin_after(said: Said, known: Tensor, into: Placed) -> None:
+def begin_after(said: UnreadVerdict, known: Tensor, into: Placed) -> None:
     """The READ last tokens of each row as the rows of a pass; `known` says what came before."""
     plan = into.plan
     _begin[(known.shape[1],)](
@@ -31,7 +32,7 @@ def begin_after(said: Said, known: Tensor, into: Placed) -> None:
         said.num_accepted,
         known,
         known.shape[1],
-        *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.block_tables, into.header),
+        *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.reach, plan.block_tables, into.header),
         BLOCK_SIZE=plan.block_size,
         READ=READ,
     )
@@ -61,7 +62,7 @@ def follow(
         known,
         len(drafted),
         seen.plan.positions,
-        *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.block_tables, into.header),
+        *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.reach, plan.block_tables, into.header),
         BLOCK_SIZE=plan.block_size,
         EACH=each,
         BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
@@ -86,6 +87,7 @@ def _begin(
     positions,
     slots,
     prefix,
+    reach,
     tables,
     header,
     BLOCK_SIZE: tl.constexpr,
@@ -101,7 +103,7 @@ def _begin(
         token = tl.load(said + which * width + behind - 1, mask=behind > 0, other=0)
         token = tl.where(behind > 0, token, tl.load(known + 2 * rows + row))
         tl.store(tokens + row * READ + at, token.to(tl.int32))
-        _put(row * READ + at, row, last + behind, end, positions, slots, prefix, tables, header, BLOCK_SIZE)
+        _put(row * READ + at, row, last + behind, end, positions, slots, prefix, reach, tables, header, BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["stride", "vocab", "width", "depth", "rows"])
@@ -120,6 +122,7 @@ def _follow(
     positions,
     slots,
     prefix,
+    reach,
     tables,
     header,
     BLOCK_SIZE: tl.constexpr,
@@ -143,11 +146,11 @@ def _follow(
     tl.store(tokens + row, token.to(tl.int32))
     position = tl.load(seen + row * EACH + EACH - 1).to(tl.int64) + 1
     end = tl.load(known + 3 * rows + row)
-    _put(row, row, position, end, positions, slots, prefix, tables, header, BLOCK_SIZE)
+    _put(row, row, position, end, positions, slots, prefix, reach, tables, header, BLOCK_SIZE)
 
 
 @triton.jit
-def _put(place, owner, position, end, positions, slots, prefix, tables, header, BLOCK_SIZE: tl.constexpr):
+def _put(place, owner, position, end, positions, slots, prefix, reach, tables, header, BLOCK_SIZE: tl.constexpr):
     """A row of a pass at a position, which it keeps to itself where no block is left for it."""
     inside = position < end
     position = tl.minimum(position, end - 1)
@@ -156,3 +159,4 @@ def _put(place, owner, position, end, positions, slots, prefix, tables, header, 
     tl.store(slots + place, slot.to(tl.int32))
     tl.store(positions + place, position.to(tl.int32))
     tl.store(prefix + place, (position + 1).to(tl.int32))
+    tl.store(reach + place, (position + 1).to(tl.int32))

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.draft import sent
-from paceline.models.chain import READ, ChainRow, Said
+from paceline.draft import UnreadVerdict, sent
+from paceline.models.chain import READ, ChainRow
 from paceline.models.kernels import Shape, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.staging import Staging
@@ -126,7 +126,7 @@ class TritonChain:
         self._buffers = _Buffers(cut, config, self._head, block_size, programs)
         self._tag = 1
 
-    def draft(self, rows: Sequence[ChainRow], said: Said | None = None) -> Tensor:
+    def draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
         if said is not None:
             rows = [replace(row, lag=READ) for row in rows]
         steps = max(row.lag + row.count - 1 for row in rows)
@@ -204,7 +204,7 @@ class _Buffers:
         words += cut.splits * (config.q_size + config.num_heads) + 2 * programs + config.hidden_size
         self.words = torch.zeros(cut.rows * words, dtype=torch.int64, device=like.device)
 
-    def fill(self, rows: Sequence[ChainRow], steps: int, tag: int, said: Said | None) -> None:
+    def fill(self, rows: Sequence[ChainRow], steps: int, tag: int, said: UnreadVerdict | None) -> None:
         said_by_host = self.state[self._out :]
         buffer = self._staging.buffer(len(said_by_host))
         most, host, more = self._cut.rows, buffer.ints, 0 if said is None else said.most

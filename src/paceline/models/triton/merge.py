@@ -36,6 +36,7 @@ def only_if(state, condition):
 def merge_states(
     positions,
     prefix,
+    reach,
     tiles,
     sums,
     stats,
@@ -56,16 +57,17 @@ def merge_states(
     row = tl.program_id(0).to(tl.int64)
     q_row = row * HEADS + tl.program_id(1)
     release(OVERLAP)
-    position = tl.load(positions + row)
+    end = tl.load(reach + row)
     by_block = tl.load(tiles + 1) == 1
-    shared_blocks = position // KEYS + 1
+    blocks = tl.cdiv(end, KEYS)
+    shared_blocks = blocks
     if TAILS > 0:
         shared = tl.load(prefix + row)
-        tail_blocks = tl.where(shared <= position, shared_blocks - shared // KEYS, 0)
+        tail_blocks = tl.where(shared < end, blocks - shared // KEYS, 0)
         shared_blocks -= tail_blocks
     first_chunk = 0
     if WINDOW > 0:
-        first_chunk = chunk_of(tl.maximum(position - WINDOW + 1, 0) // KEYS, EARLY, CHUNK)
+        first_chunk = chunk_of(tl.maximum(tl.load(positions + row) - WINDOW + 1, 0) // KEYS, EARLY, CHUNK)
     stride = tl.cast(rows, tl.int64) * HEADS
     dim = tl.arange(0, PADDED)
     wait(OVERLAP)
@@ -78,7 +80,7 @@ def merge_states(
         HALF: tl.constexpr = CHUNK // 2
         first_block = first_of(first_chunk, EARLY, CHUNK)
         part = empty
-        for first in range(first_block // (2 * CHUNK) * (2 * CHUNK), position // KEYS + 1, 2 * CHUNK):
+        for first in range(first_block // (2 * CHUNK) * (2 * CHUNK), blocks, 2 * CHUNK):
             states = ()
             for unit in tl.static_range(2 * CHUNK):  # all of them are loaded before the first is needed
                 at = first + unit
@@ -94,7 +96,7 @@ def merge_states(
                     part = fold_into(part, only_if(tails[tail], (shared_blocks + tail) // HALF == first // HALF + half))
         high, total, values = fold_into((high, total, values), part)
     else:
-        for first in range(first_chunk, chunk_of(position // KEYS, EARLY, CHUNK) + 1, 16):
+        for first in range(first_chunk, chunk_of(blocks - 1, EARLY, CHUNK) + 1, 16):
             states = ()
             for nth in tl.static_range(16):
                 there = first_of(first + nth, EARLY, CHUNK) < shared_blocks

@@ -54,8 +54,8 @@ def start_copy(buffer, cache, at, there, DIM: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def ends_of(
-    positions,
     prefix,
+    reach,
     begin,
     count,
     TILE: gl.constexpr,
@@ -68,7 +68,7 @@ def ends_of(
     lane = gl.arange(0, TILE, layout=ROW)
     used = (lane // GROUP) < count
     row = begin + lane // GROUP
-    end = gl.load(positions + row, mask=used, other=-1) + 1
+    end = gl.load(reach + row, mask=used, other=0)
     if TREE:
         shared = gl.load(prefix + row, mask=used, other=0)
         end = gl.where(shared < end, shared // KEYS * KEYS, end)
@@ -91,9 +91,9 @@ def attend_pipelined(
     q,
     k_cache,
     v_cache,
-    positions,
     sequence,
     prefix,
+    reach,
     tables,
     tiles,
     sums,
@@ -131,7 +131,7 @@ def attend_pipelined(
     by_block = gl.load(tiles + 1) == 1
     begin = gl.load(tiles + 4 + tile)
     count = gl.load(tiles + 4 + num_tiles + tile)
-    end = ends_of(positions, prefix, begin, count, TILE, GROUP, KEYS, TREE, ROW)
+    end = ends_of(prefix, reach, begin, count, TILE, GROUP, KEYS, TREE, ROW)
     used = (gl.arange(0, TILE, layout=ROW) // GROUP) < count
     last = gl.max(end, 0)
     full = gl.min(gl.where(used, end, 2147483647), 0) // KEYS  # blocks all rows of the tile see all of
@@ -180,7 +180,7 @@ def attend_pipelined(
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if now >= full:
                 begin_again = gl.load(tiles + 4 + tile, volatile=True)  # again, to spare registers meanwhile
-                end = ends_of(positions, prefix, begin_again, count, TILE, GROUP, KEYS, TREE, ROW)
+                end = ends_of(prefix, reach, begin_again, count, TILE, GROUP, KEYS, TREE, ROW)
                 key = now * KEYS + gl.arange(0, KEYS, layout=COLUMN)
                 scores = gl.where(key[None, :] < end[:, None], scores, float("-inf"))
             more_high = gl.max(scores, 1) * log2_scale

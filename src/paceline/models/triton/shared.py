@@ -82,6 +82,7 @@ def attend_shared(
     positions,
     sequence,
     prefix,
+    reach,
     tables,
     tiles,
     sums,
@@ -119,8 +120,10 @@ def attend_shared(
     lane = tl.arange(0, TILE)
     used = (lane // GROUP) < count
     row = (begin + lane // GROUP).to(tl.int64)
-    position = tl.load(positions + row, mask=used, other=-1)
-    end = position + 1  # keys a row reads through the block table: its tail blocks excepted
+    end = tl.load(reach + row, mask=used, other=0)  # keys a row reads through the block table: its tail blocks excepted
+    position = end - 1
+    if WINDOW > 0:
+        position = tl.load(positions + row, mask=used, other=-1)
     if TREE:
         shared = tl.load(prefix + row, mask=used, other=0)
         end = tl.where(shared < end, shared // KEYS * KEYS, end)

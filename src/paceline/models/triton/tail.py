@@ -17,6 +17,7 @@ def attend_tail(
     positions,
     sequence,
     prefix,
+    reach,
     path,
     tables,
     tiles,
@@ -40,17 +41,17 @@ def attend_tail(
     kv_head = tl.program_id(1)
     nth = tl.program_id(2)
     release(OVERLAP)
-    position = tl.load(positions + row)
     shared = tl.load(prefix + row)
+    end = tl.load(reach + row)
     block = shared // KEYS + nth
     key = block * KEYS + tl.arange(0, KEYS)
-    there = tl.where(shared <= position, position, -1) >= key  # the row is a tree node, and the key one it sees
+    there = tl.where(shared < end, end, 0) > key  # the row is a tree node, and the key one it sees
     table = tables + tl.load(sequence + row).to(tl.int64) * tl.load(tiles)
     page = tl.load(table + key // BLOCK_SIZE, mask=there & (key < shared), other=0).to(tl.int64)
     own = tl.load(path + row * path_width + key - shared, mask=there & (key >= shared), other=0).to(tl.int64)
     slot = tl.where(key < shared, page * BLOCK_SIZE + key % BLOCK_SIZE, own)
     wait(OVERLAP)
-    if (block * KEYS <= position) & (shared <= position):
+    if (block * KEYS < end) & (shared < end):
         lane = tl.arange(0, TILE)
         used = lane < GROUP
         heads = KV_HEADS * GROUP
@@ -58,7 +59,7 @@ def attend_tail(
         queries = load_queries(q, q_row, used, DIM, PADDED, PARTS)
         visible = used[:, None] & there[None, :]
         if WINDOW > 0:
-            visible = visible & (key > position - WINDOW)[None, :]
+            visible = visible & (key > tl.load(positions + row) - WINDOW)[None, :]
         at = slot * (KV_HEADS * DIM) + kv_head * DIM
         high, total, values = nothing(TILE, PADDED, PARTS)
         high, total, values = one_block(

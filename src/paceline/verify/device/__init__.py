@@ -14,11 +14,11 @@ from paceline.draft import Draft, Verdict
 from paceline.rng import Lane
 from paceline.verify.chain import Rule, node_coins
 from paceline.verify.device import rules
-from paceline.verify.device.lens import Lens
 from paceline.verify.device.recover import recover
-from paceline.verify.device.said import said
-from paceline.verify.device.said import walk as _walk
 from paceline.verify.device.sampled import Sampled
+from paceline.verify.device.target_distribution import TargetDistribution
+from paceline.verify.device.walk import draw_tokens
+from paceline.verify.device.walk import walk as _walk
 from paceline.verify.processors import Controls, Nodes, edit
 from paceline.verify.routes import Routes, masked
 from paceline.verify.walk import CoinSource, Draws
@@ -26,7 +26,7 @@ from paceline.verify.walk import CoinSource, Draws
 
 def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
     """As processors.process, of logits edited before."""
-    return Lens.of(logits, controls, nodes).filtered(controls, nodes).write(probabilities=False)
+    return TargetDistribution.of(logits, controls, nodes).filtered(controls, nodes).write(probabilities=False)
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -36,20 +36,20 @@ def probabilities(logits: Tensor) -> Tensor:
 
 def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
     """As walk.draw."""
-    lens = _plain(logits)
-    return said(lens if draws.coins is None else lens.weighed(totals=False), draws, nodes, source)
+    target = _plain(logits)
+    return draw_tokens(target if draws.coins is None else target.weighed(totals=False), draws, nodes, source)
 
 
 def propose(
     logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource
 ) -> tuple[Tensor, Tensor | None]:
     """As propose.propose. A token is drawn by the weights q is made of, as the walk draws by those of p."""
-    lens = Lens.of(edit(logits, controls, nodes), controls, nodes).filtered(controls, nodes)
+    target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes).filtered(controls, nodes)
     if draws.coins is None:
-        return said(lens, draws, nodes, source), None
-    lens = lens.weighed()
-    q = lens.write(probabilities=True)
-    tokens = said(lens, draws, nodes, lambda lane, *words: source(Lane.DRAFT, *words))
+        return draw_tokens(target, draws, nodes, source), None
+    target = target.weighed()
+    q = target.write(probabilities=True)
+    tokens = draw_tokens(target, draws, nodes, lambda lane, *words: source(Lane.DRAFT, *words))
     return tokens, q if draws.coins.shape[0] == q.shape[0] else q[draws.coins]
 
 
@@ -68,28 +68,28 @@ def verify(
     source: CoinSource,
 ) -> Verdict:
     """As verify.verify. Without routes the device sorts the rows, and each rule skips those that are not its own."""
-    lens = Lens.of(edit(logits, controls, nodes), controls, nodes)
+    target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes)
     if draws.coins is not None or draws.seeded is not None:
-        lens = lens.filtered(controls, nodes)
+        target = target.filtered(controls, nodes)
     only_walks = routes is None and (draft.q is None or draft.width == 0 or draws.coins is None)
     if draws.coins is not None:
-        lens = lens.weighed(totals=not only_walks)
+        target = target.weighed(totals=not only_walks)
     verdict = Verdict.blank(draft.batch, max_depth, logits.device)
     if only_walks:
-        _walk(draft, said(lens, draws, nodes, source), row_of, None, verdict)  # every row
+        _walk(draft, draw_tokens(target, draws, nodes, source), row_of, None, verdict)  # every row
         return verdict
     if routes is None:
         routes = masked(draft, nodes, draws, only_chains=only_chains)
     if routes.walk is not None:
-        _walk(draft, said(lens, draws, nodes, source), row_of, routes.walk, verdict)
+        _walk(draft, draw_tokens(target, draws, nodes, source), row_of, routes.walk, verdict)
     if routes.chain is not None or routes.tree is not None:
-        _judge(draft, lens, row_of, draws, routes, rule, source, verdict)
+        _judge(draft, target, row_of, draws, routes, rule, source, verdict)
     return verdict
 
 
 def _judge(
     draft: Draft,
-    lens: Lens,
+    target: TargetDistribution,
     row_of: Tensor,
     draws: Draws,
     routes: Routes,
@@ -98,7 +98,7 @@ def _judge(
     verdict: Verdict,
 ) -> None:
     """Rows drawn from q."""
-    found = Sampled.of(draft, lens, row_of)
+    found = Sampled.of(draft, target, row_of)
     coins = node_coins(source, draws.key, draws.committed, draft.width)
     if routes.chain is not None:
         rules.chain(found, routes.chain, coins, rule)
@@ -108,5 +108,5 @@ def _judge(
     recover(found, parts[0] if len(parts) == 1 else torch.cat(parts), draws, source, verdict)
 
 
-def _plain(logits: Tensor) -> Lens:
-    return Lens.of(logits, Controls(), Nodes.roots(logits.shape[0], logits.device))
+def _plain(logits: Tensor) -> TargetDistribution:
+    return TargetDistribution.of(logits, Controls(), Nodes.roots(logits.shape[0], logits.device))

@@ -1,4 +1,4 @@
-"""Law 2 on a device: where a rule stopped, the token said there by what is left of p, and the way up from it."""
+"""Law 2 on a device: where a rule stopped, the token drawn there by what is left of p, and the path to it."""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from torch import Tensor
 from paceline.draft import Verdict
 from paceline.rng import Lane
 from paceline.verify.device import tiles
-from paceline.verify.device.said import put
 from paceline.verify.device.sampled import Sampled, left
 from paceline.verify.device.tiles import find_split, find_token, kernel, my_rows, programs
+from paceline.verify.device.walk import put
 from paceline.verify.walk import CoinSource, Draws
 
 
 def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verdict: Verdict) -> None:
-    """Fill in the rows (B',) of the verdict, -1: none: the path to where they stopped, and the token said there."""
+    """Fill in the rows (B',) of the verdict, -1: none: the path to where they stopped, and the token drawn there."""
     trees, tile, count, batch = found.trees, found.tile, rows.shape[0], verdict.tokens.shape[0]
     coins = source(Lane.RESIDUAL, draws.key, draws.committed, trees.stop - 1)
     shares = trees.excess.new_empty(batch, tile.splits)
@@ -73,7 +73,7 @@ def _recover(
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The last token, by its coin, and the way up from it."""
+    """The last token, by its coin, and the path to its slot."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0

@@ -2,7 +2,7 @@
 
 A slot that has lost children is left with what p had in excess of q, and with a q without them: a function of p, q and
 three numbers for each child gone (the slot's a at that time, the sum of the excess, the rest of q). So nothing is
-rewritten; whoever looks at the slot applies them again. A chain that stops at a slot has lost its one child there.
+rewritten; every reader of the slot applies them again. A chain that stops at a slot has lost its one child there.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.draft import Draft
 from paceline.verify.device import tiles
-from paceline.verify.device.lens import Lens
+from paceline.verify.device.target_distribution import TargetDistribution
 from paceline.verify.device.tiles import (
     P,
     Tile,
@@ -38,7 +38,7 @@ class Q(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """The drafts, and what the rules have found out about them."""
+    """The drafts, and what the rules have computed of them."""
 
     tokens: Tensor  # (B, N)
     parents: Tensor  # (B, N)
@@ -69,17 +69,17 @@ class Sampled(NamedTuple):
     tile: Tile
 
     @staticmethod
-    def of(draft: Draft, lens: Lens, row_of: Tensor) -> Sampled:
-        """`lens` is weighed."""
+    def of(draft: Draft, target: TargetDistribution, row_of: Tensor) -> Sampled:
+        """`target` is weighed."""
         assert draft.q is not None
         probs, ids = draft.q.probs, draft.q.ids
         probs = probs if probs.stride(1) == 1 else probs.contiguous()
         place = None
         if ids is not None:
-            place = torch.full((lens.p.vocab,), -1, dtype=torch.int32, device=probs.device)
+            place = torch.full((target.p.vocab,), -1, dtype=torch.int32, device=probs.device)
             place.index_copy_(0, ids, torch.arange(ids.shape[0], dtype=torch.int32, device=probs.device))
-        batch, width, splits = draft.batch, draft.width, lens.tile.splits
-        number, real = draft.tokens.new_empty, lens.p.peak.new_empty
+        batch, width, splits = draft.batch, draft.width, target.tile.splits
+        number, real = draft.tokens.new_empty, target.p.peak.new_empty
         trees = Trees(
             tokens=draft.tokens.contiguous(),
             parents=draft.parents.contiguous(),
@@ -96,11 +96,11 @@ class Sampled(NamedTuple):
             excess=real(batch, width, splits, dtype=torch.float64),
             rest=real(batch, width, splits, dtype=torch.float64),
             surplus=real(batch, width),
-            mass=torch.zeros_like(draft.tokens, dtype=lens.tile.torch_dtype),
+            mass=torch.zeros_like(draft.tokens, dtype=target.tile.torch_dtype),
             ahead=real(batch, width, 3),
             stop=torch.zeros_like(draft.num_nodes),
         )
-        found = Sampled(lens.p, Q(probs, probs.stride(0), place), trees, lens.tile)
+        found = Sampled(target.p, Q(probs, probs.stride(0), place), trees, target.tile)
         rows = min(tiles.ROWS, 16)  # it looks at pairs of nodes
         _kin[(triton.cdiv(batch, rows),)](trees, batch, rows, tiles.steps(width + 1), num_warps=4)
         _ratio[(triton.cdiv(batch * width, 64),)](*found[:3], batch * width, found.tile.dtype, 64)

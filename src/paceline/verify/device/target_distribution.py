@@ -16,7 +16,7 @@ from paceline.verify.processors import Controls, Nodes
 
 
 @dataclass(frozen=True)
-class Lens:
+class TargetDistribution:
     """R rows of logits, and what it takes to read p off them."""
 
     p: P
@@ -25,7 +25,7 @@ class Lens:
     shares: Tensor | None = None  # (R, splits) float64, sums of exp(tempered logit) over what the filters leave
 
     @staticmethod
-    def of(logits: Tensor, controls: Controls, nodes: Nodes) -> Lens:
+    def of(logits: Tensor, controls: Controls, nodes: Nodes) -> TargetDistribution:
         """Of logits whose penalties, biases and bans are done."""
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         tile, rows = Tile.of(logits), logits.shape[0]
@@ -48,15 +48,15 @@ class Lens:
             tiles.ROWS,
             tile.padded,
         )
-        return Lens(p, tile, best)
+        return TargetDistribution(p, tile, best)
 
-    def filtered(self, controls: Controls, nodes: Nodes) -> Lens:
+    def filtered(self, controls: Controls, nodes: Nodes) -> TargetDistribution:
         """With the cut the filters make."""
         if controls.temperature is None or not controls.filters:
             return self
-        return Lens(self.p._replace(cut=cut(self.p, self.tile, controls, nodes)), self.tile, self.best)
+        return TargetDistribution(self.p._replace(cut=cut(self.p, self.tile, controls, nodes)), self.tile, self.best)
 
-    def weighed(self, *, totals: bool = True) -> Lens:
+    def weighed(self, *, totals: bool = True) -> TargetDistribution:
         """With the sums that turn weights into probabilities; a coin needs those of the splits only."""
         rows = self.best.shape[0]
         shares = self.p.peak.new_empty(rows, self.tile.splits, dtype=torch.float64)
@@ -64,10 +64,10 @@ class Lens:
             self.p, shares, rows, self.tile.splits, self.tile.dtype, tiles.ROWS, self.tile.block
         )
         if not totals:
-            return Lens(self.p, self.tile, self.best, shares)
+            return TargetDistribution(self.p, self.tile, self.best, shares)
         total = shares.new_empty(rows)
         _total[(programs(rows),)](shares, total, rows, self.tile.splits, tiles.ROWS, self.tile.padded)
-        return Lens(self.p._replace(total=total), self.tile, self.best, shares)
+        return TargetDistribution(self.p._replace(total=total), self.tile, self.best, shares)
 
     def write(self, *, probabilities: bool) -> Tensor:
         """(R, V) processed logits, or p."""

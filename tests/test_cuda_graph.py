@@ -1,4 +1,4 @@
-"""Recording as its graphs see it: here graphs that keep a diary, on a device real ones."""
+"""CudaGraph as its graphs see it: here graphs that keep a diary, on a device real ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.recorder import Recorder
+from paceline.cuda_graph import GraphRecorder
 
 
 class Graph:
@@ -41,19 +41,19 @@ def diary(monkeypatch):
 
 
 def test_what_is_recorded_is_replayed(diary):
-    recording = Recorder().record(lambda: (diary.append("work"), 7)[-1])
+    recording = GraphRecorder().capture(lambda: (diary.append("work"), 7)[-1])
     recording.replay()
     assert (diary, recording.result) == (["begin 1 in a", "work", "end 1", "replay 1"], 7)
 
 
 def test_memory_is_shared_while_a_recording_lives_and_no_longer(diary):
-    recorder = Recorder()
-    kept = [recorder.record(int) for _ in range(2)]
+    recorder = GraphRecorder()
+    kept = [recorder.capture(int) for _ in range(2)]
     del kept[0]
-    kept.append(recorder.record(int))
+    kept.append(recorder.capture(int))
     kept.clear()
     gc.collect()
-    kept.append(recorder.record(int))
+    kept.append(recorder.capture(int))
     assert [line for line in diary if "begin" in line] == [
         f"begin {at + 1} in {pool}" for at, pool in enumerate("aaab")
     ]
@@ -63,21 +63,21 @@ def test_work_that_fails_ends_its_recording_and_leaves_the_next_alone(diary):
     def fails():
         raise RuntimeError("not permitted")
 
-    recorder = Recorder()
+    recorder = GraphRecorder()
     with pytest.raises(RuntimeError, match="not permitted"):
-        recorder.record(fails)
+        recorder.capture(fails)
     assert diary == ["begin 1 in a", "end 1"]
-    recorder.record(int).replay()
+    recorder.capture(int).replay()
     assert diary[2:] == ["begin 2 in b", "end 2", "replay 2"]
 
 
 def test_garbage_may_hold_graphs_and_is_not_collected_meanwhile(diary):
-    recorder = Recorder()
-    assert recorder.record(gc.isenabled).result is False
+    recorder = GraphRecorder()
+    assert recorder.capture(gc.isenabled).result is False
     assert gc.isenabled()
     gc.disable()
     try:
-        recorder.record(int)
+        recorder.capture(int)
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -90,12 +90,12 @@ def test_memory_is_not_taken_for_shared_when_the_last_recording_goes_with_the_ga
                 gc.collect()  # as may happen at any time
             super().__init__()
 
-    recorder, alive = Recorder(), []
-    garbage = [recorder.record(int)]
+    recorder, alive = GraphRecorder(), []
+    garbage = [recorder.capture(int)]
     garbage.append(garbage)
     del garbage
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Heavy)
-    recorder.record(lambda: alive.append(len(recorder._alive)))
+    recorder.capture(lambda: alive.append(len(recorder._alive)))
     assert (diary[2], alive) == ("begin 2 in a", [1])
 
 
@@ -108,10 +108,10 @@ def test_graphs_among_garbage_do_not_end_a_recording():
 
     x = torch.ones(4, device="cuda")
     work()
-    garbage = [Recorder().record(work)]
+    garbage = [GraphRecorder().capture(work)]
     garbage.append(garbage)
     del garbage
-    recording = Recorder().record(work)
+    recording = GraphRecorder().capture(work)
     recording.replay()
     assert recording.result.tolist() == [2] * 4
 
@@ -119,7 +119,7 @@ def test_graphs_among_garbage_do_not_end_a_recording():
 @pytest.mark.cuda
 def test_a_device_does_again_what_was_recorded():
     x = torch.zeros(4, device="cuda")
-    recording = Recorder().record(lambda: 2 * (x + 1))
+    recording = GraphRecorder().capture(lambda: 2 * (x + 1))
     x.fill_(4)
     recording.replay()
     assert recording.result.tolist() == [10] * 4

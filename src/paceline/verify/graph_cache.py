@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.recorder import Recorder, Recording
+from paceline.cuda_graph import CudaGraph, GraphRecorder
 
 log = logging.getLogger("paceline")
 MOST = 256  # recordings; the least recently used gives way
@@ -30,7 +30,7 @@ ALIGNED = 512  # bytes: where an input may begin
 T = TypeVar("T")
 
 
-class Recorded:
+class GraphCache:
     """One call at a time, on one stream."""
 
     def __init__(self, device: torch.device, most: int = MOST, first: int = FIRST) -> None:
@@ -39,7 +39,7 @@ class Recorded:
         self._most, self._first = most, first
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
         self._large: Tensor | None = None
-        self._recorder = Recorder()
+        self._recorder = GraphRecorder()
 
     def __call__(self, work: Callable[..., T], *given: Any, standing: Tensor | None = None, **options: Any) -> T:
         """`work(*given, **options)`. `standing`: a tensor among the given whose like will come at the same address."""
@@ -92,7 +92,7 @@ class Recorded:
     def _recording(self, work: Callable[[], Any], inputs: _Inputs) -> _Recording | None:
         started, before = time.perf_counter(), self._reserved()
         try:
-            recording = self._recorder.record(work)
+            recording = self._recorder.capture(work)
         except RuntimeError as problem:
             log.warning("cannot be recorded, and runs as it is: %s", str(problem).partition("\n")[0])
             return None
@@ -132,7 +132,7 @@ class _Inputs:
 class _Recording:
     """A recording, where it reads, and where it writes."""
 
-    def __init__(self, of: Recording, inputs: _Inputs) -> None:
+    def __init__(self, of: CudaGraph, inputs: _Inputs) -> None:
         self._of, self._inputs = of, inputs
         self._outputs: list[Tensor] = []
         _sort(of.result, self._outputs, None)

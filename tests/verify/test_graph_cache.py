@@ -1,4 +1,4 @@
-"""Recorded work gives what it gives as it is: here with a recording that calls the work again, on a device with graphs.
+"""Captured work gives what uncaptured work gives: here with a graph that calls the work again, on a device with graphs.
 
 What a device adds is checked where there is one: verdicts of all kinds, with other keys and lengths at every replay.
 """
@@ -11,7 +11,7 @@ import torch
 
 from paceline.draft import Draft, Verdict
 from paceline.engine.sampler import Sampler
-from paceline.verify.recorded import Recorded, _sort
+from paceline.verify.graph_cache import GraphCache, _sort
 from tests.verify import steps
 
 
@@ -36,12 +36,12 @@ class Graph:
             into.copy_(value)
 
 
-class Recorder(Recorded):
+class Recorder(GraphCache):
     def __init__(self, **options):
         super().__init__(torch.device("cpu"), **{"first": 1, **options})
         self.records, self.captures, self._recorder = True, 0, self
 
-    def record(self, work):
+    def capture(self, work):
         self.captures += 1
         return Graph(work, work())
 
@@ -127,7 +127,7 @@ def test_no_more_than_so_many_are_kept():
 
 
 def test_large_inputs_of_all_recordings_lie_in_one_place(monkeypatch):
-    monkeypatch.setattr("paceline.verify.recorded.LARGE", 64)
+    monkeypatch.setattr("paceline.verify.graph_cache.LARGE", 64)
     recorded, work = Recorder(), Work()
     for size in (100, 20, 90):
         for at in range(3):
@@ -141,7 +141,7 @@ def test_work_that_cannot_be_recorded_runs_as_it_is_and_is_said_once(monkeypatch
     def refuse(self, work):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(Recorder, "record", refuse)
+    monkeypatch.setattr(Recorder, "capture", refuse)
     recorded, work = Recorder(), Work()
     for value in (1.0, 2.0, 3.0, 4.0):
         assert recorded(work, Given(numbers(value)), numbers(0.0))["sum"] == value
@@ -153,7 +153,7 @@ def test_work_that_cannot_be_recorded_runs_as_it_is_and_is_said_once(monkeypatch
 
 
 def test_without_a_device_nothing_is_recorded():
-    recorded, work = Recorded(torch.device("cpu")), Work()
+    recorded, work = GraphCache(torch.device("cpu")), Work()
     for _ in range(3):
         recorded(work, Given(numbers(1.0)), numbers(0.0))
     assert len(recorded) == 0
@@ -173,7 +173,7 @@ def test_a_verdict_comes_out_packed_as_it_was(depth):
     recorded = Recorder()
     for at in range(4):
         tokens = torch.full((3, depth + 1), at)
-        draft = Draft.chains(tokens, torch.tensor([1, 0, 1]), source=0, unseen=True)
+        draft = Draft.chains(tokens, torch.tensor([1, 0, 1]), unseen=True)
         verdict, again = recorded(judge, draft), judge(draft)
         for name in ("tokens", "num_accepted", "path", "kinds"):
             assert torch.equal(getattr(verdict, name), getattr(again, name))
@@ -189,8 +189,8 @@ def test_steps_are_judged_alike_recorded_or_not(where, asked, draft):
     """Other tokens, lengths and numbers of rows at every step; what stands behind the logits is no number."""
     device = torch.device(where)
     recording, plain = (Sampler(40, frozenset({2}), device) for _ in range(2))
-    plain._recorded.records = False
-    recording._recorded = Recorder() if device.type == "cpu" else Recorded(device, first=1)
+    plain._graphs.records = False
+    recording._graphs = Recorder() if device.type == "cpu" else GraphCache(device, first=1)
     generator, batch = torch.Generator().manual_seed(7), 3
     logits = torch.full((40, 40), torch.nan, device=device)
     sequences = steps.sequences_of(asked, batch)
@@ -203,7 +203,7 @@ def test_steps_are_judged_alike_recorded_or_not(where, asked, draft):
         for sequence in sequences:
             sequence.tokens.append(5)
     assert recording.warm
-    assert len(recording._recorded) == len(recording._recorded._known)  # none where the host judges by itself
+    assert len(recording._graphs) == len(recording._graphs._known)  # none where the host judges by itself
 
 
 @pytest.mark.parametrize("asked", ["greedy", "sampled", "seeded", "logprobs", "penalties"])
@@ -211,8 +211,8 @@ def test_steps_are_judged_alike_recorded_or_not(where, asked, draft):
 def test_plain_steps_of_fewer_rows_are_judged_as_those_before_until_they_stay(asked):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recording, plain = (Sampler(40, frozenset({2}), device) for _ in range(2))
-    plain._recorded.records = False
-    recording._recorded = Recorder() if device.type == "cpu" else Recorded(device, first=1)
+    plain._graphs.records = False
+    recording._graphs = Recorder() if device.type == "cpu" else GraphCache(device, first=1)
     logits = torch.full((24, 40), torch.nan, device=device)
     generator, sequences, sizes = torch.Generator().manual_seed(3), steps.sequences_of(asked, 20), set()
     for rows in [20] * 12 + [19, 17, 13, 9, 1, 14] + [5] * 12:
@@ -222,7 +222,7 @@ def test_plain_steps_of_fewer_rows_are_judged_as_those_before_until_they_stay(as
         verdicts = [one.verify(*given, lengths=lengths) for one in (plain, recording)]
         assert steps.unlike(*verdicts) == []
         assert verdicts[1].packed is None or verdicts[1].packed_rows in (0, 20, 5)
-        sizes.add(len(recording._recorded))
+        sizes.add(len(recording._graphs))
         logits[:] = torch.nan
         for sequence in sequences:
             sequence.tokens.append(5)

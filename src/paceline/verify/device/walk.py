@@ -1,7 +1,7 @@
-"""Laws 1 and 3 on a device: the token every row says, and the way the draft goes along with it.
+"""Laws 1 and 3 on a device: draw the token of every row, and follow the draft while it agrees.
 
-Greedy rows have theirs from the lens. A seeded row takes its highest logit plus noise, a sampling one the token whose
-stretch of cumulative p holds its coin: first each split's best or sum, then the token, in the very order of the CPU.
+A greedy row takes its highest logit, a seeded row its highest logit plus noise, a sampling one the token whose stretch
+of cumulative p holds its coin: first each split's best or sum, then the token, in the order of the CPU.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -16,7 +16,7 @@ from paceline.draft import Draft, Verdict
 from paceline.rng import Lane, bits
 from paceline.rng_triton import gumbel
 from paceline.verify.device import tiles
-from paceline.verify.device.lens import Lens
+from paceline.verify.device.target_distribution import TargetDistribution
 from paceline.verify.device.tiles import find_split, find_token, kept, kernel, my_rows, programs, tempered
 from paceline.verify.processors import Nodes
 from paceline.verify.walk import CoinSource, Draws
@@ -24,23 +24,27 @@ from paceline.verify.walk import CoinSource, Draws
 _COIN, _SEED = tl.constexpr(1), tl.constexpr(2)
 
 
-def said(lens: Lens, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
-    """(R,) the token each row says. `lens` is weighed where somebody draws by a coin."""
+def draw_tokens(target: TargetDistribution, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
+    """(R,) the token of each row. `target` is weighed where some row draws by a coin."""
     if draws.coins is None and draws.seeded is None:
-        return lens.best
-    rows, tile, p = lens.best.shape[0], lens.tile, lens.p._replace(total=None)  # or kernels were compiled for both
-    kinds, tokens = _kinds(rows, draws), torch.empty_like(lens.best)
+        return target.best
+    rows, tile, p = (
+        target.best.shape[0],
+        target.tile,
+        target.p._replace(total=None),
+    )  # so that kernels are compiled once
+    kinds, tokens = _kinds(rows, draws), torch.empty_like(target.best)
     key, committed = draws.key[nodes.seq], draws.committed[nodes.seq]
     coins = shares = noise = tops = places = None
     if draws.coins is not None:
-        coins, shares = source(Lane.WALK, key, committed, nodes.node), lens.shares
+        coins, shares = source(Lane.WALK, key, committed, nodes.node), target.shares
     if draws.seeded is not None:
-        # The noise belongs to the position the token will take, whichever step or node says it.
+        # The noise belongs to the position the token will take, whichever step or node draws it.
         noise = bits(Lane.GUMBEL, key, committed + nodes.depth)
         tops, places = p.peak.new_empty(rows, tile.splits), tokens.new_empty(rows, tile.splits)
         _noisy[tile.grid(rows)](p, noise, kinds, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
-    _say[(programs(rows),)](
-        p, lens.best, kinds, coins, shares, tops, places, tokens, rows, tile.splits,
+    _draw[(programs(rows),)](
+        p, target.best, kinds, coins, shares, tops, places, tokens, rows, tile.splits,
         tile.dtype, tiles.ROWS, tile.block, tile.padded,
     )  # fmt: skip
     return tokens
@@ -49,7 +53,7 @@ def said(lens: Lens, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
 def _kinds(rows: int, draws: Draws) -> Tensor:
     """(R,) int8: 0 greedy, 1 by a coin, 2 seeded."""
     for part, kind in ((draws.coins, _COIN), (draws.seeded, _SEED)):
-        if part is not None and part.shape[0] == rows:  # everyone
+        if part is not None and part.shape[0] == rows:  # all rows
             return torch.full((rows,), kind.value, dtype=torch.int8, device=draws.key.device)
     kinds = torch.zeros(rows, dtype=torch.int8, device=draws.key.device)
     for part, kind in ((draws.coins, _COIN), (draws.seeded, _SEED)):
@@ -99,7 +103,7 @@ def _noisy(
 
 
 @kernel
-def _say(
+def _draw(
     p,
     best,
     kinds,
@@ -153,7 +157,7 @@ def _walk(
     NODES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """From the root to the first slot none of whose children carries the token said there."""
+    """From the root to the first slot none of whose children carries the token drawn there."""
     row, live = my_rows(count, ROWS)
     if rows is not None:
         row = tl.load(rows + row, live, -1)
@@ -200,7 +204,7 @@ def put(
     depth,
     COLUMNS: tl.constexpr,
 ):
-    """Rows of the verdict: the accepted nodes `path` and their tokens `run`, and the token said after them."""
+    """Rows of the verdict: the accepted nodes `path` and their tokens `run`, and the token drawn after them."""
     column = tl.arange(0, COLUMNS)[None, :]
     end = column == length[:, None]
     final = tl.where(inner, 1, 2)[:, None]  # Kind.RECOVERED, Kind.BONUS

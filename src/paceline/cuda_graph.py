@@ -1,0 +1,50 @@
+"""CUDA graphs: work captured once and replayed, one launch instead of one for each kernel.
+
+The graphs of one recorder share memory, so one is replayed at a time, and its result holds until the next replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from paceline.garbage import no_collection
+
+
+class CudaGraph:
+    def __init__(self, graph: Any, result: Any) -> None:
+        self.replay: Callable[[], None] = graph.replay
+        self.result = result  # written again by each replay
+
+
+class GraphRecorder:
+    def __init__(self) -> None:
+        self._alive: WeakSet[CudaGraph] = WeakSet()
+        self._pool, self._stream = None, None  # type: tuple[Any, Any]
+
+    @no_collection()
+    def capture(self, work: Callable[[], Any]) -> CudaGraph:
+        """The launches of `work`, whose kernels have run before, so that they are compiled. RuntimeError: it cannot be.
+
+        Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than the capture.
+        No garbage is collected meanwhile: a graph found in it would be destroyed, which is not permitted during a
+        capture and ends it; the last graph of a recorder would free the memory the next is captured in.
+        """
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()  # it ends with the last graph that was captured in it
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        captured = CudaGraph(graph, result)
+        self._alive.add(captured)
+        return captured

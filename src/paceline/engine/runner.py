@@ -1,0 +1,184 @@
+"""One flight: one target pass over everything scheduled, verification, accepted paths moved into place, taps gathered.
+
+Plain decoding is the empty draft. Nothing here waits for the device: a verdict is copied to the host behind the
+flight, and `Reading` waits for it when the engine reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to, sent
+from paceline.engine.batch import Batch
+from paceline.engine.budget import DEEPEST
+from paceline.engine.drafting import DrafterSet
+from paceline.engine.layout import Layout, filled_in, lay_out
+from paceline.engine.sampler import Sampler
+from paceline.models.decoder import Model
+from paceline.models.kv_cache import KVCache
+from paceline.models.rehearse import verifying
+from paceline.models.staging import Staging
+from paceline.sequence import Sequence
+
+UNREAD = 4  # verdicts under way or still looked at, at most
+
+TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
+
+
+class Reading:
+    """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
+
+    def __init__(self, verdict: Verdict, staging: Staging) -> None:
+        self._verdict = verdict
+        self._arrived: Any = None  # an event; None: it was here at once
+        self._logprobs = verdict.logprobs
+        if verdict.tokens.is_cuda:
+            if verdict.logprobs is not None:  # ahead of the verdict in the stream, so the same event covers them
+                parts = {name: part.to("cpu", non_blocking=True) for name, part in vars(verdict.logprobs).items()}
+                self._logprobs = Logprobs(**parts)
+            self._fetch(staging)
+
+    def _fetch(self, staging: Staging) -> None:
+        buffer = staging.fetch(self._verdict.pack().view(torch.int32))
+        rows, depth = self._verdict.path.shape
+        places, _ = Verdict.places(self._verdict.packed_rows or rows, depth)
+        self._arrived, packed = buffer.over, buffer.ints.view(np.uint8)
+        self._parts: list[Any] = [packed[places[0]].view(np.int64), packed[places[1]].view(np.int64), packed[places[3]]]
+
+    @property
+    def there(self) -> bool:
+        """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
+        return self._arrived is not None and bool(self._arrived.query())
+
+    def read(self) -> tuple[list[list[int]], list[int], list[list[int]]]:
+        """By row: the tokens it commits, how many of them were drafted, and the kind of each."""
+        rows, width = self._verdict.tokens.shape
+        if self._arrived is None:
+            of = self._verdict
+            tokens, accepted = of.tokens.flatten().tolist(), of.num_accepted.tolist()
+            kinds = of.kinds.flatten().tolist()
+        else:
+            self._arrived.synchronize()
+            tokens, accepted, kinds = [part.tolist() for part in self._parts]
+        accepted = accepted[:rows]  # more may be packed
+        ends = [begin + count + 1 for begin, count in zip(range(0, rows * width, width), accepted, strict=True)]
+        begins = range(0, rows * width, width)
+        return (
+            [tokens[begin:end] for begin, end in zip(begins, ends, strict=True)],
+            accepted,
+            [kinds[begin:end] for begin, end in zip(begins, ends, strict=True)],
+        )
+
+    def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
+        """Of committed tokens of a row: the chosen token's, and those of the `most` most likely."""
+        entries, of = [], self._logprobs
+        assert of is not None
+        for at, chosen in enumerate(tokens):
+            best = zip(of.top_tokens[row, at, :most].tolist(), of.top[row, at, :most].tolist(), strict=True)
+            entry = {token: (value, rank) for rank, (token, value) in enumerate(best, start=1)}
+            entries.append({chosen: (float(of.chosen[row, at]), int(of.rank[row, at]))} | entry)
+        return entries
+
+
+@dataclass
+class Flight:
+    """A step under way. Reading its verdict is the step's one copy from the device."""
+
+    batch: Batch
+    layout: Layout
+    draft: Draft
+    unread: UnreadVerdict | None  # on the device; None: no row sampled
+    reading: Reading | None
+    model_s: float
+    warm: bool  # it took what its like will take again
+    ahead: bool = False  # launched before the step before it was read
+
+    @property
+    def over(self) -> bool:
+        return self.reading is not None and self.reading.there
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [row.sequence for row in self.batch.rows]
+
+
+class Runner:
+    def __init__(self, model: Model, cache: KVCache, drafters: DrafterSet, sampler: Sampler) -> None:
+        self.model, self.cache, self.drafters, self.sampler = model, cache, drafters, sampler
+        self._caches = cache.layers[: len(model.kv_specs)]
+        self._staging = Staging(model.device, UNREAD)
+
+    def prepare(self, most_sequences: int, most_rows: int) -> None:
+        """Compile and capture beforehand what steps would wait for when they first come, where that is so."""
+        shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
+        if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
+            self.sampler.warmup()
+            if self.drafters.drafters:
+                self.cache.rehearse()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, draft: Draft, after: Flight | None = None) -> Flight:
+        """`after`: rows of the batch take tokens from its unread verdict."""
+        draft = self._soundly(draft)
+        layout = lay_out(batch, draft, self.cache.block_size)
+        unseen = draft.tokens.flatten() if draft.unseen and draft.width else None
+        if after is not None and after.unread is not None:
+            unseen = after.unread.tokens[:, 0]
+        if unseen is not None:
+            (codes,) = packed_to(unseen.device, layout.tokens.long())
+            layout.tokens = filled_in(codes, unseen)
+        started = time.perf_counter()
+        output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
+        model_s = time.perf_counter() - started
+        warm, unread, reading = output.warm, None, None
+        if batch.sampling:
+            verdict = self.sampler.verify(
+                batch.sampled_sequences,
+                draft,
+                output.logits,
+                layout.logit_row_of,
+                only_chains=not layout.is_tree,
+                lengths=(batch.first + batch.count)[batch.sampling],
+            )
+            reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
+            if layout.tree_slots is not None:  # the slots are still the sequences' own, also of those that end here
+                self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
+            unread = self._unread(batch, layout, verdict, output.taps)
+        if output.taps is not None:
+            self.drafters.gather(batch, layout, unread, output.taps)
+        return Flight(batch, layout, draft, unread, reading, model_s, warm, ahead=after is not None)
+
+    def _soundly(self, draft: Draft) -> Draft:
+        """Trees that only the device knows are placed there, where passes are captured; else they are read first."""
+        if draft.device_parents is None:
+            return draft
+        vocab = self.model.config.vocab_size
+        if getattr(self.model, "graphs", None) is None:
+            return draft.on_host(vocab)
+        return replace(draft, tokens=draft.tokens.clamp(0, vocab - 1))
+
+    def _unread(self, batch: Batch, layout: Layout, verdict: Verdict, taps: Tensor | None) -> UnreadVerdict:
+        at = np.array(batch.sampling, np.int64)
+        length = batch.first[at] + batch.count[at]
+        rows = list(range(len(at)))
+        if taps is None and not self.drafters.begins:
+            return UnreadVerdict(tokens=verdict.tokens, num_accepted=verdict.num_accepted, path=verdict.path, rows=rows)
+        node_row = layout.begin[at] + batch.count[at]
+        seats = [batch.rows[index].sequence.seat for index in batch.sampling]
+        columns = torch.from_numpy(np.array([length, node_row, seats], np.int64))
+        (columns,) = packed_to(verdict.tokens.device, columns)
+        return UnreadVerdict(
+            tokens=verdict.tokens,
+            num_accepted=verdict.num_accepted,
+            path=verdict.path,
+            rows=rows,
+            length=columns[0],
+            node_row=columns[1],
+            seat=columns[2],
+        )

@@ -1,0 +1,127 @@
+"""The advisor over the real engine on a tiny model: its profile, its draft models, and runs that end early."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.advisor.advice import Advice
+from paceline.advisor.advise import Advisor
+from paceline.advisor.machine import Machine
+from paceline.advisor.profile import host_drafter, model_drafter, profile
+from paceline.bench.prompts import Prompt
+from paceline.bench.runner import Plan
+from tests.models.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return endless(tmp_path_factory.mktemp("tiny"))
+
+
+def endless(folder: Path) -> Path:
+    """A tiny model whose answers have all the tokens they may have."""
+    save_tiny("llama-tied", folder)
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**found, "eos_token_id": None}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def machine(folder: Path) -> Machine:
+    found = Machine(str(folder), draft_models=[str(folder)], device="cpu", raw=True)
+    found.check(asked(), 24)
+    return found
+
+
+def asked(count: int = 8) -> list[Prompt]:
+    texts = [" ".join(f"w{7 if n % 2 else (first + n) % 90}" for n in range(12)) for first in range(count)]
+    return [Prompt(workload="words", turns=(text,), origin=f"line {n}") for n, text in enumerate(texts, start=1)]
+
+
+def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: Machine) -> None:
+    plan = Plan(concurrencies=[1, 2], max_tokens=24)
+    cost = profile(machine, [1, 2], 200, plan)
+    assert set(cost.decode) == {1, 2}
+    assert all(seconds > 0 for curve in cost.decode.values() for seconds in curve.values())
+    assert set(cost.prompt) == {32, 128}
+    for method in machine.methods:
+        found = host_drafter(machine, method, [5, 6, 7, 8] * 10)
+        assert found.at(1) > 0
+        assert found.memory_bytes > 1000
+    many = dataclasses.replace(cost, decode=dict.fromkeys((1, 64), cost.decode[2]))
+    model = model_drafter(machine, machine.draft_models[0], many, plan)
+    assert set(model.seconds) == {1, 64}  # 64 prompts are more than it reads in one step
+    assert model.at(2) > 0
+    assert model.kv_bytes == 2 * 3 * 2 * 8 * 4  # K and V, 3 layers, 2 heads of 8, fp32
+
+
+def test_every_drafter_is_tried_and_the_best_with_every_k(machine: Machine) -> None:
+    found = Advice(model="tiny", settings={"temperature": 0.0})
+    plan = Plan(concurrencies=[1], max_tokens=24)
+    assert Advisor(machine, asked(20), plan, found, lengths=(1, 2, 3), rival=False).run() is None
+    tried = [contender for _, contender in found.predicted]
+    model = machine.draft_models[0].name
+    assert {contender.method for contender in tried} == {*machine.methods, "draft-model", "auto"}
+    best = next(contender for _, contender in found.measured if contender.k)
+    assert {contender.k for contender in tried if contender.method == best.method} == {1, 2, 3}
+    assert all(contender.k == 2 for contender in tried if contender.method not in (best.method, "auto"))
+    assert any(entry.get("draft_model") == model for entry in found.to_json()["predicted"])
+    assert {contender.method for _, contender in found.measured} == {best.method, "auto"}
+    assert not found.missing
+
+
+@pytest.mark.parametrize("problem", ["vocabulary", "memory"])
+def test_a_draft_model_that_cannot_serve_is_left_out_and_said(
+    problem: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("llama-tied", tmp_path)
+    if problem == "vocabulary":
+        spelt = json.loads((tmp_path / "tokenizer.json").read_text())
+        spelt["model"]["vocab"] = {f"x{word}": token for word, token in spelt["model"]["vocab"].items()}
+        spelt["model"]["unk_token"] = "xw0"
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spelt))
+    else:
+        monkeypatch.setattr("paceline.machine.memory", lambda: type("M", (), {"available": 1000})())
+    found = Machine(str(folder), draft_models=[str(tmp_path)], device="cpu", raw=True)
+    assert found.draft_models == []
+    says = {"vocabulary": "another vocabulary", "memory": "of memory are free"}[problem]
+    assert says in found.refused[str(tmp_path)]
+
+
+def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.advisor.advise.model_drafter", interrupted)
+    found = Advice(model="tiny", settings={"temperature": 0.0})
+    Advisor(machine, asked(18), Plan(concurrencies=[1], max_tokens=24), found, lengths=(2,)).run()
+    assert found.cost is not None
+    assert [each.method for each in found.drafters] == machine.methods
+    assert found.missing == ["the rest of the profile", "the prediction", "the check"]
+
+
+@pytest.mark.parametrize(("until", "missing"), [(0.7, ["the check"]), (0.85, ["the rest of the check"])])
+def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(
+    machine: Machine, until: float, missing: list[str]
+) -> None:
+    found = Advice(model="tiny", settings={"temperature": 0.0})
+
+    def interrupt(done: float, total: float, what: str) -> None:
+        if done > until:
+            raise KeyboardInterrupt
+
+    plan = Plan(concurrencies=[1], max_tokens=48)
+    stopped = Advisor(machine, asked(18), plan, found, interrupt, lengths=(2,)).run()
+    assert isinstance(stopped, KeyboardInterrupt)
+    assert found.missing == missing
+    assert found.cost is not None
+    assert found.choice is not None
+    assert found.to_json()["missing"] == missing
+    assert bool(found.measured) == (missing != ["the check"])
