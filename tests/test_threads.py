@@ -281,6 +281,24 @@ def test_of_many_callers_only_those_in_the_pass_fail(folder: Path, alone) -> Non
         assert is_idle(llm)
 
 
+@pytest.mark.parametrize("part", ["plan", "observe", "schedule"])
+def test_a_step_that_raises_outside_its_pass_ends_its_requests_too(folder: Path, alone, part: str) -> None:
+    """Planning, learning, scheduling a request that is the first: a fault of ours, and no request is left behind."""
+    with make(folder, max_num_seqs=1) as llm:
+        owner = llm.engine.scheduler if part == "schedule" else llm.engine.policy
+        method = getattr(owner, part)
+
+        def broken(*args, **kwargs):
+            setattr(owner, part, method)
+            raise ValueError("a fault of ours")
+
+        llm.call(lambda engine: setattr(owner, part, broken))
+        with pytest.raises(RequestFailed, match="a fault of ours"):
+            llm.generate(prompt_of(3), params_of(3))
+        assert is_idle(llm)
+        assert facts(llm.generate(prompt_of(7), params_of(7))[0]) == alone[7]
+
+
 def test_a_lost_device_ends_all_requests_and_refuses_new_ones(folder: Path) -> None:
     with make(folder) as llm:
         stream = llm.stream(prompt_of(0), endless())
