@@ -349,6 +349,23 @@ def test_a_dropped_llm_takes_its_thread_along(folder: Path) -> None:
     assert gone() is None
 
 
+def test_a_forked_process_is_refused_instead_of_waiting_for_ever(folder: Path) -> None:
+    program = f"""
+import os
+from paceline import LLM, PacelineError
+llm = LLM({str(folder)!r}, device="cpu", threads=1)
+if not (child := os.fork()):
+    try:
+        llm.generate([1, 2, 3])
+    except PacelineError as refused:
+        os.write(1, str(refused).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60)
+    assert "another process" in done.stdout, done.stderr
+
+
 def test_a_process_ends_with_requests_open(folder: Path) -> None:
     program = f"""
 from paceline import LLM, SamplingParams
