@@ -19,7 +19,7 @@ from paceline.llm import LLM
 from paceline.prove.replay import Verify
 from paceline.prove.subject import on_engine, patched, slots_held
 from paceline.rng import Lane, coin
-from paceline.verify import Controls, Draws, Nodes, probabilities, process, verify
+from paceline.verify import Controls, DrawKind, Draws, Nodes, probabilities, process, verify
 from paceline.verify.outcome import has_children
 
 BIAS = 0.03  # total variation of the first token
@@ -58,7 +58,7 @@ def _biased(
     p = probabilities(process(logits[row_of[:, 0]], controls, nodes.take(row_of[:, 0])))
     best = p.topk(2, -1)
     moved = torch.rand(p.shape[0], device=p.device) < BIAS / best.values[:, 0].clamp_min(BIAS)
-    moved &= draws.asking(draws.coins, nodes) & (verdict.tokens[:, 0] == best.indices[:, 0])
+    moved &= draws.by(DrawKind.COIN) & (verdict.tokens[:, 0] == best.indices[:, 0])
     tokens, kinds, path = verdict.tokens.clone(), verdict.kinds.clone(), verdict.path.clone()
     tokens[moved, 0], tokens[moved, 1:] = best.indices[moved, 1], -1
     kinds[moved, 0], kinds[moved, 1:] = int(Kind.RECOVERED), int(Kind.PAD)

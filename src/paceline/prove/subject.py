@@ -136,7 +136,7 @@ class Subject:
         context = [*prompt, *plain.token_ids[:at]]
         wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, speculation=NONE)
         entry = (self.llm.generate(context, wanted)[0].outputs[0].logprobs or [{}])[0]
-        scale = 1.0 if self.llm.loaded.decoder.activation_dtype == torch.float32 else 50.0
+        scale = 1.0 if self.llm.loaded.decoder.dtypes.compute == torch.float32 else 50.0
         found = sorted((logprob.logprob for logprob in entry.values()), reverse=True)
         tied = {plain.token_ids[at], other.token_ids[at]} <= set(entry)
         return tied and found[0] - found[1] < NEAR_TIE * scale
