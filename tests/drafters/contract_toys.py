@@ -213,14 +213,10 @@ class PairDrafter(TappedDrafter):
 
 
 @functools.lru_cache(None)
-def medusa_heads(vocab_size, seed=None, count=4):
-    """Heads for `features`: of random weights, or as good as heads can be that see the last pair of tokens: each ranks
-    tokens by their probability so many steps later under `repeating` without its whisper of the whole context."""
+def medusa_heads(vocab_size, count=4):
+    """As good as heads can be that see `features`: each ranks tokens by their probability so many steps later under
+    `repeating` without its whisper of the whole context."""
     hidden = VOCAB * VOCAB + 1
-    if seed is not None:
-        generator = torch.Generator().manual_seed(seed)
-        draw = functools.partial(torch.randn, generator=generator)
-        return [MedusaHead(((draw(hidden, hidden) / 4, draw(hidden)),), draw(vocab_size, hidden)) for _ in range(count)]
     step = torch.zeros(hidden, hidden)  # from a pair to the next one
     for first, last in itertools.product(range(vocab_size), repeat=2):
         shares = torch.tensor(context_logits((first, last), vocab_size, "pair")).softmax(0)
@@ -287,8 +283,8 @@ def context_for(config, **options):
 
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # Steps are launched before the one before is read or published, as on a device.
-EARLY = {"ngram, launched early": "ngram", "suffix, launched early": "suffix", "tapped, begun ahead": TAPPED}
-EARLY |= {"medusa, begun ahead": "medusa"}
+EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix")}
+EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa")}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
