@@ -22,26 +22,27 @@ def tiny_decoder(device=CPU):
 
 
 @torch.inference_mode()
-def hidden_states(decoder, tokens):
-    """(n, H) after the final norm, of one pass on the host over tokens that are all known."""
+def taps_of(decoder, tokens, taps=(FINAL,)):
+    """(n, T, H) of one pass over tokens that are all known."""
     blocks = -(-len(tokens) // BLOCK)
     cache = KVCache(
         decoder.kv_specs, num_blocks=blocks, block_size=BLOCK, dtype=decoder.cache_dtype, device=decoder.device
     )
     at, table = torch.arange(len(tokens)), torch.arange(blocks, dtype=torch.int32)[None]
     plan = PassPlan.in_order(at, at, torch.zeros_like(at), table, BLOCK, len(tokens))
-    taps = decoder.forward(torch.tensor(tokens), plan, cache.layers, at[-1:], (FINAL,)).taps
-    return taps[:, 0].float().clone()
+    return decoder.forward(torch.tensor(tokens), plan, cache.layers, at[-1:], taps).taps.clone()
 
 
-def overfit_heads(decoder, texts, count=3):
-    """Head i maps the hidden state of t to token t + 2 + i, wherever that is in these token sequences."""
-    config = decoder.config
-    states = [hidden_states(decoder, text).double() for text in texts]
+def overfit_heads(decoder, texts, count=3, begins=None):
+    """Head i maps the hidden state of t to token t + 2 + i of these token sequences, for t from where each begins."""
+    config, begins = decoder.config, begins or [0] * len(texts)
+    states = [taps_of(decoder, text)[:, 0].double() for text in texts]
     heads = []
     for ahead in range(2, 2 + count):
-        x = torch.cat([state[: len(text) - ahead] for state, text in zip(states, texts, strict=True)])
-        known, which = torch.tensor([token for text in texts for token in text[ahead:]]).unique(return_inverse=True)
+        pairs = list(zip(states, texts, begins, strict=True))
+        x = torch.cat([state[begin : len(text) - ahead] for state, text, begin in pairs])
+        behind = torch.tensor([token for _, text, begin in pairs for token in text[begin + ahead :]])
+        known, which = behind.unique(return_inverse=True)
         wanted = torch.nn.functional.one_hot(which, len(known)).double()
         output = torch.zeros(config.vocab_size, config.hidden_size)
         output[known] = torch.linalg.lstsq(x, wanted, driver="gelsd").solution.T.float()
