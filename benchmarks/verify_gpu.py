@@ -1,7 +1,7 @@
 """What verification costs on a CUDA device: drafts of 64 nodes, captured in a graph and replayed.
 
 Medians of replays between two events, the L2 cache flushed before each, of eager calls by the host's clock, and of
-calls as the engine makes them, recorded: until they return (host) and until the verdict stands (recorded). Logits
+calls as the engine makes them: until they return (host) and until the verdict stands (engine). Logits
 are normal with a deviation of 3 (some hundred tokens make up 90 %) or 1 ("flat": tens of thousands). "rejected" trees
 come from a q that has nothing to do with p, so that traversal takes every one of its turns.
 
@@ -14,15 +14,17 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from common import finish
 from torch import Tensor
 
 from paceline.draft import Draft, Proposal
-from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, verify
-from paceline.verify.graph_cache import GraphCache
+from paceline.engine.sampler import Sampler
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+from paceline.verify import Controls, DrawKind, Draws, Nodes, Routes, probabilities, verify
 
 DEVICE = torch.device("cuda")
 
@@ -57,7 +59,7 @@ CASES = (
 
 
 def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Work that verifies such a batch, and the same recorded."""
+    """Work that verifies such a batch, and the same as the engine does it."""
     torch.manual_seed(0)
     parents = [node // case.children - 1 for node in range(nodes)]
     depth: list[int] = []
@@ -84,13 +86,9 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
     )
     seq = torch.arange(rows, device=DEVICE).repeat_interleave(slots)
     node = torch.arange(-1, nodes, device=DEVICE).repeat(rows)
-    every = torch.arange(rows * slots, device=DEVICE)
-    draws = Draws(
-        key=torch.arange(rows, device=DEVICE) + 7,
-        committed=torch.arange(rows, device=DEVICE) + 100,
-        coins=None if case.greedy or case.seeded else every,
-        seeded=every if case.seeded else None,
-    )
+    key = torch.arange(rows, device=DEVICE) + 7
+    kind = DrawKind.GREEDY if case.greedy else DrawKind.SEEDED if case.seeded else DrawKind.COIN
+    draws = Draws(key=key, committed=key + 93, kind=None if case.greedy else torch.full_like(key, kind))
     controls = Controls(
         temperature=None if case.greedy else torch.ones(rows, device=DEVICE),
         top_p=None if case.top_p is None else torch.full((rows,), case.top_p, dtype=torch.float64, device=DEVICE),
@@ -101,12 +99,20 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
     if case.q is not None:
         is_chain = case.children == 1
         routes = Routes(walk=None, chain=everyone if is_chain else None, tree=None if is_chain else everyone)
-    recorded = GraphCache(DEVICE, first=1)
+    return lambda: verify(*given, max_depth=max(depth), routes=routes), as_the_engine(case, draft, logits, row_of)
 
-    def replayed() -> object:
-        return recorded(verify, *given, max_depth=max(depth), routes=routes, standing=logits)
 
-    return lambda: verify(*given, max_depth=max(depth), routes=routes), replayed
+def as_the_engine(case: Case, draft: Draft, logits: Tensor, row_of: Tensor) -> Callable[[], object]:
+    """One replay, where such steps are captured: not where trees have a q, or more than 16 nodes do."""
+    asked = {"temperature": 0.0 if case.greedy else 1.0, "top_p": case.top_p, "seed": 3 if case.seeded else None}
+    params = SamplingParams(**{name: value for name, value in asked.items() if value is not None}).resolve({})
+    sequences = [Sequence(str(row), [0] * 100, params, max_len=1000) for row in range(draft.batch)]
+    sampler, host = Sampler(logits.shape[1], frozenset({0}), DEVICE), row_of.cpu()
+    parts = {name: getattr(draft, name).cpu() for name in ("tokens", "parents", "depth", "num_nodes", "source")}
+    q = None if draft.q is None else replace(draft.q, row_of=draft.q.row_of.cpu())
+    on_host, chains = Draft(**parts, q=q), case.children == 1
+    sampler.warmup(logits, draft.batch, len(logits), q_rows=0 if q is None else len(logits))
+    return lambda: sampler.verify(sequences, on_host, logits, host, only_chains=chains)
 
 
 def gumbel(like: Tensor) -> Tensor:
@@ -163,25 +169,24 @@ def main() -> None:
     for vocab in options.vocabs:
         for rows in options.rows:
             for case in CASES:
-                work, recorded = batch(case, rows, options.nodes, vocab)
+                work, engine = batch(case, rows, options.nodes, vocab)
                 verdict = work()
                 accepted = float(verdict.num_accepted.double().mean())  # type: ignore[attr-defined]
                 replay, (_, eager) = replay_ms(captured(work), options.replays), call_ms(work)
-                for _ in range(2):  # run as it is, and recorded
-                    recorded()
-                host, whole = call_ms(recorded, options.replays)
+                engine()
+                host, whole = call_ms(engine, options.replays)
                 limit = case.limit_ms if rows == 1 and vocab > 100_000 else None
                 lines.append(
                     {"case": case.name, "vocab": vocab, "rows": rows, "graph_ms": replay, "eager_ms": eager}
-                    | {"recorded_ms": whole, "recorded_host_ms": host, "accepted": accepted, "limit_ms": limit}
+                    | {"engine_ms": whole, "engine_host_ms": host, "accepted": accepted, "limit_ms": limit}
                 )
                 met = "" if limit is None else f"  (asked: {limit}: {'met' if replay <= limit else 'MISSED'})"
                 print(
                     f"{vocab:7d} {rows:3d} rows  {case.name:34} graph {replay:7.3f} ms  eager {eager:7.2f} ms  "
-                    f"recorded {whole:6.3f} ms (host {host:5.3f})  accepted {accepted:5.2f}{met}",
+                    f"engine {whole:6.3f} ms (host {host:5.3f})  accepted {accepted:5.2f}{met}",
                     flush=True,
                 )
-                del work, recorded, verdict
+                del work, engine, verdict
                 torch.cuda.empty_cache()
     finish("verify_gpu", {"device": torch.cuda.get_device_name(), "nodes": options.nodes, "lines": lines})
 

@@ -183,16 +183,18 @@ def agreement(device: torch.device, prompt: str, size: Size, model: str = "smoll
     from paceline.models.hub import resolve
     from paceline.models.kernels import kernels_for
     from paceline.models.loader import load_config, load_weights
+    from paceline.models.weights import Dtypes
     from paceline.tokenizer import Tokenizer
 
     path = resolve(model)
-    config, weights = load_config(path), load_weights(path, load_config(path))
+    config = load_config(path)
+    weights = {name: weight.data for name, weight in load_weights(path, config).items()}
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     big = Yardstick(config, weights, size, device=device, dtype=dtype)
     tokens = Tokenizer.from_path(path).apply_chat_template([{"role": "user", "content": prompt}])
     results = []
     for shape, source in ((config, weights), (big.config, big)):
-        decoder = Decoder(shape, source, kernels_for(device), device=device, dtype=dtype)
+        decoder = Decoder(shape, source, kernels_for(device), device=device, dtypes=Dtypes.of(dtype, device))
         results.append(logits_of(decoder, tokens))
     mine, theirs = results
     same = (mine.argmax(-1) == theirs.argmax(-1)).float().mean()

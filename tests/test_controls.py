@@ -24,24 +24,45 @@ def test_every_sequence_has_its_own_parameters_whoever_shares_them():
         Sequence(str(index), [1], sets[which], max_len=9) for index, which in enumerate((1, 0, 0, 2, 1, 3, 2, 1))
     ]
     builder = ControlsBuilder(11, frozenset({4}), torch.device("cpu"))
-    together, draws = builder.controls(sequences), builder.draws(sequences, range(len(sequences)))
-    neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "fallback": 4}
+    together, draws = builder.controls(sequences), builder.draws(sequences)
+    neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     for name, value in neutral.items():
         part = getattr(together, name)
         assert part is not None
         for index, sequence in enumerate(sequences):
             alone = getattr(ControlsBuilder(11, frozenset({4}), torch.device("cpu")).controls([sequence]), name)
             assert part[index] == (value if alone is None else alone[0]), (name, index)
-    assert draws.coins.tolist() == [3, 6]
-    assert draws.seeded.tolist() == [0, 4, 5, 7]
+    assert draws.kind.tolist() == [2, 0, 0, 1, 2, 2, 1, 2]  # of DrawKind
     assert draws.key.tolist() == [sequence.noise_key for sequence in sequences]
 
 
 def test_a_temperature_too_low_for_float32_is_not_taken_for_none():
     sequence = Sequence("a", [1], SamplingParams(temperature=1e-46).resolve({}), max_len=9)
     builder = ControlsBuilder(11, frozenset({4}), torch.device("cpu"))
-    controls, draws = builder.controls([sequence]), builder.draws([sequence], range(1))
+    controls, draws = builder.controls([sequence]), builder.draws([sequence])
     logits = torch.arange(11.0)[None] * 1e-3
     for committed in range(20):
         draws.committed.fill_(committed)
         assert draw(process(logits, controls, Nodes.roots(1)), draws, Nodes.roots(1)) == 10
+
+
+def test_a_seat_that_changes_hands_holds_the_parameters_of_its_new_sequence():
+    """And a sequence that comes back to another seat keeps its own."""
+    builder = ControlsBuilder(11, frozenset({4}), torch.device("cpu"))
+    first, second = (
+        Sequence(name, [1], SamplingParams(temperature=temperature, top_k=3).resolve({}), max_len=9)
+        for name, temperature in (("a", 0.5), ("b", 2.0))
+    )
+    for seats in ((0, 5), (5, 0), (7, 5)):
+        first.seat, second.seat = seats
+        for sequences in ([first, second], [second, first], [second]):
+            assert builder.controls(sequences).temperature.tolist() == [one.params.temperature for one in sequences]
+            assert builder.draws(sequences).key.tolist() == [one.noise_key for one in sequences]
+
+
+def test_bans_come_with_the_token_that_stands_where_all_are_banned():
+    sequence = Sequence("a", [1], SamplingParams(min_tokens=2).resolve({}), max_len=9)
+    builder = ControlsBuilder(11, frozenset({4}), torch.device("cpu"))
+    assert builder.controls([sequence]).fallback.tolist() == [4]
+    sequence.tokens += [3, 3]
+    assert builder.controls([sequence]).min_tokens is None

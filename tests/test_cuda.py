@@ -21,6 +21,7 @@ from paceline.engine.policy import Choice
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.plan import PassPlan, slots_of
+from paceline.models.weights import Dtypes
 from tests.drafters.contract_toys import ByRequest, context_for, exercised, params, run
 
 pytestmark = pytest.mark.cuda
@@ -90,7 +91,9 @@ def engine():
     own, other, kernels = weights(1), weights(2), kernels_for(DEVICE)
     blend = {name: torch.lerp(own[name], other[name], OTHER) for name in own}
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-    target, small = (Decoder(CONFIG, made, kernels, device=DEVICE, dtype=dtype) for made in (own, blend))
+    target, small = (
+        Decoder(CONFIG, made, kernels, device=DEVICE, dtypes=Dtypes.of(dtype, DEVICE)) for made in (own, blend)
+    )
     drafters = [
         DRAFTERS["ngram"](context_for(CONFIG, ngram_min=1, ngram_max=3)),
         DRAFTERS["suffix"](context_for(CONFIG)),
@@ -132,24 +135,27 @@ def test_speculation_changes_when_tokens_come_never_which(engine, asked):
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft-model"])
-def test_what_is_sampled_does_not_depend_on_what_is_recorded(engine, method, monkeypatch):
+def test_what_is_sampled_does_not_depend_on_what_is_captured(engine, method, monkeypatch):
     """Coins are the same in both runs, and no policy looks at a clock."""
     wanted = [
         params(max_tokens=LENGTH, temperature=0.8, ignore_eos=True, **one) for one in ({}, {}, {"top_p": 0.9}, {})
     ]
-    recorded, graphs = engine.runner.sampler._graphs, engine.drafters.drafters[2]._graphs
+    sampler, graphs = engine.runner.sampler, engine.drafters.drafters[2]._graphs
     said = []
-    for records in (True, True, False):
+    before = sampler.uncaptured
+    for captured in (True, True, False):
         keys = random.Random(3)
         monkeypatch.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
-        monkeypatch.setattr(recorded, "records", records and DEVICE.type == "cuda")
-        with mock.patch.object(graphs, "of", graphs.of if records else lambda *given: None):
+        monkeypatch.setattr(sampler, "shortcut", captured or DEVICE.type == "cpu")
+        with mock.patch.object(graphs, "of", graphs.of if captured else lambda *given: None):
             said.append(answers(engine, wanted, [method] * 4))
+        assert sampler.uncaptured == before or not captured
     assert exercised(said[0].values())
     texts = [[one.output_tokens for one in each.values()] for each in said]
     assert texts[0] == texts[1] == texts[2]
     if DEVICE.type == "cuda":
-        assert len(recorded) > 0
+        assert len(sampler._graphs) > 0
+        assert sampler.captured_late == 0
         assert method != "draft-model" or any(graph._captured for graph in graphs._made.values())
 
 

@@ -348,8 +348,8 @@ def test_the_float_gguf_holds_the_folders_weights_and_shape(tmp_path: Path) -> N
     assert (found.num_layers, found.num_heads, found.num_kv_heads, found.rope) == (3, 6, 2, config.rope)
     weights = load_weights(tmp_path / "model", config)
     assert names.keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert np.array_equal(gguf_tensor(file, names[name], found), tensor.numpy()), name
+    for name, weight in weights.items():
+        assert np.array_equal(gguf_tensor(file, names[name], found), weight.data.numpy()), name
 
 
 def test_interleaving_is_undone_by_what_reads_gguf() -> None:

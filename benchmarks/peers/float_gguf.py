@@ -32,8 +32,8 @@ def write_float_gguf(folder: Path, path: Path) -> None:
     partial = path.with_suffix(".partial")
     writer = import_gguf().GGUFWriter(partial, config.architecture)
     _write_config(writer, config)
-    for name, tensor in load_weights(folder, config).items():
-        writer.add_tensor(gguf_name(name), gguf_values(name, tensor, config))
+    for name, weight in load_weights(folder, config).items():
+        writer.add_tensor(gguf_name(name), gguf_values(name, weight.data, config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

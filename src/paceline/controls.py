@@ -1,28 +1,111 @@
-"""From what sequences asked for to the tensors verification takes; drafters that sample use the same for their q.
+"""From the parameters of sequences to the tensors verification takes; drafters that sample use the same for their q.
 
-Most of it never changes while the same sequences decode together, so it is built once per composition of the batch;
-only lengths, and the histories penalties and bad words look at, are new each step. Parts nobody asked for are None.
+Parameters that do not change lie in columns by seat (`Sequence.seat`, the small integer a running sequence holds),
+filled in once when the sequence gets its seat; a step gathers them by the seats of its rows, in one operation. Only
+lengths, and the histories of penalties and bad words, are new each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import packed_to, sent
+from paceline.draft import sent
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
-from paceline.verify import BadWords, Bias, Controls, Draws, MinTokens, Penalties
+from paceline.verify import BadWords, Bias, Controls, DrawKind, Draws, Form, MinTokens, Penalties
+from paceline.verify.host import TokenSampler
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-_GREEDY, _COINS, _SEEDED = range(3)  # how a sequence draws
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+# Rows of the columns: noise key, `DrawKind`, temperature, top_k, top_p, min_p; then `Form` and what else was asked for.
+KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
+SENT = FORM  # rows a device reads
+PENALISED, BIASED, BAD_WORDS, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(5))  # of EXTRA
+EDITS = PENALISED | BIASED | BAD_WORDS | MIN_TOKENS
+MOST_TOP_K = 1 << 31  # more than any vocabulary, which is the same as off
 _COLDEST = torch.finfo(torch.float32).tiny  # a lower temperature could round to 0, which stands for greedy
+
+
+class Columns:
+    """(8, S) int64, the numbers above by seat; rows that hold fractions are float64 in the same bits."""
+
+    def __init__(self) -> None:
+        self._ints: Ints = np.zeros((EXTRA + 1, 1), np.int64)
+        self._owners: list[Sequence | None] = [None]
+
+    def fill(self, seat: int, sequence: Sequence) -> None:
+        """Once for each sequence that gets the seat."""
+        if seat >= len(self._owners):
+            more = max(seat + 1, 2 * len(self._owners)) - len(self._owners)
+            self._ints = np.pad(self._ints, ((0, 0), (0, more)))
+            self._owners += [None] * more
+        self._owners[seat] = sequence
+        p = sequence.params
+        ints, floats = self._ints[:, seat], self._ints.view(np.float64)[:, seat]
+        temperature, top_k = p.temperature or 0.0, min(max(p.top_k or 0, 0), MOST_TOP_K)
+        top_p, min_p = 1.0 if p.top_p is None else p.top_p, p.min_p or 0.0
+        ints[KEY] = sequence.noise_key
+        ints[KIND] = DrawKind.GREEDY if p.greedy else DrawKind.COIN if p.seed is None else DrawKind.SEEDED
+        # As float32 they are what verification rounds them to on every device.
+        floats[TEMPERATURE] = np.float32(temperature and max(temperature, _COLDEST))
+        ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
+        ints[FORM] = Form.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
+        asked = (p.penalised, p.logit_bias, sequence.bad_words, p.min_tokens, p.logprobs is not None)
+        ints[EXTRA] = sum(1 << bit for bit, one in enumerate(asked) if one)
+
+    def seats(self, sequences: SequenceOf[Sequence]) -> Ints:
+        """Filling in those of newcomers."""
+        for sequence in sequences:
+            seat = sequence.seat
+            if seat >= len(self._owners) or self._owners[seat] is not sequence:
+                self.fill(seat, sequence)
+        return np.array([sequence.seat for sequence in sequences], np.int64)
+
+    def take(self, seats: Ints) -> Ints:
+        """(8, B)"""
+        return self._ints.take(seats, 1)
+
+
+class StepParams(NamedTuple):
+    """The parameters of a step's B sequences, on the host."""
+
+    sequences: SequenceOf[Sequence]
+    columns: Ints  # (8, B)
+    lengths: Ints  # (B,) committed tokens
+    form: Form
+    extra: int  # of all
+
+    @property
+    def edits(self) -> bool:
+        """Some sequence changes single logits."""
+        if not self.extra & EDITS:
+            return False
+        if self.extra & EDITS != MIN_TOKENS:
+            return True
+        return any(sequence.num_output < sequence.params.min_tokens for sequence in self.sequences)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The most that a sequence asks for."""
+        if not self.extra & LOGPROBS:
+            return None
+        return max(one.params.logprobs for one in self.sequences if one.params.logprobs is not None)
+
+    def token_samplers(self) -> list[TokenSampler] | None:
+        """For the walk on the host; None: all are greedy."""
+        if self.form is Form.GREEDY:
+            return None
+        floats = self.columns.view(np.float64)
+        parts = (floats[TEMPERATURE], self.columns[KEY], self.lengths, self.columns[KIND] == DrawKind.SEEDED)
+        filters = (self.columns[TOP_K], floats[TOP_P], floats[MIN_P])
+        return [TokenSampler(*one) for one in zip(*(part.tolist() for part in (*parts, *filters)), strict=True)]
 
 
 @dataclass
@@ -35,104 +118,66 @@ class _History:
     num_counted: int
 
 
-@dataclass(frozen=True)
-class _Composition:
-    """What holds as long as the same sequences decode together."""
-
-    sequences: tuple[Sequence, ...]
-    controls: Controls
-    keys: Tensor  # (S,)
-    drawing: np.ndarray[Any, np.dtype[np.int8]]  # (S,) _GREEDY, _COINS or _SEEDED
-    penalised: bool
-    has_bad_words: bool
-    has_min_tokens: bool
-    num_logprobs: int | None  # the most that somebody asks for
-    rows: dict[range, tuple[Tensor | None, Tensor | None]]  # by owners: what `_rows` has found
-
-
 class ControlsBuilder:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, sorted(eos_token_ids), device
-        self._composition = self._compose(())
+        self.columns = Columns()
         self._histories: dict[str, _History] = {}
 
+    def params(
+        self, sequences: SequenceOf[Sequence], lengths: Ints | None = None, seats: Ints | None = None
+    ) -> StepParams:
+        """`lengths` where sequences have tokens that the host has not read. `seats`, if every sequence was `fill`ed in,
+        spare a look at each of them."""
+        if seats is None and any(sequence.seat < 0 for sequence in sequences):  # outside of an engine
+            columns = Columns()
+            for seat, sequence in enumerate(sequences):
+                columns.fill(seat, sequence)
+            taken = columns.take(np.arange(len(sequences)))
+        else:
+            taken = self.columns.take(self.columns.seats(sequences) if seats is None else seats)
+        if lengths is None:
+            lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+        form, extra = (int(part.reduce(taken[row])) for part, row in ((np.maximum, FORM), (np.bitwise_or, EXTRA)))
+        return StepParams(sequences, taken, lengths, Form(form), extra)
+
     def controls(self, sequences: SequenceOf[Sequence]) -> Controls:
-        """What these sequences asked for, at the length they have now."""
-        of = self._of(sequences)
-        controls = of.controls
-        if of.penalised:
-            controls = replace(controls, penalties=self._penalties(sequences))
-        if of.has_bad_words:
-            controls = replace(controls, bad_words=self._bad_words(sequences))
-        if of.has_min_tokens and any(sequence.num_output < sequence.params.min_tokens for sequence in sequences):
-            controls = replace(controls, min_tokens=self._min_tokens(sequences))
-        return controls
+        """At the lengths they have now."""
+        return self.build(self.params(sequences))[0]
 
-    def num_logprobs(self, sequences: SequenceOf[Sequence]) -> int | None:
-        return self._of(sequences).num_logprobs
+    def draws(self, sequences: SequenceOf[Sequence]) -> Draws:
+        return self.build(self.params(sequences))[1]
 
-    def draws(
-        self, sequences: SequenceOf[Sequence], owners: SequenceOf[int], lengths: SequenceOf[int] | Ints | None = None
-    ) -> Draws:
-        """How each row of logits becomes a token; row i belongs to sequence `owners[i]`.
+    def build(self, of: StepParams) -> tuple[Controls, Draws]:
+        """On the device, in one copy."""
+        on_device = sent(torch.from_numpy(np.vstack((of.columns[:SENT], of.lengths))), self._device)
+        floats = on_device.view(torch.float64)
+        draws = Draws(key=on_device[KEY], committed=on_device[SENT])
+        if of.form is not Form.GREEDY:
+            coins = bool((of.columns[KIND] == DrawKind.COIN).any())
+            draws = Draws(key=on_device[KEY], committed=on_device[SENT], kind=on_device[KIND], coins=coins)
+        filters = floats[TEMPERATURE], on_device[TOP_K], floats[TOP_P], floats[MIN_P]
+        return Controls.of(of.form, *filters, **self._edits(of)), draws
 
-        `lengths` of the sequences, where they have tokens that the host has not seen.
-        """
-        of = self._of(sequences)
-        if not of.drawing.any():
-            return Draws(key=of.keys, committed=of.keys)  # nobody draws, so nobody looks at lengths
-        committed = self._ints([len(sequence.tokens) for sequence in sequences] if lengths is None else lengths)
-        coins, seeded = self._rows(of, owners)
-        return Draws(key=of.keys, committed=committed, coins=coins, seeded=seeded)
+    def edits(self, of: StepParams) -> Controls:
+        """What changes single logits, and nothing else."""
+        return Controls.of(Form.GREEDY, **self._edits(of))
 
-    def _rows(self, of: _Composition, owners: SequenceOf[int]) -> tuple[Tensor | None, Tensor | None]:
-        """The rows of logits that are drawn by coins and by seed. Plain steps ask for the same again and again."""
-        if isinstance(owners, range) and owners in of.rows:
-            return of.rows[owners]
-        drawing = of.drawing[np.asarray(owners, np.int64)]
-        found = [torch.from_numpy(np.flatnonzero(drawing == how)) for how in (_COINS, _SEEDED)]
-        coins, seeded = (part if part.numel() else None for part in packed_to(self._device, *found))
-        if isinstance(owners, range):
-            of.rows[owners] = coins, seeded
-        return coins, seeded
-
-    def _of(self, sequences: SequenceOf[Sequence]) -> _Composition:
-        composition = tuple(sequences)  # sequences compare by identity: a request id may be used again
-        if composition != self._composition.sequences:
-            self._composition = self._compose(composition)
-        return self._composition
-
-    def _compose(self, sequences: tuple[Sequence, ...]) -> _Composition:
-        """Many sequences mostly share few sets of parameters: each is looked at once."""
-        all_params = [sequence.params for sequence in sequences]
-        sets = list({id(params): params for params in all_params}.values())
-        place = {id(params): index for index, params in enumerate(sets)}
-        each = np.array([place[id(params)] for params in all_params], np.int64)  # (S,) whose parameters
-
-        def spread(values: Tensor | None) -> Tensor | None:
-            return None if values is None else sent(values[torch.from_numpy(each)], self._device)
-
+    def _edits(self, of: StepParams) -> dict[str, Any]:
+        sequences, extra = of.sequences, of.extra
+        parts: dict[str, Any] = {}
+        if not of.edits:
+            return parts
+        if extra & PENALISED:
+            parts["penalties"] = self._penalties(sequences)
+        if extra & BIASED:
+            parts["bias"] = self._bias([sequence.params for sequence in sequences])
+        if extra & BAD_WORDS:
+            parts["bad_words"] = self._bad_words(sequences)
+        if extra & MIN_TOKENS:
+            parts["min_tokens"] = self._min_tokens(sequences)
         fallback = self._eos[0] if self._eos else 0
-        controls = Controls(
-            temperature=spread(_floats([p.temperature and max(p.temperature, _COLDEST) for p in sets], 0.0)),
-            top_k=spread(_top_k(sets)),
-            top_p=spread(_floats([p.top_p for p in sets], 1.0, torch.float64)),
-            min_p=spread(_floats([p.min_p for p in sets], 0.0)),
-            bias=self._bias(all_params) if any(p.logit_bias for p in sets) else None,
-            fallback=torch.full((len(sequences),), fallback, device=self._device),
-        )
-        drawing = [_GREEDY if p.greedy else _COINS if p.seed is None else _SEEDED for p in sets]
-        return _Composition(
-            sequences,
-            controls,
-            keys=self._ints([sequence.noise_key for sequence in sequences]),
-            drawing=np.array(drawing, np.int8)[each],
-            penalised=any(p.penalised for p in sets),
-            has_bad_words=any(sequence.bad_words for sequence in sequences),
-            has_min_tokens=any(p.min_tokens for p in sets),
-            num_logprobs=max((p.logprobs for p in sets if p.logprobs is not None), default=None),
-            rows={},
-        )
+        return parts | {"fallback": torch.full((len(sequences),), fallback, device=self._device)}
 
     def _penalties(self, sequences: SequenceOf[Sequence]) -> Penalties:
         live = {sequence.key for sequence in sequences}
@@ -200,22 +245,4 @@ class ControlsBuilder:
         return self._ints([[*row, *[-1] * (width - len(row))] for row in rows]).view(len(rows), width)
 
     def _ints(self, values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object] | Ints) -> Tensor:
-        return sent(_host_ints(values), self._device)
-
-
-def _host_ints(values: SequenceOf[int] | SequenceOf[SequenceOf[int]] | SequenceOf[object] | Ints) -> Tensor:
-    """Through numpy: after a pass has swept the caches, torch.tensor takes several times as long."""
-    return torch.from_numpy(np.array(values, np.int64))
-
-
-def _top_k(params: SequenceOf[SamplingParams]) -> Tensor | None:
-    wanted = [max(p.top_k or 0, 0) for p in params]
-    return _host_ints(wanted) if any(wanted) else None
-
-
-def _floats(values: SequenceOf[float | None], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """None where nobody departs from the neutral value."""
-    given = [neutral if value is None else value for value in values]
-    if all(value == neutral for value in given):
-        return None
-    return torch.tensor(given, dtype=dtype)
+        return sent(torch.from_numpy(np.array(values, np.int64)), self._device)

@@ -5,6 +5,7 @@ The graphs of one recorder share memory, so one is replayed at a time, and its r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -12,6 +13,27 @@ from weakref import WeakSet
 import torch
 
 from paceline.garbage import no_collection
+
+
+class CompileCounter:
+    """Counts Triton kernels that are compiled, or loaded from the compile cache, from `start` on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def start(self) -> None:
+        try:
+            from triton import knobs
+        except ImportError:  # nothing can be compiled
+            return
+        before, counter = knobs.runtime.jit_post_compile_hook, weakref.ref(self)
+
+        def compiled(**about: Any) -> bool | None:
+            if (mine := counter()) is not None:
+                mine.count += 1
+            return None if before is None else before(**about)
+
+        knobs.runtime.jit_post_compile_hook = compiled
 
 
 class CudaGraph:

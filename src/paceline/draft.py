@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -2  # a node whose parent only the device knows
+INVALID = -1  # in place of a token: logits that are no numbers left nothing to draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,11 @@ class Draft:
     @property
     def batch(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def deepest(self) -> int:
+        """A bound of every depth, known to the host."""
+        return int(self.depth.numpy().max(initial=0)) if self.max_depth is None else self.max_depth
 
     @property
     def width(self) -> int:
@@ -111,8 +117,8 @@ class Draft:
 
     @staticmethod
     def device_trees(tokens: Tensor, parents: Tensor, num_nodes: Tensor, depth_bound: int) -> Draft:
-        """Trees whose tokens and shape (B, N) only the device knows; the host knows how many nodes each row has, and how
-        deep they may be. Such rows are deterministic: the shape of a sampled tree is fixed before anything is drawn."""
+        """Trees whose tokens and shape (B, N) only the device knows; the host knows each row's number of nodes, and a
+        bound on their depth. Such rows are deterministic: a sampled tree's shape is fixed before anything is drawn."""
         used = np.arange(tokens.shape[1]) < num_nodes.numpy()[:, None]
         return Draft(
             tokens=tokens,
@@ -153,8 +159,8 @@ class Draft:
         )
 
     def take(self, rows: Sequence[int], counts: Sequence[int]) -> Draft:
-        """Some rows of a planned draft, each with its first `counts` nodes: fewer of a chain's, or of a tree whose nodes
-        were not sampled. What is left out was not looked at."""
+        """Some rows of a planned draft, each with its first `counts` nodes: fewer of a chain, or of a tree whose nodes
+        were not sampled. The choice must not depend on what was drawn."""
         at, num_nodes = np.array(rows, np.int64), np.array(counts, np.int64)
         width = int(num_nodes.max(initial=0))
         used = np.arange(width) < num_nodes[:, None]
@@ -187,7 +193,9 @@ class Draft:
     def to(self, device: torch.device) -> Draft:
         """All of it there, its numbers in one copy; trees that only the device knows are filled in."""
         if self.parents.device.type == device.type and self.device_parents is None:
-            return self
+            if self.num_nodes.device.type == device.type:
+                return self
+            return replace(self, num_nodes=packed_to(device, self.num_nodes)[0])
         parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes]
         q = self.q
         (tokens, parents, depth, num_nodes, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
@@ -197,8 +205,9 @@ class Draft:
         if self.unseen:  # they are there already
             tokens = self.tokens
         if self.device_parents is not None:
-            parents = torch.where(parents == UNKNOWN, sound_parents(self.device_parents), parents)
-            depth = depths_of(parents, num_nodes, self.max_depth)
+            unknown = parents == UNKNOWN
+            _, shape, depths = clamp_trees(tokens, self.device_parents, 1, self.max_depth)
+            parents, depth = torch.where(unknown, shape, parents), torch.where(unknown, depths, depth)
         return Draft(
             tokens=tokens,
             parents=parents,
@@ -209,13 +218,23 @@ class Draft:
             depth_bound=self.max_depth,
         )
 
-    def on_host(self, vocab_size: int) -> Draft:
-        """The same with tokens and trees read from the device, made sound: what a CPU does with any draft."""
+    def sound(self, vocab_size: int) -> Draft:
+        """The same with trees that only the device knows made sound there, tokens and all."""
         if self.device_parents is None:
             return self
-        host = replace(self, tokens=self.tokens.cpu(), device_parents=self.device_parents.cpu()).to(torch.device("cpu"))
-        used = torch.arange(self.width) < host.num_nodes[:, None]
-        return replace(host, tokens=host.tokens.clamp(0, vocab_size - 1) * used, unseen=False, depth_bound=0)
+        tokens, parents, _ = clamp_trees(self.tokens, self.device_parents, vocab_size, self.max_depth)
+        return replace(self, tokens=tokens, device_parents=parents)
+
+    def on_host(self, vocab_size: int) -> Draft:
+        """The same with tokens and trees read from the device: what a CPU does with any draft."""
+        if self.device_parents is None:
+            return self
+        host = self.sound(vocab_size)
+        assert host.device_parents is not None
+        host = replace(host, tokens=host.tokens.cpu(), device_parents=host.device_parents.cpu())
+        used = torch.arange(self.width) < self.num_nodes[:, None]
+        host = host.to(torch.device("cpu"))
+        return replace(host, tokens=host.tokens * used, unseen=False, depth_bound=0)
 
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as this module says. Tokens and trees the host has not seen are
@@ -260,7 +279,8 @@ class Logprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a step commits: each row's first num_accepted + 1 tokens."""
+    """What a step commits: each row's first num_accepted + 1 tokens. Where the last of them is INVALID, the target's
+    logits there held NaN or +inf, or nothing finite: the row's request cannot go on."""
 
     tokens: Tensor  # (B, D + 1) int64, -1 beyond
     num_accepted: Tensor  # (B,) int64
@@ -271,10 +291,10 @@ class Verdict:
     packed_rows: int = 0  # how many, if more than these
 
     @staticmethod
-    def blank(batch: int, depth: int, device: torch.device) -> Verdict:
-        """To be filled in, packed."""
+    def blank(batch: int, depth: int, device: torch.device, packed: Tensor | None = None) -> Verdict:
+        """To be filled in, packed; or what `packed` holds."""
         places, size = Verdict.places(batch, depth)
-        packed = torch.empty(size, dtype=torch.uint8, device=device)
+        packed = torch.empty(size, dtype=torch.uint8, device=device) if packed is None else packed
         tokens, num_accepted, path = (packed[place].view(torch.int64) for place in places[:3])
         return Verdict(
             tokens=tokens.view(batch, depth + 1),
@@ -296,6 +316,11 @@ class Verdict:
             places.append(slice(end, end + size))
             end += -(-size // 16) * 16
         return places, end
+
+    @property
+    def invalid(self) -> Tensor:
+        """(B,) bool: rows whose request cannot go on; no host sync."""
+        return self.tokens.gather(1, self.num_accepted[:, None])[:, 0] == INVALID
 
     def first(self, rows: int) -> Verdict:
         """The others are no longer asked for, but stay packed with these."""
@@ -381,22 +406,21 @@ def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
     return path[..., :max_depth]
 
 
-def sound_parents(parents: Tensor) -> Tensor:
-    """(B, N) each before its node: a drafter that breaks the order on the device costs acceptance, nothing else."""
-    node = torch.arange(parents.shape[1], device=parents.device)
-    return torch.minimum(parents, node - 1).clamp_min(-1)
+def clamp_trees(tokens: Tensor, parents: Tensor, vocab_size: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N) tokens, parents and depth of drafts that only the device has seen, made into trees of at most that depth:
+    tokens of the vocabulary, parents before their children. A drafter that breaks this costs acceptance only.
 
-
-def depths_of(parents: Tensor, num_nodes: Tensor, max_depth: int) -> Tensor:
-    """(B, N) by the parents, without the host; deeper nodes than `max_depth` count as that deep."""
-    batch, width = parents.shape
-    node = torch.arange(width, device=parents.device).expand(batch, width)
-    used = node < num_nodes[:, None]
-    depth, above = used.long(), torch.where(used, parents, -1)
-    for _ in range(max_depth - 1):
-        depth += above >= 0
-        above = torch.where(above >= 0, parents.gather(1, above.clamp_min(0)), -1)
-    return depth
+    A node at depth max_depth + 1, counted by its parents, hangs from the root, and so on below it. No host sync.
+    """
+    batch, width = tokens.shape
+    node = torch.arange(width, device=tokens.device)
+    parents = torch.minimum(parents.clamp_min(-1), node - 1)
+    root = parents.new_zeros(batch, 1)
+    above, depth = torch.cat((root, parents + 1), 1), torch.cat((root, torch.ones_like(parents)), 1)  # by slot
+    for _ in range(width.bit_length()):  # pointer doubling: steps to the root
+        depth, above = depth + depth.gather(1, above), above.gather(1, above)
+    depth = (depth[:, 1:] - 1) % max(max_depth, 1) + 1
+    return tokens.clamp(0, vocab_size - 1), torch.where(depth == 1, -1, parents), depth
 
 
 def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:

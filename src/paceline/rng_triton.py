@@ -38,7 +38,7 @@ def _launch(out: Tensor, lane_constant: int, words: tuple[Tensor, ...], unit: bo
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # or it is compiled anew for 1, multiples of 16 and others
 def _hash(out, first, second, third, count, START: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < count

@@ -15,11 +15,10 @@ from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
 from paceline.advisor.choice import OFF, Figure, Figures, contenders_of, score
 from paceline.bench.grid import Contender
-from paceline.bench.measurement import Measurement
+from paceline.bench.measurement import Measurement, cells
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import ALL
 from paceline.bench.runner import Plan, measure
-from paceline.bench.summary import cells
 from tests.advisor.fake_machine import Costs, FakeMachine
 
 LENGTHS = (1, 2, 4, 8)

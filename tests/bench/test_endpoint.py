@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.bench import endpoint_metrics as metrics
-from paceline.bench.endpoint import measure
-from paceline.bench.endpoint_client import flat
+from paceline.bench.endpoint import flat, measure
 from paceline.bench.endpoint_http import (
     EndpointDown,
     EndpointDropped,

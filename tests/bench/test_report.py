@@ -250,6 +250,7 @@ def test_the_page_is_well_formed_and_shows_every_section_and_every_cell() -> Non
     sections = {attributes.get("id") for attributes in found.all("section")}
     assert {"speed-up", "workloads", "speed", "acceptance", "latency", "loops", "cells", "how", "reading"} <= sections
     assert report.render(rich()).partition('<table id="all">')[2].count("<tr>") == 1 + len(rich().cells)
+    assert "ngram k=2, position 2: 40 of 80 accepted" in found.text  # of the steps that drafted so far
     ids = [attributes["id"] for _, attributes in found.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
 

@@ -10,6 +10,7 @@ from paceline.models.decoder import FINAL, Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
+from paceline.models.weights import Dtypes
 from tests.test_cuda import CONFIG, weights
 
 BLOCK = 16
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 def tiny_decoder(device=CPU):
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return Decoder(CONFIG, weights(1), kernels_for(device), device=device, dtype=dtype)
+    return Decoder(CONFIG, weights(1), kernels_for(device), device=device, dtypes=Dtypes.of(dtype, device))
 
 
 @torch.inference_mode()

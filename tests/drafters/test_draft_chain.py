@@ -107,12 +107,12 @@ def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkey
 
 def test_drafts_that_are_sampled_may_be_cut_by_what_is_asked_for_next():
     """q goes with the rows and nodes that are left of it."""
-    drafted = Drafted(torch.arange(12).view(3, 4), torch.arange(8.0)[:, None].expand(8, 20), (0, 2))
+    drafted = Drafted(torch.arange(12).view(3, 4), torch.arange(12.0)[:, None].expand(12, 20), (0, 2))
     draft = drafted.chains([2, 1, 0], [3, 2, 0])
     assert draft.unseen
     assert draft.tokens.tolist() == [[8, 9, 10], [4, 5, 6], [0, 1, 2]]
     assert draft.num_nodes.tolist() == [3, 2, 0]
-    assert draft.q.row_of.tolist() == [[1, 3, 5, -1], [-1] * 4, [-1] * 4]
+    assert draft.q.row_of.tolist() == [[2, 5, 8, -1], [-1] * 4, [-1] * 4]
     draft.validate(20)
 
 
@@ -148,6 +148,7 @@ def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
         for depth in range(4):
             logits = 3 * torch.randn(rows, vocab, device=device)
             assert torch.equal(one(logits, depth), other(logits, depth))
+        assert not asked.get("seed") or not len(one._q)
         assert torch.equal(one._q, other._q)
 
 
@@ -189,14 +190,14 @@ def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeyp
     assert len(captured) == 1
 
 
-def test_ways_of_drawing_not_met_for_long_give_way(monkeypatch):
-    monkeypatch.setattr("paceline.drafters.chain_sampler.MOST", 2)
+def test_there_is_one_graph_for_each_form_whatever_rows_ask_for():
     graphs, made = SamplingGraphs(50, torch.device("cpu")), []
-    for asked in ({}, {"top_p": 0.9}, {}, {"top_k": 5}, {}, {"top_p": 0.9}):
+    for asked in ({}, {"top_p": 0.9}, {"seed": 4}, {"top_k": 5}, {}, {"min_p": 0.1, "seed": 4}):
         sequence = Sequence("0", [0], params(temperature=0.7, **asked), max_len=9)
         made.append(ChainSampler(graphs, [sequence], 1, None)._graph)
     assert made[0] is made[2] is made[4]
-    assert made[1] is not made[5]
+    assert made[1] is made[5]
+    assert len(graphs._made) == 3
 
 
 def test_rows_that_look_back_at_what_was_said_go_by_passes():

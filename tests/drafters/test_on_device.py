@@ -91,7 +91,7 @@ def test_medusa_changes_when_tokens_come_never_which(device, plain, weights):
     if weights == "random":
         heads = random_heads(CONFIG.hidden_size, CONFIG.vocab_size, layers=2)
     drafter = MedusaDrafter(
-        heads, CONFIG.vocab_size, kernels=decoder.kernels, device=device, dtype=decoder.activation_dtype
+        heads, CONFIG.vocab_size, kernels=decoder.kernels, device=device, dtype=decoder.dtypes.compute
     )
     engine = engine_for(drafter, decoder, ByRequest({str(at): Choice(drafter.name, at * 5 + 2) for at in range(4)}))
     for asked in ASKED:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import draft as draft_module
-from paceline.draft import Draft, Verdict, ancestors, depths_of, packed_to, sound_parents
+from paceline.draft import Draft, Verdict, ancestors, clamp_trees, packed_to
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.layout import filled_in, lay_out
@@ -233,9 +233,9 @@ def placed_on_the_device(plan):
     trees = plan.trees
     if trees is None:
         return plan
-    parents = sound_parents(trees.parents[trees.rows])
     used = trees.at >= 0
-    depth = depths_of(parents, used.sum(1), trees.max_depth)
+    _, parents, depth = clamp_trees(trees.parents, trees.parents, 1, trees.max_depth)
+    parents, depth = parents[trees.rows], depth[trees.rows] * used
     path = ancestors(parents, depth, trees.max_depth)
     for tree, node in used.nonzero().tolist():
         row, deep = int(trees.at[tree, node]), int(depth[tree, node])

@@ -89,5 +89,5 @@ def test_each_accepted_node_comes_to_lie_at_its_depth(where: torch.device, seed:
         cache.compact(*given)
     for part, wanted in zip([part for layer in cache.layers for part in (layer.k, layer.v)], expected, strict=True):
         assert torch.equal(part, wanted)
-    cache.rehearse()
+    cache.warmup()
     assert torch.equal(cache.layers[-1].v, expected[-1])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 import torch
 import transformers
 
-from paceline.models.decoder import FINAL
+from paceline.models.decoder import FINAL, LEAST_POSITIONS, rope_tables
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
 from paceline.models.runtime import load_model
@@ -104,6 +105,25 @@ def test_bf16_weights_in_the_file_give_what_transformers_computes_from_them_in_f
     with torch.no_grad():
         expected = oracle(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(logits_of(loaded.decoder, tokens, [40]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rotary_tables_grow_with_the_passes_and_keep_their_bits(tmp_path, monkeypatch):
+    """Also where a config promises 10**8 positions, which took 5 GB for a model of 3 MB."""
+    save_tiny("llama3-untied", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 10**8}))
+    decoder = load_model(tmp_path, dtype="float32", device="cpu").decoder
+    tokens = random.Random(5).choices(range(decoder.config.vocab_size), k=LENGTH)
+    whole = logits_of(decoder, tokens, [LENGTH])
+    assert len(decoder.shape(1).cos) == LEAST_POSITIONS
+    monkeypatch.setattr("paceline.models.decoder.LEAST_POSITIONS", 8)
+    grown = load_model(tmp_path, dtype="float32", device="cpu").decoder
+    assert torch.equal(logits_of(grown, tokens, [7] * 12 + [6]), whole)
+    assert len(grown.shape(1).cos) == 128
+    longest = rope_tables(decoder.config.rope, decoder.config.head_dim, 5000, decoder.device)
+    for length in (1, 8, 100, 1001, 4096):
+        tables = rope_tables(decoder.config.rope, decoder.config.head_dim, length, decoder.device)
+        assert all(torch.equal(one, full[:length]) for one, full in zip(tables, longest, strict=True))
 
 
 def test_smollm2_says_what_transformers_says(smollm2):

@@ -16,6 +16,9 @@ from paceline.config import RopeConfig
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 from paceline.models.hf_config import NEUTRAL, parse_config
 from paceline.models.loader import load_config, load_generation_defaults, load_weights
+from paceline.models.runtime import load_model
+from paceline.models.weights import WeightKind
+from tests.models.tiny import write_tokenizer
 
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,19 +67,19 @@ def test_every_architecture_loads_as_transformers_wrote_it(case: str, tmp_path: 
     weights = load_weights(tmp_path, config)
     state = model.state_dict()
     assert set(weights) == set(state) - ({"lm_head.weight"} if config.tie_embeddings else set())
-    assert all(torch.equal(tensor, state[name]) for name, tensor in weights.items())
+    assert all(torch.equal(weight.data, state[name]) for name, weight in weights.items())
 
 
 def test_sharded_weights_are_one_model(tmp_path: Path, write_model: Any) -> None:
     model = write_model(tmp_path, "Llama", max_shard_size="50KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     weights = load_weights(tmp_path, load_config(tmp_path))
-    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(weights[name].data, tensor) for name, tensor in model.state_dict().items())
 
 
 def test_weights_keep_their_dtype(tmp_path: Path, write_model: Any) -> None:
     write_model(tmp_path, "Llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    assert {tensor.dtype for tensor in load_weights(tmp_path, load_config(tmp_path)).values()} == {torch.bfloat16}
+    assert {weight.kind for weight in load_weights(tmp_path, load_config(tmp_path)).values()} == {WeightKind.BFLOAT16}
 
 
 ROPE_FORMS: list[tuple[dict[str, Any], RopeConfig]] = [
@@ -241,6 +244,19 @@ def test_an_unexpected_tensor_is_refused(llama: Path) -> None:
     assert "model.layers.0.self_attn.q_proj.bias is not part of" in refusal(llama)
 
 
+def test_tensors_no_layer_claims_go_to_the_drafter_that_declares_them(llama: Path) -> None:
+    extra = {"mtp.norm.weight": torch.rand(64), "mtp.fc.weight": torch.rand(64, 128).bfloat16()}
+    edit(llama, lambda tensors: tensors.update(extra))
+    assert "mtp." in refusal(llama)
+    write_tokenizer(llama, 96)
+    loaded = load_model(llama, device="cpu", declared=lambda name: name.startswith("mtp."))
+    assert loaded.extra.keys() == extra.keys()
+    assert all(torch.equal(loaded.extra[name].data, tensor) for name, tensor in extra.items())
+    assert loaded.extra["mtp.fc.weight"].kind is WeightKind.BFLOAT16
+    with pytest.raises(BrokenModel, match=r"mtp\.(norm|fc)\.weight is not part of"):
+        load_model(llama, device="cpu", declared=lambda name: name == "mtp.other")
+
+
 def test_integer_weights_are_refused(llama: Path) -> None:
     edit(llama, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
     assert "model.norm.weight has dtype I8" in refusal(llama)
@@ -301,6 +317,18 @@ def test_a_folder_without_config_and_one_with_a_damaged_one(llama: Path) -> None
     assert "holds no config.json" in refusal(llama)
     with pytest.raises(ModelNotFound):
         load_config(llama / "nothing")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_of_text_id_beyond_the_vocabulary_is_refused(llama: Path, name: str) -> None:
+    file = llama / name
+    before = json.loads(file.read_text()) if file.exists() else {}
+    (llama / "generation_config.json").unlink(missing_ok=True)
+    file.write_text(json.dumps(before | {"eos_token_id": [2, 96]}))
+    with pytest.raises(BrokenModel, match=rf"{name}: the end-of-text id 96 is not one of the vocabulary's 96 tokens"):
+        load_config(llama)
+    file.write_text(json.dumps(before | {"eos_token_id": [2, 95]}))
+    assert load_config(llama).eos_token_ids == (2, 95)
 
 
 def test_generation_defaults_are_read_and_their_eos_outranks_the_config(llama: Path) -> None:

@@ -29,6 +29,7 @@ from paceline.models.torch_kernels import TorchKernels
 from paceline.models.triton.greedy_chain import CUT as DEFAULT_CUT
 from paceline.models.triton.greedy_chain import LOOK_EVERY, MOST_HELD, MOST_TAG, ChainFailed, Cut, Share, TritonChain
 from paceline.models.triton_kernels import TritonKernels
+from paceline.models.weights import Dtypes
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="triton does not run on Windows"),
@@ -74,8 +75,8 @@ class Scene:
 
     def __init__(self, config: ModelConfig = CONFIG, *, by_passes: bool = False) -> None:
         weights = weights_of(config)
-        self.reference = Decoder(config, weights, TorchKernels(), device=CPU, dtype=torch.float32)
-        self.decoder = Decoder(config, weights, TritonKernels(CPU), device=CPU, dtype=torch.float32)
+        self.reference = Decoder(config, weights, TorchKernels(), device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+        self.decoder = Decoder(config, weights, TritonKernels(CPU), device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
         self.caches = [
             KVCache(self.decoder.kv_specs, num_blocks=24, block_size=BLOCK, dtype=torch.float32, device=CPU)
             for _ in "ab"
@@ -89,7 +90,9 @@ class Scene:
         assert isinstance(at_once, TritonChain)
         assert isinstance(passes, PassChain)
         parts = Weights(self.decoder.embedding, self.decoder.layers, self.decoder.final_norm, self.decoder.head)
-        at_once = TritonChain(parts, self.decoder.shape, self.caches[1].layers, BLOCK, config, 1, CUT)
+        at_once = TritonChain(
+            parts, self.decoder.shape(config.max_positions), self.caches[1].layers, BLOCK, config, 1, CUT
+        )
         self.chain = passes if by_passes else at_once
 
     def row(self, length: int, lag: int, count: int) -> ChainRow:
@@ -215,7 +218,7 @@ def test_ties_go_to_the_lowest_token() -> None:
     scene = Scene(replace(CONFIG, tie_embeddings=False))
     row = scene.row(5, 1, 1)
     ((best,),) = scene.chain.draft([row]).tolist()
-    head = scene.decoder.head.weight
+    head = scene.decoder.head.weight.data
     for twin in (best + 1, best + 40, 89):
         head[twin % 90] = head[best]
     assert scene.chain.draft([row]).tolist() == [[min(best, (best + 1) % 90, (best + 40) % 90, 89)]]
@@ -255,7 +258,7 @@ def test_what_it_does_not_serve_goes_the_other_way(changes: dict[str, object]) -
         for layer in range(2)
         for name in "qk"
     }
-    decoder = Decoder(config, weights, TritonKernels(CPU), device=CPU, dtype=torch.float32)
+    decoder = Decoder(config, weights, TritonKernels(CPU), device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=BLOCK, dtype=torch.float32, device=CPU)
     assert [type(chain) for chain in decoder.greedy_chains(cache.layers, BLOCK)] == [PassChain]
 
@@ -275,5 +278,6 @@ def test_caches_of_another_dtype_are_refused() -> None:
 
 
 def test_kernels_without_a_chain_say_so() -> None:
-    decoder = Decoder(CONFIG, weights_of(CONFIG), TorchKernels(), device=CPU, dtype=torch.float32)
-    assert decoder.greedy_chains([], BLOCK) == []
+    decoder = Decoder(CONFIG, weights_of(CONFIG), TorchKernels(), device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    assert decoder.greedy_chains(cache.layers, BLOCK) == []

@@ -5,7 +5,10 @@ depend on that row alone. What only a GPU can show (its rounding) is checked by 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +28,13 @@ from paceline.models.fast_kernels import FastKernels
 from paceline.models.kernels import LayerByLayer, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.rehearse import Shape
 from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
 from paceline.models.triton.division import tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import TritonKernels
+from paceline.models.warmup import PassShape
+from paceline.models.weights import Dtypes
 from tests.models.test_kernels import (
     BLOCK_ENDS,
     BLOCK_ROWS,
@@ -93,7 +97,7 @@ def test_a_product_in_segments_is_one_sum_in_order_for_few_rows_and_many(
     x, tile = torch.randn(70, 256), Tile(16, 64, 32, 4, 2, swapped=True)
     many = linear(x, weight, tile=tile)
     few = linear(x[:3], weight, tile=tile)
-    parts = [x[:3, at : at + 64] @ weight.weight[:, at : at + 64].T for at in range(0, 256, 64)]
+    parts = [x[:3, at : at + 64] @ weight.weight.data[:, at : at + 64].T for at in range(0, 256, 64)]
     assert_close(few, sum(parts) + (0 if weight.bias is None else weight.bias))
     assert torch.equal(few, many[:3])
 
@@ -170,7 +174,8 @@ def test_a_tile_of_two_parts_gives_what_one_of_one_gives(kernels: TritonKernels,
 
 def test_a_tile_that_cannot_come_through_the_copy_engine_comes_by_pointers(kernels: TritonKernels) -> None:
     weight, x = kernels.pack(torch.randn(40, 80) / 9), torch.randn(70, 80)  # no whole number of steps of 64
-    assert_close(linear(x, weight, tile=Tile(48, 64, 64, 4, 2, boxes=True)), x.double() @ weight.weight.double().T)
+    expected = x.double() @ weight.weight.data.double().T
+    assert_close(linear(x, weight, tile=Tile(48, 64, 64, 4, 2, boxes=True)), expected)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +334,7 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
     tokens, tables = torch.randint(0, 50, (9,)), torch.arange(3, dtype=torch.int32)[None]
     results = []
     for each in (kernels, REFERENCE):
-        decoder = Decoder(CONFIG, made, each, device=CPU, dtype=torch.float32)
+        decoder = Decoder(CONFIG, made, each, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
         cache = KVCache(decoder.kv_specs, num_blocks=3, block_size=16, dtype=torch.float32, device=CPU)
         for layer in cache.layers:
             layer.k.fill_(7.0)
@@ -348,7 +353,7 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_rows_that_lie_side_by_side_are_staged_as_one_by_one(kernels: TritonKernels, rows: int) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
     assert decoder.graphs is not None
     apart, staged = plan_of(list(range(2, 2 + rows)), torch.zeros((1, 1), dtype=torch.int32)), []
@@ -369,7 +374,7 @@ def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows
     results = []
     for kernels in (FastKernels(CPU), REFERENCE):
         assert not kernels.exact
-        decoder = Decoder(CONFIG, made, kernels, device=CPU, dtype=torch.float32)
+        decoder = Decoder(CONFIG, made, kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
         cache = KVCache(decoder.kv_specs, num_blocks=5, block_size=16, dtype=torch.float32, device=CPU)
         results.append(decoder.forward(tokens, plan, cache.layers, torch.arange(rows)).logits)
     assert_close(*results, 1e-4)
@@ -379,7 +384,7 @@ def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows
 def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
     kernels: TritonKernels, chosen: list[int], taps: tuple[int, ...]
 ) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
     plan, tokens = plan_of(list(range(6)), torch.zeros((1, 1), dtype=torch.int32)), torch.arange(6)
     every = decoder.forward(tokens, plan, cache.layers, torch.arange(6), taps).logits.clone()
@@ -390,10 +395,10 @@ def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
 def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(kernels: TritonKernels) -> None:
     """Of a drafter with the target's embedding and head, and layers and width of its own; the input is not changed."""
     made = weights()
-    target = Decoder(CONFIG, made, kernels, device=CPU, dtype=torch.float32)
+    target = Decoder(CONFIG, made, kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     layers = {name: weight for name, weight in made.items() if ".layers." in name or name == "model.norm.weight"}
     shared = {"embedding": target.embedding, "head": target.head}
-    drafter = Decoder(CONFIG, layers, kernels, device=CPU, dtype=torch.float32, **shared)
+    drafter = Decoder(CONFIG, layers, kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU), **shared)
     tokens, tables, results = torch.randint(0, 50, (5,)), torch.zeros((1, 1), dtype=torch.int32), []
     plan, hidden = plan_of(list(range(5)), tables), target.embedding[tokens].clone()
     before = hidden.clone()
@@ -404,12 +409,12 @@ def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(ker
         results.append((output.logits, output.taps, cache.layers[1].k[:5]))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     assert torch.equal(hidden, before)
-    assert drafter.prepare(cache.layers, 16, (0,), [Shape((1,)), Shape((4, 4))], from_hidden=True)
+    assert drafter.prepare(cache.layers, 16, (0,), [PassShape((1,)), PassShape((4, 4))], from_hidden=True)
     assert {bucket.rows for bucket in drafter.graphs._passes if bucket.from_hidden} == {1, 8}
 
 
 def test_all_passes_write_their_taps_into_one_buffer(kernels: TritonKernels) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
     tables, tapped = torch.zeros((1, 1), dtype=torch.int32), []
     for count in (12, 3, 1):
@@ -421,15 +426,48 @@ def test_all_passes_write_their_taps_into_one_buffer(kernels: TritonKernels) -> 
     assert all(torch.equal(kept, tapped[0][1][: len(kept)]) for _, kept in tapped)
 
 
-def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+class FakeRecorder:
+    """A graph that computes again when it is replayed."""
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        return SimpleNamespace(result=work(), replay=work)
+
+
+def test_graphs_captured_after_start_up_are_counted_and_named_once(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
+    graphs = decoder.graphs
+    assert graphs is not None
+    monkeypatch.setattr(type(graphs), "_captures", True)
+    monkeypatch.setattr(graphs, "_compile", lambda passes: None)
+    monkeypatch.setattr(graphs, "_recorder", FakeRecorder())
+    decoder.prepare(cache.layers, 16, (), [PassShape((1,)), PassShape((8,))])
+    assert (graphs.captured, graphs.captured_late, caplog.messages) == (2, 0, [])
+    tables, late = torch.tensor([[0, 1]], dtype=torch.int32), []
+    for count in (1, 5, 12, 12, 20, 20):
+        plan = plan_of(list(range(count)), tables)
+        with torch.inference_mode():
+            decoder.forward(torch.arange(count), plan, cache.layers, torch.arange(count))
+        late.append(graphs.captured_late)
+    assert late == [0, 0, 1, 1, 1, 2], "20 rows take other kernels: their first pass is run, which compiles them"
+    assert graphs.captured == 4
+    assert len(caplog.messages) == 1
+    assert "rows=16" in caplog.messages[0]
+
+
+def test_the_warmup_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
     for layer in cache.layers:
         layer.k.fill_(7.0)
         layer.v.fill_(7.0)
     assert decoder.graphs is not None
     decoder.graphs.capture = False
-    assert decoder.prepare(cache.layers, 16, (), [Shape((1,)), Shape((4, 4)), Shape((5, 3)), Shape((8,))])
+    assert decoder.prepare(
+        cache.layers, 16, (), [PassShape((1,)), PassShape((4, 4)), PassShape((5, 3)), PassShape((8,))]
+    )
     assert all(bool((layer.k == 7.0).all() and (layer.v == 7.0).all()) for layer in cache.layers)
     met = set(decoder.graphs._passes)
     with torch.inference_mode():
@@ -440,13 +478,13 @@ def test_a_rehearsal_meets_the_shapes_of_steps_and_writes_no_slot(kernels: Trito
 
 
 def test_a_pass_of_the_stack_is_the_sequence_of_its_kernels(kernels: TritonKernels) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtype=torch.float32)
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
     plan, x = plan_of([0, 1, 2], torch.zeros((1, 1), dtype=torch.int32)), torch.randn(3, 32)
     results = []
     for make in (kernels.stack, lambda *parts: LayerByLayer(kernels, *parts)):
         residual = x.clone()
-        added = make(decoder.layers, cache.layers, decoder.shape).run(0, 2, None, residual, plan)
+        added = make(decoder.layers, cache.layers, decoder.shape(64)).run(0, 2, None, residual, plan)
         results.append(residual + added)
     assert_close(*results)
 

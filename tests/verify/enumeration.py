@@ -161,11 +161,7 @@ class Rows:
         nodes = package.Nodes.of(
             draft, torch.arange(size).repeat_interleave(slots), torch.arange(slots).repeat(size) - 1, self.max_depth
         )
-        draws = package.Draws(
-            key=torch.arange(size),
-            committed=torch.full((size,), self.committed),
-            coins=torch.arange(size * slots),
-        )
+        draws = package.Draws.by_coins(torch.arange(size), torch.full((size,), self.committed))
         controls = package.Controls()
         if setting.temperature is not None:
             controls = package.Controls(

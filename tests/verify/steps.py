@@ -1,12 +1,13 @@
 """Steps of all kinds as the engine has them judged: what each asks for, and drafts made up at random."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
-from paceline.draft import Draft, Proposal
+from paceline.draft import Draft, Logprobs, Proposal
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
+from paceline.verify import DrawKind, Draws
 
 ASKED = {
     "greedy": [{"temperature": 0.0}],
@@ -25,6 +26,15 @@ DRAFTS = ("nothing", "chains", "trees", "sampled chains", "sampled trees")
 def sequences_of(asked, count):
     every = [SamplingParams(max_tokens=400, **ASKED[asked][at % len(ASKED[asked])]).resolve({}) for at in range(count)]
     return [Sequence(str(at), [1, 2, 3 + at], params, max_len=500) for at, params in enumerate(every)]
+
+
+def draws_of(key, committed, greedy, seeded):
+    """`Draws` of sequences that are greedy, seeded, or draw by coins."""
+    kinds = [
+        DrawKind.GREEDY if one else DrawKind.SEEDED if two else DrawKind.COIN
+        for one, two in zip(greedy, seeded, strict=True)
+    ]
+    return Draws(key=key, committed=committed, kind=torch.tensor(kinds, device=key.device))
 
 
 def step(draft, batch, width, logits, shape, generator):
@@ -68,12 +78,24 @@ def step(draft, batch, width, logits, shape, generator):
 
 
 def unlike(one, other):
-    """Names of what differs in what two verdicts commit, logprobs included."""
-    counts = one.num_accepted
-    depth = torch.arange(one.tokens.shape[1], device=counts.device)
+    """Names of what differs in what two verdicts commit, logprobs included. One may have room for greater depths."""
+    counts, width = one.num_accepted, min(one.path.shape[1], other.path.shape[1])
+    one, other = (cut(verdict, width) for verdict in (one, other))
+    depth = torch.arange(width + 1, device=counts.device)
     meant = depth <= counts[:, None]  # beyond it logprobs are not meant to be read
     parts = [(name, getattr(one, name), getattr(other, name)) for name in ("tokens", "num_accepted", "path", "kinds")]
     if one.logprobs is not None:
         for field in fields(one.logprobs):
             parts.append((field.name, *(getattr(each.logprobs, field.name)[meant] for each in (one, other))))
     return [name for name, mine, theirs in parts if not torch.equal(mine, theirs)]
+
+
+def cut(verdict, width):
+    """To so many depths; what is beyond is empty."""
+    assert (verdict.tokens[:, width + 1 :] == -1).all()
+    assert (verdict.path[:, width:] == -1).all()
+    logprobs = verdict.logprobs
+    if logprobs is not None:
+        logprobs = Logprobs(**{field.name: getattr(logprobs, field.name)[:, : width + 1] for field in fields(logprobs)})
+    kinds, tokens = verdict.kinds[:, : width + 1], verdict.tokens[:, : width + 1]
+    return replace(verdict, tokens=tokens, path=verdict.path[:, :width], kinds=kinds, logprobs=logprobs)

@@ -12,12 +12,12 @@ import torch
 
 from paceline import rng
 from paceline.draft import Draft, Kind, Proposal
-from paceline.engine import sampler
 from paceline.engine.sampler import Sampler
 from paceline.rng import Lane
-from paceline.verify import Controls, Draws, Nodes, draw, probabilities, process, propose, route, verify
+from paceline.verify import Controls, DrawKind, Draws, Nodes, draw, probabilities, process, propose, route, verify
 from tests.verify.device import interpreted, moved
 from tests.verify.enumeration import Fixed, Setting, Toy, chains, check
+from tests.verify.steps import draws_of
 from tests.verify.test_processors import Asked, controls_of
 from tests.verify.test_sampled import SHAPES, sampled_batch
 
@@ -50,13 +50,13 @@ def test_three_tokens_are_distributed_as_the_targets(kernels, name):
 @pytest.fixture
 def small_splits(kernels_alone, monkeypatch):
     """Rows of more than one split."""
-    monkeypatch.setattr(kernels_alone.target.tiles, "BLOCK", 16)
+    monkeypatch.setattr(kernels_alone.target_distribution.tiles, "BLOCK", 16)
 
 
 @pytest.fixture
 def a_row_a_program(kernels_alone, monkeypatch):
     """As on a device."""
-    monkeypatch.setattr(kernels_alone.target.tiles, "ROWS", 1)
+    monkeypatch.setattr(kernels_alone.target_distribution.tiles, "ROWS", 1)
 
 
 def both(given, **options):
@@ -97,10 +97,9 @@ def mixed_batch(size, vocab, *, seed=0, dtype=torch.float64):
         dtype=dtype,
         drafted=lambda b, slot: b % 7 != 3 and (b % 11 != 5 or not slot),
     )
-    draws = Draws.of(
+    draws = draws_of(
         key=draws.key,
         committed=draws.committed,
-        seq=nodes.seq.tolist(),
         greedy=[kind == "greedy" for kind in kinds],
         seeded=[kind == "seeded" for kind in kinds],
     )
@@ -115,7 +114,7 @@ def test_rows_of_all_kinds_are_judged_as_on_the_host(kernels_alone):
 
 def test_rows_of_several_splits_are_judged_as_on_the_host_by_routes_it_knows(kernels_alone, small_splits):
     given = mixed_batch(60, 40, seed=3, dtype=torch.float32)
-    assert_same(*both(given, max_depth=4, routes=route(given[0], given[3], given[5])))
+    assert_same(*both(given, max_depth=4, routes=route(given[0], given[5])))
 
 
 def test_a_row_a_program_is_judged_as_on_the_host(kernels_alone, a_row_a_program):
@@ -217,7 +216,7 @@ def test_coins_at_the_very_ends_pick_tokens_that_can_be_said(kernels, small_spli
     logits = torch.full((4, 60), -math.inf, dtype=torch.float64)
     logits[:, 20], logits[:, 37], logits[:, 41] = 0.0, -200.0, 1.0
     ends = torch.tensor([2.0**-53, 1 - 2.0**-53, 0.1, 0.9], dtype=torch.float64)
-    draws = Draws(key=torch.arange(4), committed=torch.arange(4), coins=torch.arange(4))
+    draws = Draws.by_coins(torch.arange(4), torch.arange(4))
     said = draw(logits, draws, Nodes.roots(4), lambda lane, key, committed, node: ends.to(key.device))
     assert said.tolist() == [20, 41, 20, 41]
 
@@ -228,14 +227,14 @@ def test_a_drafter_says_what_it_says_on_the_host(kernels_alone, monkeypatch):
     nodes = replace(Nodes.roots(size), node=torch.arange(size) % 4, depth=torch.arange(size) % 4 + 1)
     asked = [Asked(temperature=0.5 + row / size, min_p=0.02 * (row % 5), bias={3: 2.0}) for row in range(size)]
     controls, every = controls_of(asked, vocab), torch.arange(size)
-    for coins, seeded in ((every[::3], every[1::3]), (None, every)):
-        draws = Draws(key=every * 7, committed=every + 20, coins=coins, seeded=seeded)
+    for kind, coins in ((every % 3, True), (torch.full_like(every, DrawKind.SEEDED), False)):
+        draws = Draws(key=every * 7, committed=every + 20, kind=kind, coins=coins)
         with monkeypatch.context() as patched:
             host, p = propose(logits, controls, draws, nodes)
             patched.setattr("paceline.verify.seam.kernels", lambda tensor: _served(kernels_alone))
             device, q = propose(logits, controls, draws, nodes)
         assert torch.equal(host, device)
-        assert (q is None) == (p is None) == (coins is None)
+        assert (q is None) == (p is None) is not coins
         if q is not None:
             torch.testing.assert_close(q, p, rtol=1e-12, atol=0.0)
 
@@ -365,6 +364,9 @@ except ImportError:
     _noise = None
 
 
-def test_the_engine_can_warm_up_on_the_kernels(kernels, monkeypatch):
-    monkeypatch.setattr(sampler, "WIDTHS", (1, 3))
-    Sampler(40, frozenset({2}), torch.device("cpu")).warmup()
+def test_every_kind_of_step_of_the_warm_up_runs_on_the_kernels(kernels):
+    sampler = Sampler(40, frozenset({2}), torch.device("cpu"))
+    sampler._graphs.prepare(torch.zeros(4, 40), sequences=2, rows=4, q_rows=3)
+    for key in sampler._graphs.kinds():
+        verdict = sampler._graphs.run(key, verify)
+        assert verdict.tokens.shape == (key.batch, key.width + 1)

@@ -16,6 +16,7 @@ from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, proce
 from paceline.verify.narrow import narrow
 from paceline.verify.tree import _postorder
 from tests.verify.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
+from tests.verify.steps import draws_of
 from tests.verify.test_processors import controls_of, requests
 from tests.verify.test_walk import batch_of, flatten
 
@@ -111,11 +112,7 @@ def sampled_batch(size, shapes, *, vocab=6, seed=0, dtype=torch.float64, spread=
     draft = replace(batch_of(rows, width), q=Proposal(probs=q.flatten(0, 1), row_of=row_of_q))
     row_of, nodes = flatten(draft)
     used = torch.arange(width + 1) <= draft.num_nodes[:, None]
-    draws = Draws(
-        key=torch.arange(size) * 977 + seed,
-        committed=torch.arange(size) % 13,
-        coins=torch.arange(nodes.seq.shape[0]),
-    )
+    draws = Draws.by_coins(torch.arange(size) * 977 + seed, torch.arange(size) % 13)
     return draft, logits[used], row_of, nodes, controls or Controls(), draws
 
 
@@ -170,14 +167,13 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
     draft, logits, row_of, nodes, _, draws = sampled_batch(
         size, shapes, drafted=lambda b, slot: b % 7 != 3 and (b % 11 != 5 or slot == 0)
     )
-    of = Draws.of(
+    of = draws_of(
         key=draws.key,
         committed=draws.committed,
-        seq=nodes.seq.tolist(),
         greedy=[kind == "greedy" for kind in kinds],
         seeded=[kind == "seeded" for kind in kinds],
     )
-    routes = route(draft, nodes, of)
+    routes = route(draft, of)
     assert min(len(routes.walk), len(routes.chain), len(routes.tree)) > 5
     assert all(kinds[b] == "coins" and shapes[b] for b in [*routes.chain.tolist(), *routes.tree.tolist()])
     together = verify(draft, logits, row_of, nodes, controls, of, max_depth=4, num_logprobs=2)
@@ -192,10 +188,9 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
             q=replace(draft.q, row_of=draft.q.row_of[b : b + 1]),
         )
         own_rows, own_nodes = flatten(alone)
-        own = Draws.of(
+        own = draws_of(
             key=draws.key[b : b + 1],
             committed=draws.committed[b : b + 1],
-            seq=[0] * len(rows),
             greedy=[kinds[b] == "greedy"],
             seeded=[kinds[b] == "seeded"],
         )
@@ -208,8 +203,8 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
 
 
 def test_a_row_sampled_only_in_part_is_walked():
-    draft, _, _, nodes, _, draws = sampled_batch(3, [chains(3)] * 3, drafted=lambda b, slot: b != 1 or slot != 1)
-    routes = route(draft, nodes, draws)
+    draft, _, _, _, _, draws = sampled_batch(3, [chains(3)] * 3, drafted=lambda b, slot: b != 1 or slot != 1)
+    routes = route(draft, draws)
     assert routes.walk.tolist() == [1]
     assert routes.chain.tolist() == [0, 2]
     assert routes.tree is None

@@ -21,6 +21,7 @@ from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
 from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
 from paceline.verify.walk import walk_chains
+from tests.verify.steps import draws_of
 
 VOCAB, EXACT = 3, 1e-12
 
@@ -99,7 +100,7 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(name):
     rows = logits.shape[0]
     stretches = torch.softmax(logits, -1)
     middles = stretches.cumsum(-1) - stretches / 2
-    draws = Draws(key=torch.zeros(1), committed=torch.zeros(1), coins=torch.arange(rows))
+    draws = Draws.by_coins(torch.zeros(1), torch.zeros(1))
     joint = dict.fromkeys(itertools.product(range(VOCAB), repeat=3), 0.0)
     for outcome in itertools.product(range(VOCAB), repeat=rows):
         at = torch.tensor(outcome)[:, None]
@@ -131,11 +132,7 @@ def test_two_steps_through_the_real_coins_give_the_targets_distribution():
         row_of, nodes = flatten(draft)
         contexts = zip(nodes.seq.tolist(), nodes.path.tolist(), strict=True)
         logits = torch.stack([table[(*said[live[s]], *[t for t in path if t >= 0])[:3]] for s, path in contexts])
-        draws = Draws(
-            key=torch.tensor(live),
-            committed=torch.tensor([len(said[r]) for r in live]),
-            coins=torch.arange(len(logits)),
-        )
+        draws = Draws.by_coins(torch.tensor(live), torch.tensor([len(said[r]) for r in live]))
         verdict = walk(draft, draw(logits, draws, nodes), row_of, max_depth=2)
         for row, r in enumerate(live):
             said[r] = (*said[r], *verdict.tokens[row, : int(verdict.num_accepted[row]) + 1].tolist())
@@ -277,7 +274,7 @@ def check_host_against_the_long_way(host, native=None, filters=FILTERS["unfilter
         for trial in range(40):
             key, committed = torch.arange(4) + 10 * trial, torch.arange(4) * 7 + trial
             seeded = [trial % 2 == index % 2 for index in range(4)]
-            draws = Draws.of(key, committed, nodes.seq.tolist(), [t == 0 for t in temperatures], seeded)
+            draws = draws_of(key, committed, [t == 0 for t in temperatures], seeded)
             controls = Controls(
                 temperature=torch.tensor(temperatures), fallback=torch.zeros(4, dtype=torch.int64), **filters
             )
@@ -418,10 +415,9 @@ def generate(toy, kinds, drafts, length, seed=5):
     while any(len(s) <= length for s in said):
         draft = batch_of([drafts(s) for s in said])
         row_of, nodes = flatten(draft)
-        draws = Draws.of(
+        draws = draws_of(
             key=torch.arange(len(kinds)) + seed,
             committed=torch.tensor([len(s) for s in said]),
-            seq=nodes.seq.tolist(),
             greedy=[kind == "greedy" for kind in kinds],
             seeded=[kind == "seeded" for kind in kinds],
         )
@@ -530,10 +526,9 @@ def test_a_row_is_drawn_the_same_in_any_batch():
     def drawn(first, last):
         size = last - first
         of = kinds[first:last]
-        draws = Draws.of(
+        draws = draws_of(
             key=key[first:last],
             committed=committed[first:last],
-            seq=range(size),
             greedy=[kind == "greedy" for kind in of],
             seeded=[kind == "seeded" for kind in of],
         )
@@ -554,10 +549,9 @@ def test_a_cuda_device_draws_the_same_tokens():
     temperature, top_p = torch.full((24,), 0.8), torch.full((24,), 0.9, dtype=torch.float64)
 
     def drawn(device):
-        draws = Draws.of(
+        draws = draws_of(
             key=key.to(device),
             committed=committed.to(device),
-            seq=range(24),
             greedy=[row % 3 == 0 for row in range(24)],
             seeded=[row % 3 == 1 for row in range(24)],
         )

@@ -28,7 +28,8 @@ from paceline.advisor.cost import DrafterCost, PassCost
 from paceline.advisor.reasons import Case, Reason, uncertain, why_off
 from paceline.bench.grid import AUTO, Contender
 from paceline.config import SpeculationConfig
-from paceline.speculative_config import METHODS, RENAMED
+from paceline.drafters.methods import METHODS
+from paceline.speculative_config import RENAMED
 
 FILES = ("advice.json", "paceline.json", "vllm.json")
 Found = dict[tuple[int, Contender], Figure]
@@ -203,7 +204,7 @@ def vllm_config(chosen: Contender, best_fixed: Contender | None) -> VllmConfig:
 
 
 def _fixed(contender: Contender) -> VllmConfig:
-    name = next((theirs for theirs, ours in METHODS.items() if ours == contender.method), None)
+    name = METHODS[contender.method].vllm
     if name is None:
         return VllmConfig(None, f"vLLM has no method {contender.method}")
     config: dict[str, Any] = {"method": name, "num_speculative_tokens": contender.k}

@@ -26,7 +26,7 @@ from paceline.draft import Draft
 from paceline.drafters import Drafter, DraftRow
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.draft_model import CATCH_UP, DraftModelDrafter
-from paceline.engine.drafting import READ_AHEAD
+from paceline.engine.drafting import CATCHING_UP
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as TokenSequence
@@ -115,7 +115,7 @@ def _decode_times(
     running = engine.scheduler.sequences
     while any(not sequence.decoding for sequence in running()):
         engine.step()
-    while any(drafter.lag(sequence) > READ_AHEAD for sequence in running()):
+    while any(drafter.lag(sequence) > CATCHING_UP for sequence in running()):
         if not reading:
             return {}
         engine.step()

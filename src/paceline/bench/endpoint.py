@@ -1,29 +1,62 @@
 """Benchmark of any server that speaks OpenAI's protocol, alone or against a second one without speculation.
 
 Servers are measured by the runner of our own engines, so the same report reads both. Of a server there is text, not
-token ids, and counters of whole groups, not of answers. Whatever ends the run, the rows so far stand, and the reason
-comes with them.
+token ids, and counters of whole groups, not of answers.
+
+Servers differ in what they take. The first question finds out (`Dialect`): running usage in every chunk if it can be
+had, else usage at the end, else none; `max_completion_tokens` where `max_tokens` is refused; /completions where there
+is no /chat/completions. Everything after speaks that dialect only, so that all that is timed is asked in one way.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.bench import endpoint_metrics as metrics
-from paceline.bench.endpoint_client import Client, Messages, served_model
-from paceline.bench.endpoint_http import Wire, base_url
+from paceline.bench.endpoint_http import EndpointRefused, Exchange, Wire, base_url
 from paceline.bench.endpoint_metrics import ACCEPTED, DRAFTED, DRAFTS, Counters
+from paceline.bench.endpoint_stream import Stream
 from paceline.bench.grid import Contender
 from paceline.bench.groups import make_groups
-from paceline.bench.measurement import Run, results_of
+from paceline.bench.measurement import Answer, Run, results_of
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import PLAIN, Results, machine_facts
 from paceline.bench.runner import WARM_UP, WARM_UP_TOKENS, OnProgress, Plan, collect
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+USAGE: tuple[dict[str, bool] | None, ...] = (
+    {"include_usage": True, "continuous_usage_stats": True},
+    {"include_usage": True},
+    None,
+)
+SEEDS = 2**31  # some servers keep a seed in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    chat: bool = True
+    usage: int = 0  # which of USAGE it takes
+    length_field: str = "max_tokens"
+
+    def after(self, refusal: EndpointRefused) -> Dialect | None:
+        """What to try next once a server refused this; None when that would not help."""
+        if refusal.status in (404, 405, 501) and self.chat and "model" not in refusal.reason.lower():
+            return dataclasses.replace(self, chat=False)
+        if refusal.status not in (400, 422):
+            return None
+        if "max_completion_tokens" in refusal.reason and self.length_field == "max_tokens":
+            return dataclasses.replace(self, length_field="max_completion_tokens")
+        about_usage = "stream_options" in refusal.reason or "usage" in refusal.reason
+        if about_usage and self.usage + 1 < len(USAGE):
+            return dataclasses.replace(self, usage=self.usage + 1)
+        return None
 
 
 @dataclass(frozen=True)
@@ -40,23 +73,54 @@ ENDPOINT, BASELINE = Server("endpoint"), Server(PLAIN)
 class Target:
     """A server that is measured. Its counters are followed from one group to the next."""
 
-    client: Client
-    owner: str | None
+    wire: Wire
+    model: str
+    owner: str | None  # of the model, as the server names it
     counting: bool
+    dialect: Dialect = Dialect()
     warm: bool = False  # once it has answered at the concurrency of now
     counters: Counters | None = None
     total: Counters = field(default_factory=Counters)
 
+    def body(self, messages: Messages, params: SamplingParams) -> dict[str, Any]:
+        asked: dict[str, Any] = {"model": self.model, "stream": True, "temperature": params.temperature}
+        asked[self.dialect.length_field] = params.max_tokens
+        asked |= {"messages": list(messages)} if self.dialect.chat else {"prompt": flat(messages)}
+        if (options := USAGE[self.dialect.usage]) is not None:
+            asked["stream_options"] = options
+        if params.seed is not None and params.temperature:
+            asked["seed"] = params.seed % SEEDS
+        return asked
+
+    def ask(self, talks: Sequence[Messages], params: Sequence[SamplingParams]) -> tuple[Answer, ...]:
+        """All at once."""
+        url = self.wire.url + ("/chat/completions" if self.dialect.chat else "/completions")
+        exchanges = [
+            Exchange(self.wire, url, Stream(each.max_tokens or 0).answer, self.body(talk, each))
+            for talk, each in zip(talks, params, strict=True)
+        ]
+        return tuple(self.wire.run(exchanges))
+
+    def settle(self, params: SamplingParams) -> None:
+        """Find the dialect it takes: asks until there is an answer."""
+        while True:
+            try:
+                self.ask([WARM_UP.messages([])], [params])
+                return
+            except EndpointRefused as refusal:
+                if (following := self.dialect.after(refusal)) is None:
+                    raise
+                self.dialect = following
+
     def answer(self, prompts: Sequence[Messages], params: Sequence[SamplingParams]) -> Run:
-        answers = tuple(self.client.ask(prompts, params))
-        wire, before = self.client.wire, self.counters
+        answers, before = self.ask(prompts, params), self.counters
         if not self.warm:
-            self.warm, self.counters = True, metrics.settled(wire) if self.counting else None
+            self.warm, self.counters = True, metrics.settled(self.wire) if self.counting else None
             return Run(answers)
         if before is None:
             return Run(answers)
         tokens = sum(answer.num_tokens for answer in answers)
-        self.counters = metrics.read_after(wire, before, tokens, len(answers))
+        self.counters = metrics.read_after(self.wire, before, tokens, len(answers))
         counted = self.counters.since(before).of_answers(tokens)
         self.total = self.total.plus(counted)
         return Run(answers, counted=counted)
@@ -64,7 +128,7 @@ class Target:
     def described(self) -> dict[str, Any]:
         """What it seems to be, by its counters or by the model's owner."""
         server = (self.counters or self.total).server or self.owner
-        return {"url": self.client.wire.url, "model": self.client.model, "server": server}
+        return {"url": self.wire.url, "model": self.model, "server": server}
 
     def acceptance(self) -> dict[str, Any] | None:
         """By its own counters, over the whole run; None where it has none."""
@@ -126,9 +190,9 @@ def measure(
     def reach(text: str, option: str) -> Target:
         """Find out whether it is there, which model it serves and how it wants to be asked."""
         wire = Wire(url=base_url(text, option), timeout_s=timeout_s, api_key=api_key)
-        name, owner = served_model(wire, model)
-        first = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=WARM_UP_TOKENS)
-        return Target(Client(wire=wire, model=name).settled(WARM_UP.messages([]), first), owner, counters)
+        target = Target(wire, *served_model(wire, model), counters)
+        target.settle(SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=WARM_UP_TOKENS))
+        return target
 
     endpoint = reach(url, "endpoint")
     targets: dict[Contender, Target] = {ENDPOINT: endpoint}
@@ -139,5 +203,36 @@ def measure(
     described = {**endpoint.described(), "acceptance": endpoint.acceptance()}
     if BASELINE in targets:
         described["baseline"] = targets[BASELINE].described()
-    model, where = endpoint.client.model, machine_facts()
-    return results_of(measurement, model=model, where=where, settings=settings or {}, endpoint=described), stopped
+    where = machine_facts()
+    results = results_of(measurement, model=endpoint.model, where=where, settings=settings or {}, endpoint=described)
+    return results, stopped
+
+
+def served_model(wire: Wire, wanted: str | None) -> tuple[str, str | None]:
+    """The model to ask for and the owner the server names. A server without a list of models is believed `wanted`."""
+    exchange = Exchange(wire, wire.url + "/models", Exchange.read)
+    try:
+        body = wire.run([exchange])[0]
+        found = json.loads(body)
+    except EndpointRefused as refusal:
+        if wanted is None or refusal.status in (401, 403):
+            raise
+        return wanted, None
+    except ValueError as error:
+        raise exchange.not_openai("JSON", body) from error
+    if not isinstance(found, dict) or not isinstance(found.get("data"), list):
+        raise exchange.not_openai("a list of models", body)
+    owners = {str(entry.get("id")): entry.get("owned_by") for entry in found["data"] if isinstance(entry, dict)}
+    if wanted is None and len(owners) != 1:
+        names = ", ".join(wire.clean(name) for name in owners)
+        raise InvalidParameter("model", f"{wire.url} serves {names or 'no model'}; say which")
+    chosen = wanted if wanted is not None else next(iter(owners))
+    owner = owners.get(chosen)
+    return chosen, wire.clean(owner) if isinstance(owner, str) else None
+
+
+def flat(messages: Messages) -> str:
+    """For servers without chat: one user's message as it is, a conversation as labelled paragraphs."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{entry['role']}: {entry['content']}" for entry in messages) + "\n\nassistant:"

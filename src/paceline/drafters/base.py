@@ -28,6 +28,7 @@ from paceline.config import AUTO, ModelConfig, SpeculationConfig
 from paceline.draft import Draft, UnreadVerdict
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.weights import StoredWeight
 from paceline.sequence import Sequence
 
 LEARNED = 6  # evidence of a trained drafter: it always has an opinion, and mostly a good one
@@ -60,7 +61,7 @@ class DrafterContext:
     embedding: Tensor | None = None  # (V, H), the target's own
     head: Packed | None = None  # as the decoder holds it
     kernels: Kernels | None = None
-    extra: Mapping[str, Tensor] = field(default_factory=dict)  # the target's tensors that no decoder layer claims
+    extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # the target's tensors that no decoder layer claims
     checkpoint: Path | None = None  # the drafter's folder, where `speculation.drafter` names one
 
 

@@ -2,33 +2,31 @@
 
 Coins and noise are keyed by the length a row has when its draft begins. Behind a verdict that is not read yet only the
 device knows it: the tokens before that step, those it accepts, and one. Drawing is dozens of small kernels, so for few
-rows that all draw in one way it is captured as a CUDA graph, whose inputs lie in fixed places; for more rows the device
-takes so long that the launches hide behind it.
+rows it is captured as a CUDA graph, whose inputs lie in fixed places; for more rows the device takes so long that the
+launches hide behind it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.controls import ControlsBuilder
+from paceline.controls import KIND, ControlsBuilder
 from paceline.cuda_graph import CudaGraph, GraphRecorder
 from paceline.draft import Draft, Proposal, UnreadVerdict, packed_to
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
-from paceline.verify import Controls, Draws, Nodes, propose
+from paceline.verify import Controls, DrawKind, Draws, Form, Nodes, propose
 
 log = logging.getLogger("paceline")
 MOST_ROWS = 16  # of a graph
-MOST = 48  # graphs; the least recently used gives way
-CONTROLS = ("temperature", "top_k", "top_p", "min_p")
-KINDS: tuple[dict[str, float], ...] = ({}, {"seed": 0}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9})  # of the warm-up
+KINDS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"top_k": 20})  # of the warm-up: one of each form
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Drafted:
     """Chains whose tokens are on the device, all as deep as the deepest."""
 
     tokens: Tensor  # (R, K)
-    q: Tensor | None = None  # (K * C, V), depth by depth, of the C rows drawn by coins
+    q: Tensor | None = None  # (K * R, V), depth by depth, where some rows draw by coins
     coins: tuple[int, ...] = ()  # the indices of those rows
 
     def chains(self, rows: list[int], counts: list[int]) -> Draft:
@@ -52,7 +50,7 @@ class Drafted:
         row_of = torch.full((len(rows), width + 1), -1)
         for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if row in self.coins:
-                row_of[at, :count] = torch.arange(count) * len(self.coins) + self.coins.index(row)
+                row_of[at, :count] = torch.arange(count) * len(self.tokens) + row
         return row_of
 
 
@@ -62,22 +60,23 @@ class ChainSampler:
     def __init__(
         self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, said: UnreadVerdict | None
     ) -> None:
-        self._controls = graphs.builder.controls(sequences)
-        self._draws = graphs.builder.draws(sequences, range(len(sequences)))
+        params = graphs.builder.params(sequences)
+        self._controls, self._draws = graphs.builder.build(params)
         if said is not None:
             (rows,) = packed_to(said.num_accepted.device, torch.tensor(said.rows))
             committed = self._draws.committed + said.num_accepted[rows] + 1
             self._draws = replace(self._draws, committed=committed)
-        self._coins = tuple(at for at, one in enumerate(sequences) if not one.params.greedy and one.params.seed is None)
+        self._coins = tuple(np.flatnonzero(params.columns[KIND] == DrawKind.COIN).tolist())
         self._seq = torch.arange(len(sequences), device=graphs.device)
-        self._q = torch.empty(count if self._coins else 0, len(self._coins), graphs.vocab_size, device=graphs.device)
-        self._graph = graphs.of(self._controls, self._draws)
+        kept = count if self._coins else 0
+        self._q = torch.empty(kept, len(sequences), graphs.vocab_size, device=graphs.device)
+        self._graph = None if params.edits else graphs.of(params.form, len(sequences))
         if self._graph is not None:
             self._graph.begin(self._controls, self._draws)
 
     def __call__(self, logits: Tensor, depth: int) -> Tensor:
         tokens, q = self._propose(logits, depth) if self._graph is None else self._graph.draw(logits)
-        if q is not None:
+        if q is not None and self._coins:
             self._q[depth] = q
         return tokens
 
@@ -92,64 +91,48 @@ class ChainSampler:
 
 
 class SamplingGraphs:
-    """One for each number of rows, rounded up, and way of drawing; captured when it first occurs."""
+    """One for each number of rows, rounded up, and form; captured when it first occurs, which is in the warm-up."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.builder = ControlsBuilder(vocab_size, frozenset(), device)
         self.vocab_size, self.device = vocab_size, device
-        self._made: OrderedDict[tuple[object, ...], SamplingGraph] = OrderedDict()
+        self._made: dict[tuple[Form, int], SamplingGraph] = {}
         self._logits = torch.empty(0)  # the input of every graph: one is replayed at a time
         self._recorder = GraphRecorder()
 
-    def of(self, controls: Controls, draws: Draws) -> SamplingGraph | None:
-        """None: too many rows, or rows that draw in different ways."""
-        rows, seeded = len(draws.key), draws.coins is None
-        drawing = draws.seeded if seeded else draws.coins
-        if drawing is None or len(drawing) < rows or rows > MOST_ROWS or controls.edits:
+    def of(self, form: Form, rows: int) -> SamplingGraph | None:
+        """None: too many rows, or nothing to draw."""
+        if form is Form.GREEDY or rows > MOST_ROWS:
             return None
         rows = 1 << (rows - 1).bit_length()
-        key = (rows, seeded, *(getattr(controls, name) is None for name in CONTROLS))
-        if key not in self._made:
+        if (form, rows) not in self._made:
             if not self._made:
                 self._logits = torch.zeros(MOST_ROWS, self.vocab_size, device=self.device)
-            self._made[key] = SamplingGraph(self._logits[:rows], controls, seeded, self._recorder)
-            if len(self._made) > MOST:
-                self._made.popitem(last=False)
-        self._made.move_to_end(key)
-        return self._made[key]
+            self._made[form, rows] = SamplingGraph(self._logits[:rows], form, self._recorder)
+        return self._made[form, rows]
 
 
 class SamplingGraph:
     """`propose` for up to so many rows. Padding rows draw too, and are ignored."""
 
-    def __init__(self, logits: Tensor, like: Controls, seeded: bool, recorder: GraphRecorder) -> None:
+    def __init__(self, logits: Tensor, form: Form, recorder: GraphRecorder) -> None:
         self._logits, rows = logits, len(logits)
-        every = self._every = torch.arange(rows, device=logits.device)
-        self._key, self._committed, self._depth = (torch.zeros_like(every) for _ in range(3))
-
-        def blank(part: Tensor | None) -> Tensor | None:
-            return None if part is None else torch.ones(rows, dtype=part.dtype, device=part.device)
-
-        self._controls = Controls(
-            temperature=blank(like.temperature),
-            top_k=blank(like.top_k),
-            top_p=blank(like.top_p),
-            min_p=blank(like.min_p),
-        )
-        self._draws = Draws(
-            key=self._key, committed=self._committed, coins=None if seeded else every, seeded=every if seeded else None
-        )
+        self._every = torch.arange(rows, device=logits.device)
+        key, committed, kind, top_k = torch.zeros(4, rows + rows % 2, dtype=torch.int64, device=logits.device)[:, :rows]
+        self._depth = torch.zeros_like(self._every)
+        temperature, top_p, min_p = torch.ones(3, rows + rows % 2, dtype=torch.float64, device=logits.device)[:, :rows]
+        self._controls = Controls.of(form, temperature, top_k, top_p, min_p)
+        self._draws = Draws(key=key, committed=committed, kind=kind)
         self._recorder, self._captures = recorder, logits.is_cuda
         self._captured: CudaGraph | None = None
 
     def begin(self, controls: Controls, draws: Draws) -> None:
         """The next tokens belong to these requests, and nothing is drafted yet."""
         rows = len(draws.key)
-        for name in CONTROLS:
-            if (mine := getattr(self._controls, name)) is not None:
-                mine[:rows] = getattr(controls, name)
-        self._key[:rows] = draws.key
-        self._committed[:rows] = draws.committed
+        pairs = [(self._controls, controls, name) for name in ("temperature", "top_k", "top_p", "min_p")]
+        for mine, theirs, name in (*pairs, *((self._draws, draws, name) for name in ("key", "committed", "kind"))):
+            if (into := getattr(mine, name)) is not None:
+                into[:rows] = getattr(theirs, name)
         self._depth.zero_()
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -210,7 +193,7 @@ def _warmup(graphs: SamplingGraphs) -> None:
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_for, KINDS))
-    for kind in KINDS[:-1]:
+    for kind in KINDS:
         for power in range(MOST_ROWS.bit_length()):
             draw(kind, 1 << power, graphs)
 

@@ -32,7 +32,7 @@ from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.rehearse import drafting
+from paceline.models.warmup import drafting
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, propose
@@ -287,17 +287,17 @@ class DraftModelDrafter:
         chains, logits = self._read(rows)
         if not chains.rows:
             return Draft.empty(len(rows))
-        controls, tables = self._builder.controls(chains.sequences), self._tables(chains.sequences)
-        active = 0
+        controls, draws = self._builder.build(self._builder.params(chains.sequences))
+        tables, active = self._tables(chains.sequences), 0
+        coins = [row for row, one in enumerate(chains.sequences) if not one.params.greedy and one.params.seed is None]
         for depth in range(chains.counts[0]):
-            if active != (active := chains.active(depth)):
-                draws = self._builder.draws(chains.sequences, range(active))
+            active = chains.active(depth)
             if depth:
                 logits = self._extend(chains, active, depth, tables)
             chains.tokens[:active, depth], q = propose(logits, controls, draws, chains.nodes(active, depth))
-            if q is not None and draws.coins is not None:
-                chains.probs.append(q)
-                chains.drawn += [(row, depth) for row in draws.coins.tolist()]
+            if q is not None and (drawn := [row for row in coins if row < active]):
+                chains.probs.append(q if len(drawn) == active else q[torch.tensor(drawn, device=q.device)])
+                chains.drawn += [(row, depth) for row in drawn]
         return self._finish(chains, len(rows))
 
     def _read(self, rows: SequenceOf[DraftRow]) -> tuple[_Chains, Tensor]:

@@ -34,7 +34,9 @@ class TapRing:
 
     def store(self, unread: UnreadVerdict, taps: Tensor, seats: int) -> None:
         """The taps (M, T, H) of a pass as far as its verdict commits them; seats are below `seats`."""
-        assert unread.length is not None and unread.node_row is not None and unread.seat is not None
+        assert unread.length is not None
+        assert unread.node_row is not None
+        assert unread.seat is not None
         states = self._room(taps, seats)
         step = torch.arange(unread.most, device=taps.device)
         rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)
@@ -76,7 +78,7 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     first: int
-    count: int
+    size: int
     begin: int  # row of the pass
 
 
@@ -137,7 +139,8 @@ class TappedDrafter:
     def _where(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[Tensor, Tensor]:
         """(B,) seats and committed lengths, behind the verdict that is not read yet, if there is one."""
         if after is not None:
-            assert after.length is not None and after.seat is not None
+            assert after.length is not None
+            assert after.seat is not None
             rows = packed_to(self.device, torch.tensor(after.rows))[0]
             return after.seat[rows], after.length[rows] + after.num_accepted[rows] + 1
         columns = torch.tensor([[one.seat for one in sequences], [len(one.tokens) for one in sequences]])

@@ -66,8 +66,8 @@ class StepOutput(NamedTuple):
     depth: int = 0  # of the draft's deepest node
 
 
-@dataclass(slots=True)
-class StepOutputs:
+@dataclass(slots=True, eq=False)
+class StepOutputs(SequenceOf[StepOutput]):
     """By sequence that committed something, or failed. Columns, since most readers look at ended sequences only."""
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -85,7 +85,7 @@ class StepOutputs:
     def __iter__(self) -> Iterator[StepOutput]:
         return map(self.__getitem__, range(len(self.sequences)))
 
-    def __getitem__(self, index: int) -> StepOutput:
+    def __getitem__(self, index: int) -> StepOutput:  # type: ignore[override]  # slices have no use
         sequence = self.sequences[index]
         return StepOutput(
             sequence,

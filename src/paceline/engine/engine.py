@@ -211,7 +211,7 @@ class Engine:
         self.stats.add(batch, committed=outputs.num_tokens, model_s=flight.model_s, step_s=step_s)
         if not batch.only_decodes:
             return
-        sampled = any([sequence.sampled for sequence in outputs.sequences])
+        sampled = any(sequence.sampled for sequence in outputs.sequences)
         plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
         if plain_s:
             for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True):

@@ -101,7 +101,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
 
 
 def filled_in(codes: Tensor, unseen: Tensor) -> Tensor:
-    """Tokens of a layout, on the device of those the host has not seen (U,): code -1 - u stands for the u-th of them."""
+    """Tokens of a layout, on the device: code -1 - u stands for the u-th of those the host has not seen (U,)."""
     return torch.where(codes < 0, unseen[(-1 - codes).clamp_min(0)], codes)
 
 

@@ -7,7 +7,7 @@ flight, and `Reading` waits for it when the engine reads it.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to, sent
-from paceline.engine.batch import Batch
+from paceline.engine.batch import Batch, Ints
 from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out
 from paceline.engine.sampler import Sampler
-from paceline.models.decoder import Model
+from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache
-from paceline.models.rehearse import verifying
+from paceline.models.warmup import verifying
 from paceline.models.staging import Staging
 from paceline.sequence import Sequence
 
+Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
 UNREAD = 4  # verdicts under way or still looked at, at most
 
 TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
@@ -49,7 +50,7 @@ class Reading:
         rows, depth = self._verdict.path.shape
         places, _ = Verdict.places(self._verdict.packed_rows or rows, depth)
         self._arrived, packed = buffer.over, buffer.ints.view(np.uint8)
-        self._parts = [packed[places[0]].view(np.int64), packed[places[1]].view(np.int64), packed[places[3]]]
+        self._parts: list[Any] = [packed[places[0]].view(np.int64), packed[places[1]].view(np.int64), packed[places[3]]]
 
     @property
     def there(self) -> bool:
@@ -61,10 +62,11 @@ class Reading:
         rows, width = self._verdict.tokens.shape
         if self._arrived is None:
             of = self._verdict
-            tokens, accepted, kinds = (part.flatten().tolist() for part in (of.tokens, of.num_accepted, of.kinds))
+            tokens, accepted = of.tokens.flatten().tolist(), of.num_accepted.tolist()
+            kinds = of.kinds.flatten().tolist()
         else:
             self._arrived.synchronize()
-            tokens, accepted, kinds = (part.tolist() for part in self._parts)
+            tokens, accepted, kinds = [part.tolist() for part in self._parts]
         accepted = accepted[:rows]  # more may be packed
         ends = [begin + count + 1 for begin, count in zip(range(0, rows * width, width), accepted, strict=True)]
         begins = range(0, rows * width, width)
@@ -117,9 +119,12 @@ class Runner:
         """Compile and capture beforehand what steps would wait for when they first come, where that is so."""
         shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
         if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
-            self.sampler.warmup()
+            assert isinstance(self.model, Decoder)  # no other model prepares anything
+            samples = any(drafter.on_device for drafter in self.drafters.drafters)
+            q_rows = min(most_rows, Q_ROWS) if samples else 0
+            self.sampler.warmup(self.model.logits_buffer, most_sequences, most_rows, q_rows=q_rows)
             if self.drafters.drafters:
-                self.cache.rehearse()
+                self.cache.warmup()
 
     @torch.inference_mode()
     def launch(self, batch: Batch, draft: Draft, after: Flight | None = None) -> Flight:
@@ -137,6 +142,7 @@ class Runner:
         model_s = time.perf_counter() - started
         warm, unread, reading = output.warm, None, None
         if batch.sampling:
+            seats = np.array([batch.rows[index].sequence.seat for index in batch.sampling], np.int64)
             verdict = self.sampler.verify(
                 batch.sampled_sequences,
                 draft,
@@ -144,11 +150,12 @@ class Runner:
                 layout.logit_row_of,
                 only_chains=not layout.is_tree,
                 lengths=(batch.first + batch.count)[batch.sampling],
+                seats=seats,
             )
             reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
             if layout.tree_slots is not None:  # the slots are still the sequences' own, also of those that end here
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
-            unread = self._unread(batch, layout, verdict, output.taps)
+            unread = self._unread(batch, layout, verdict, output.taps, seats)
         if output.taps is not None:
             self.drafters.gather(batch, layout, unread, output.taps)
         return Flight(batch, layout, draft, unread, reading, model_s, warm, ahead=after is not None)
@@ -158,19 +165,16 @@ class Runner:
         if draft.device_parents is None:
             return draft
         vocab = self.model.config.vocab_size
-        if getattr(self.model, "graphs", None) is None:
-            return draft.on_host(vocab)
-        return replace(draft, tokens=draft.tokens.clamp(0, vocab - 1))
+        return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.sound(vocab)
 
-    def _unread(self, batch: Batch, layout: Layout, verdict: Verdict, taps: Tensor | None) -> UnreadVerdict:
+    def _unread(self, batch: Batch, layout: Layout, verdict: Verdict, taps: Tensor | None, seats: Ints) -> UnreadVerdict:
         at = np.array(batch.sampling, np.int64)
         length = batch.first[at] + batch.count[at]
         rows = list(range(len(at)))
         if taps is None and not self.drafters.begins:
             return UnreadVerdict(tokens=verdict.tokens, num_accepted=verdict.num_accepted, path=verdict.path, rows=rows)
         node_row = layout.begin[at] + batch.count[at]
-        seats = [batch.rows[index].sequence.seat for index in batch.sampling]
-        columns = torch.from_numpy(np.array([length, node_row, seats], np.int64))
+        columns = torch.from_numpy(np.stack([length, node_row, seats]))
         (columns,) = packed_to(verdict.tokens.device, columns)
         return UnreadVerdict(
             tokens=verdict.tokens,

@@ -61,7 +61,7 @@ class PicksTokens(GreedyChain, Protocol):
         """As `draft`; `pick` is asked once for every depth, for all rows, and nobody waits for what it says."""
 
 
-def rehearse(chain: GreedyChain, device: torch.device) -> bool:
+def warmup(chain: GreedyChain, device: torch.device) -> bool:
     """Have it compile its kernels, before anything is in its caches; False: it does not work here."""
     row = ChainRow([0] * READ, 0, READ, 2, [0] * (READ + 2))
     nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig, RopeConfig
-from paceline.models.chain import GreedyChain, rehearse
+from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
-from paceline.models.rehearse import Shape as Rehearsed
+from paceline.models.warmup import PassShape
+from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
 
 # Taps: i in 0..num_layers is the residual stream entering layer i (num_layers: leaving the last one), FINAL the hidden
 # state after the final norm, which is the head's input.
 FINAL = -1
+LEAST_POSITIONS = 4096  # of the rotary tables
 
 
 class Model(Protocol):
@@ -46,7 +48,7 @@ class Model(Protocol):
         """
 
     def prepare(
-        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[Rehearsed]
+        self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[PassShape]
     ) -> bool:
         """Do beforehand what first passes of these shapes would wait for; False where there is no such thing. Writes no
         cache slot."""
@@ -56,36 +58,31 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor | StoredWeight],
         kernels: Kernels,
         *,
         device: torch.device,
-        dtype: torch.dtype,
-        max_len: int | None = None,
+        dtypes: Dtypes,
         embedding: Tensor | None = None,
         head: Packed | None = None,
     ) -> None:
-        """`dtype` is how weights are stored; activations are fp32 on CPU and `dtype` elsewhere.
-
-        A drafter's decoder may share `embedding` and `head` with its target: `weights` need not hold them then.
-        """
+        """A drafter's decoder may share `embedding` and `head` with its target: `weights` need not hold them then."""
         self.config, self.kernels, self.device = config, kernels, device
         self.torch_threads = kernels.torch_threads
-        self.activation_dtype = torch.float32 if device.type == "cpu" else dtype
-        self.cache_dtype = self.activation_dtype
+        self.dtypes, self.cache_dtype = dtypes, dtypes.cache
         self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
 
-        def stored(name: str) -> Tensor:
-            return weights[name].to(device=device, dtype=dtype)
+        def stored(name: str) -> StoredWeight:
+            return StoredWeight.of(weights[name]).to(dtypes.stored, device)
 
         def vector(name: str) -> Tensor:
-            return weights[name].to(device=device, dtype=self.activation_dtype).contiguous()
+            return StoredWeight.of(weights[name]).to(WeightKind.of(dtypes.compute), device).data.contiguous()
 
         def packed(*names: str) -> Packed:
             parts = [stored(f"{name}.weight") for name in names]
             biases = [vector(f"{name}.bias") for name in names if f"{name}.bias" in weights]
             # One of several may lack a bias only if all do: the loader checks names against the config.
-            return kernels.pack(torch.cat(parts) if len(parts) > 1 else parts[0], torch.cat(biases) if biases else None)
+            return kernels.pack(joined(parts), torch.cat(biases) if biases else None)
 
         def layer(index: int) -> Layer:
             at = f"model.layers.{index}"
@@ -102,13 +99,12 @@ class Decoder:
                 window=config.window(index),
             )
 
-        self.embedding = stored("model.embed_tokens.weight") if embedding is None else embedding
+        self.embedding = stored("model.embed_tokens.weight").data if embedding is None else embedding
         self.layers = [layer(index) for index in range(config.num_layers)]
         self.final_norm = vector("model.norm.weight")
         self.head = packed("model.embed_tokens" if config.tie_embeddings else "lm_head") if head is None else head
-        cos, sin = rope_tables(config.rope, config.head_dim, max_len or config.max_positions, device)
-        self.shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
-        self._stack: Stack | None = None
+        self._shape: Shape | None = None
+        self._stack: tuple[Stack | None, Shape | None] = None, None
         self.graphs = PassGraphs(self) if kernels.captures else None
 
     def forward(
@@ -127,7 +123,7 @@ class Decoder:
         caches: Sequence[LayerCache],
         block_size: int,
         taps: Sequence[int],
-        shapes: Iterable[Rehearsed],
+        shapes: Iterable[PassShape],
         *,
         from_hidden: bool = False,
     ) -> bool:
@@ -136,20 +132,31 @@ class Decoder:
         self.graphs.prepare(caches, block_size, tuple(taps), shapes, from_hidden=from_hidden)
         return True
 
+    @property
+    def logits_buffer(self) -> Tensor:
+        """The whole of where captured passes leave their logits, once they are prepared."""
+        assert self.graphs is not None
+        return self.graphs.logits
+
     @torch.inference_mode()
     def greedy_chains(self, caches: Sequence[LayerCache], block_size: int) -> list[GreedyChain]:
         weights = Weights(self.embedding, self.layers, self.final_norm, self.head)
-        at_once = self.kernels.greedy_chain(weights, self.shape, caches, block_size, self.config)
+        shape = self.shape(caches[0].k.shape[0])
+        at_once = self.kernels.greedy_chain(weights, shape, caches, block_size, self.config)
         chains: list[GreedyChain] = [] if at_once is None else [at_once]
-        if self.graphs is not None:
-            chains.append(PassChain(self.graphs, self.config, caches, block_size))
-        return [chain for chain in chains if self.device.type == "cpu" or rehearse(chain, self.device)]
+        if self.graphs is None:
+            return chains
+        chains.append(PassChain(self.graphs, self.config, caches, block_size))
+        if self.device.type == "cpu":
+            return chains
+        with self.graphs.starting():
+            return [chain for chain in chains if warmup(chain, self.device)]
 
     def embed(self, inputs: Tensor) -> Tensor:
         """(M, H) of its own for `run` to overwrite: of (M,) tokens, or of (M, H) hidden states."""
         if inputs.dim() == 2:
-            return inputs.to(self.activation_dtype, copy=True)
-        return self.embedding[inputs].to(self.activation_dtype)
+            return inputs.to(self.dtypes.compute, copy=True)
+        return self.embedding[inputs].to(self.dtypes.compute)
 
     def run(
         self,
@@ -164,7 +171,7 @@ class Decoder:
         """The pass itself, everything on the device: from `residual` (M, H), which it overwrites, to the logits of all
         rows or the chosen ones, in `out` where given, and tap j of row m in `out_taps[m, j]` where given."""
         assert len(set(taps)) == len(taps), "a tap is asked for once"
-        stack = self._bound_to(caches)
+        stack = self._bound_to(caches, plan.max_len)
         if taps and out_taps is None:
             out_taps = residual.new_empty(len(residual), len(taps), residual.shape[1])
         tapped = {} if out_taps is None else {tap: out_taps[:, at] for at, tap in enumerate(taps)}
@@ -185,11 +192,28 @@ class Decoder:
         rows = final if logit_rows is None else final[logit_rows]
         return ModelOutput(self.kernels.logits(rows, self.head, out), out_taps)
 
-    def _bound_to(self, caches: Sequence[LayerCache]) -> Stack:
-        """Layers and caches are bound once: the engine hands over the same caches every time."""
-        if self._stack is None or self._stack.caches is not caches:
-            self._stack = self.kernels.stack(self.layers, caches, self.shape)
-        return self._stack
+    def shape(self, length: int) -> Shape:
+        """With rotary tables for at least `length` positions, as far as the model's context goes.
+
+        They grow with the passes: a config may promise 10**8 positions, which no cache holds.
+        """
+        config = self.config
+        length = min(length, config.max_positions)
+        if self._shape is None or len(self._shape.cos) < length:
+            length = min(max(1 << (length - 1).bit_length(), LEAST_POSITIONS), config.max_positions)
+            cos, sin = rope_tables(config.rope, config.head_dim, length, self.device)
+            self._shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
+        return self._shape
+
+    def _bound_to(self, caches: Sequence[LayerCache], length: int) -> Stack:
+        """Layers, caches and rotary tables are bound once, and again where the caches change or the tables grow: not
+        where passes are recorded, for a recording points into them."""
+        shape = self.shape(caches[0].k.shape[0] if self.graphs is not None else length)
+        stack, bound = self._stack
+        if stack is None or stack.caches is not caches or shape is not bound:
+            stack = self.kernels.stack(self.layers, caches, shape)
+            self._stack = stack, shape
+        return stack
 
     def _stops(self, taps: Sequence[int]) -> list[int]:
         """Where the run through the layers is interrupted to look at the residual stream; the last is its end."""

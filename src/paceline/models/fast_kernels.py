@@ -14,18 +14,19 @@ from torch import Tensor
 from paceline.models.kernels import Layer, LayerByLayer, Shape, Stack
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.triton.linear import FEW_ROWS, TritonWeight
+from paceline.models.triton.linear import FEW_ROWS
 from paceline.models.triton_kernels import TritonKernels
+from paceline.models.weights import Linear
 
 
 class FastKernels(TritonKernels):
     name = "triton, fast"
     exact = False
 
-    def linear(self, x: Tensor, weight: TritonWeight) -> Tensor:
-        return super().linear(x, weight) if len(x) <= FEW_ROWS else F.linear(x, weight.weight, weight.bias)
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        return super().linear(x, weight) if len(x) <= FEW_ROWS else F.linear(x, weight.weight.data, weight.bias)
 
-    def logits(self, x: Tensor, weight: TritonWeight, out: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         if len(x) <= FEW_ROWS:
             return super().logits(x, weight, out)
         logits = self.linear(x, weight).float()

@@ -1,23 +1,20 @@
-"""Passes recorded once by shape and replayed: a step is one copy to the device and one launch.
+"""Passes captured once by shape and replayed: a step is one copy to the device and one launch.
 
 A pass is padded to a bucket of (rows, tiles, path, logits). Everything that changes from pass to pass lies in one
 packed int32 buffer of the bucket: filled in pinned memory, copied in one go, read by the kernels through fixed views.
 Padding rows write to no cache slot and belong to no tile, so they change no other row's bits. The first pass that
 takes some set of kernels runs eagerly, which compiles them; buckets are captured when they first occur after that.
-
-A pass may be begun before it is asked for (`begin`), by whoever knows what it will be: if that is what is asked for
-next, it is under way already.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,49 +23,29 @@ from torch import Tensor
 from paceline.cuda_graph import CudaGraph, GraphRecorder
 from paceline.models.buckets import FEW, TILES, Bucket, path_up, up
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_relay import HEADER, Place
 from paceline.models.plan import ROW_FIELDS, HostPlan, ModelOutput, PassPlan
-from paceline.models.rehearse import Shape, rehearsal
-from paceline.models.staging import Buffer, Staging
+from paceline.models.staging import Staging
+from paceline.models.warmup import PassShape, warmup_pass
 
 if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
 
 log = logging.getLogger("paceline")
-MAX_GRAPHS = 384  # the least recently used gives way
-KNOWN = 256  # ways rows belong to sequences that are remembered
-SEQUENCES = 512  # block tables a bucket has room for, if it has that many rows
+MAX_GRAPHS = 384  # about twice what start-up captures (test_warmup.py); the least recently used goes
+KNOWN = 256  # assignments of rows to sequences whose tiles are remembered: the steps of a few answers
+SEQUENCES = 512  # block tables a bucket has room for at first, if it has that many rows
 SEQUENCE = ROW_FIELDS.index("sequence")
-ALIGNED = 4  # ints: every view starts at 16 bytes, as the kernels like it
-
-
-class Coming(NamedTuple):
-    """Of a pass in which every sequence has a run of rows, and all rows' logits are wanted."""
-
-    rows: int
-    longest: int  # run
-    runs: int
-    path: int  # columns of paths
-    max_len: int
-    table_width: int
-
-
-class Begun(NamedTuple):
-    """A pass that is under way and was not asked for yet."""
-
-    of: Placed
-    written: Any  # what the kernels read
-    output: ModelOutput
+ALIGNED = 4  # ints: every view starts at 16 bytes, for vector loads
 
 
 class Placed:
-    """A bucket's buffers, and its recording once there is one."""
+    """A bucket's buffers, and its graph once it is captured."""
 
     def __init__(self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int) -> None:
-        from paceline.models.triton.attention import Division, Work
+        from paceline.models.triton.division import HEADER, Division, Work
 
         self.bucket = bucket
-        self.recording: CudaGraph | None = None
+        self.graph: CudaGraph | None = None
         self.kept: list[object] = []  # memory it points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
@@ -92,7 +69,7 @@ class Placed:
         self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
         self.inputs = self.tokens
         if bucket.from_hidden:
-            width, dtype = decoder.config.hidden_size, decoder.activation_dtype
+            width, dtype = decoder.config.hidden_size, decoder.dtypes.compute
             self.inputs = torch.zeros(bucket.rows, width, dtype=dtype, device=decoder.device)
         self.header = self.device_ints[: self.at["tiles"].stop]  # begins with the width of the block tables
         self.plan = PassPlan(
@@ -109,52 +86,26 @@ class Placed:
         )
 
     def fill(self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, tiles: Any, staging: Staging) -> None:
-        """One packed copy of everything the pass is."""
-        self.send(tokens, plan, staging, *self.write(tokens, plan, logit_rows, tiles, staging))
-
-    def send(self, tokens: Tensor, plan: PassPlan, staging: Staging, buffer: Buffer, size: int) -> None:
-        """The written buffer, and tokens or hidden states that are on the device already."""
-        staging.send(buffer, self.device_ints, size)
-        if self.bucket.from_hidden or (tokens is not plan.host.tokens and not tokens.is_cpu):
-            self.inputs[: len(tokens)].copy_(tokens)
-
-    def write(
-        self, tokens: Tensor, plan: PassPlan, logit_rows: Tensor, tiles: Any, staging: Staging
-    ) -> tuple[Buffer, int]:
-        """A buffer with the pass, and how many ints it takes."""
+        """One packed copy of the whole pass; tokens and hidden states that are on the device already stay there."""
         buffer, (each, path, tables, known) = staging.buffer(self.size), plan.host
         stage = self._stages.get(buffer.turn)
         if stage is None or stage.ints is not buffer.ints:
             stage = self._stages[buffer.turn] = _Stage(self, buffer.ints)
-        rows = each.shape[1]
+        rows, on_device = each.shape[1], self.bucket.from_hidden or not tokens.is_cpu
         stage.blank[:] = self._blank
         stage.header[:] = self.division.header(plan.max_len, tables.shape[1])
         stage.tiles[:] = tiles
         stage.rows[:, :rows] = each
-        if tokens is not known and tokens.is_cpu and not self.bucket.from_hidden:
+        if tokens is not known and not on_device:
             stage.rows[-1, :rows] = tokens.numpy()
         if self.bucket.logits:
             stage.logit_rows[: len(logit_rows)] = logit_rows.numpy()
         if self.bucket.path:
             stage.path[:rows, : path.shape[1]] = path
         stage.tables[: tables.size] = tables.reshape(-1)
-        return buffer, self.at["tables"].start + tables.size
-
-    @functools.cached_property
-    def place(self) -> Place:
-        """For native code to write to; what differs from pass to pass is left open."""
-        at, fields = self.at, self.at["positions"].start
-        stride = (at["logit_rows"].start - fields) // (len(ROW_FIELDS) + 1)
-        return Place(
-            tiles=at["tiles"].start,
-            num_tiles=self.bucket.tiles,
-            fields=fields,
-            stride=stride,
-            rows=self.bucket.rows,
-            path=at["path"].start,
-            path_stride=self.bucket.path,
-            tables=at["tables"].start,
-        )
+        staging.send(buffer, self.device_ints, self.at["tables"].start + tables.size)
+        if on_device:
+            self.inputs[: len(tokens)].copy_(tokens)
 
 
 class _Stage:
@@ -178,14 +129,14 @@ class PassGraphs:
         self._decoder, self.capture = decoder, capture
         self._caches: Sequence[LayerCache] | None = None
         self._passes: OrderedDict[Bucket, Placed] = OrderedDict()
-        self._logits: Tensor | None = None  # all passes share both, so that a recording keeps none of its own
+        self._logits: Tensor | None = None  # all passes share both, so that a graph keeps none of its own
         self._taps: Tensor | None = None
         self._staging = Staging(decoder.device)
         self._compiled: set[object] = set()  # sets of kernels that passes have used
         self._recorder = GraphRecorder()
         self._known: dict[Hashable, tuple[Bucket, Any]] = {}
-        self._begun: Begun | None = None
-        self.captured = 0
+        self._starting = False
+        self.captured = self.captured_late = 0  # graphs; of them those captured after start-up
 
     def forward(
         self,
@@ -195,17 +146,10 @@ class PassGraphs:
         logit_rows: Tensor,
         taps: tuple[int, ...],
     ) -> ModelOutput:
-        begun = self._begun
-        of, tiles = self._pass(plan, caches, logit_rows, taps, tokens.dim() == 2)
-        warm = self.is_warm(of)
-        buffer, size = of.write(tokens, plan, logit_rows, tiles, self._staging)
-        if begun is not None and begun.of is of and tokens.is_cpu and np.array_equal(buffer.ints[:size], begun.written):
-            self._begun, output = None, begun.output
-        else:
-            of.send(tokens, plan, self._staging, buffer, size)
-            output = self.run(of)
-        taken = None if output.taps is None else output.taps[: len(tokens)]
-        return ModelOutput(output.logits[: len(logit_rows)], taken, warm)
+        of = self.place(tokens, plan, caches, logit_rows, taps)
+        warm, output = self.is_warm(of), self.run(of)
+        tapped = None if output.taps is None else output.taps[: len(tokens)]
+        return ModelOutput(output.logits[: len(logit_rows)], tapped, warm)
 
     def place(
         self,
@@ -216,77 +160,65 @@ class PassGraphs:
         taps: tuple[int, ...] = (),
     ) -> Placed:
         """A pass where its bucket's kernels will read it, to be run once or more; kernels may write into it."""
-        self._begun = None
         of, tiles = self._pass(plan, caches, logit_rows, taps, tokens.dim() == 2)
         of.fill(tokens, plan, logit_rows, tiles, self._staging)
         return of
 
-    def begin(self, coming: Coming, write: Callable[[Place, int], None]) -> bool:
-        """Run a pass that will be asked for, as far as one can tell; `write` is given the place to write it to, and the
-        address of the buffer. False: nothing of the kind was run before."""
-        from paceline.models.triton.division import tile_of
-
-        config = self._decoder.config
-        tile, per_tile = tile_of(coming.longest, coming.runs, config.num_heads // config.num_kv_heads)
-        if coming.longest > per_tile:  # it takes several tiles
-            return False
-        of = self._passes.get(Bucket(up(coming.rows), up(coming.runs, TILES), tile, path_up(coming.path), 0, ()))
-        tables = coming.runs * coming.table_width
-        if of is None or tables > of.table_ints or not self.is_warm(of):
-            return False
-        buffer, place, size = self._staging.buffer(of.size), of.place, of.at["tables"].start + tables
-        place.header[:] = of.division.header(coming.max_len, coming.table_width)
-        write(place, buffer.address)
-        self._staging.send(buffer, of.device_ints, size)
-        output = self.run(of)
-        self._begun = Begun(of, buffer.ints[:size], output)
-        return True
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Graphs captured meanwhile are not late."""
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
 
     def prepare(
         self,
         caches: Sequence[LayerCache],
         block_size: int,
         taps: tuple[int, ...],
-        shapes: Iterable[Shape],
+        shapes: Iterable[PassShape],
         *,
         from_hidden: bool = False,
     ) -> None:
-        """Compile and record what passes of these shapes take, the largest first: smaller ones share its scratch."""
+        """Compile and capture passes of these shapes, the largest first: smaller ones share its scratch."""
         started, before = time.perf_counter(), self._reserved()
         passes = {}
         for shape in sorted(set(shapes), key=lambda shape: -shape.rows):
-            tokens, plan, logit_rows = rehearsal(shape, block_size)
+            tokens, plan, logit_rows = warmup_pass(shape, block_size)
             if from_hidden:
                 tokens = torch.zeros(len(tokens), self._decoder.config.hidden_size)
             of, tiles = self._pass(plan, caches, logit_rows, taps, from_hidden)
-            if of.recording is None:
+            if of.graph is None:
                 passes[of] = tokens, plan, logit_rows, tiles
         if self._captures:
-            self._compile({of.kernels: of for of in passes if not self._is_compiled(of)}.values())
-        for of, content in passes.items():
-            if not self._is_compiled(of):
-                of.fill(*content, self._staging)
-                self.run(of)  # the kernels get loaded
-            if self._captures:
-                self._record(of)
+            self._compile({of.kernels: of for of in passes if of.kernels not in self._compiled}.values())
+        with self.starting():
+            for of, content in passes.items():
+                if of.kernels not in self._compiled:
+                    of.fill(*content, self._staging)
+                    self.run(of)  # loads the kernels
+                if self._captures:
+                    self._capture(of)
         took, grown = time.perf_counter() - started, (self._reserved() - before) / 1e6
         log.info("prepared %d shapes of passes in %.1f s, %.0f MB", len(self._passes), took, grown)
 
     def _compile(self, passes: Iterable[Placed]) -> None:
-        from paceline.models.triton.together import compiled_together
+        from paceline.models.triton.parallel_compile import parallel_compile
 
-        with compiled_together():
+        with parallel_compile():
             for of in passes:
                 self._compute(of)
 
     def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...], from_hidden: bool) -> tuple[Bucket, Any]:
-        """And where its tiles begin and how many rows they have. From one step to the next rows mostly belong to
-        sequences as before, or as not long before."""
+        """The bucket, and first row and number of rows of each tile. Kept by how rows belong to sequences: that mostly
+        stays from step to step."""
         sequence = plan.each[SEQUENCE]
         key = sequence.tobytes(), plan.path.shape[1], wanted, taps, from_hidden
         known = self._known.get(key)
         if known is None:
-            from paceline.models.triton.attention import tiles_of
+            from paceline.models.triton.division import tiles_of
 
             config = self._decoder.config
             tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
@@ -327,25 +259,27 @@ class PassGraphs:
     def _captures(self) -> bool:
         return self.capture and self._decoder.device.type == "cuda"
 
-    def _is_compiled(self, of: Placed) -> bool:
-        return of.kernels in self._compiled
+    @property
+    def logits(self) -> Tensor:
+        """Where all passes leave their logits, which moves only when a larger pass than any before comes."""
+        assert self._logits is not None, "no pass was prepared"
+        return self._logits
 
     @property
     def device(self) -> torch.device:
         return self._decoder.device
 
     def is_warm(self, of: Placed) -> bool:
-        """It will not be recorded first."""
-        return of.recording is not None or not self.capture
+        """It will not be captured first."""
+        return of.graph is not None or not self.capture
 
     def run(self, of: Placed) -> ModelOutput:
-        """What the bucket gives, padding included."""
-        self._begun = None  # another pass takes its logits
-        if of.recording is None and self._is_compiled(of) and self._captures:
-            self._record(of)
-        if of.recording is not None:
-            of.recording.replay()
-            output: ModelOutput = of.recording.result
+        """The result of the bucket, padding included."""
+        if of.graph is None and of.kernels in self._compiled and self._captures:
+            self._capture(of)
+        if of.graph is not None:
+            of.graph.replay()
+            output: ModelOutput = of.graph.result
         else:
             self._compiled.add(of.kernels)
             output = self._compute(of)
@@ -359,11 +293,14 @@ class PassGraphs:
         residual = self._decoder.embed(of.inputs)
         return self._decoder.run(residual, of.plan, self._caches, of.logit_rows, bucket.taps, out, out_taps)
 
-    def _record(self, of: Placed) -> None:
+    def _capture(self, of: Placed) -> None:
         started, before = time.perf_counter(), self._reserved()
-        of.recording = self._recorder.capture(lambda: self._compute(of))
-        of.kept = [of.recording.result, *self._scratch()]
+        of.graph = self._recorder.capture(lambda: self._compute(of))
+        of.kept = [of.graph.result, *self._scratch()]
         self.captured += 1
+        self.captured_late += not self._starting
+        if self.captured_late == 1 and not self._starting:
+            log.warning("a pass was captured after start-up: %s; later ones are counted, not logged", of.bucket)
         grown = (self._reserved() - before) / 1e6
         log.debug("captured %s in %.0f ms, %.0f MB", of.bucket, 1e3 * (time.perf_counter() - started), grown)
 
@@ -387,5 +324,5 @@ class PassGraphs:
         shape = bucket.rows, len(bucket.taps), self._decoder.config.hidden_size
         size = math.prod(shape)
         if self._taps is None or self._taps.numel() < size:
-            self._taps = torch.empty(size, dtype=self._decoder.activation_dtype, device=self._decoder.device)
+            self._taps = torch.empty(size, dtype=self._decoder.dtypes.compute, device=self._decoder.device)
         return self._taps[:size].view(shape)

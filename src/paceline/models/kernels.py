@@ -19,10 +19,11 @@ from paceline.errors import DeviceError, InvalidParameter
 from paceline.models.chain import GreedyChain
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.weights import StoredWeight
 
 KERNELS = ("auto", "native", "triton", "torch")
 NUMERICS = ("exact", "fast")
-Packed = Any  # a weight in the form its kernels like best; opaque to everyone else
+Packed = Any  # a `Linear` in the layout of its kernels, which alone look into it
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Kernels(Protocol):
     captures: bool  # a pass may be recorded as a graph and replayed
     torch_threads: int | None  # what torch's own operations should use beside them; None: leave it
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Packed:
-        """Take a (N, K) weight once, at load."""
+    def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> Packed:
+        """Take a (N, K) weight once, at load, widened where these kernels cannot compute with its kind."""
 
     def linear(self, x: Tensor, weight: Packed) -> Tensor:
         """(M, K) -> (M, N), in the activation dtype."""

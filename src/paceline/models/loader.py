@@ -20,6 +20,7 @@ from paceline.errors import BrokenModel, ModelNotFound
 from paceline.gguf_file import GGUFFile
 from paceline.models.gguf_model import gguf_config, gguf_names, gguf_tensor
 from paceline.models.hf_config import parse_config, token_ids
+from paceline.models.weights import StoredWeight
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -27,16 +28,17 @@ REDUNDANT = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cac
 NUMERIC_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Shape = tuple[int, ...]
+Declared = Callable[[str], bool]  # whether some drafter claims a tensor that is not the decoder's, by its name
 
 
 @dataclass(frozen=True)
-class Weights(Mapping[str, torch.Tensor]):
-    """Tensors by name, read on access: memory-mapped from safetensors, dequantised anew each time from GGUF."""
+class Weights(Mapping[str, StoredWeight]):
+    """Weights by name, read on access: memory-mapped from safetensors, dequantised anew each time from GGUF."""
 
     readers: dict[str, Callable[[], torch.Tensor]]
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.readers[name]()
+    def __getitem__(self, name: str) -> StoredWeight:
+        return StoredWeight.of(self.readers[name]())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.readers)
@@ -51,13 +53,23 @@ def is_gguf(path: Path) -> bool:
 
 def load_config(path: Path) -> ModelConfig:
     """The end-of-text ids are generation_config.json's where it names any, as in transformers."""
+    source = path
     if is_gguf(path):
-        return gguf_config(_open_gguf(path))
-    if not path.is_dir():
+        config = gguf_config(_open_gguf(path))
+    elif not path.is_dir():
         raise ModelNotFound(f"{path} is not a model folder")
-    config = parse_config(_read_json(path / "config.json"), str(path / "config.json"))
-    eos = load_generation_defaults(path).get("eos_token_id")
-    return replace(config, eos_token_ids=tuple(eos)) if eos else config
+    else:
+        source = path / "config.json"
+        config = parse_config(_read_json(source), str(source))
+        if eos := load_generation_defaults(path).get("eos_token_id"):
+            source, config = path / "generation_config.json", replace(config, eos_token_ids=tuple(eos))
+    for token in config.eos_token_ids:
+        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            raise BrokenModel(
+                f"{source}: the end-of-text id {token!r} is not one of the vocabulary's {config.vocab_size} tokens; "
+                "correct eos_token_id"
+            )
+    return config
 
 
 def load_generation_defaults(path: Path) -> dict[str, Any]:
@@ -80,9 +92,15 @@ def load_generation_defaults(path: Path) -> dict[str, Any]:
 
 
 def load_weights(path: Path, config: ModelConfig) -> Weights:
+    """The decoder's; a checkpoint with others is refused."""
+    return load_all_weights(path, config, lambda name: False)[0]
+
+
+def load_all_weights(path: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
+    """The decoder's weights, and those it has no use for that a drafter declares; any other is refused."""
     if is_gguf(path):
-        return _gguf_weights(_open_gguf(path), config)
-    return _safetensors_weights(path, config)
+        return _gguf_weights(_open_gguf(path), config, declared)
+    return _safetensors_weights(path, config, declared)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -115,21 +133,27 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def check_shapes(found: Mapping[str, Shape], config: ModelConfig, source: str) -> dict[str, Shape]:
-    """The expected tensors; the first one missing, misshapen or unexpected is named in the error."""
+def check_shapes(
+    found: Mapping[str, Shape], config: ModelConfig, source: str, declared: Declared
+) -> tuple[list[str], list[str]]:
+    """Names of the decoder's tensors and of declared ones. The first one missing, misshapen or unexpected is named in
+    the error."""
     expected = expected_shapes(config)
     for name, shape in expected.items():
         if name not in found:
             raise BrokenModel(f"{source}: tensor {name} is missing")
         if tuple(found[name]) != shape:
             raise BrokenModel(f"{source}: tensor {name} has shape {list(found[name])}, the config says {list(shape)}")
-    for name in found:
-        if name not in expected and not name.endswith(REDUNDANT) and name != "lm_head.weight":
+    others = [
+        name for name in found if name not in expected and not name.endswith(REDUNDANT) and name != "lm_head.weight"
+    ]
+    for name in others:
+        if not declared(name):
             raise BrokenModel(f"{source}: tensor {name} is not part of a {config.architecture} model of this config")
-    return expected
+    return list(expected), others
 
 
-def _gguf_weights(file: GGUFFile, config: ModelConfig) -> Weights:
+def _gguf_weights(file: GGUFFile, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
     names = gguf_names(file)
     shapes = {name: file.tensors[stored].shape for name, stored in names.items()}
 
@@ -137,10 +161,11 @@ def _gguf_weights(file: GGUFFile, config: ModelConfig) -> Weights:
         # a fresh array: the file is mapped read-only, which torch does not take
         return lambda: torch.from_numpy(gguf_tensor(file, names[name], config).copy())
 
-    return Weights({name: reader(name) for name in check_shapes(shapes, config, str(file.path))})
+    own, extra = check_shapes(shapes, config, str(file.path), declared)
+    return Weights({name: reader(name) for name in own}), Weights({name: reader(name) for name in extra})
 
 
-def _safetensors_weights(folder: Path, config: ModelConfig) -> Weights:
+def _safetensors_weights(folder: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
     files = {shard: _open_safetensors(folder / shard) for shard in _shards(folder)}
     home = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118  (not a mapping)
     shapes: dict[str, Shape] = {}
@@ -153,15 +178,14 @@ def _safetensors_weights(folder: Path, config: ModelConfig) -> Weights:
     def reader(name: str) -> Callable[[], torch.Tensor]:
         return lambda: home[name].get_tensor(name)
 
-    weights = Weights({name: reader(name) for name in check_shapes(shapes, config, str(folder))})
-    if config.tie_embeddings and "lm_head.weight" in home:
-        head, embeddings = home["lm_head.weight"].get_tensor("lm_head.weight"), weights["model.embed_tokens.weight"]
-        if not torch.equal(head, embeddings):
-            raise BrokenModel(
-                f"{folder}: config.json ties lm_head.weight to the embeddings, but the file stores a different one; "
-                "set tie_word_embeddings to false"
-            )
-    return weights
+    own, extra = check_shapes(shapes, config, str(folder), declared)
+    tied_twice = config.tie_embeddings and "lm_head.weight" in home
+    if tied_twice and not torch.equal(reader("lm_head.weight")(), reader("model.embed_tokens.weight")()):
+        raise BrokenModel(
+            f"{folder}: config.json ties lm_head.weight to the embeddings, but the file stores a different one; "
+            "set tie_word_embeddings to false"
+        )
+    return Weights({name: reader(name) for name in own}), Weights({name: reader(name) for name in extra})
 
 
 def _shards(folder: Path) -> list[str]:

@@ -23,18 +23,18 @@ from paceline.models.chain import GreedyChain
 from paceline.models.kernels import Layer, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.weights import Linear, StoredWeight, WeightKind
 
-ABI = 2  # native/plan.h
+CPU = torch.device("cpu")
+ABI = 3  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 VARIANTS = ("avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "abi": (c_long, []),
     "panel_width": (c_long, []),
-    "pack_f32": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
-    "pack_bf16": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
-    "linear_f32": (None, [c_void_p] * 4 + [c_long] * 3 + [c_int]),
-    "linear_bf16": (None, [c_void_p] * 4 + [c_long] * 3 + [c_int]),
+    "pack": (None, [c_int64] + [c_void_p] * 2 + [c_long] * 2 + [c_int]),
+    "linear": (None, [c_void_p] * 3 + [c_long, c_int]),
     "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int]),
     "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
@@ -49,9 +49,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "suffix_append": (None, [c_void_p] * 2 + [c_long]),
     "suffix_find": (None, [c_void_p, c_long, c_void_p, c_void_p]),
     "suffix_draft": (c_long, [c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p]),
-    "ngram_relay": (c_long, [c_void_p]),
-    "suffix_relay": (c_long, [c_void_p] * 3),
-    "relay_pass": (None, [c_void_p] * 3),
 }
 
 
@@ -125,23 +122,6 @@ def native_draw(library: Library | None) -> Callable[..., int | None] | None:
     return draw
 
 
-@dataclass(frozen=True)
-class PackedWeight:
-    """The pointers are looked up once; the tensors they point into are kept alive here."""
-
-    panels: Tensor  # (ceil(N / width), K, width), fp32 or bf16, zero beyond column N
-    bias: Tensor | None  # (N,) fp32
-    n: int
-    k: int
-    linear: Callable[..., Any]
-    panels_ptr: int
-    bias_ptr: int | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
 class PlanView(ctypes.Structure):
     """A PassPlan as C sees it. Built once per pass: a plan serves every layer."""
 
@@ -177,12 +157,25 @@ class HeadsView(ctypes.Structure):
 
 
 class ProductView(ctypes.Structure):
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64), ("bf16", c_int64))
+    _fields_ = (
+        ("kind", c_int64),
+        *((name, c_void_p) for name in ("panels", "scales", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs")),
+    )
 
     @classmethod
-    def of(cls, weight: PackedWeight) -> ProductView:
-        is_bf16 = weight.panels.dtype is torch.bfloat16
-        return cls(weight.panels_ptr, weight.bias_ptr, weight.k, weight.n, is_bf16)
+    def of(cls, linear: Linear) -> ProductView:
+        stored = linear.weight
+        scales, bias = (None if part is None else part.data_ptr() for part in (stored.scales, linear.bias))
+        outputs, inputs = stored.shape
+        return cls(stored.kind, stored.data.data_ptr(), scales, bias, inputs, outputs)
+
+
+@dataclass(frozen=True)
+class PackedWeight(Linear):
+    """The weight's data are panels (ceil(N / width), K, width), zero beyond column N; the bias is fp32."""
+
+    view: ProductView  # points into the tensors, which are kept alive here
 
 
 class LayerView(ctypes.Structure):
@@ -202,7 +195,7 @@ class LayerView(ctypes.Structure):
         return cls(
             *(None if norm is None else norm.data_ptr() for norm in norms),
             *(cache.k.data_ptr(), cache.v.data_ptr(), layer.window or 0),
-            *(ProductView.of(product) for product in products),
+            *(product.view for product in products),
         )
 
 
@@ -245,8 +238,7 @@ class NativeKernels:
         self.name = f"native-{library.variant}"
         self._threads = threads
         self._width: int = library.function("panel_width")()
-        self._pack = {torch.float32: library.function("pack_f32"), torch.bfloat16: library.function("pack_bf16")}
-        self._linear = {torch.float32: library.function("linear_f32"), torch.bfloat16: library.function("linear_bf16")}
+        self._pack, self._linear = library.function("pack"), library.function("linear")
         self._rms_norm = library.function("rms_norm")
         self._silu_mul = library.function("silu_mul")
         self._rope_and_store = library.function("rope_and_store")
@@ -258,24 +250,26 @@ class NativeKernels:
     def threads(self) -> int:
         return self._threads or get_num_threads()
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> PackedWeight:
         """bf16 weights stay bf16 in memory; everything else is stored as fp32."""
-        dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
-        weight = weight.detach().to("cpu", dtype).contiguous()
-        n, k = weight.shape
-        panels = torch.empty((-(-n // self._width), k, self._width), dtype=dtype)
-        self._pack[dtype](weight.data_ptr(), panels.data_ptr(), n, k, self.threads)
-        bias = None if bias is None else bias.detach().to("cpu", torch.float32).contiguous()
-        bias_ptr = None if bias is None else bias.data_ptr()
-        return PackedWeight(panels, bias, n, k, self._linear[dtype], panels.data_ptr(), bias_ptr)
+        stored = StoredWeight.of(weight)
+        kind = WeightKind.BFLOAT16 if stored.kind is WeightKind.BFLOAT16 else WeightKind.FLOAT32
+        rows = stored.to(kind, CPU).data.contiguous()
+        n, k = stored.shape
+        panels = torch.empty((-(-n // self._width), k, self._width), dtype=kind.dtype)
+        self._pack(kind, rows.data_ptr(), panels.data_ptr(), n, k, self.threads)
+        bias = None if bias is None else bias.detach().to(CPU, torch.float32).contiguous()
+        packed = Linear(StoredWeight(kind, panels, None, (n, k)), bias)
+        return PackedWeight(packed.weight, bias, ProductView.of(packed))
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        rows, k = x.shape
-        if k != weight.k:
-            raise ValueError(f"a linear layer of {weight.k} inputs was given {k}")
+        rows, inputs = x.shape
+        n, k = weight.weight.shape
+        if inputs != k:
+            raise ValueError(f"a linear layer of {k} inputs was given {inputs}")
         x = _fp32(x)
-        out = x.new_empty((rows, weight.n))
-        weight.linear(x.data_ptr(), weight.panels_ptr, weight.bias_ptr, out.data_ptr(), rows, k, weight.n, self.threads)
+        out = x.new_empty((rows, n))
+        self._linear(ctypes.addressof(weight.view), x.data_ptr(), out.data_ptr(), rows, self.threads)
         return out
 
     def logits(self, x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:

@@ -37,7 +37,7 @@ class PassChain:
         return self._draft(rows, said, pick)
 
     def _draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None, pick: Pick | None) -> Tensor:
-        from paceline.models.triton.follow import begin_after, follow, known_of
+        from paceline.models.triton.advance_rows import advance_rows, begin_rows, known_of
 
         count, most = max(row.count for row in rows), 0 if said is None else said.most
         ends = [min(len(row.blocks) * self._block_size, self._most_positions) for row in rows]
@@ -52,7 +52,7 @@ class PassChain:
         reading = self._reading(rows, tables, longest)
         first = graphs.place(*reading, self._caches, torch.arange(READ - 1, READ * len(rows), READ))
         if said is not None:
-            begin_after(said, known, first)
+            begin_rows(said, known, first)
         self.warm = graphs.is_warm(first)
         logits = graphs.run(first).logits
         second = graphs.place(*self._one_each(rows, tables, longest), self._caches, torch.arange(len(rows)))
@@ -63,7 +63,7 @@ class PassChain:
                 self.warm &= graphs.is_warm(second)
                 logits, seen, each = graphs.run(second).logits, second, 1
             chosen = None if pick is None else pick(logits[: len(rows)], depth)
-            follow(logits, chosen, known, drafted, depth, seen, each, second)
+            advance_rows(logits, chosen, known, drafted, depth, seen, each, second)
         return drafted
 
     def check(self) -> None:

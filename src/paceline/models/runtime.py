@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.machine import usable_cores
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
-from paceline.models.loader import load_config, load_generation_defaults, load_weights
+from paceline.models.loader import Declared, load_all_weights, load_config, load_generation_defaults
+from paceline.models.weights import Dtypes, StoredWeight
 from paceline.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,31 +27,42 @@ class LoadedModel:
     config: ModelConfig
     decoder: Decoder
     tokenizer: Tokenizer
-    dtype: torch.dtype  # how the weights are stored
     generation_defaults: dict[str, Any]
-    extra: Mapping[str, Tensor] = field(default_factory=dict)  # the checkpoint's tensors that no decoder layer claims
+    extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # what drafters declared; read on access
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stored weights; `decoder.dtypes` has the others."""
+        return self.decoder.dtypes.stored.dtype
 
 
 def load_model(
-    path: Path, *, dtype: str = "auto", device: str = "auto", threads: int | None = None, numerics: str = "exact"
+    path: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    numerics: str = "exact",
+    declared: Declared = lambda name: False,
 ) -> LoadedModel:
+    """`declared`: which tensors that are not the decoder's drafters claim, by name; any other is refused."""
     place = choose_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")
     threads = set_threads(threads)
     kernels = kernels_for(place, threads, numerics)
     config = load_config(path)
-    weights = load_weights(path, config)
-    stored = choose_dtype(dtype, weights["model.embed_tokens.weight"].dtype, place)
+    weights, extra = load_all_weights(path, config, declared)
+    stored = choose_dtype(dtype, weights["model.embed_tokens.weight"].kind.dtype, place)
     try:
-        decoder = Decoder(config, weights, kernels, device=place, dtype=stored)
+        decoder = Decoder(config, weights, kernels, device=place, dtypes=Dtypes.of(stored, place))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise DeviceError(
             f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16"
         ) from error
-    return LoadedModel(config, decoder, Tokenizer.from_path(path), stored, load_generation_defaults(path))
+    return LoadedModel(config, decoder, Tokenizer.from_path(path), load_generation_defaults(path), extra)
 
 
 def choose_device(name: str) -> torch.device:

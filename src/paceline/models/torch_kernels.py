@@ -7,7 +7,6 @@ lossless in distribution but not bit-exact across passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +17,9 @@ from paceline.models.chain import GreedyChain
 from paceline.models.kernels import Layer, LayerByLayer, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.weights import Linear, StoredWeight, WeightKind
 
 GATHER_LIMIT = 1 << 24  # elements of K copied at once; more rows than fit take turns
-
-
-@dataclass(frozen=True)
-class TorchWeight:
-    weight: Tensor  # (N, K)
-    bias: Tensor | None  # (N,)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class TorchKernels:
@@ -38,15 +28,18 @@ class TorchKernels:
     captures = False
     torch_threads: int | None = None
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> TorchWeight:
+    def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> Linear:
         """On CPU half-precision weights are widened: activations are fp32 there."""
-        dtype = torch.float32 if weight.device.type == "cpu" and _is_half(weight.dtype) else weight.dtype
-        return TorchWeight(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+        stored = StoredWeight.of(weight)
+        device = stored.data.device
+        if device.type == "cpu" and _is_half(stored.kind.dtype):
+            stored = stored.to(WeightKind.FLOAT32, device)
+        return Linear(stored, None if bias is None else bias.detach().to(stored.kind.dtype))
 
-    def linear(self, x: Tensor, weight: TorchWeight) -> Tensor:
-        return F.linear(x, weight.weight, weight.bias)
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        return F.linear(x, weight.weight.data, weight.bias)
 
-    def logits(self, x: Tensor, weight: TorchWeight, out: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         logits = self.linear(x, weight).float()
         return logits if out is None else out.copy_(logits)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from paceline.models.triton import elementwise
 from paceline.models.triton.attention import Work, Workspace, attention, work_of
 from paceline.models.triton.greedy_chain import TritonChain, served
 from paceline.models.triton.launch import INTERPRETED, multiprocessors
-from paceline.models.triton.linear import Rotary, TritonWeight, linear
+from paceline.models.triton.linear import Rotary, linear
+from paceline.models.weights import Linear, StoredWeight
 
 log = logging.getLogger("paceline")
 
@@ -35,13 +37,15 @@ class TritonKernels:
         self.workspace = Workspace(device)
         self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> TritonWeight:
-        return TritonWeight(weight.detach().contiguous(), None if bias is None else bias.detach().contiguous())
+    def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> Linear:
+        stored = StoredWeight.of(weight)
+        stored = replace(stored, data=stored.data.contiguous())
+        return Linear(stored, None if bias is None else bias.detach().contiguous())
 
-    def linear(self, x: Tensor, weight: TritonWeight) -> Tensor:
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
         return linear(x, weight, overlap=self.overlap)
 
-    def logits(self, x: Tensor, weight: TritonWeight, out: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         return linear(x, weight, out_dtype=torch.float32, out=out, overlap=self.overlap)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

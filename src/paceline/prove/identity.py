@@ -140,7 +140,7 @@ def stops(subject: Subject) -> Row:
             ways["stop string"] = {"stop": (text,)}
         for kind, more in ways.items():
             eos = {"_eos": frozenset({token})} if kind == "EOS" else {}
-            with patched(subject.llm, lambda engine: engine.committer, **eos):
+            with patched(subject.llm, lambda engine: engine, **eos):
                 before = row.seen.committed
                 answer = _compare_anew(subject, row, prompt, subject.params(method, K, **more))
             row.expect(answer.finish_reason == "stop", f"{kind} inside an accepted run did not stop the answer")

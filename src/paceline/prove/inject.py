@@ -12,16 +12,14 @@ from torch import Tensor
 
 from paceline.draft import Draft, Kind, Verdict
 from paceline.engine import sampler
-from paceline.engine.batch import Batch
 from paceline.engine.engine import Engine
-from paceline.engine.layout import slot
-from paceline.engine.model_runner import Flight
+from paceline.engine.runner import Flight
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.prove.replay import Verify
-from paceline.prove.subject import on_engine, patched
+from paceline.prove.subject import on_engine, patched, slots_held
 from paceline.rng import Lane, coin
-from paceline.verify import Controls, Draws, Nodes, probabilities, process, verify
+from paceline.verify import Controls, DrawKind, Draws, Nodes, probabilities, process, verify
 from paceline.verify.outcome import has_children
 
 BIAS = 0.03  # total variation of the first token
@@ -60,7 +58,7 @@ def _biased(
     p = probabilities(process(logits[row_of[:, 0]], controls, nodes.take(row_of[:, 0])))
     best = p.topk(2, -1)
     moved = torch.rand(p.shape[0], device=p.device) < BIAS / best.values[:, 0].clamp_min(BIAS)
-    moved &= draws.asking(draws.coins, nodes) & (verdict.tokens[:, 0] == best.indices[:, 0])
+    moved &= draws.by(DrawKind.COIN) & (verdict.tokens[:, 0] == best.indices[:, 0])
     tokens, kinds, path = verdict.tokens.clone(), verdict.kinds.clone(), verdict.path.clone()
     tokens[moved, 0], tokens[moved, 1:] = best.indices[moved, 1], -1
     kinds[moved, 0], kinds[moved, 1:] = int(Kind.RECOVERED), int(Kind.PAD)
@@ -93,16 +91,15 @@ def _off_by_one(engine: Engine) -> Any:
     launch, cache = engine.runner.launch, engine.runner.cache
     layer = cache.layers[len(engine.model.kv_specs) // 2]
 
-    def broken(batch: Batch) -> Flight:
-        flight = launch(batch)
-        if flight.verdict is None:
+    def broken(*args: Any) -> Flight:
+        flight = launch(*args)
+        if flight.unread is None:
             return flight
-        for index, accepted in zip(flight.layout.sampled, flight.verdict.num_accepted.tolist(), strict=True):
-            span = flight.layout.spans[index]
-            if accepted < span.num_nodes:
-                sequence = span.row.sequence
+        for index, accepted in zip(flight.batch.sampling, flight.unread.num_accepted.tolist(), strict=True):
+            if accepted < flight.layout.num_nodes[index]:
+                sequence = flight.batch.rows[index].sequence
                 kept = len(sequence.tokens) - 1 + accepted
-                to, source = (slot(sequence, at, cache.block_size) for at in (kept, kept + 1))
+                to, source = slots_held(sequence, (kept, kept + 1), cache.block_size).tolist()
                 layer.k[to], layer.v[to] = layer.k[source].clone(), layer.v[source].clone()
         return flight
 

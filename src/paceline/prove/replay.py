@@ -254,7 +254,7 @@ def _call(verify: Verify, draft: Draft, logits: Tensor, controls: Controls, key:
     rows, slots = torch.arange(logits.shape[0], device=logits.device), draft.width + 1
     depth = int(draft.depth[0].max())
     nodes = Nodes.of(draft, rows // slots, rows % slots - 1, depth)
-    draws = Draws(key=key, committed=committed, coins=rows)
+    draws = Draws.by_coins(key, committed)
     return verify(draft, logits, rows.view(-1, slots), nodes, controls, draws, max_depth=depth)
 
 

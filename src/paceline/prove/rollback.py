@@ -7,9 +7,8 @@ from torch import Tensor
 
 from paceline.drafters import NONE
 from paceline.engine.engine import Engine
-from paceline.engine.layout import slot
 from paceline.prove.report import Row
-from paceline.prove.subject import LENGTHS, Subject, on_engine
+from paceline.prove.subject import LENGTHS, Subject, on_engine, slots_held
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -56,8 +55,7 @@ def _computed(
 def _read(engine: Engine, sequence: Sequence) -> list[Tensor]:
     """(2, n, heads, head_dim) of each of the target's layers."""
     cache = engine.runner.cache
-    slots = [slot(sequence, at, cache.block_size) for at in range(sequence.num_computed)]
-    at = torch.tensor(slots, device=engine.model.device)
+    at = slots_held(sequence, range(sequence.num_computed), cache.block_size).to(engine.model.device)
     return [torch.stack((layer.k[at], layer.v[at])) for layer in cache.layers[: len(engine.model.kv_specs)]]
 
 

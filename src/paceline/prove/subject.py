@@ -5,23 +5,27 @@ All access to the engine inside an LLM goes through `on_engine`, and every chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.drafters import METHODS, NONE
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
+from paceline.models.plan import slots_of
 from paceline.outputs import CompletionOutput
 from paceline.prove.replay import Verify
 from paceline.prove.report import Row
 from paceline.prove.tap import Tap
 from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
 
 LENGTHS = (4, 8, 2, 1, 3)  # k, in turn
 NEAR_TIE = 1e-3  # nats between the two likeliest tokens, under which kernels that are not exact may disagree
@@ -132,7 +136,7 @@ class Subject:
         context = [*prompt, *plain.token_ids[:at]]
         wanted = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, speculation=NONE)
         entry = (self.llm.generate(context, wanted)[0].outputs[0].logprobs or [{}])[0]
-        scale = 1.0 if self.llm.loaded.decoder.activation_dtype == torch.float32 else 50.0
+        scale = 1.0 if self.llm.loaded.decoder.dtypes.compute == torch.float32 else 50.0
         found = sorted((logprob.logprob for logprob in entry.values()), reverse=True)
         tied = {plain.token_ids[at], other.token_ids[at]} <= set(entry)
         return tied and found[0] - found[1] < NEAR_TIE * scale
@@ -164,7 +168,7 @@ T = TypeVar("T")
 
 def on_engine(llm: LLM, call: Callable[[Engine], T]) -> T:
     """What `call` returns of the LLM's engine, run between two steps: the only place that reaches for it."""
-    return call(llm.engine)
+    return llm.call(call)
 
 
 @contextmanager
@@ -215,3 +219,10 @@ def _where(plain: CompletionOutput, other: CompletionOutput) -> str:
     if at < max(len(plain.token_ids), len(other.token_ids)):
         return f"token {at} is {other.token_ids[at : at + 1]}, plainly {plain.token_ids[at : at + 1]}"
     return f"{(other.text, other.finish_reason, other.stop_reason)!r}"
+
+
+def slots_held(sequence: Sequence, positions: Iterable[int], block_size: int) -> Tensor:
+    """The cache slots of some positions of a sequence."""
+    at = np.array(list(positions), np.int64)
+    tables = np.array([sequence.blocks], np.int64)
+    return torch.from_numpy(slots_of(tables, np.zeros_like(at), at, block_size))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Logprobs, Verdict
+from paceline.draft import INVALID, Draft, Verdict
 from paceline.rng import Lane, coin
 from paceline.verify import seam
 from paceline.verify.chain import Rule, chain
@@ -22,9 +22,11 @@ from paceline.verify.processors import (
     BadWords,
     Bias,
     Controls,
+    Form,
     MinTokens,
     Nodes,
     Penalties,
+    edit,
     logprobs,
     probabilities,
     process,
@@ -32,20 +34,23 @@ from paceline.verify.processors import (
 from paceline.verify.propose import propose
 from paceline.verify.routes import Routes, route
 from paceline.verify.tree import tree
-from paceline.verify.walk import CoinSource, Draws, descend, draw, walk, walk_chains
+from paceline.verify.walk import CoinSource, DrawKind, Draws, descend, draw, walk, walk_chains
 
 __all__ = [
     "BadWords",
     "Bias",
     "CoinSource",
     "Controls",
+    "DrawKind",
     "Draws",
+    "Form",
     "MinTokens",
     "Nodes",
     "Penalties",
     "Routes",
     "Rule",
     "draw",
+    "edit",
     "logprobs",
     "pick_weighted",
     "probabilities",
@@ -54,6 +59,7 @@ __all__ = [
     "route",
     "verify",
     "walk",
+    "with_logprobs",
 ]
 
 
@@ -85,9 +91,7 @@ def verify(
         verdict: Verdict = kernels.verify(*given, **options)
     else:
         verdict = _Judge(*given, max_depth, rule, only_chains, source).verdict(routes)
-    if num_logprobs is None:
-        return verdict
-    return replace(verdict, logprobs=_committed_logprobs(verdict, logits, row_of, num_logprobs))
+    return verdict if num_logprobs is None else with_logprobs(verdict, logits, row_of, num_logprobs)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class _Judge:
     def verdict(self, routes: Routes | None) -> Verdict:
         if self.draft.q is None or self.draft.width == 0 or self.max_depth == 0:
             return self.walk(None)
-        return self.by_route(route(self.draft, self.nodes, self.draws) if routes is None else routes)
+        return self.by_route(route(self.draft, self.draws) if routes is None else routes)
 
     def by_route(self, routes: Routes) -> Verdict:
         parts = [(routes.walk, self.walk), (routes.chain, self.chain), (routes.tree, self.tree)]
@@ -179,7 +183,8 @@ class _Judge:
             tokens[leaf] = pick(self._processed(at[leaf]), coins[leaf])
         if bool(inner.any()):
             picked = pick_weighted(stop.residual[inner], coins[inner])
-            tokens[inner] = picked if sampled.columns is None else sampled.columns[picked]
+            known = picked if sampled.columns is None else sampled.columns[picked]
+            tokens[inner] = torch.where(picked >= 0, known, INVALID)
         return tokens
 
     def _processed(self, at: Tensor) -> Tensor:
@@ -220,8 +225,9 @@ def _merge(parts: list[tuple[Tensor, Verdict]], batch: int) -> Verdict:
     return Verdict(tokens=put("tokens"), num_accepted=put("num_accepted"), path=put("path"), kinds=put("kinds"))
 
 
-def _committed_logprobs(verdict: Verdict, logits: Tensor, row_of: Tensor, top: int) -> Logprobs:
-    """Of every committed token; what stands beyond num_accepted is not meant to be read."""
+def with_logprobs(verdict: Verdict, logits: Tensor, row_of: Tensor, top: int) -> Verdict:
+    """And those of every committed token; what stands beyond num_accepted is not meant to be read."""
     slots = torch.cat((torch.zeros_like(verdict.tokens[:, :1]), verdict.path + 1), 1).clamp_min(0)  # (B, D + 1)
     rows = row_of.gather(1, slots).clamp_min(0)
-    return logprobs(logits[rows], verdict.tokens.clamp(0, logits.shape[1] - 1), top)  # padding may say anything
+    chosen = verdict.tokens.clamp(0, logits.shape[1] - 1)  # padding may hold anything
+    return replace(verdict, logprobs=logprobs(logits[rows], chosen, top))

@@ -62,7 +62,7 @@ def node_coins(source: CoinSource, key: Tensor, committed: Tensor, count: int) -
 
 
 def likelihood_ratio(p: Tensor, q: Tensor) -> Tensor:
-    """p/q of drafted tokens, finite; 0, a reject, where q says that the token cannot have been drawn."""
+    """p/q of drafted tokens, finite; 0, a reject, where q gives the token no probability."""
     return torch.where(q > 0, p / q, 0).clamp_max(torch.finfo(p.dtype).max)
 
 

@@ -1,198 +1,244 @@
-"""Work of tensors in, tensors out on a CUDA device, recorded by shape and replayed: one launch for many.
+"""Verification of a step as one CUDA graph, captured at start-up for every form and size that serving can meet.
 
-What is given is sorted into a key (structure, shapes, plain values) and tensors. The first calls of a key run as they
-are: what comes a few times only is not worth recording. The next one is recorded too; later ones copy the tensors to
-where the recording reads them, replay it and copy the results out, so nobody minds the next replay. What cannot be
-recorded stays as it is. Recordings share one pool of memory and one stretch for large inputs: a replay's scratch is
-over with the replay.
+A step is padded: its rows of logits, its sequences and the width of its drafts to sizes that are few, and the columns
+of its controls to a `Form`. All its numbers lie in one buffer of that size, which one copy from pinned memory fills;
+tokens, trees and q that only the device knows are copied there from where they lie. Padding rows belong to sequence -1
+and are skipped by the kernels, so they cost next to nothing and change no other row's bits. Logits are read where every
+pass leaves them. What is outside of these sizes runs kernel by kernel, and nothing is captured while serving.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import itertools
 import logging
+import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.cuda_graph import CudaGraph, GraphRecorder
+from paceline.draft import Draft, Proposal, Verdict
+from paceline.verify.processors import Controls, Form, Nodes
+from paceline.verify.walk import Draws
 
 log = logging.getLogger("paceline")
-MOST = 256  # recordings; the least recently used gives way
-FIRST = 3  # calls of a key before it is recorded
-LARGE = 1 << 16  # bytes: inputs from here on lie in one stretch for all recordings
-ALIGNED = 512  # bytes: where an input may begin
-T = TypeVar("T")
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Verify = Callable[..., Verdict]
+WIDTHS = (0, 16, 64)  # nodes of a row's draft, and the depth its verdict has room for
+SAMPLED_WIDTH = 16  # of drafts with a q
+COLUMNS = ("key", "kind", "temperature", "top_k", "top_p", "min_p", "committed")
+FLOATS = ("temperature", "top_p", "min_p")
+TREE = ("tokens", "parents", "depth")  # may lie on the device
+
+
+class StepKey(NamedTuple):
+    form: Form
+    rows: int  # of logits
+    batch: int  # sequences
+    width: int  # nodes of a draft
+    sampled: bool = False  # chains with a q
+
+
+class Staging(Protocol):
+    """Pinned buffers, used in turn (models/staging.py)."""
+
+    def buffer(self, size: int) -> Any: ...
+    def send(self, buffer: Any, to: Tensor, size: int) -> None: ...
+    def mark(self) -> None: ...
+
+
+class StepInputs:
+    """Where the graphs of one size read a step: int64, each part at 16 bytes, since kernels are compiled anew for
+    pointers that are not."""
+
+    def __init__(self, rows: int, batch: int, width: int, device: torch.device) -> None:
+        even, nodes, slots = batch + batch % 2, (batch, width), (batch, width + 1)
+        shapes: dict[str, tuple[int, ...]] = {"columns": (len(COLUMNS), even), "num_nodes": (batch,)}
+        shapes |= {"seq": (rows,), "node": (rows,), "row_of": slots, "q_row": slots}
+        shapes |= {"tokens": nodes, "parents": nodes, "depth": nodes}
+        self._at: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self._views: dict[int, tuple[Ints, dict[str, Ints]]] = {}  # by the address of a pinned buffer
+        self._plain = -1  # rows of the plain greedy step it holds; -1: another step
+        end = 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            self._at[name] = slice(end, end + size), shape
+            end += size + size % 2
+        self._blank: Ints = np.zeros(end, np.int64)
+        blank = self._parts(self._blank)
+        blank["seq"][:] = blank["node"][:] = -1
+        if not width:
+            blank["row_of"][:, 0] = np.arange(batch)
+        self._ints = torch.from_numpy(self._blank).to(device, copy=True)
+        self.at: dict[str, Tensor] = self._parts(self._ints)
+        for row, name in enumerate(COLUMNS):
+            column = self.at["columns"][row, :batch]
+            self.at[name] = column.view(torch.float64) if name in FLOATS else column
+
+    def _parts(self, ints: Any) -> dict[str, Any]:
+        return {name: ints[place].reshape(shape) for name, (place, shape) in self._at.items()}
+
+    def fill(self, columns: Ints, draft: Draft, row_of: Tensor, plain: bool, staging: Staging) -> None:
+        """`columns` (7, B) as `COLUMNS`. A plain greedy step is known by the number of its rows."""
+        batch, width = draft.batch, draft.width
+        if plain and batch == self._plain:
+            return
+        self._plain = batch if plain else -1
+        buffer = staging.buffer(2 * len(self._blank))
+        if buffer.address not in self._views:
+            ints = buffer.ints[: 2 * len(self._blank)].view(np.int64)
+            self._views[buffer.address] = ints, self._parts(ints)
+        ints, at = self._views[buffer.address]
+        ints[:] = self._blank
+        at["columns"][:, :batch] = columns
+        if width:
+            rows = row_of.numpy()
+            seq, slot = np.nonzero(rows >= 0)  # rows lie in order of sequence and slot
+            at["seq"][: len(seq)], at["node"][: len(seq)] = seq, slot - 1
+            at["row_of"][:batch, : width + 1] = rows
+            at["num_nodes"][:batch] = draft.num_nodes.numpy()
+            for name in TREE:
+                if (part := getattr(draft, name)).is_cpu:
+                    at[name][:batch, :width] = part.numpy()
+            if draft.q is not None:
+                at["q_row"][:batch, : width + 1] = draft.q.row_of.numpy()
+        else:
+            at["seq"][:batch] = np.arange(batch)
+        staging.send(buffer, self._ints.view(torch.int32), 2 * len(ints))
+        for name in TREE if width else ():
+            if not (part := getattr(draft, name)).is_cpu:
+                self.at[name][:batch, :width].copy_(part)
 
 
 class GraphCache:
-    """One call at a time, on one stream."""
+    """One call at a time, on one stream. Enabled on CUDA devices."""
 
-    def __init__(self, device: torch.device, most: int = MOST, first: int = FIRST) -> None:
-        self.records = device.type == "cuda"
-        self.warm = True  # the last call took what its like will take again: it was not recorded
-        self._most, self._first = most, first
-        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
-        self._large: Tensor | None = None
-        self._recorder = GraphRecorder()
-
-    def __call__(self, work: Callable[..., T], *given: Any, standing: Tensor | None = None, **options: Any) -> T:
-        """`work(*given, **options)`. `standing`: a tensor among the given whose like will come at the same address."""
-        if not self.records:
-            return work(*given, **options)
-        tensors: list[Tensor] = []
-        known = self._of((work, _sort((given, options), tensors, standing)))
-        self.warm = known.refused or known.recording is not None or known.calls < self._first
-        if known.recording is not None:
-            return known.recording.play(tensors)  # type: ignore[no-any-return]
-        known.calls += 1
-        if self.warm:
-            return work(*given, **options)
-        inputs = _Inputs(self._places(tensors))
-        inputs.fill(tensors)
-        given, options = _with((given, options), iter(inputs.places), standing)
-        result = work(*given, **options)  # which compiles it, if it was not for tensors that lie like these
-        known.recording = self._recording(functools.partial(work, *given, **options), inputs)
-        known.refused = known.recording is None
-        return result
-
-    def _of(self, key: Hashable) -> _Known:
-        known = self._known.setdefault(key, _Known())
-        self._known.move_to_end(key)
-        if len(self._known) > self._most:
-            self._known.popitem(last=False)
-        return known
+    def __init__(self, device: torch.device, staging: Staging, recorder: GraphRecorder | None = None) -> None:
+        self.enabled = device.type == "cuda"
+        self._device, self._staging, self._recorder = device, staging, recorder or GraphRecorder()
+        self._logits = self._q = torch.empty(0, 0)
+        self._inputs: dict[tuple[int, int, int], StepInputs] = {}
+        self._graphs: dict[StepKey, CudaGraph] = {}
 
     def __len__(self) -> int:
-        return sum(known.recording is not None for known in self._known.values())
+        return len(self._graphs)
 
-    def _places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Where a recording reads its tensors: small ones each for itself, large ones side by side."""
-        places, end = {}, 0
-        for index, tensor in enumerate(tensors):
-            if tensor.nbytes >= LARGE:
-                places[index] = slice(end, end + tensor.nbytes)
-                end = -(-(end + tensor.nbytes) // ALIGNED) * ALIGNED
-        if end and (self._large is None or len(self._large) < end):
-            size = 1 << (end - 1).bit_length()  # so all that were ever too small are no more than this one
-            self._large = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-        large = self._large
-        return [
-            large[places[index]].view(tensor.dtype).view(tensor.shape)
-            if large is not None and index in places
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for index, tensor in enumerate(tensors)
-        ]
+    def key(self, form: Form, draft: Draft, logits: Tensor, only_chains: bool) -> StepKey | None:
+        """Of a step that was captured; None: it has to run without."""
+        if not self.enabled or logits.data_ptr() != self._logits.data_ptr() or not logits.is_contiguous():
+            return None
+        rows, width = len(logits), next((width for width in WIDTHS if draft.width <= width), -1)
+        sampled = draft.q is not None and form is not Form.GREEDY
+        if draft.q is not None and sampled and not self._takes(draft.q, only_chains, width):
+            return None
+        key = self._key(form, rows, width, sampled)
+        return key if key in self._graphs and draft.batch <= key.batch else None
 
-    def _recording(self, work: Callable[[], Any], inputs: _Inputs) -> _Recording | None:
+    def verify(self, key: StepKey, columns: Ints, draft: Draft, row_of: Tensor) -> Verdict:
+        """Of a step with this key; what it gives stays when the next is verified."""
+        inputs = self._inputs[key[1:4]]
+        plain = key.form is Form.GREEDY and not key.width
+        inputs.fill(columns, draft, row_of, plain, self._staging)
+        if key.sampled and draft.q is not None:
+            self._q[: len(draft.q.probs)].copy_(draft.q.probs)
+        graph = self._graphs[key]
+        graph.replay()
+        self._staging.mark()
+        verdict = Verdict.blank(key.batch, key.width, self._device, graph.result.clone())
+        return verdict if draft.batch == key.batch else verdict.first(draft.batch)
+
+    def prepare(self, logits: Tensor, sequences: int, rows: int, q_rows: int) -> None:
+        """For up to so many sequences and rows of logits in a step, and rows of q (0: no drafter has a q). `logits` is
+        the whole of where passes leave theirs."""
+        self._logits, self._most = logits, rounded(sequences)
+        self._q = torch.empty(q_rows, logits.shape[1], device=self._device)
+        self._rows = min(max(rows, sequences), len(logits))
+
+    def keys(self) -> Iterator[StepKey]:
+        """What serving can meet, the largest first: the graphs share scratch memory."""
+        keys: dict[StepKey, None] = {}
+        for rows in range(self._rows, 0, -1):
+            for form, width in itertools.product(Form, WIDTHS):
+                if rows > 1 if width else rows <= self._most:
+                    keys[self._key(form, rows, width, sampled=False)] = None
+                if rows > 1 and width == SAMPLED_WIDTH and form is not Form.GREEDY and len(self._q):
+                    keys[self._key(form, rows, width, sampled=True)] = None
+        yield from keys
+
+    def kinds(self) -> list[StepKey]:
+        """One key of each set of kernels."""
+        return list({(key.form, key.width, key.sampled): key for key in self.keys()}.values())
+
+    def run(self, key: StepKey, verify: Verify) -> Verdict:
+        """A made-up step, kernel by kernel, which compiles and loads them."""
+        if key[1:4] not in self._inputs:
+            self._inputs[key[1:4]] = StepInputs(*key[1:4], self._device)
+        return self._work(key, verify)()
+
+    def capture(self, key: StepKey, verify: Verify) -> None:
+        """After a `run`."""
+        work = self._work(key, verify)
+        self._graphs[key] = self._recorder.capture(lambda: work().pack())
+
+    def capture_all(self, verify: Verify) -> None:
         started, before = time.perf_counter(), self._reserved()
         try:
-            recording = self._recorder.capture(work)
+            for key in self.keys():
+                self.run(key, verify)
+                self.capture(key, verify)
         except RuntimeError as problem:
-            log.warning("cannot be recorded, and runs as it is: %s", str(problem).partition("\n")[0])
-            return None
-        took, grown = 1e3 * (time.perf_counter() - started), (self._reserved() - before) / 1e6
-        log.debug("recorded in %.0f ms, %.0f MB; %d before it", took, grown, len(self))
-        return _Recording(recording, inputs)
+            reason = str(problem).partition("\n")[0]
+            log.warning("verification cannot be captured, and runs kernel by kernel: %s", reason)
+            self.enabled = False
+        took, grown = time.perf_counter() - started, (self._reserved() - before) / 1e6
+        log.info("captured %d graphs of verification in %.1f s, %.0f MB", len(self), took, grown)
 
     def _reserved(self) -> int:
-        return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+        return torch.cuda.memory_reserved() if self._device.type == "cuda" else 0
+
+    def _takes(self, q: Proposal, only_chains: bool, width: int) -> bool:
+        same = q.probs.shape[1] == self._logits.shape[1] and q.probs.dtype == self._q.dtype
+        return only_chains and q.ids is None and same and 0 < len(q.probs) <= len(self._q) and width == SAMPLED_WIDTH
+
+    def _key(self, form: Form, rows: int, width: int, sampled: bool) -> StepKey:
+        """A step of that many rows, padded."""
+        padded = 1 << (rows - 1).bit_length() if width == WIDTHS[-1] else rounded(rows)
+        padded = min(padded, len(self._logits))
+        return StepKey(form, padded, min(padded, self._most) if width else padded, width, sampled)
+
+    def _work(self, key: StepKey, verify: Verify) -> Callable[[], Verdict]:
+        at = self._inputs[key[1:4]].at
+        kind = None if key.form is Form.GREEDY else at["kind"]
+        draws = Draws(key=at["key"], committed=at["committed"], kind=kind)
+        filters = [at[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+        q = Proposal(probs=self._q, row_of=at["q_row"]) if key.sampled else None
+        draft = Draft(
+            tokens=at["tokens"],
+            parents=at["parents"],
+            depth=at["depth"],
+            num_nodes=at["num_nodes"],
+            source=at["num_nodes"],
+            q=q,
+            max_depth=key.width,
+        )
+        logits, seq, node = self._logits[: key.rows], at["seq"], at["node"]
+
+        def work() -> Verdict:
+            depth = torch.zeros_like(node)
+            if key.width and kind is not None:
+                depth = torch.where(node >= 0, draft.depth[seq, node.clamp_min(0)], 0)
+            nodes = Nodes(seq=seq, node=node, depth=depth, path=node.new_empty(key.rows, 0))
+            options = {"max_depth": key.width, "only_chains": key.sampled}
+            return verify(draft, logits, at["row_of"], nodes, Controls.of(key.form, *filters), draws, **options)
+
+        return work
 
 
-@dataclasses.dataclass
-class _Known:
-    """What is known of a key."""
-
-    calls: int = 0
-    recording: _Recording | None = None
-    refused: bool = False
-
-
-class _Inputs:
-    """Where a recording reads, filled in with one launch for each type of numbers."""
-
-    def __init__(self, places: list[Tensor]) -> None:
-        self.places = places
-        kinds: dict[torch.dtype, list[int]] = {}
-        for index, place in enumerate(places):
-            if place.numel():
-                kinds.setdefault(place.dtype, []).append(index)
-        self._kinds = [(indices, [places[index] for index in indices]) for indices in kinds.values()]
-
-    def fill(self, tensors: list[Tensor]) -> None:
-        for indices, places in self._kinds:
-            torch._foreach_copy_(places, [tensors[index] for index in indices])
-
-
-class _Recording:
-    """A recording, where it reads, and where it writes."""
-
-    def __init__(self, of: CudaGraph, inputs: _Inputs) -> None:
-        self._of, self._inputs = of, inputs
-        self._outputs: list[Tensor] = []
-        _sort(of.result, self._outputs, None)
-        # Results that are views of one block of memory come out in one copy.
-        blocks = {tensor.untyped_storage().data_ptr(): tensor for tensor in self._outputs if tensor.numel()}
-        self._blocks = [_bytes_of(tensor) for tensor in blocks.values()]
-        at = {place: index for index, place in enumerate(blocks)}
-        self._block_of = [at.get(tensor.untyped_storage().data_ptr(), -1) for tensor in self._outputs]
-
-    def play(self, tensors: list[Tensor]) -> Any:
-        self._inputs.fill(tensors)
-        self._of.replay()
-        blocks = [block.clone() for block in self._blocks]
-        return _with(self._of.result, (self._out(blocks, at) for at in range(len(self._outputs))), None)
-
-    def _out(self, blocks: list[Tensor], at: int) -> Tensor:
-        like = self._outputs[at]
-        if not like.numel():
-            return like
-        block = blocks[self._block_of[at]].view(like.dtype)
-        return block.as_strided(like.shape, like.stride(), like.storage_offset())
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory a tensor is a view of."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _sort(part: Any, tensors: list[Tensor], standing: Tensor | None) -> Hashable:
-    """What holds as long as the same recording serves; the tensors come out in order."""
-    if part is None:
-        return None
-    if part.__class__ is Tensor or isinstance(part, Tensor):
-        if part is standing:
-            return part.shape, part.dtype, part.stride(), part.data_ptr()
-        tensors.append(part)
-        return part.shape, part.dtype
-    if (names := _fields(part.__class__)) is not None:
-        return (type(part), *[_sort(getattr(part, name), tensors, standing) for name in names])
-    if isinstance(part, (tuple, list)):
-        return tuple([_sort(one, tensors, standing) for one in part])
-    if isinstance(part, dict):
-        return tuple([(name, _sort(one, tensors, standing)) for name, one in part.items()])
-    return part  # type: ignore[no-any-return]
-
-
-def _with(part: Any, tensors: Iterator[Tensor], standing: Tensor | None) -> Any:
-    """The same with other tensors."""
-    if isinstance(part, Tensor):
-        return part if part is standing else next(tensors)
-    if (names := _fields(part.__class__)) is not None:
-        return type(part)(**{name: _with(getattr(part, name), tensors, standing) for name in names})
-    if isinstance(part, (tuple, list)):
-        return tuple([_with(one, tensors, standing) for one in part])
-    if isinstance(part, dict):
-        return {name: _with(one, tensors, standing) for name, one in part.items()}
-    return part
-
-
-@functools.cache
-def _fields(of: Hashable) -> tuple[str, ...] | None:
-    """Of a dataclass."""
-    return tuple(field.name for field in dataclasses.fields(of)) if dataclasses.is_dataclass(of) else None
+def rounded(rows: int) -> int:
+    """Up to a power of two, or one and a half of it."""
+    step = 1 << max((rows - 1).bit_length() - 2, 0)
+    return -(-rows // step) * step

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Kind, Verdict
+from paceline.draft import INVALID, Draft, Kind, Verdict
 from paceline.rng import Lane, bits_of, coin_of
 from paceline.verify.pick import pick, pick_seeded_row
-from paceline.verify.processors import threshold
+from paceline.verify.processors import first_highest, threshold
 
 Row = np.ndarray[Any, Any]  # (V,) logits
 # Of a row of float32: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.
@@ -41,7 +41,7 @@ class TokenSampler:
     def draw(self, logits: Row, node: int, depth: int, native: NativeDraw | None = None) -> int:
         """The token at a node of the draft with that depth; -1 and 0 at the root."""
         if self.temperature == 0:
-            return int(logits.argmax())
+            return int(first_highest(logits[None])[0])
         info = np.finfo(logits.dtype)
         temperature = min(max(self.temperature, float(info.tiny)), float(info.max))
         coin, key = -1.0, 0
@@ -54,6 +54,8 @@ class TokenSampler:
             token = native(logits, temperature, least, self.top_k, self.top_p, coin, key)
             if token is not None:
                 return token
+        if not np.isfinite(logits.max()):
+            return INVALID
         tempered = self._tempered(logits, temperature)
         if self.seeded:
             return pick_seeded_row(tempered, key)
@@ -84,7 +86,7 @@ def walk_on_host(
     """
     values, batch = logits.numpy(), draft.batch
     native = native if values.dtype == np.float32 and values.flags.c_contiguous else None
-    best = values.argmax(-1) if samplers is None else None
+    best = first_highest(values) if samplers is None else None
     num_accepted = np.zeros(batch, np.int64)
     if not draft.width and not max_depth and best is not None:
         kinds = np.full((batch, 1), int(Kind.BONUS), np.uint8)

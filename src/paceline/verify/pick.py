@@ -2,7 +2,7 @@
 
 On a CPU with a vocabulary of some size rows go one by one through numpy, looking only at tokens of p > 0;
 elsewhere all rows at once, without reading a value. Both give the token whose stretch of the cumulative sum holds the
-coin, and never one of weight 0.
+coin, and never one of weight 0; INVALID where the numbers are none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.draft import INVALID
 from paceline.rng import Lane, bits, gumbel, gumbel_from, unit_row
 from paceline.verify.processors import argmax, probabilities
 
@@ -53,13 +54,17 @@ def _pick_batch(weights: Tensor, coins: Tensor) -> Tensor:
     total = cumulative[:, -1]
     # The coin is scaled to the sum, and kept under it.
     point = torch.minimum(coins * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
+    token = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
+    return torch.where((total > 0) & (total < math.inf), token, INVALID)
 
 
 def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
     """Of the tokens left of one row (V,)."""
+    highest = logits.max()
+    if not -math.inf < highest < math.inf:
+        return INVALID
     left = _left(logits)
-    weights = logits - logits.max() if left is None else logits[left] - logits.max()
+    weights = logits - highest if left is None else logits[left] - highest
     index = _pick_weighted(np.exp(weights, out=weights), coin)
     return index if left is None else int(left[index])
 
@@ -67,6 +72,8 @@ def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
 def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
     """Of one row (V,): first the block of tokens that holds the coin, then the token."""
     ends = np.add.reduceat(weights, np.arange(0, weights.shape[0], BLOCK), dtype=np.float64).cumsum()
+    if not 0 < ends[-1] < math.inf:
+        return INVALID
     point = min(coin * ends[-1], math.nextafter(ends[-1], 0))
     block = int(ends.searchsorted(point, "right"))
     inside = weights[block * BLOCK : (block + 1) * BLOCK]
@@ -79,11 +86,12 @@ def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
 def pick_seeded_row(logits: np.ndarray[Any, Any], key: int) -> int:
     """`pick_seeded` of one row (V,). Logarithms are the costly part: only tokens that can beat the likeliest one's sum
     need theirs."""
-    units, best = unit_row(key, _tokens(logits.shape[0])), int(logits.argmax())
+    best = int(logits.argmax())
+    if not -math.inf < logits[best] < math.inf:
+        return INVALID
+    units = unit_row(key, _tokens(logits.shape[0]))
     reached = logits[best] + gumbel_from(units[best : best + 1])[0]
     left = np.flatnonzero(units <= SLACK * np.exp(logits - reached))
-    if not left.size:  # a logit that is no number
-        return best
     return int(left[np.argmax(gumbel_from(units[left]) + logits[left])])
 
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Logprobs, ancestors
+from paceline.draft import INVALID, Draft, Logprobs, ancestors
 from paceline.verify import seam
 
 CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
@@ -63,6 +64,21 @@ class MinTokens:
     ends: Tensor  # (S, K) int64, EOS and stop ids, -1 = padding
 
 
+class Form(IntEnum):
+    """Which columns the controls of a step have. Neutral values stand where a sequence did not ask: they change no bit
+    of its result, so a row's token does not depend on the form its step has."""
+
+    GREEDY = 0  # none
+    DRAWS = 1  # temperature
+    FILTERS = 2  # temperature, top_p, min_p
+    TOP_K = 3  # and top_k: apart, since on a device it takes a search of its own, as long as the one for top_p
+
+    @staticmethod
+    def of(*, greedy: bool, top_k: bool, filters: bool) -> Form:
+        """The least that serves a sequence."""
+        return Form.GREEDY if greedy else Form.TOP_K if top_k else Form.FILTERS if filters else Form.DRAWS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Controls:
     """The parameters of S sequences. A part no sequence uses is None and costs nothing."""
@@ -76,6 +92,24 @@ class Controls:
     bad_words: BadWords | None = None
     min_tokens: MinTokens | None = None
     fallback: Tensor | None = None  # (S,) int64, the token (EOS) allowed again where every one is banned; None: token 0
+
+    @staticmethod
+    def of(
+        form: Form,
+        temperature: Tensor | None = None,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
+        **edits: Any,
+    ) -> Controls:
+        """With the columns of the form."""
+        return Controls(
+            temperature=temperature if form >= Form.DRAWS else None,
+            top_k=top_k if form >= Form.TOP_K else None,
+            top_p=top_p if form >= Form.FILTERS else None,
+            min_p=min_p if form >= Form.FILTERS else None,
+            **edits,
+        )
 
     @property
     def filters(self) -> bool:
@@ -194,10 +228,18 @@ def logprobs(raw: Tensor, tokens: Tensor, top: int) -> Logprobs:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """(R,) the first of the highest. numpy's is thirty times faster than torch's on a CPU."""
+    """(R,) the first of the highest; INVALID where that is no number. numpy's is thirty times faster on a CPU."""
     if not logits.is_cpu:
-        return logits.argmax(-1)
-    return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
+        best = logits.argmax(-1)
+        return torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), best, INVALID)
+    return torch.from_numpy(first_highest(logits.numpy()))
+
+
+def first_highest(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """`argmax` of rows (R, V) on the host: a NaN counts as the highest."""
+    best: np.ndarray[Any, np.dtype[np.int64]] = logits.argmax(-1)
+    best[~np.isfinite(logits[np.arange(len(best)), best])] = INVALID
+    return best
 
 
 def _by_row(values: Tensor, logits: Tensor, nodes: Nodes) -> Tensor:
@@ -290,8 +332,9 @@ def _sharpen_rows(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor)
     info = torch.finfo(logits.dtype)
     for source, target, seq in zip(logits, out, nodes.seq.tolist(), strict=True):
         temperature, top_k, top_p, min_p = controls.on_host[seq]
-        torch.sub(source, source.amax(), out=target)
-        if temperature == 0:
+        peak = float(source.amax())
+        torch.sub(source, peak, out=target)
+        if temperature == 0 or not math.isfinite(peak):  # no number in the row is left one
             continue
         if temperature != 1:
             target.div_(min(max(temperature, info.tiny), info.max))

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from paceline.rng import Lane, coin
 from paceline.verify import seam
 from paceline.verify.pick import pick_weighted
 from paceline.verify.processors import Controls, Nodes, probabilities, process
-from paceline.verify.walk import CoinSource, Draws, draw
+from paceline.verify.walk import CoinSource, DrawKind, Draws, draw
 
 
 def propose(
     logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
-    """(R,) a token for each row of a drafter's logits, and (Rc, V) q of the rows drawn by coins; None: no row is."""
+    """(R,) a token for each row of a drafter's logits, and q (R, V); None where no sequence draws by coins."""
     if (kernels := seam.kernels(logits)) is not None:
         return kernels.propose(logits, controls, draws, nodes, source)  # type: ignore[no-any-return]
     processed = process(logits, controls, nodes)
-    tokens = draw(processed, replace(draws, coins=None), nodes)
-    if (at := draws.coins) is None:
-        return tokens, None
-    q, seq = probabilities(processed[at]), nodes.seq[at]
-    tokens[at] = pick_weighted(q, source(Lane.DRAFT, draws.key[seq], draws.committed[seq], nodes.node[at]))
+    if draws.kind is None or not draws.coins:
+        return draw(processed, draws, nodes), None
+    q, at = probabilities(processed), (draws.kind == DrawKind.COIN)[nodes.seq].nonzero()[:, 0]
+    tokens = draw(processed, replace(draws, kind=torch.where(draws.kind == DrawKind.COIN, 0, draws.kind)), nodes)
+    seq = nodes.seq[at]
+    coins = source(Lane.DRAFT, draws.key[seq], draws.committed[seq], nodes.node[at])
+    tokens[at] = pick_weighted(q[at], coins)
     return tokens, q

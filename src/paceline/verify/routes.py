@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft
-from paceline.verify.processors import Nodes
-from paceline.verify.walk import Draws
+from paceline.verify.walk import DrawKind, Draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +20,11 @@ class Routes:
     tree: Tensor | None = None
 
 
-def route(draft: Draft, nodes: Nodes, draws: Draws) -> Routes:
+def route(draft: Draft, draws: Draws) -> Routes:
     """Without -1. It reads device values."""
     if draft.q is None:
         return Routes(walk=torch.arange(draft.batch, device=draft.tokens.device))
-    sampled, is_chain = _sort(draft, nodes, draws)
+    sampled, is_chain = _sort(draft, draws)
 
     def rows(wanted: Tensor) -> Tensor | None:
         found = wanted.nonzero()[:, 0]
@@ -34,10 +33,10 @@ def route(draft: Draft, nodes: Nodes, draws: Draws) -> Routes:
     return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
 
 
-def masked(draft: Draft, nodes: Nodes, draws: Draws, *, only_chains: bool) -> Routes:
+def masked(draft: Draft, draws: Draws, *, only_chains: bool) -> Routes:
     """(B,) each, -1 for the rows of the other rules, where some row may be sampled. The host reads nothing."""
     index = torch.arange(draft.batch, device=draft.tokens.device)
-    sampled, is_chain = _sort(draft, nodes, draws)
+    sampled, is_chain = _sort(draft, draws)
 
     def rows(wanted: Tensor) -> Tensor:
         return torch.where(wanted, index, -1)
@@ -47,11 +46,11 @@ def masked(draft: Draft, nodes: Nodes, draws: Draws, *, only_chains: bool) -> Ro
     return Routes(walk=rows(~sampled), chain=rows(sampled & is_chain), tree=rows(sampled & ~is_chain))
 
 
-def _sort(draft: Draft, nodes: Nodes, draws: Draws) -> tuple[Tensor, Tensor]:
+def _sort(draft: Draft, draws: Draws) -> tuple[Tensor, Tensor]:
     """(B,) bool: the rows for law 2, and the rows that are chains."""
     assert draft.q is not None
     index = torch.arange(draft.width, device=draft.tokens.device)
     used = index < draft.num_nodes[:, None]
     from_q = draft.q.row_of.gather(1, draft.parents + 1) >= 0
-    sampled = draws.asking(draws.coins, nodes) & (draft.num_nodes > 0) & (from_q | ~used).all(1)
+    sampled = draws.by(DrawKind.COIN) & (draft.num_nodes > 0) & (from_q | ~used).all(1)
     return sampled, ((draft.parents == index - 1) | ~used).all(1)

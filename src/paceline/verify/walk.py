@@ -8,9 +8,9 @@ draft is lossless here, sampled ones and ones with duplicates too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -26,48 +26,54 @@ from paceline.verify.processors import Controls, Nodes, argmax, process
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
 
 
+class DrawKind(IntEnum):
+    """How a sequence draws its tokens."""
+
+    GREEDY = 0
+    COIN = 1  # by a fresh coin: sampling without a seed
+    SEEDED = 2  # by the noise of its seed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """How R rows of processed logits become tokens. A row in neither list is greedy; a sequence's rows are alike."""
+    """How S sequences draw tokens from processed logits."""
 
     key: Tensor  # (S,) int64, the request's seed, or its private random key
     committed: Tensor  # (S,) int64, tokens (prompt and output) when the step starts
-    coins: Tensor | None = None  # (Rc,) int64, ascending: the rows of unseeded sampling requests; None: no row
-    seeded: Tensor | None = None  # (Rs,) int64, ascending: the rows of seeded ones; None: no row
+    kind: Tensor | None = None  # (S,) int64 of DrawKind; None: all are greedy
+    coins: bool = True  # some sequence may draw by coins, as far as the host knows
 
     @staticmethod
-    def of(key: Tensor, committed: Tensor, seq: Sequence[int], greedy: Sequence[bool], seeded: Sequence[bool]) -> Draws:
-        """Sort rows (given by their sequence, on the host) by how their sequence draws."""
+    def by_coins(key: Tensor, committed: Tensor) -> Draws:
+        """Every sequence samples without a seed."""
+        return Draws(key=key, committed=committed, kind=torch.full_like(key, DrawKind.COIN, dtype=torch.int64))
 
-        def rows(wanted: bool) -> Tensor | None:
-            found = [row for row, s in enumerate(seq) if not greedy[s] and bool(seeded[s]) is wanted]
-            return torch.tensor(found, device=key.device) if found else None
-
-        return Draws(key=key, committed=committed, coins=rows(False), seeded=rows(True))
-
-    def asking(self, rows: Tensor | None, nodes: Nodes) -> Tensor:
-        """(S,) bool: the sequences those rows belong to."""
-        asked = torch.zeros_like(self.key, dtype=torch.bool)
-        return asked if rows is None else asked.index_fill_(0, nodes.seq[rows], True)
+    def by(self, kind: DrawKind) -> Tensor:
+        """(S,) bool: the sequences that draw in this way."""
+        if self.kind is None:
+            return torch.full_like(self.key, kind == DrawKind.GREEDY, dtype=torch.bool)
+        return self.kind == kind
 
 
 def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) -> Tensor:
     """(R,) the token of each row."""
     if (kernels := seam.kernels(logits)) is not None:
         return kernels.draw(logits, draws, nodes, source)  # type: ignore[no-any-return]
-    rows = logits.shape[0]
-    sampled = sum(0 if part is None else part.shape[0] for part in (draws.coins, draws.seeded))
-    tokens = argmax(logits) if sampled < rows else nodes.seq.new_empty(rows)
-    if draws.coins is not None:
-        at = draws.coins
-        seq = nodes.seq[at]
-        coins = source(Lane.WALK, draws.key[seq], draws.committed[seq], nodes.node[at])
-        tokens[at] = pick(_rows(logits, at), coins)
-    if draws.seeded is not None:
-        at = draws.seeded
-        seq = nodes.seq[at]
+    if draws.kind is None:
+        return argmax(logits)
+    coins, seeded = ((draws.kind == kind)[nodes.seq].nonzero()[:, 0] for kind in (DrawKind.COIN, DrawKind.SEEDED))
+    sampled = coins.shape[0] + seeded.shape[0]
+    tokens = argmax(logits) if sampled < logits.shape[0] else nodes.seq.new_empty(sampled)
+    if coins.shape[0]:
+        seq = nodes.seq[coins]
+        tokens[coins] = pick(
+            _rows(logits, coins), source(Lane.WALK, draws.key[seq], draws.committed[seq], nodes.node[coins])
+        )
+    if seeded.shape[0]:
+        seq = nodes.seq[seeded]
         # The noise belongs to the position the token will take, whichever step or node draws it.
-        tokens[at] = pick_seeded(_rows(logits, at), draws.key[seq], draws.committed[seq] + nodes.depth[at])
+        position = draws.committed[seq] + nodes.depth[seeded]
+        tokens[seeded] = pick_seeded(_rows(logits, seeded), draws.key[seq], position)
     return tokens
 
 
@@ -95,7 +101,6 @@ def descend(
     source: CoinSource = coin,
 ) -> Verdict:
     """The same walk of the rows (B',) of a draft, on the host: level by level, processing only the nodes it reaches."""
-    coins, seeded = (draws.asking(part, nodes).numpy() for part in (draws.coins, draws.seeded))
     tokens, parents = draft.tokens.numpy(), draft.parents.numpy()
     used = np.arange(draft.width) < draft.num_nodes.numpy()[:, None]
     batch = rows.shape[0]
@@ -105,8 +110,7 @@ def descend(
     while live.size:
         at = row_of[torch.from_numpy(owner), torch.from_numpy(node + 1)]
         here = nodes.take(at)
-        sub = replace(draws, coins=_found(coins[owner]), seeded=_found(seeded[owner]))
-        drawn = draw(process(logits[at], controls, here), sub, here, source).numpy()
+        drawn = draw(process(logits[at], controls, here), draws, here, source).numpy()
         children = used[owner] & (parents[owner] == node[:, None])
         agrees = children & (tokens[owner] == drawn[:, None])  # of equal siblings the first one counts
         last[live], leaf[live] = drawn, ~children.any(1)
@@ -116,11 +120,6 @@ def descend(
         num_accepted[live] += 1
     parts = (torch.from_numpy(part) for part in (path, num_accepted, last, leaf))
     return outcome(take(draft, rows), *parts)
-
-
-def _found(wanted: np.ndarray[Any, Any]) -> Tensor | None:
-    found = np.flatnonzero(wanted)
-    return torch.from_numpy(found) if found.size else None
 
 
 def _rows(logits: Tensor, at: Tensor) -> Tensor:

@@ -7,7 +7,6 @@
 
 #include "layers.h"
 #include "lookup.h"
-#include "relay.h"
 #include "sampling.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -16,22 +15,12 @@ EXPORT long paceline_abi() { return ABI; }
 
 EXPORT long paceline_panel_width() { return NT; }
 
-EXPORT void paceline_pack_f32(const float* weight, float* panels, long N, long K, int threads) {
-    pack(weight, panels, N, K, threads);
+EXPORT void paceline_pack(int64_t kind, const void* weight, void* panels, long N, long K, int threads) {
+    pack((Kind)kind, weight, panels, N, K, threads);
 }
 
-EXPORT void paceline_pack_bf16(const uint16_t* weight, uint16_t* panels, long N, long K, int threads) {
-    pack(weight, panels, N, K, threads);
-}
-
-EXPORT void paceline_linear_f32(const float* x, const float* panels, const float* bias, float* out, long M, long K, long N,
-                                int threads) {
-    linear(x, panels, bias, out, M, K, N, threads);
-}
-
-EXPORT void paceline_linear_bf16(const float* x, const uint16_t* panels, const float* bias, float* out, long M, long K,
-                                 long N, int threads) {
-    linear(x, panels, bias, out, M, K, N, threads);
+EXPORT void paceline_linear(const Product* product, const float* x, float* out, long M, int threads) {
+    multiply(x, *product, out, M, threads);
 }
 
 // residual may be null; otherwise it becomes residual + x and is what is normed.
@@ -68,7 +57,7 @@ EXPORT long paceline_draw_token(const float* logits, long V, float temperature, 
     return draw_token(logits, V, {temperature, least, top_k, top_p, coin, key});
 }
 
-// -- lookup drafters: see ngram.h, suffix.h, lookup.h and relay.h
+// -- lookup drafters: see ngram.h, suffix.h and lookup.h
 
 EXPORT void paceline_ngram_extend(ngram::Text* text, const int64_t* tokens, long count) {
     ngram::extend(*text, tokens, count);
@@ -86,8 +75,6 @@ EXPORT long paceline_ngram_draft(const int64_t* asked, long rows, long width, in
     return lookup::draft_all(lookup::Ngrams{}, asked, rows, width, counts);
 }
 
-EXPORT long paceline_ngram_relay(relay::Step* step) { return relay::draft(lookup::Ngrams{}, *step); }
-
 EXPORT void paceline_suffix_extend(suffix::Index* index, const int32_t* tokens, long count) {
     suffix::extend(*index, tokens, count);
 }
@@ -103,12 +90,4 @@ EXPORT void paceline_suffix_find(int64_t* asked, long rows, const suffix::Index*
 EXPORT long paceline_suffix_draft(const int64_t* asked, long rows, long width, int64_t* counts, const suffix::Index* store,
                                   const suffix::Weights* weights) {
     return lookup::draft_all(lookup::Suffixes{store, *weights}, asked, rows, width, counts);
-}
-
-EXPORT long paceline_suffix_relay(relay::Step* step, const suffix::Index* store, const suffix::Weights* weights) {
-    return relay::draft(lookup::Suffixes{store, *weights}, *step);
-}
-
-EXPORT void paceline_relay_pass(const relay::Step* step, const relay::Place* place, int32_t* out) {
-    relay::write(*step, *place, out);
 }

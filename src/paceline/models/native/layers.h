@@ -10,25 +10,12 @@
 
 namespace {
 
-struct Product {  // native_kernels.ProductView
-    const void* panels;
-    const float* bias;
-    int64_t inputs, outputs, bf16;
-};
-
 struct Layer {  // native_kernels.LayerView
     const float *input_norm, *q_norm, *k_norm, *mlp_norm;
     float *keys, *values;
     int64_t window;
     Product qkv, output, gate_up, down;
 };
-
-void multiply(const float* x, const Product& p, float* out, long M, int threads) {
-    if (p.bf16)
-        linear(x, (const uint16_t*)p.panels, p.bias, out, M, p.inputs, p.outputs, threads);
-    else
-        linear(x, (const float*)p.panels, p.bias, out, M, p.inputs, p.outputs, threads);
-}
 
 // `added` is what the layer before adds to the residual stream (ignored when `first`), and afterwards what the last one adds.
 int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long count, float* residual, float* added,

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cstdint>
+
 #include "pool.h"
 #include "vectors.h"
 
@@ -31,6 +33,15 @@ void pack_panel(const float* const* rows, long K, float* panel, const float* con
     for (; k < K; k++)
         for (long j = 0; j < NT; j++) panel[k * NT + j] = rows[j][k];
 }
+
+enum class Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };  // weights.WeightKind: how a weight's numbers are stored
+
+struct Product {  // native_kernels.ProductView
+    Kind kind;
+    const void *panels, *scales;  // scales: of kinds that store blocks of codes, null for numbers
+    const float* bias;
+    int64_t inputs, outputs;
+};
 
 // The right-hand sides of a product tile: where its k-th pair of vectors comes from.
 template <class T>
@@ -178,6 +189,20 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
     parallel((items + run - 1) / run, threads, [=](long claim, int) {
         for (long item = claim * run; item < (claim + 1) * run && item < items; item++) compute(item);
     });
+}
+
+void pack(Kind kind, const void* weight, void* panels, long N, long K, int threads) {
+    switch (kind) {
+        case Kind::FLOAT32: return pack((const float*)weight, (float*)panels, N, K, threads);
+        case Kind::BFLOAT16: return pack((const uint16_t*)weight, (uint16_t*)panels, N, K, threads);
+    }
+}
+
+void multiply(const float* x, const Product& p, float* out, long M, int threads) {
+    switch (p.kind) {
+        case Kind::FLOAT32: return linear(x, (const float*)p.panels, p.bias, out, M, p.inputs, p.outputs, threads);
+        case Kind::BFLOAT16: return linear(x, (const uint16_t*)p.panels, p.bias, out, M, p.inputs, p.outputs, threads);
+    }
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.models.plan import PassPlan
 
+HEADER = 4  # ints before the tiles: width of the block tables, whether a unit is a block, most units of a tile, unused
 KEYS = 64  # of a block
 EARLY = 16  # blocks, in chunks of half the size
 CHUNK = 8  # blocks
@@ -49,7 +50,7 @@ class Division:
         return Division(tile, num_tiles, direct, units, tails, splits)
 
     def header(self, max_len: int, table_width: int) -> list[int]:
-        """What the kernels read of a pass beside its tiles: `native_relay.HEADER` ints."""
+        """What the kernels read of a pass beside its tiles, HEADER ints."""
         blocks = -(-max_len // KEYS)
         by_block = blocks * self.num_tiles * self.tile // 64 <= SPLIT_BLOCKS
         return [table_width, int(by_block), blocks if by_block else chunks_of(blocks), 0]

@@ -16,8 +16,8 @@ from paceline.models.chain import READ, ChainRow
 from paceline.models.kernels import Shape, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.staging import Staging
+from paceline.models.triton.advance_rows import known_of
 from paceline.models.triton.chain import STATE, UNIT, chain
-from paceline.models.triton.follow import known_of
 from paceline.models.triton.launch import INTERPRETED
 
 HEADER = 8  # ints
@@ -50,7 +50,7 @@ def served(weights: Weights, config: ModelConfig, programs: int) -> bool:
     plain = not (config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm or any(config.windows))
     return (
         plain
-        and weights.head.weight.dtype == weights.final_norm.dtype
+        and weights.head.weight.data.dtype == weights.final_norm.dtype
         and config.head_dim in (32, 64, 128)
         and config.num_heads // config.num_kv_heads + 2 <= 16
         and config.hidden_size % 16 == config.intermediate_size % 16 == 0
@@ -112,18 +112,19 @@ class TritonChain:
         self._weights, self._caches = weights, caches  # the table points into them
         self._config, self._shape, self._block_size = config, shape, block_size
         self._programs, self._cut, self.most_rows = programs, cut, cut.rows
-        self._head: Tensor = weights.head.weight
+        self._head: Tensor = weights.head.weight.data
         tensors = [
             [
-                *(layer.input_norm, layer.qkv.weight, layer.output.weight, layer.mlp_norm),
-                *(layer.gate_up.weight, layer.down.weight, cache.k, cache.v),
+                *(layer.input_norm, layer.qkv.weight.data, layer.output.weight.data, layer.mlp_norm),
+                *(layer.gate_up.weight.data, layer.down.weight.data, cache.k, cache.v),
             ]
             for layer, cache in zip(weights.layers, caches, strict=True)
         ]
         tensors.append([weights.embedding, weights.final_norm, *[self._head] * 6])
         offsets = [[_offset(tensor, self._head) for tensor in each] for each in tensors]
         self._table = torch.tensor(offsets, dtype=torch.int64, device=self._head.device)
-        self._buffers = _Buffers(cut, config, self._head, block_size, programs)
+        longest = min(config.max_positions, caches[0].k.shape[0])
+        self._buffers = _Buffers(cut, config, self._head, block_size, programs, longest)
         self._tag = 1
 
     def draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
@@ -189,17 +190,19 @@ class TritonChain:
 class _Buffers:
     """What a launch reads and writes beside weights and caches."""
 
-    def __init__(self, cut: Cut, config: ModelConfig, like: Tensor, block_size: int, programs: int) -> None:
+    def __init__(
+        self, cut: Cut, config: ModelConfig, like: Tensor, block_size: int, programs: int, longest: int
+    ) -> None:
         self._cut, self._programs, self._kv, self._block_size = cut, programs, config.num_kv_heads, block_size
         self._out = STATE + cut.rows * MAX_K
         self._tables = HEADER + cut.rows * (3 + READ)  # in what the host says, which comes behind
-        size = self._out + self._tables + cut.rows * -(-config.max_positions // block_size)
+        size = self._out + self._tables + cut.rows * -(-longest // block_size)
         self.state = torch.zeros(size, dtype=torch.int32, device=like.device)
         on_device = like.device.type == "cuda"
         self._staging = Staging(like.device)
         self._drafts = 0
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=on_device)
-        self._most_positions = config.max_positions
+        self._most_positions = longest
         words = 2 * config.q_size + 2 * config.kv_size + 2 * config.hidden_size + config.intermediate_size
         words += cut.splits * (config.q_size + config.num_heads) + 2 * programs + config.hidden_size
         self.words = torch.zeros(cut.rows * words, dtype=torch.int64, device=like.device)

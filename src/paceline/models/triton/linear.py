@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.models.triton.elementwise import rotate, sum_segments
 from paceline.models.triton.launch import fetch, overlapped, release, wait
+from paceline.models.weights import Linear
 
 FEW_ROWS = 64
 SMALL = 1 << 22  # a weight of no more numbers is asked for before the kernel before is over
@@ -47,20 +48,6 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class TritonWeight:
-    weight: Tensor  # (N, K)
-    bias: Tensor | None  # (N,)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    @property
-    def segments(self) -> int:
-        return segments_of(*self.weight.shape)
-
-
-@dataclass(frozen=True)
 class Rotary:
     """What a product of q, k and v needs to rotate q and k, and to write k and v where they belong."""
 
@@ -74,7 +61,7 @@ class Rotary:
 
 def linear(
     x: Tensor,
-    weight: TritonWeight,
+    weight: Linear,
     *,
     gated: bool = False,
     rotary: Rotary | None = None,
@@ -90,30 +77,32 @@ def linear(
     and the result q, (M, Hq * D). `in_segments`: the result may come as the sums of each segment, (S, M, N) in fp32.
     """
     rows, k = x.shape
-    n = weight.weight.shape[0]
-    if k != weight.weight.shape[1]:
-        raise ValueError(f"a linear layer of {weight.weight.shape[1]} inputs was given {k}")
+    stored, bias = weight.weight.data, weight.bias
+    n, inputs = stored.shape
+    if k != inputs:
+        raise ValueError(f"a linear layer of {inputs} inputs was given {k}")
+    segments = segments_of(n, k)
     x = x if x.is_contiguous() else x.contiguous()
     dim, kv_heads = (1, 0) if rotary is None else (rotary.k_cache.shape[2], rotary.k_cache.shape[1])
     width = n // 2 if gated else n - 2 * kv_heads * dim
-    apart = weight.segments > 1 and rows <= APART_ROWS
-    into = x.new_empty((weight.segments, rows, n), dtype=torch.float32) if apart else out
+    apart = segments > 1 and rows <= APART_ROWS
+    into = x.new_empty((segments, rows, n), dtype=torch.float32) if apart else out
     if into is None:
         into = x.new_empty((rows, width), dtype=out_dtype or x.dtype)
     if rows == 0:
         return into
     tile = tile or tile_for(rows, n, k, x.element_size())
     overlap = overlap and (rows <= EARLY_ROWS or n * k <= SMALL)
-    length = k // weight.segments
+    length = k // segments
     part, more = tile.parts
     boxes = tile.boxes and length % tile.k == 0 and x.data_ptr() % 16 == 0 and dim & (dim - 1) == 0
     if more and not boxes:
         tile, more = replace(tile, m=part), 0
-    _linear[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n), weight.segments if apart else 1)](
+    _linear[(triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n), segments if apart else 1)](
         TensorDescriptor(x, [rows, k], [k, 1], [part, tile.k]) if boxes else x,
         TensorDescriptor(x, [rows, k], [k, 1], [more, tile.k]) if more else x,
-        _box(weight.weight, tile, gated, dim, kv_heads) if boxes else weight.weight,
-        weight.bias if weight.bias is not None else weight.weight,
+        _box(stored, tile, gated, dim, kv_heads) if boxes else stored,
+        stored if bias is None else bias,
         into,
         rows,
         n,
@@ -127,11 +116,11 @@ def linear(
         GATED=gated,
         DIM=dim,
         KV_HEADS=kv_heads,
-        BIASED=weight.bias is not None and not apart,
+        BIASED=bias is not None and not apart,
         EVEN_K=length % tile.k == 0,
         BOXES=boxes,
         SWAPPED=tile.swapped,
-        SEGMENTS=weight.segments,
+        SEGMENTS=segments,
         APART=apart,
         LINES=triton.next_power_of_2(triton.cdiv(k, 64)) if n * k <= SMALL else 0,
         num_warps=tile.warps,
@@ -140,7 +129,7 @@ def linear(
     )
     if not apart or in_segments:
         return into
-    return add_segments(into, weight.bias, out_dtype or x.dtype, out, overlap=overlap)
+    return add_segments(into, bias, out_dtype or x.dtype, out, overlap=overlap)
 
 
 def _box(weight: Tensor, tile: Tile, gated: bool, dim: int, kv_heads: int) -> TensorDescriptor:

@@ -36,8 +36,8 @@ def probabilities(logits: Tensor) -> Tensor:
 
 def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
     """As walk.draw."""
-    target = _plain(logits)
-    return draw_tokens(target if draws.coins is None else target.weighed(totals=False), draws, nodes, source)
+    target = TargetDistribution.of(logits, Controls(), nodes)
+    return draw_tokens(_for_coins(target, draws), draws, nodes, source)
 
 
 def propose(
@@ -45,12 +45,11 @@ def propose(
 ) -> tuple[Tensor, Tensor | None]:
     """As propose.propose. A token is drawn by the weights q is made of, as the walk draws by those of p."""
     target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes).filtered(controls, nodes)
-    if draws.coins is None:
-        return draw_tokens(target, draws, nodes, source), None
+    if draws.kind is None or not draws.coins:
+        return draw_tokens(_for_coins(target, draws), draws, nodes, source), None
     target = target.weighed()
     q = target.write(probabilities=True)
-    tokens = draw_tokens(target, draws, nodes, lambda lane, *words: source(Lane.DRAFT, *words))
-    return tokens, q if draws.coins.shape[0] == q.shape[0] else q[draws.coins]
+    return draw_tokens(target, draws, nodes, lambda lane, *words: source(Lane.DRAFT, *words)), q
 
 
 def verify(
@@ -69,17 +68,16 @@ def verify(
 ) -> Verdict:
     """As verify.verify. Without routes the device sorts the rows, and each rule skips those that are not its own."""
     target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes)
-    if draws.coins is not None or draws.seeded is not None:
+    if draws.kind is not None:
         target = target.filtered(controls, nodes)
-    only_walks = routes is None and (draft.q is None or draft.width == 0 or draws.coins is None)
-    if draws.coins is not None:
-        target = target.weighed(totals=not only_walks)
+    only_walks = routes is None and (draft.q is None or draft.width == 0 or draws.kind is None or not draws.coins)
+    target = _for_coins(target, draws) if only_walks else target.weighed()
     verdict = Verdict.blank(draft.batch, max_depth, logits.device)
     if only_walks:
         _walk(draft, draw_tokens(target, draws, nodes, source), row_of, None, verdict)  # every row
         return verdict
     if routes is None:
-        routes = masked(draft, nodes, draws, only_chains=only_chains)
+        routes = masked(draft, draws, only_chains=only_chains)
     if routes.walk is not None:
         _walk(draft, draw_tokens(target, draws, nodes, source), row_of, routes.walk, verdict)
     if routes.chain is not None or routes.tree is not None:
@@ -106,6 +104,11 @@ def _judge(
         rules.tree(found, routes.tree, coins)
     parts = [rows for rows in (routes.chain, routes.tree) if rows is not None]
     recover(found, parts[0] if len(parts) == 1 else torch.cat(parts), draws, source, verdict)
+
+
+def _for_coins(target: TargetDistribution, draws: Draws) -> TargetDistribution:
+    """Weighed where a row may draw, whether one does by a coin or not: so kernels are compiled once."""
+    return target if draws.kind is None else target.weighed(draws.kind)
 
 
 def _plain(logits: Tensor) -> TargetDistribution:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.verify.device import tiles
-from paceline.verify.device.tiles import P, Tile, kernel, key_of, my_rows, programs, tempered
+from paceline.verify.device.tiles import P, Tile, kernel, key_of, my_rows, owned_rows, programs, tempered
 from paceline.verify.processors import Controls, Nodes
 
 WAYS = tl.constexpr(8)
@@ -105,22 +105,22 @@ def _open(
 ):
     """The interval (low, high] the cut lies in: down to what min_p leaves, or to the cut made before.
 
-    It is closed from the start in rows that do not ask: greedy ones, and those whose top_k or top_p is off.
+    It is closed from the start in rows without such a filter: padding, greedy ones, and where top_k or top_p is off.
     """
-    row, live = my_rows(rows, ROWS)
-    asks = tl.load(seq + row, live, 0)
-    warm = live & (tl.load(temperature + asks, live, 1.0) > 0)
+    row, owned, owner = owned_rows(seq, rows, ROWS)
+    _, live = my_rows(rows, ROWS)
+    warm = owned & (tl.load(temperature + owner, owned, 0.0) > 0)
     top = tl.zeros([ROWS], low.dtype.element_ty) + last
     if FRESH:
         if min_p is not None:
-            share = tl.load(min_p + asks, live, 0.0).to(tl.float64)
+            share = tl.load(min_p + owner, owned, 0.0).to(tl.float64)
             floor = key_of(tl.log(tl.where(share > 0, share, 1.0)).to(DTYPE), DTYPE)
             top = tl.where(warm & (share > 0), tl.minimum(floor, top), top)
     else:
         top = tl.load(high + row, live, 0)
     bottom = top - 1
     if wanted is not None:
-        amount = tl.load(wanted + asks, live, 0)
+        amount = tl.load(wanted + owner, owned, 0)
         if COUNT:
             bottom = tl.where(warm & (amount > 0) & (amount < vocab), -1, bottom)
             tl.store(goal + row, amount.to(tl.float64), live)
@@ -204,11 +204,12 @@ def _narrow(
     SPLITS: tl.constexpr,
 ):
     """Keep the part of the interval in which the goal is reached: a number of tokens, or a share of what is left."""
-    row, live = my_rows(rows, ROWS)
+    row, owned, owner = owned_rows(seq, rows, ROWS)
+    _, live = my_rows(rows, ROWS)
     bottom, top = tl.load(low + row, live, 0), tl.load(high + row, live, 0)
     enough = tl.load(goal + row, live, 0.0)
     if FIRST and not COUNT:
-        share = tl.load(wanted + tl.load(seq + row, live, 0), live, 1.0).to(tl.float64)
+        share = tl.load(wanted + owner, owned, 1.0).to(tl.float64)
         enough = share * _held(held, row, live, splits, WAYS, SPLITS)
         tl.store(goal + row, enough, live)
     picked = tl.full([ROWS], WAYS - 1, tl.int32)

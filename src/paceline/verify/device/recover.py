@@ -82,6 +82,8 @@ def _recover(
     token = split[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     weight, _, _ = left(p, q, trees, row, slot, -1, live, token, -1, 0.0, 0.0, DTYPE)
     last = split * BLOCK + find_token(weight, rest)
+    peak = tl.load(p.peak + tl.load(trees.p_row + row * (trees.width + 1) + slot, live, 0), live, 0.0)
+    last = tl.where(peak < float("inf"), last, -1)  # INVALID
     inner = tl.load(trees.child + row * (trees.width + 1) + slot, live, -1) >= 0
     column = tl.arange(0, COLUMNS)[None, :]
     path = tl.full([ROWS, COLUMNS], -1, tl.int64)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton.language as tl
@@ -11,7 +11,19 @@ from torch import Tensor
 
 from paceline.verify.device import tiles
 from paceline.verify.device.cut import cut
-from paceline.verify.device.tiles import P, Tile, inverse, kept, kernel, my_rows, programs, summed, tempered
+from paceline.verify.device.tiles import (
+    COIN,
+    P,
+    Tile,
+    inverse,
+    kept,
+    kernel,
+    my_rows,
+    owned_rows,
+    programs,
+    summed,
+    tempered,
+)
 from paceline.verify.processors import Controls, Nodes
 
 
@@ -21,7 +33,8 @@ class TargetDistribution:
 
     p: P
     tile: Tile
-    best: Tensor  # (R,) int64, the first of the highest
+    seq: Tensor  # (R,) int64, the sequence of each row; -1: it pads the step, and is skipped
+    best: Tensor  # (R,) int64, the first of the highest; INVALID where a logit is no number
     shares: Tensor | None = None  # (R, splits) float64, sums of exp(tempered logit) over what the filters leave
 
     @staticmethod
@@ -34,40 +47,30 @@ class TargetDistribution:
         best = torch.empty(rows, dtype=torch.int64, device=logits.device)
         p = P(logits, logits.stride(0), logits.shape[1], peak, scale)
         tops, places = peak.new_empty(rows, tile.splits), best.new_empty(rows, tile.splits)
-        _peak[tile.grid(rows)](p, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
+        _peak[tile.grid(rows)](p, nodes.seq, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
         _row[(programs(rows),)](
-            p,
-            tops,
-            places,
-            best,
-            nodes.seq,
-            controls.temperature,
-            rows,
-            tile.splits,
-            tile.dtype,
-            tiles.ROWS,
-            tile.padded,
-        )
-        return TargetDistribution(p, tile, best)
+            p, tops, places, best, nodes.seq, controls.temperature, rows, tile.splits,
+            tile.dtype, tiles.ROWS, tile.padded,
+        )  # fmt: skip
+        return TargetDistribution(p, tile, nodes.seq, best)
 
     def filtered(self, controls: Controls, nodes: Nodes) -> TargetDistribution:
         """With the cut the filters make."""
         if controls.temperature is None or not controls.filters:
             return self
-        return TargetDistribution(self.p._replace(cut=cut(self.p, self.tile, controls, nodes)), self.tile, self.best)
+        return replace(self, p=self.p._replace(cut=cut(self.p, self.tile, controls, nodes)))
 
-    def weighed(self, *, totals: bool = True) -> TargetDistribution:
-        """With the sums that turn weights into probabilities; a coin needs those of the splits only."""
-        rows = self.best.shape[0]
-        shares = self.p.peak.new_empty(rows, self.tile.splits, dtype=torch.float64)
-        _weigh[self.tile.grid(rows)](
-            self.p, shares, rows, self.tile.splits, self.tile.dtype, tiles.ROWS, self.tile.block
-        )
-        if not totals:
-            return TargetDistribution(self.p, self.tile, self.best, shares)
+    def weighed(self, kind: Tensor | None = None) -> TargetDistribution:
+        """With the sums that turn weights into probabilities: with `kind` (S,), how sequences draw, those of the splits
+        of rows drawn by coins, which is all that a coin needs."""
+        rows, tile = self.best.shape[0], self.tile
+        shares = self.p.peak.new_empty(rows, tile.splits, dtype=torch.float64)
+        _weigh[tile.grid(rows)](self.p, self.seq, kind, shares, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
+        if kind is not None:
+            return replace(self, shares=shares)
         total = shares.new_empty(rows)
-        _total[(programs(rows),)](shares, total, rows, self.tile.splits, tiles.ROWS, self.tile.padded)
-        return TargetDistribution(self.p._replace(total=total), self.tile, self.best, shares)
+        _total[(programs(rows),)](shares, total, rows, tile.splits, tiles.ROWS, tile.padded)
+        return replace(self, p=self.p._replace(total=total), shares=shares)
 
     def write(self, *, probabilities: bool) -> Tensor:
         """(R, V) processed logits, or p."""
@@ -78,15 +81,17 @@ class TargetDistribution:
 
 
 @kernel
-def _peak(p, tops, places, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _peak(p, seq, tops, places, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Each split's highest logit, and the first token that has it."""
-    row, live = my_rows(rows, ROWS)
-    split = tl.program_id(1)
-    token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
-    here = live[:, None] & (token < p.vocab)
-    logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
-    tl.store(tops + row * splits + split, tl.max(logit, 1), live)
-    tl.store(places + row * splits + split, split * BLOCK + tl.argmax(logit, 1), live)
+    row, live, _ = owned_rows(seq, rows, ROWS)
+    if tl.max(live.to(tl.int32), 0) > 0:
+        split = tl.program_id(1)
+        token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
+        here = live[:, None] & (token < p.vocab)
+        logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
+        broken = tl.max(((logit != logit) | (logit == float("inf"))).to(tl.int32), 1) > 0
+        tl.store(tops + row * splits + split, tl.where(broken, float("nan"), tl.max(logit, 1)), live)
+        tl.store(places + row * splits + split, split * BLOCK + tl.argmax(logit, 1), live)
 
 
 @kernel
@@ -104,15 +109,19 @@ def _row(
     SPLITS: tl.constexpr,
 ):
     """The highest of the splits' highest, and the row's temperature."""
-    row, live = my_rows(rows, ROWS)
+    row, live, owner = owned_rows(seq, rows, ROWS)
     split = tl.arange(0, SPLITS)[None, :]
     here = live[:, None] & (split < splits)
     top = tl.load(tops + row[:, None] * splits + split, here, float("-inf"))
-    winner = tl.argmax(top, 1)
-    tl.store(p.peak + row, tl.max(top, 1), live)
-    tl.store(best + row, tl.load(places + row * splits + winner, live, 0), live)
+    broken = tl.max((top != top).to(tl.int32), 1) > 0
+    top = tl.where(top != top, float("-inf"), top)
+    peak, winner = tl.max(top, 1), tl.argmax(top, 1)
+    broken = broken | (peak == float("-inf"))  # nothing finite
+    tl.store(p.peak + row, tl.where(broken, float("inf"), peak), live)
+    token = tl.load(places + row * splits + winner, live, 0)
+    tl.store(best + row, tl.where(broken, -1, token), live)
     if temperature is not None:
-        asked = tl.load(temperature + tl.load(seq + row, live, 0), live, 1.0)
+        asked = tl.load(temperature + owner, live, 1.0)
         scale = tl.where(asked > 0, asked, 1.0)
         tiny = 2.2250738585072014e-308 if tl.float64 == DTYPE else 1.1754943508222875e-38
         huge = 1.7976931348623157e308 if tl.float64 == DTYPE else 3.4028234663852886e38
@@ -120,12 +129,15 @@ def _row(
 
 
 @kernel
-def _weigh(p, shares, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row, live = my_rows(rows, ROWS)
-    split = tl.program_id(1)
-    token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
-    weight = tl.exp(kept(p, tempered(p, row, live, token, DTYPE), row, live, DTYPE))
-    tl.store(shares + row * splits + split, tl.sum(weight.to(tl.float64), 1), live)
+def _weigh(p, seq, kind, shares, rows, splits, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row, live, owner = owned_rows(seq, rows, ROWS)
+    if kind is not None:
+        live = live & (tl.load(kind + owner, live, 0) == COIN)
+    if tl.max(live.to(tl.int32), 0) > 0:
+        split = tl.program_id(1)
+        token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
+        weight = tl.exp(kept(p, tempered(p, row, live, token, DTYPE), row, live, DTYPE))
+        tl.store(shares + row * splits + split, tl.sum(weight.to(tl.float64), 1), live)
 
 
 @kernel

@@ -17,6 +17,7 @@ from torch import Tensor
 
 BLOCK = 4096
 STEPS = (1, 16, 64)
+COIN, SEEDED = tl.constexpr(1), tl.constexpr(2)  # of walk.DrawKind
 # Rows a program takes. The interpreter pays by the program, a device by the row.
 INTERPRETED = triton.knobs.runtime.interpret
 ROWS = 4096 if INTERPRETED else 1
@@ -28,7 +29,7 @@ class P(NamedTuple):
     logits: Tensor  # (R, V)
     stride: int
     vocab: int
-    peak: Tensor  # (R,)
+    peak: Tensor  # (R,) the highest logit; inf: INVALID, some logit is no number
     scale: Tensor | None  # (R,) temperatures; None: all are 1
     cut: Tensor | None = None  # (R,) the highest `key_of` a token may have and stay; None: all stay
     total: Tensor | None = None  # (R,) float64
@@ -83,6 +84,14 @@ def my_rows(count, ROWS: tl.constexpr):
 
 
 @triton.jit
+def owned_rows(seq, rows, ROWS: tl.constexpr):
+    """A program's rows, those that belong to a sequence, and which one: rows that pad a step have sequence -1."""
+    row, live = my_rows(rows, ROWS)
+    owner = tl.load(seq + row, live, -1)
+    return row, owner >= 0, owner
+
+
+@triton.jit
 def divide(x, y, DTYPE: tl.constexpr):
     """Rounded to nearest, as on a CPU."""
     return x / y if tl.float64 == DTYPE else tl.div_rn(x, y)
@@ -107,7 +116,8 @@ def tempered(p, row, live, token, DTYPE: tl.constexpr):
     """(ROWS, X) of tokens (1 or ROWS, X): as processors._temper; -inf beyond the vocabulary."""
     here = live[:, None] & (token < p.vocab)
     logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
-    shifted = logit - tl.load(p.peak + row, live, 0.0)[:, None]
+    # In an INVALID row, whose peak is inf, every token becomes -inf: the maximum takes the operand that is a number.
+    shifted = tl.maximum(logit - tl.load(p.peak + row, live, 0.0)[:, None], float("-inf"))
     if p.scale is not None:
         shifted = divide(shifted, tl.load(p.scale + row, live, 1.0)[:, None], DTYPE)
     return shifted

@@ -17,49 +17,40 @@ from paceline.rng import Lane, bits
 from paceline.rng_triton import gumbel
 from paceline.verify.device import tiles
 from paceline.verify.device.target_distribution import TargetDistribution
-from paceline.verify.device.tiles import find_split, find_token, kept, kernel, my_rows, programs, tempered
+from paceline.verify.device.tiles import (
+    COIN,
+    SEEDED,
+    find_split,
+    find_token,
+    kept,
+    kernel,
+    my_rows,
+    owned_rows,
+    programs,
+    tempered,
+)
 from paceline.verify.processors import Nodes
 from paceline.verify.walk import CoinSource, Draws
 
-_COIN, _SEED = tl.constexpr(1), tl.constexpr(2)
-
 
 def draw_tokens(target: TargetDistribution, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
-    """(R,) the token of each row. `target` is weighed where some row draws by a coin."""
-    if draws.coins is None and draws.seeded is None:
+    """(R,) the token of each row. `target` is weighed unless all are greedy."""
+    if draws.kind is None:
         return target.best
-    rows, tile, p = (
-        target.best.shape[0],
-        target.tile,
-        target.p._replace(total=None),
-    )  # so that kernels are compiled once
-    kinds, tokens = _kinds(rows, draws), torch.empty_like(target.best)
-    key, committed = draws.key[nodes.seq], draws.committed[nodes.seq]
-    coins = shares = noise = tops = places = None
-    if draws.coins is not None:
-        coins, shares = source(Lane.WALK, key, committed, nodes.node), target.shares
-    if draws.seeded is not None:
-        # The noise belongs to the position the token will take, whichever step or node draws it.
-        noise = bits(Lane.GUMBEL, key, committed + nodes.depth)
-        tops, places = p.peak.new_empty(rows, tile.splits), tokens.new_empty(rows, tile.splits)
-        _noisy[tile.grid(rows)](p, noise, kinds, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
+    rows, tile, p = target.best.shape[0], target.tile, target.p._replace(total=None)  # so they are compiled once
+    key, committed, tokens = draws.key[nodes.seq], draws.committed[nodes.seq], torch.empty_like(target.best)
+    coins = source(Lane.WALK, key, committed, nodes.node)
+    # The noise belongs to the position the token will take, whichever step or node draws it.
+    noise = bits(Lane.GUMBEL, key, committed + nodes.depth)
+    tops, places = p.peak.new_empty(rows, tile.splits), tokens.new_empty(rows, tile.splits)
+    _noisy[tile.grid(rows)](
+        p, noise, nodes.seq, draws.kind, tops, places, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block
+    )
     _draw[(programs(rows),)](
-        p, target.best, kinds, coins, shares, tops, places, tokens, rows, tile.splits,
+        p, target.best, nodes.seq, draws.kind, coins, target.shares, tops, places, tokens, rows, tile.splits,
         tile.dtype, tiles.ROWS, tile.block, tile.padded,
     )  # fmt: skip
     return tokens
-
-
-def _kinds(rows: int, draws: Draws) -> Tensor:
-    """(R,) int8: 0 greedy, 1 by a coin, 2 seeded."""
-    for part, kind in ((draws.coins, _COIN), (draws.seeded, _SEED)):
-        if part is not None and part.shape[0] == rows:  # all rows
-            return torch.full((rows,), kind.value, dtype=torch.int8, device=draws.key.device)
-    kinds = torch.zeros(rows, dtype=torch.int8, device=draws.key.device)
-    for part, kind in ((draws.coins, _COIN), (draws.seeded, _SEED)):
-        if part is not None:
-            kinds.index_fill_(0, part, kind.value)
-    return kinds
 
 
 def walk(draft: Draft, drawn: Tensor, row_of: Tensor, rows: Tensor | None, verdict: Verdict) -> None:
@@ -78,7 +69,8 @@ def walk(draft: Draft, drawn: Tensor, row_of: Tensor, rows: Tensor | None, verdi
 def _noisy(
     p,
     noise,
-    kinds,
+    seq,
+    kind,
     tops,
     places,
     rows,
@@ -88,8 +80,8 @@ def _noisy(
     BLOCK: tl.constexpr,
 ):
     """Each split's highest logit plus noise, and the first token that has it."""
-    row, live = my_rows(rows, ROWS)
-    seeded = live & (tl.load(kinds + row, live, 0) == _SEED)
+    row, live, owner = owned_rows(seq, rows, ROWS)
+    seeded = live & (tl.load(kind + owner, live, 0) == SEEDED)
     split = tl.program_id(1)
     if tl.max(seeded.to(tl.int32), 0) > 0:
         token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -106,7 +98,8 @@ def _noisy(
 def _draw(
     p,
     best,
-    kinds,
+    seq,
+    kind,
     coins,
     shares,
     tops,
@@ -119,23 +112,22 @@ def _draw(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    row, live = my_rows(rows, ROWS)
-    kind = tl.load(kinds + row, live, 0)
-    token = tl.load(best + row, live, 0)
-    if coins is not None:
-        by_coin = live & (kind == _COIN)
-        if tl.max(by_coin.to(tl.int32), 0) > 0:
-            split, rest = find_split(shares, row, by_coin, tl.load(coins + row, by_coin, 0.0), splits, SPLITS)
-            inside = split[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            weight = tl.exp(kept(p, tempered(p, row, by_coin, inside, DTYPE), row, by_coin, DTYPE))
-            token = tl.where(by_coin, split * BLOCK + find_token(weight, rest), token)
-    if tops is not None:
-        by_seed = live & (kind == _SEED)
-        split = tl.arange(0, SPLITS)[None, :]
-        top = tl.load(tops + row[:, None] * splits + split, by_seed[:, None] & (split < splits), float("-inf"))
-        winner = tl.argmax(top, 1)
-        token = tl.where(by_seed, tl.load(places + row * splits + winner, by_seed, 0), token)
-    tl.store(tokens + row, token, live)
+    row, live, owner = owned_rows(seq, rows, ROWS)
+    how = tl.load(kind + owner, live, 0)
+    first = tl.load(best + row, live, 0)
+    token = first
+    by_coin = live & (how == COIN)
+    if tl.max(by_coin.to(tl.int32), 0) > 0:
+        split, rest = find_split(shares, row, by_coin, tl.load(coins + row, by_coin, 0.0), splits, SPLITS)
+        inside = split[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        weight = tl.exp(kept(p, tempered(p, row, by_coin, inside, DTYPE), row, by_coin, DTYPE))
+        token = tl.where(by_coin, split * BLOCK + find_token(weight, rest), token)
+    by_seed = live & (how == SEEDED)
+    split = tl.arange(0, SPLITS)[None, :]
+    top = tl.load(tops + row[:, None] * splits + split, by_seed[:, None] & (split < splits), float("-inf"))
+    winner = tl.argmax(top, 1)
+    token = tl.where(by_seed, tl.load(places + row * splits + winner, by_seed, 0), token)
+    tl.store(tokens + row, tl.where(first < 0, first, token), live)  # INVALID
 
 
 @kernel

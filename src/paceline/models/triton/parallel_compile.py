@@ -1,4 +1,4 @@
-"""Compiling kernels side by side: most of that happens outside Python, so threads help."""
+"""Compiling kernels in several threads: most of the work happens outside Python."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from triton.runtime.jit import JITFunction
 
 
 @contextmanager
-def compiled_together() -> Iterator[None]:
-    """Whatever this thread launches in here gets compiled, several kernels at a time, and does not run."""
+def parallel_compile() -> Iterator[None]:
+    """Kernels that this thread launches meanwhile are compiled, several at a time, and do not run."""
     launch, mine = JITFunction.run, threading.get_ident()
 
     def only_compile(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Passes over nothing, run when an engine starts, so that no answer waits for kernels to be compiled or recorded.
+"""Passes run when an engine starts, so that no answer waits for kernels to be compiled or graphs to be captured.
 
-They write to no cache slot and nobody looks at their logits. What is rehearsed is every shape that decoding meets,
-plainly and with drafts, alone and in batches as they shrink, and prompts of common lengths; the rest is recorded when
-it first occurs.
+They write to no cache slot and their logits are not read. They cover every shape that decoding meets, plainly and with
+drafts, alone and in batches as they shrink, and prompts of common lengths; other shapes are captured when they first
+occur.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TREES = 256  # rows of a pass with trees: attention keeps parts of each
 PROMPT, PROMPTS = 128, (1, 4, 16, 64)  # tokens of a prompt, and how many are read together
 
 
-class Shape(NamedTuple):
+class PassShape(NamedTuple):
     counts: tuple[int, ...]  # rows of each sequence
     tree: bool = False
     last: bool = False  # logits of each sequence's last row, not of all
@@ -32,34 +32,34 @@ class Shape(NamedTuple):
         return sum(self.counts)
 
 
-def verifying(sequences: int, most_rows: int, nodes: int) -> Iterator[Shape]:
-    """What a target computes for up to so many sequences with up to so many drafted nodes each."""
+def verifying(sequences: int, most_rows: int, nodes: int) -> Iterator[PassShape]:
+    """Passes of a target for up to `sequences` sequences with up to `nodes` drafted nodes each."""
     for count in _sizes(sequences, most_rows):
-        yield Shape((1,) * count)
+        yield PassShape((1,) * count)
         for rows in _totals(count, min(count * (1 + nodes), most_rows)):
             for counts in _spread(count, rows, 1 + nodes):
-                yield Shape(counts)
+                yield PassShape(counts)
                 if nodes and count < rows <= TREES:
-                    yield Shape(counts, tree=True)
+                    yield PassShape(counts, tree=True)
     if nodes:
-        yield from (Shape((rows,)) for rows in STEPS if 1 + nodes < rows <= min(CHAIN, most_rows))
+        yield from (PassShape((rows,)) for rows in STEPS if 1 + nodes < rows <= min(CHAIN, most_rows))
     yield from reading(sequences, most_rows)
 
 
-def drafting(sequences: int, most_rows: int) -> Iterator[Shape]:
-    """What a draft model computes: the last tokens of each sequence, then a token each, and prompts."""
+def drafting(sequences: int, most_rows: int) -> Iterator[PassShape]:
+    """Passes of a draft model: the last tokens of each sequence, then a token each, and prompts."""
     for count in _sizes(sequences, most_rows):
-        yield Shape((1,) * count)
+        yield PassShape((1,) * count)
         most = min(LAG * count, most_rows)
-        yield from (Shape(_spread(count, rows, LAG)[0], last=True) for rows in _totals(count, most) if rows > count)
+        yield from (PassShape(_spread(count, rows, LAG)[0], last=True) for rows in _totals(count, most) if rows > count)
     yield from reading(sequences, most_rows)
 
 
-def reading(sequences: int, most_rows: int) -> Iterator[Shape]:
-    """Prompts, together."""
+def reading(sequences: int, most_rows: int) -> Iterator[PassShape]:
+    """Prompts that are read in one pass."""
     for count in (count for count in PROMPTS if count <= sequences):
         for rows in _totals(16 * count, min(PROMPT * count, most_rows)):
-            yield Shape(_spread(count, rows, rows)[0], last=True)
+            yield PassShape(_spread(count, rows, rows)[0], last=True)
 
 
 def _sizes(sequences: int, most_rows: int) -> list[int]:
@@ -76,7 +76,7 @@ def _totals(least: int, most: int) -> list[int]:
 
 
 def _spread(count: int, rows: int, most: int) -> list[tuple[int, ...]]:
-    """So many rows over the sequences: evenly, and with one that has the most it may."""
+    """`rows` rows over `count` sequences: evenly, and with one sequence that has `most` of them."""
     each, more = divmod(rows, count)
     spread = [(each + 1,) * more + (each,) * (count - more)]
     if count > 1 and rows - most >= count - 1 and spread[0][0] < most:
@@ -85,7 +85,7 @@ def _spread(count: int, rows: int, most: int) -> list[tuple[int, ...]]:
     return spread
 
 
-def rehearsal(shape: Shape, block_size: int) -> tuple[Tensor, PassPlan, Tensor]:
+def warmup_pass(shape: PassShape, block_size: int) -> tuple[Tensor, PassPlan, Tensor]:
     """Tokens, plan and logit rows of a pass of that shape."""
     counts = torch.tensor(shape.counts)
     zeros = torch.zeros(shape.rows, dtype=torch.int32)

@@ -23,7 +23,7 @@ BLOCK = 8192  # tokens of the vocabulary that are looked at together
 WHICH, LAST, TOKEN, END = range(4)  # what is known of a row: (4, R) int64
 
 
-def begin_after(said: UnreadVerdict, known: Tensor, into: Placed) -> None:
+def begin_rows(said: UnreadVerdict, known: Tensor, into: Placed) -> None:
     """The READ last tokens of each row as the rows of a pass; `known` says what came before."""
     plan = into.plan
     _begin[(known.shape[1],)](
@@ -38,7 +38,7 @@ def begin_after(said: UnreadVerdict, known: Tensor, into: Placed) -> None:
     )
 
 
-def follow(
+def advance_rows(
     logits: Tensor,
     chosen: Tensor | None,
     known: Tensor,
@@ -51,7 +51,7 @@ def follow(
     """Draw column `depth` of what is drafted, (R, K), from the rows of a pass that has been run with `each` rows for a
     sequence, and place it as the next pass, one row for a sequence. `chosen`: (R,) tokens, drawn already."""
     plan = into.plan
-    _follow[(len(drafted),)](
+    _advance[(len(drafted),)](
         logits,
         logits.stride(0),
         logits.shape[1],
@@ -107,7 +107,7 @@ def _begin(
 
 
 @triton.jit(do_not_specialize=["stride", "vocab", "width", "depth", "rows"])
-def _follow(
+def _advance(
     logits,
     stride,
     vocab,

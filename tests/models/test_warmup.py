@@ -1,4 +1,4 @@
-"""Nothing that decoding meets is new to it: buckets of steps with drafts are among those rehearsed."""
+"""Nothing that decoding meets is new to it: buckets of steps with drafts are among those warmed up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.models.buckets import STEPS, TILES, Bucket, path_up, up
-from paceline.models.rehearse import TREES, Shape, drafting, rehearsal, verifying
+from paceline.models.warmup import TREES, PassShape, drafting, verifying, warmup_pass
 
 attention = pytest.importorskip("paceline.models.triton.attention", reason="needs triton")
 
@@ -20,17 +20,17 @@ def bucket(counts: list[int], group: int, logits: int | None = None, path: int =
     return Bucket(up(rows), up(len(begin), TILES), tile, path_up(path), wanted, ())
 
 
-def rehearsed(shapes: list[Shape], group: int) -> set[Bucket]:
+def warmed_up(shapes: list[PassShape], group: int) -> set[Bucket]:
     found = set()
     for shape in shapes:
-        _, plan, logit_rows = rehearsal(shape, 16)
+        _, plan, logit_rows = warmup_pass(shape, 16)
         found.add(bucket(list(shape.counts), group, len(logit_rows), plan.path.shape[1]))
     return found
 
 
 @pytest.mark.parametrize(("sequences", "most_rows", "group"), [(1, 512, 4), (48, 512, 4), (128, 2048, 4), (64, 512, 3)])
-def test_every_batch_with_drafts_is_rehearsed(sequences: int, most_rows: int, group: int) -> None:
-    draw, known = random.Random(0), rehearsed(list(verifying(sequences, most_rows, 16)), group)
+def test_every_batch_with_drafts_is_warmed_up(sequences: int, most_rows: int, group: int) -> None:
+    draw, known = random.Random(0), warmed_up(list(verifying(sequences, most_rows, 16)), group)
     for count in range(1, sequences + 1):
         for _ in range(20):
             most = draw.choice([1, 2, 5, 16, 17])
@@ -41,8 +41,8 @@ def test_every_batch_with_drafts_is_rehearsed(sequences: int, most_rows: int, gr
                     assert bucket(counts, group, path=draw.randint(1, 16)) in known
 
 
-def test_every_pass_of_a_draft_model_is_rehearsed() -> None:
-    draw, known = random.Random(0), rehearsed(list(drafting(128, 2048)), 3)
+def test_every_pass_of_a_draft_model_is_warmed_up() -> None:
+    draw, known = random.Random(0), warmed_up(list(drafting(128, 2048)), 3)
     for count in range(1, 129):
         assert bucket([1] * count, 3) in known
         for most in (2, 2, 4, 8):
@@ -52,8 +52,8 @@ def test_every_pass_of_a_draft_model_is_rehearsed() -> None:
 
 
 def test_plain_decoding_asks_for_few_shapes_and_drafts_for_not_too_many() -> None:
-    assert len(rehearsed(list(verifying(64, 512, 0)), 4)) < 40
-    assert len(rehearsed(list(verifying(128, 2048, 16)), 4)) < 200
+    assert len(warmed_up(list(verifying(64, 512, 0)), 4)) < 40
+    assert len(warmed_up(list(verifying(128, 2048, 16)), 4)) < 200
 
 
 def test_rows_beyond_the_largest_bucket_are_padded_in_steps() -> None:
@@ -61,15 +61,15 @@ def test_rows_beyond_the_largest_bucket_are_padded_in_steps() -> None:
 
 
 def test_kernels_are_compiled_side_by_side_and_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = pytest.importorskip("paceline.models.triton.together")
+    module = pytest.importorskip("paceline.models.triton.parallel_compile")
     launches = []
 
     def run(self: object, *args: object, warmup: bool, **kwargs: object) -> None:
         launches.append((self, args, warmup, kwargs))
 
-    monkeypatch.setattr(together.JITFunction, "run", run)
-    kernel = together.JITFunction(rehearsal)
-    with together.compiled_together():
+    monkeypatch.setattr(module.JITFunction, "run", run)
+    kernel = module.JITFunction(warmup_pass)
+    with module.parallel_compile():
         kernel[(2,)](1, BLOCK=3)
     kernel[(2,)](1, BLOCK=3)
     assert [(args, warmup, kwargs) for _, args, warmup, kwargs in launches] == [

@@ -1,8 +1,8 @@
-"""What recording verification saves a step: the same engine with recordings and without, in turn.
+"""What capturing verification saves a step: the same engine with graphs and without, in turn.
 
     python benchmarks/gpu_graphs.py [--weights smollm2] [--tokens 192] [--rounds 3]
 
-Medians over the steps of a round, and of the rounds after the first, in which shapes are met and recorded. Behind the
+Medians over the steps of a round, and of the rounds after the first. Behind the
 yardstick's pass of some milliseconds most of what the host launches is hidden; smollm2's own takes a fraction of that.
 """
 
@@ -34,16 +34,17 @@ CELLS: tuple[tuple[str, str, int | None, dict[str, Any], int], ...] = (
 
 
 def cell(runs: Runs, prompts: list[list[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
-    recorded = runs.engine.runner.sampler._graphs
-    able, times = recorded.records, {"as_it_is": [], "recorded": []}  # type: tuple[bool, dict[str, list[float]]]
+    sampler = runs.engine.runner.sampler
+    times: dict[str, list[float]] = {"uncaptured": [], "captured": []}
     for turn in range(rounds + 1):
         for name, step_ms in times.items():
-            recorded.records = able and name == "recorded"
+            sampler.shortcut = name == "captured"
             took = runs.answer(prompts, params)["step_ms"]
             if turn:
                 step_ms.append(took)
     found = {name: statistics.median(step_ms) for name, step_ms in times.items()}
-    return {**found, "rounds": times, "recordings": len(recorded), "shapes": len(recorded._known)}
+    late = {"uncaptured_steps": sampler.uncaptured, "captured_late": sampler.captured_late}
+    return {**found, "rounds": times, "graphs": len(sampler._graphs), **late}
 
 
 def main() -> None:
@@ -56,21 +57,21 @@ def main() -> None:
     options = parser.parse_args()
     subject = Subject(options.weights, torch.device(options.device), tiny=options.tiny)
     found: dict[str, Any] = {}
-    graphs: dict[str, Runs] = {}
+    engines: dict[str, Runs] = {}
     for model, method, k, asked, batch in CELLS:
         name = f"{model}, {method} {k or ''}, {asked or 'T = 0.7'}, {batch} rows"
         decoder = subject.small if model == "small" else subject.yardstick
         try:
-            if model not in graphs:
-                graphs[model] = Runs(subject, decoder, "ngram" if model == "small" else "auto", batch=16)
-            runs = Runs(subject, decoder, method, k, batch, graphs[model])
+            if model not in engines:
+                engines[model] = Runs(subject, decoder, "ngram" if model == "small" else "auto", batch=16)
+            runs = Runs(subject, decoder, method, k, batch, engines[model])
             params = SamplingParams(temperature=0.7, max_tokens=options.tokens, ignore_eos=True, **asked).resolve({})
             got = found[name] = cell(runs, many_prompts(subject, 0, batch), params, options.rounds)
         except Exception:  # the other cells still count
             traceback.print_exc()
             continue
-        counts = f"{got['recordings']} recordings of {got['shapes']} shapes"
-        print(f"{name}: step {got['as_it_is']:.2f} ms, recorded {got['recorded']:.2f} ms; {counts}", flush=True)
+        counts = f"{got['graphs']} graphs, {got['captured_late']} kernels compiled late"
+        print(f"{name}: step {got['uncaptured']:.2f} ms, captured {got['captured']:.2f} ms; {counts}", flush=True)
     finish("gpu_graphs", {"device": subject.device_name, "weights": options.weights, "cells": found})
 
 

@@ -1,0 +1,157 @@
+"""Logits that are no numbers give INVALID in place of a token, on every path, and leave all other rows alone; trees
+that only the device knows are made sound."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.draft import INVALID, Draft, ancestors, clamp_trees
+from paceline.engine.sampler import Sampler
+from paceline.models.native_kernels import load_library, native_draw
+from paceline.verify import Controls, Draws, Nodes, draw, pick_weighted, process, verify
+from paceline.verify.host import TokenSampler
+from tests.verify import steps
+from tests.verify.enumeration import chains
+from tests.verify.test_sampled import sampled_batch
+
+BROKEN = {"nan": math.nan, "inf": math.inf, "nothing": -math.inf}
+
+
+def spoil(logits, row, how):
+    logits[row] = BROKEN[how] if how == "nothing" else logits[row]
+    logits[row, 3] = BROKEN[how]
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("asked", steps.ASKED)
+@pytest.mark.parametrize("path", ["host", "pure", "kernels"])
+@torch.inference_mode()
+def test_a_row_without_numbers_is_found_and_others_are_as_they_were(path, asked, how, request):
+    if path == "kernels":
+        request.getfixturevalue("kernels")
+    sampler = Sampler(40, frozenset({2}), torch.device("cpu"))
+    sampler.shortcut = path == "host"
+    sequences, generator = steps.sequences_of(asked, 6), torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 40, generator=generator)
+    given = Draft.empty(6), logits, torch.arange(6)[:, None]
+    sound = sampler.verify(sequences, *given)
+    assert not sound.invalid.any()
+    spoil(logits, 4, how)
+    broken = sampler.verify(sequences, *given)
+    if asked == "penalties" and how == "nothing":
+        return  # a bias gives the row something finite
+    assert broken.invalid.tolist() == [row == 4 for row in range(6)]
+    assert broken.tokens[4, 0] == INVALID
+    others = [0, 1, 2, 3, 5]
+    assert torch.equal(broken.tokens[others], sound.tokens[others])
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]], ids=["chain", "tree"])
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("walked", [False, True])
+@pytest.mark.parametrize("path", ["pure", "kernels"])
+def test_a_draft_stops_at_a_node_without_numbers(path, walked, slot, shape, how, request):
+    """Nothing is committed from such a node: the row ends there, INVALID, or before it."""
+    if path == "kernels":
+        request.getfixturevalue("kernels")
+    drafted = (lambda b, slot: False) if walked else None
+    draft, logits, row_of, nodes, controls, draws = sampled_batch(120, [shape] * 120, drafted=drafted)
+    sound = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)
+    for row in range(0, 120, 2):
+        spoil(logits, int(row_of[row, slot]), how)
+    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)
+    slots = torch.cat((torch.zeros(120, 1, dtype=torch.int64), verdict.path + 1), 1)
+    at = slots.gather(1, verdict.num_accepted[:, None])[:, 0]
+    spoiled = torch.arange(120) % 2 == 0
+    assert torch.equal(verdict.invalid, spoiled & (at == slot))
+    assert verdict.invalid.any()
+    passed = (slots[:, :-1] == slot) & (torch.arange(3) < verdict.num_accepted[:, None])
+    assert not (passed.any(1) & spoiled).any(), "it goes on below"
+    for name in ("tokens", "num_accepted", "path", "kinds"):
+        assert torch.equal(getattr(verdict, name)[~spoiled], getattr(sound, name)[~spoiled])
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_lone_row_on_the_host_is_found(native):
+    call = native_draw(load_library()) if native else None
+    for how in BROKEN:
+        row = torch.randn(1, 300, generator=torch.Generator().manual_seed(2))
+        spoil(row, 0, how)
+        for temperature, seeded, top_p in ((0.0, False, 1.0), (0.7, False, 1.0), (0.7, True, 1.0), (0.7, True, 0.9)):
+            sampler = TokenSampler(temperature, 1, 5, seeded, top_p=top_p)
+            assert sampler.draw(row[0].numpy(), -1, 0, call) == INVALID
+
+
+def test_weights_without_numbers_are_found_in_any_vocabulary():
+    for vocab in (10, 1000):
+        weights = torch.ones(4, vocab)
+        weights[1, 3], weights[2] = math.nan, 0.0
+        coins = torch.full((4,), 0.5, dtype=torch.float64)
+        assert (pick_weighted(weights, coins) == INVALID).tolist() == [False, True, True, False]
+
+
+def test_a_ban_of_every_token_is_not_taken_for_a_broken_model():
+    """-inf alone is what bans leave; some token must be finite."""
+    logits = torch.full((2, 6), -torch.inf)
+    logits[:, 4] = 1.0
+    every = torch.arange(2)
+    draws, nodes = Draws.by_coins(every, every), Nodes.roots(2)
+    assert draw(process(logits, Controls(temperature=torch.ones(2)), nodes), draws, nodes).tolist() == [4, 4]
+
+
+# --- trees that only the device knows ---
+
+
+def reference(parents, max_depth):
+    """One tree, node by node."""
+    found, depth = [], []
+    for node, parent in enumerate(parents):
+        parent = min(max(parent, -1), node - 1)
+        raw = 1 if parent < 0 else depth[parent] + 1
+        found.append((parent, raw))
+        depth.append(raw)
+    kept = [(raw - 1) % max_depth + 1 for _, raw in found]
+    return [-1 if deep == 1 else parent for (parent, _), deep in zip(found, kept, strict=True)], kept
+
+
+@pytest.mark.parametrize("max_depth", [1, 3, 12])
+def test_any_numbers_become_sound_trees(max_depth):
+    noise = np.random.default_rng(4)
+    parents, tokens = noise.integers(-9, 15, (200, 12)), noise.integers(-5, 60, (200, 12))
+    found = clamp_trees(torch.from_numpy(tokens), torch.from_numpy(parents), 50, max_depth)
+    for row in range(200):
+        assert (found[1][row].tolist(), found[2][row].tolist()) == reference(parents[row].tolist(), max_depth)
+    counts = torch.full((200,), 12)
+    draft = Draft(
+        tokens=found[0], parents=found[1], depth=found[2], num_nodes=counts, source=counts, max_depth=max_depth
+    )
+    draft.validate(50)
+    path = ancestors(draft.parents, draft.depth, draft.max_depth)
+    assert torch.equal((path >= 0).sum(-1), draft.depth)
+
+
+def test_sound_trees_stay_as_they_are():
+    parents = torch.tensor([[-1, 0, 1, 0, -1, 4], [-1, -1, -1, 2, 3, 4]])
+    tokens = torch.arange(12).view(2, 6)
+    same, above, depth = clamp_trees(tokens, parents, 50, 4)
+    assert torch.equal(same, tokens)
+    assert torch.equal(above, parents)
+    assert depth.tolist() == [[1, 2, 3, 2, 1, 2], [1, 1, 1, 2, 3, 4]]
+
+
+@torch.inference_mode()
+def test_a_bound_of_the_depth_may_exceed_it():
+    """As where only the device knows the trees: the verdict is wider, and the same."""
+    sampler, generator = Sampler(40, frozenset({2}), torch.device("cpu")), torch.Generator().manual_seed(3)
+    for asked in ("greedy", "sampled", "penalties"):
+        for kind in ("trees", "sampled trees"):
+            draft, rows, row_of = steps.step(kind, 3, 4, torch.empty(15, 40), 0, generator)
+            sequences = steps.sequences_of(asked, 3)
+            tight = sampler.verify(sequences, draft, rows, row_of)
+            wide = Draft(**{**vars(draft), "max_depth": 4})
+            loose = sampler.verify(sequences, wide, rows, row_of)
+            assert loose.path.shape[1] == 4
+            assert steps.unlike(tight, loose) == []
