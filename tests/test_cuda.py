@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,10 @@ from paceline.drafters import DRAFTERS
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.layout import slot
 from paceline.engine.policy import Choice
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
-from paceline.models.plan import PassPlan
+from paceline.models.plan import PassPlan, slots_of
 from paceline.models.weights import Dtypes
 from tests.drafters.contract_toys import ByRequest, context_for, exercised, params, run
 
@@ -191,7 +191,7 @@ def test_the_cache_after_accepted_and_rejected_branches_is_a_fresh_prefills(engi
 def read(engine, sequence, count=None):
     """(2, n, heads, dim) of each of the target's layers."""
     cache = engine.runner.cache
-    slots = [slot(sequence, at, cache.block_size) for at in range(count or sequence.num_computed)]
+    slots = slots_of(np.array([sequence.blocks]), 0, np.arange(count or sequence.num_computed), cache.block_size)
     layers = cache.layers[: CONFIG.num_layers]
     return [torch.stack((layer.k[slots], layer.v[slots])) for layer in layers]
 

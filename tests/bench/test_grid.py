@@ -12,10 +12,8 @@ from paceline.errors import InvalidParameter
 from tests.bench.fake_subject import prompts
 
 
-def labels(methods: str, k: str = "", draft_model: bool = False) -> list[str]:
-    return [
-        one.label for one in choose(Wish(model="m", methods=methods, k=k, draft_model="d" if draft_model else None))
-    ]
+def labels(methods: str, k: str = "", **given: str) -> list[str]:
+    return [one.label for one in choose(Wish(model="m", methods=methods, k=k, **given))]
 
 
 def test_plain_decoding_is_always_there_and_auto_chooses_its_own_k() -> None:
@@ -28,7 +26,8 @@ def test_plain_decoding_is_always_there_and_auto_chooses_its_own_k() -> None:
         "ngram k=auto",
         "ngram k=4",
     ]
-    assert labels("draft-model", "3", draft_model=True) == ["plain", "draft-model k=3"]
+    assert labels("draft-model", "3", draft_model="d") == ["plain", "draft-model k=3"]
+    assert labels("medusa,auto", "3", drafter="d") == ["plain", "medusa k=3", "auto"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,8 @@ def test_plain_decoding_is_always_there_and_auto_chooses_its_own_k() -> None:
         ("ngram", "four", "k: must be a whole number .* got 'four'"),
         ("ngram", "2.5", "got '2.5'"),
         ("auto", "4", "k: none of the methods takes a k"),
-        ("draft-model", "4", "draft-model needs a model"),
+        ("draft-model", "4", "draft-model needs a model to draft with; name one with --draft-model"),
+        ("medusa", "4", "medusa needs a model to draft with; name one with --drafter"),
     ],
 )
 def test_what_does_not_exist_is_refused_by_name(methods: str, k: str, problem: str) -> None:
@@ -51,9 +51,10 @@ def test_what_does_not_exist_is_refused_by_name(methods: str, k: str, problem: s
         labels(methods, k)
 
 
-def test_a_draft_model_that_no_method_uses_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="draft_model: none of the methods uses it; add draft-model or auto"):
-        labels("ngram", draft_model=True)
+@pytest.mark.parametrize(("option", "user"), [("draft_model", "draft-model"), ("drafter", "medusa")])
+def test_a_draft_model_or_drafter_that_no_method_uses_is_refused(option: str, user: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"{option}: none of the methods uses it; add {user} or auto"):
+        labels("ngram", **{option: "d"})
 
 
 def test_without_methods_the_first_of_the_table_and_auto_are_compared() -> None:

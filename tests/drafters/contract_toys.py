@@ -16,6 +16,8 @@ from paceline.controls import ControlsBuilder
 from paceline.draft import Draft
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.medusa import MedusaDrafter
+from paceline.drafters.medusa_checkpoint import MedusaHead
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
@@ -210,6 +212,24 @@ class PairDrafter(TappedDrafter):
         return Draft.device_trees(tokens, parents, torch.tensor([row.budget for row in rows]), (width + 1) // 2)
 
 
+@functools.lru_cache(None)
+def medusa_heads(vocab_size, count=4):
+    """As good as heads can be that see `features`: each ranks tokens by their probability so many steps later under
+    `repeating` without its whisper of the whole context."""
+    hidden = VOCAB * VOCAB + 1
+    step = torch.zeros(hidden, hidden)  # from a pair to the next one
+    for first, last in itertools.product(range(vocab_size), repeat=2):
+        shares = torch.tensor(context_logits((first, last), vocab_size, "pair")).softmax(0)
+        step[first * VOCAB + last, last * VOCAB : last * VOCAB + vocab_size] = shares
+    heads, reached = [], step
+    for _ in range(count):
+        reached = reached @ step
+        tokens = reached[:, :-1].view(hidden, VOCAB, VOCAB).sum(1)[:, :vocab_size]
+        nothing = torch.zeros(hidden, hidden), torch.zeros(hidden)  # the block hands on what it is given
+        heads.append(MedusaHead((nothing,), tokens.T.contiguous()))
+    return heads
+
+
 def read_contexts(plan, caches, rows):
     if not len(rows):
         return []
@@ -263,13 +283,15 @@ def context_for(config, **options):
 
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # Steps are launched before the one before is read or published, as on a device.
-EARLY = {"ngram, launched early": "ngram", "suffix, launched early": "suffix", "tapped, begun ahead": TAPPED}
+EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix")}
+EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa")}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
     "suffix": lambda config: DRAFTERS["suffix"](context_for(config)),
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     TAPPED: lambda config: PairDrafter(config.vocab_size),
+    "medusa": lambda config: MedusaDrafter(medusa_heads(config.vocab_size), config.vocab_size),
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
 MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}

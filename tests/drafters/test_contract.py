@@ -17,6 +17,7 @@ from paceline.config import EngineConfig, SpeculationConfig
 from paceline.draft import Kind
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.medusa import MedusaDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.models.decoder import ModelOutput
@@ -44,6 +45,7 @@ from tests.drafters.contract_toys import (
     repeating,
     run,
 )
+from tests.drafters.overfit import overfit_heads
 
 METHODS = list(DRAFTERS)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN]
@@ -431,9 +433,13 @@ class Stumbling:
         return ModelOutput(torch.where(wrong[:, None], -logits, logits), None)
 
 
-def make_real(method, llm):
-    if method == "draft-model":  # loading another one takes seconds; the table's way is tested on tiny models
+def make_real(method, llm, texts):
+    """The table's way to load a model or heads is tested on tiny ones."""
+    if method == "draft-model":
         return DraftModelDrafter(Stumbling(llm.loaded.decoder))
+    if method == "medusa":
+        decoder = llm.loaded.decoder
+        return MedusaDrafter(overfit_heads(decoder, texts), llm.config.vocab_size, kernels=decoder.kernels)
     return DRAFTERS[method](
         DrafterContext(
             config=llm.config,
@@ -469,7 +475,7 @@ def test_a_real_model_says_the_same(method, smollm2, real_answers):
         smollm2.loaded.decoder,
         EngineConfig(num_blocks=64),
         tokenizer=smollm2.tokenizer,
-        drafters=[make_real(method, smollm2)],
+        drafters=[make_real(method, smollm2, [[*prompt, *expected[name]] for _, name, prompt, _ in requests])],
         policy=ByRequest({"2": Choice(method, 6)}, Choice(method, 3)),
     )
     sequences, _ = run(engine, requests)

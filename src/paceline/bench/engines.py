@@ -23,6 +23,7 @@ from paceline.bench.results import machine_facts
 from paceline.build import make_drafters, make_engine, make_policy
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.drafters import Drafter
+from paceline.drafters.methods import METHODS
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, cache_home, resolve
@@ -74,6 +75,7 @@ class Engines:
         contenders: Sequence[Contender],
         *,
         draft_model: str | None = None,
+        drafter: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
@@ -83,6 +85,7 @@ class Engines:
         self.contenders, self._raw = list(contenders), raw
         machine.guard_amx(cache_home())
         self.loaded: LoadedModel = load_model(resolve(model, progress), dtype=dtype, device=device, threads=threads)
+        self._drafter = drafter
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
             self._draft_model = load_draft_model(draft_model, resolve(draft_model, progress), self.loaded)
@@ -154,10 +157,12 @@ class Engines:
         return make_engine(self.loaded, config, drafters, make_policy(self.loaded, drafters, wanted))
 
     def drafters(self, contender: Contender) -> list[Drafter]:
-        """As LLM has them: every method that needs nothing, and the draft model where it may be used."""
-        model = self.draft_model_for(contender)
+        """As LLM has them: every method that needs nothing, draft model and trained drafter where they may be used."""
+        model, method = self.draft_model_for(contender), contender.method
         shared = {} if model is None else {model.method: model.drafter(self.loaded.config)}
-        return make_drafters(self.loaded, SpeculationConfig(method=contender.method, k=contender.k), shared)
+        uses = method == AUTO or (method in METHODS and "drafter" in METHODS[method].needs)
+        wanted = SpeculationConfig(method=method, k=contender.k, drafter=self._drafter if uses else None)
+        return make_drafters(self.loaded, wanted, shared)
 
     def where(self) -> dict[str, Any]:
         """What the figures depend on besides the model."""

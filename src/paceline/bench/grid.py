@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.bench.results import PLAIN
@@ -30,17 +30,20 @@ class Contender:
 
 
 def contenders(
-    methods: str, k: str, *, known: Sequence[str], with_model: Sequence[str] = (), draft_model: bool = False
+    methods: str, k: str, *, known: Sequence[str], given: Mapping[str, str | None], needs: Mapping[str, Sequence[str]]
 ) -> list[Contender]:
-    """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is. `with_model`: those of the
-    known methods that draft with a model of their own."""
+    """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is. `given`: a model or folder
+    to draft with, by option; `needs`: those options, by method."""
     names, lengths = _names(methods, known), _lengths(k)
-    needy = [name for name in names if name in with_model]
-    if needy and not draft_model:
-        raise InvalidParameter("methods", f"{needy[0]} needs a model to draft with; name one with --draft-model")
-    if draft_model and not needy and AUTO not in names:
-        some = " or ".join([*with_model, AUTO])
-        raise InvalidParameter("draft_model", f"none of the methods uses it; add {some} to --methods")
+    for name in names:
+        for need in needs.get(name, ()):
+            if given[need] is None:
+                flag = need.replace("_", "-")
+                raise InvalidParameter("methods", f"{name} needs a model to draft with; name one with --{flag}")
+    for option in (option for option, value in given.items() if value is not None):
+        users = [*(name for name, needed in needs.items() if option in needed), AUTO]
+        if not any(user in names for user in users):
+            raise InvalidParameter(option, f"none of the methods uses it; add {' or '.join(users)} to --methods")
     chosen = [Contender(PLAIN)]
     for name in names:
         takes_k = Contender(name).takes_k

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.draft_models import WITH_MODEL
 from paceline.bench.engines import Engines
 from paceline.bench.grid import AUTO, Contender, contenders
 from paceline.bench.groups import check_enough
@@ -14,7 +13,7 @@ from paceline.bench.measurement import results_of
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import OnProgress, Plan, collect
-from paceline.drafters import DRAFTERS, method_names
+from paceline.drafters.methods import METHODS, method_names
 from paceline.models.hub import Progress
 
 K = "4"  # where neither methods nor k are given
@@ -26,6 +25,7 @@ class Wish:
     methods: str | None = None  # comma-separated, as the user wrote them; None: the first of the table, and auto
     k: str | None = None
     draft_model: str | None = None
+    drafter: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
@@ -34,10 +34,11 @@ class Wish:
 
 def choose(wish: Wish) -> list[Contender]:
     """Before the model is loaded: refuses what does not exist."""
-    methods = f"{next(iter(DRAFTERS))},{AUTO}" if wish.methods is None else wish.methods
+    methods = f"{next(iter(METHODS))},{AUTO}" if wish.methods is None else wish.methods
     k = wish.k if wish.k is not None else K if wish.methods is None else AUTO
-    known, given = (*method_names(), AUTO), wish.draft_model is not None
-    return contenders(methods, k, known=known, with_model=WITH_MODEL, draft_model=given)
+    given = {"draft_model": wish.draft_model, "drafter": wish.drafter}
+    needs = {name: method.needs for name, method in METHODS.items()}
+    return contenders(methods, k, known=(*method_names(), AUTO), given=given, needs=needs)
 
 
 def run(
@@ -56,6 +57,7 @@ def run(
         wish.model,
         chosen,
         draft_model=wish.draft_model,
+        drafter=wish.drafter,
         dtype=wish.dtype,
         device=wish.device,
         threads=wish.threads,
@@ -68,6 +70,7 @@ def run(
         "methods": list(dict.fromkeys(contender.method for contender in chosen)),
         "k": list(dict.fromkeys(contender.k or AUTO for contender in chosen if contender.takes_k)),
         "draft_model": wish.draft_model,
+        "drafter": wish.drafter,
         "raw": wish.raw,
         **settings,
     }

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 
 PER_WORKLOAD = 5
 MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
-OURS = ("methods", "k", "draft_model", "dtype", "device", "threads", "raw")  # flags that shape our own engines
+OURS = (
+    "methods",
+    "k",
+    "draft_model",
+    "drafter",
+    "dtype",
+    "device",
+    "threads",
+    "raw",
+)  # flags that shape our own engines
 THEIRS = ("baseline_endpoint", "api_key", "timeout", "no_counters")  # flags that speak to a server
 FILES = ("results.json", "report.html")
 
@@ -61,6 +70,9 @@ def bench(
     quick: Annotated[bool, flag("--quick", "Less of everything: two minutes on two cores.")] = False,
     raw: Annotated[bool, flag("--raw", "Continue prompts as text, without the chat template.")] = False,
     draft_model: Annotated[Text, flag("--draft-model", "For methods that need one, and for auto.", "MODEL")] = None,
+    drafter: Annotated[
+        Text, flag("--drafter", "Trained for this model: for methods that need one, auto.", "PATH")
+    ] = None,
     dtype: Annotated[Text, flag("--dtype", "Weights; auto if unset.", "auto|float32|bfloat16")] = None,
     device: Annotated[Text, flag("--device", "Where to run; auto if unset.", "auto|cpu|cuda")] = None,
     threads: Annotated[int | None, flag("--threads", "CPU threads; all usable cores if unset.")] = None,
@@ -111,7 +123,7 @@ def bench_engines(
             model=flags["model"] or "smollm2",
             dtype=flags["dtype"] or "auto",
             device=flags["device"] or "auto",
-            **{name: flags[name] for name in ("methods", "k", "draft_model", "threads", "raw")},
+            **{name: flags[name] for name in ("methods", "k", "draft_model", "drafter", "threads", "raw")},
         )
         return run(wish, prompts, plan, settings, on_load=bar.load, on_progress=bar.work)
 

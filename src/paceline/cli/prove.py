@@ -28,6 +28,9 @@ def prove(
     draft_model: Annotated[
         str | None, typer.Option("--draft-model", help="Prove draft-model too, with this one.", metavar="MODEL")
     ] = None,
+    drafter: Annotated[
+        str | None, typer.Option("--drafter", help="Prove the method of this trained drafter too.", metavar="PATH")
+    ] = None,
     prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="How many; 12, with --quick 4.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything, under a minute.")] = False,
     inject: Annotated[
@@ -63,6 +66,7 @@ def prove(
             threads=threads,
             method=AUTO,
             draft_model=draft_model,
+            drafter=drafter,
             prefix_caching=False,
             progress=report,
         )

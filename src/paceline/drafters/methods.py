@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NGRAM = "ngram"
 SUFFIX = "suffix"
 DRAFT_MODEL = "draft-model"
+MEDUSA = "medusa"
 
 
 class Method(NamedTuple):
@@ -61,6 +62,9 @@ METHODS: Mapping[str, Method] = {
             ("draft_model",),
             needs=("draft_model",),
             vllm="draft_model",
+        ),
+        Method(
+            MEDUSA, _made_by("medusa", "MedusaDrafter.from_context"), ("drafter",), needs=("drafter",), vllm="medusa"
         ),
     )
 }

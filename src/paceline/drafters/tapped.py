@@ -45,11 +45,11 @@ class TapRing:
         states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # of padding any row
         self._tokens[at] = unread.tokens.flatten()
 
-    def load(self, seats: Tensor, positions: Tensor, columns: list[int]) -> tuple[Tensor, Tensor]:
+    def load(self, seats: Tensor, positions: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """(..., T', H) taps of positions, and (...) the tokens after them."""
         assert self._states is not None
         at = seats * self.capacity + positions % self.capacity
-        return self._states[:, columns][at], self._tokens[at]
+        return self._states[at].index_select(-2, columns), self._tokens[at]
 
     def _room(self, taps: Tensor, seats: int) -> Tensor:
         have = 0 if self._states is None else (len(self._states) - 1) // self.capacity
@@ -103,7 +103,7 @@ class TappedDrafter:
     def __init__(self) -> None:
         self._states: dict[str, TapState] = {}
         self._block_size = 0
-        self._columns: list[int] = []
+        self._columns = torch.empty(0, dtype=torch.int64)  # on the device: an index from the host is waited for
         self._ring = TapRing()
         self.device = torch.device("cpu")
 
@@ -121,7 +121,7 @@ class TappedDrafter:
 
     def bind_taps(self, ring: TapRing, columns: list[int]) -> None:
         """`columns` of the ring's taps are this drafter's."""
-        self._ring, self._columns = ring, columns
+        self._ring, self._columns = ring, torch.tensor(columns, device=self.device)
 
     def last_taps(self, seats: Tensor, lengths: Tensor) -> Tensor:
         """(B, T, H) hidden states from which the target picked each sequence's last token."""
@@ -204,7 +204,7 @@ class TappedDrafter:
             slots.append(blocks * self._block_size + (position + 1) % self._block_size)
         columns = np.array([np.concatenate(rows), tokens, np.concatenate(positions), np.concatenate(slots)])
         row, token, position, slot = sent(torch.from_numpy(columns), taps.device)
-        self.absorb(TapBatch(taps[row][:, self._columns], token, position, slot))
+        self.absorb(TapBatch(taps[row].index_select(1, self._columns), token, position, slot))
 
     def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
         """The step behind which drafts were begun was read: all it committed is absorbed."""
@@ -225,6 +225,9 @@ class TappedDrafter:
 
     def evidence(self, sequence: Sequence) -> int:
         return LEARNED
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        return []
 
     def lag(self, sequence: Sequence) -> int:
         return len(sequence.tokens) - self._states[sequence.key].end if self.kv_layers else 0

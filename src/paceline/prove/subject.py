@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafters import DRAFTERS, NONE
+from paceline.drafters import METHODS, NONE
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
@@ -204,7 +204,8 @@ def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
     available = on_engine(llm, lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
     for name in wanted:
         if name not in available:
-            hint = " (it needs --draft-model)" if name in DRAFTERS else ""  # known, but what it needs was not given
+            needs = METHODS[name].needs if name in METHODS else ()  # known, but what it needs was not given
+            hint = f" (it needs --{needs[0].replace('_', '-')})" if needs else ""
             raise InvalidParameter("methods", f"{name!r} is not one of {', '.join(available)}{hint}")
     return tuple(dict.fromkeys(wanted)) or available
 

@@ -16,8 +16,8 @@ from paceline.models.plan import DeviceTrees, PassPlan
 
 @triton.jit
 def _above(parents, node, mask):
-    parent = tl.load(parents + node, mask=mask, other=-1).to(tl.int32)
-    return tl.maximum(tl.minimum(parent, node - 1), -1)
+    parent = tl.load(parents + node, mask=mask, other=-1)  # int64, narrowed only once it is known to fit
+    return tl.maximum(tl.minimum(parent, (node - 1).to(tl.int64)), -1).to(tl.int32)
 
 
 @triton.jit

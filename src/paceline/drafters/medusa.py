@@ -1,0 +1,202 @@
+"""Medusa (Cai et al. 2024): heads on the target's last hidden state, each of which guesses one position further ahead.
+
+Head i sees the hidden state from which the last token was picked and ranks the tokens i + 1 positions behind that one.
+The tree is static: its nodes stand in order of how likely paths of such ranks are accepted, so the first n of them are
+the tree for a budget of n, and its shape is known on the host. Proposals are deterministic, so any target distribution
+is kept. There are no K/V: a draft reads one hidden state of each row, also behind a step that is not read yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import heapq
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.config import MAX_K
+from paceline.cuda_graph import CudaGraph, GraphRecorder
+from paceline.draft import Draft
+from paceline.drafters.base import DrafterContext, DraftRow
+from paceline.drafters.medusa_checkpoint import MedusaHead, load_heads
+from paceline.drafters.methods import MEDUSA
+from paceline.drafters.tapped import TappedDrafter
+from paceline.errors import InvalidParameter
+from paceline.models.buckets import up
+from paceline.models.decoder import FINAL
+from paceline.models.kernels import Kernels, Packed
+from paceline.models.kv_cache import LayerCache
+from paceline.models.torch_kernels import TorchKernels
+
+log = logging.getLogger("paceline")
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+RANKS = 10  # tokens considered at each position: the published trees look no further
+# How likely the r-th token (from 0) of head i is right where the tokens before it are: FIRST * LATER**i / (r + 1)**2.
+# It gives the first head 60 % at rank 0 and 88 % within rank 4, about as published; the order of nodes follows from it.
+FIRST, LATER = 0.6, 0.8
+MOST_ROWS = 128  # that the heads look at together: of more, 128 at a time, so that few shapes are met
+SAMPLED = 4096  # values of a tensor that its digest is made of
+
+
+class Tree(NamedTuple):
+    """Nodes in the order in which they are worth a place, a parent before its children."""
+
+    parents: Ints
+    depth: Ints  # from 1
+    rank: Ints
+
+    @staticmethod
+    def of(heads: int, ranks: int, most: int = MAX_K) -> Tree:
+        """The likeliest `most` paths; a path is the ranks of its tokens, and less likely than its parent."""
+        nodes: list[tuple[int, int, int]] = []
+        waiting = [(-FIRST, -1, 1, 0)] if heads else []  # probability, parent, depth, rank
+        while waiting and len(nodes) < most:
+            likely, parent, depth, rank = heapq.heappop(waiting)
+            if rank + 1 < ranks:
+                heapq.heappush(waiting, (likely * ((rank + 1) / (rank + 2)) ** 2, parent, depth, rank + 1))
+            if depth < heads:
+                heapq.heappush(waiting, (likely * FIRST * LATER**depth, len(nodes), depth + 1, 0))
+            nodes.append((parent, depth, rank))
+        return Tree(*np.array(nodes, np.int64).reshape(-1, 3).T)
+
+
+class PackedHead(NamedTuple):
+    blocks: tuple[Packed, ...]
+    output: Packed
+
+
+class MedusaDrafter(TappedDrafter):
+    name, taps = MEDUSA, (FINAL,)
+
+    def __init__(
+        self,
+        heads: SequenceOf[MedusaHead],
+        vocab_size: int,
+        *,
+        kernels: Kernels | None = None,
+        output: Packed | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`output`: the target's own head, in the form its kernels like, for heads without one. `dtype`: that weights
+        are stored in; None: as they are."""
+        super().__init__()
+        self.device = device or torch.device("cpu")
+        self.version = f"{self.name}/{digest(heads)}"
+        self._kernels: Kernels = kernels or TorchKernels()
+
+        def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
+            placed = (None if part is None else part.to(self.device, dtype) for part in (weight, bias))
+            return self._kernels.pack(*placed)  # type: ignore[arg-type]
+
+        self._tree = Tree.of(len(heads), min(RANKS, vocab_size))
+        self._depth, self._ranks = int(self._tree.depth.max()), int(self._tree.rank.max()) + 1
+        self._heads = [
+            PackedHead(
+                tuple(pack(*block) for block in head.blocks), output if head.output is None else pack(head.output)
+            )
+            for head in heads[: self._depth]
+        ]
+        self._choice = torch.from_numpy((self._tree.depth - 1) * self._ranks + self._tree.rank).to(self.device)
+        self._captures = self.device.type == "cuda" and self._kernels.captures
+        self._recorder, self._graphs = GraphRecorder(), dict[tuple[int, int], CudaGraph]()  # by rows and depth
+        self._inputs: Tensor | None = None  # (MOST_ROWS, H), what graphs read
+        if self.device.type == "cuda":
+            first = next(heads[0].tensors)  # (H, H) or (V, H)
+            self._inputs = torch.zeros(MOST_ROWS, first.shape[1], dtype=dtype or first.dtype, device=self.device)
+
+    @classmethod
+    def from_context(cls, context: DrafterContext) -> MedusaDrafter:
+        if context.checkpoint is None:
+            raise InvalidParameter("drafter", "is not given; name a folder of Medusa heads with --drafter")
+        heads = load_heads(context.checkpoint, context.config)
+        if context.head is None and any(head.output is None for head in heads):
+            raise InvalidParameter("drafter", f"{context.checkpoint} leaves the output to the model's own head")
+        return cls(
+            heads,
+            context.config.vocab_size,
+            kernels=context.kernels,
+            output=context.head,
+            device=context.device,
+            dtype=None if context.dtype == "auto" else getattr(torch, context.dtype),
+        )
+
+    @torch.inference_mode()
+    def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
+        """On a GPU every shape is computed, which compiles it, and captured, so that no draft waits for either."""
+        super().bind(caches, block_size)
+        if self._inputs is None:
+            return
+        with torch.cuda.device(self.device):
+            for rows in sorted({up(count) for count in range(1, MOST_ROWS + 1)}, reverse=True):
+                for depth in range(1, self._depth + 1):
+                    work = functools.partial(self._rank, self._inputs[:rows], depth)
+                    work()
+                    self._capture((rows, depth), work)
+
+    def _capture(self, shape: tuple[int, int], work: Callable[[], Tensor]) -> None:
+        if not self._captures:
+            return
+        try:
+            self._graphs[shape] = self._recorder.capture(work)
+        except RuntimeError as problem:
+            self._captures = False
+            reason = str(problem).partition("\n")[0]
+            log.warning("Medusa heads cannot be captured, and run kernel by kernel: %s", reason)
+
+    @torch.inference_mode()
+    def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
+        tree = self._tree
+        counts = np.minimum(np.array([row.budget for row in rows], np.int64), len(tree.parents))
+        width = int(counts.max(initial=0))
+        if not width:
+            return Draft.empty(len(rows))
+        used, depth, choice = np.arange(width) < counts[:, None], int(tree.depth[:width].max()), self._choice[:width]
+        hidden = self.last_taps(seats, lengths)[:, 0]
+        tokens = [self._ranked(part, depth)[:, choice] for part in torch.split(hidden, MOST_ROWS)]
+        return Draft(
+            tokens=tokens[0] if len(tokens) == 1 else torch.cat(tokens),
+            parents=torch.from_numpy(np.where(used, tree.parents[:width], -1)),
+            depth=torch.from_numpy(np.where(used, tree.depth[:width], 0)),
+            num_nodes=torch.from_numpy(counts),
+            unseen=True,
+        )
+
+    def _ranked(self, hidden: Tensor, depth: int) -> Tensor:
+        """(B, depth * ranks): the likeliest tokens of each head. Of a captured shape it stands until the next."""
+        if self._inputs is None:
+            return self._rank(hidden, depth)
+        rows = up(len(hidden))
+        self._inputs[: len(hidden)] = hidden
+        graph = self._graphs.get((rows, depth))
+        if graph is None:
+            return self._rank(self._inputs[:rows], depth)[: len(hidden)]
+        graph.replay()
+        result: Tensor = graph.result[: len(hidden)]
+        return result
+
+    def _rank(self, hidden: Tensor, depth: int) -> Tensor:
+        ranked = []
+        for head in self._heads[:depth]:
+            x = hidden
+            for block in head.blocks:
+                x = x + F.silu(self._kernels.linear(x, block))
+            ranked.append(self._kernels.logits(x, head.output).topk(self._ranks).indices)
+        return torch.cat(ranked, 1)
+
+
+def digest(heads: SequenceOf[MedusaHead]) -> str:
+    """Of values spread over every tensor: training changes them all."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in (part for head in heads for part in head.tensors):
+        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        spread = tensor.flatten()[:: -(-tensor.numel() // SAMPLED)]
+        found.update(spread.float().cpu().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,202 @@
+"""Drafters that read hidden states of a real decoder, on a CPU and on a GPU: Medusa, and one with K/V of its own and
+trees that only the device knows. Steps are launched before the one before is read, on the CPU too."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config import EngineConfig
+from paceline.draft import Draft, packed_to
+from paceline.drafters.medusa import MedusaDrafter
+from paceline.drafters.tapped import TappedDrafter
+from paceline.engine.engine import Engine
+from paceline.engine.policy import Choice
+from paceline.models.decoder import FINAL
+from paceline.models.kv_cache import KVSpec
+from paceline.models.plan import slots_of
+from tests.drafters.contract_toys import ByRequest, Choosing, exercised, params, run
+from tests.drafters.overfit import CPU, overfit_heads, random_heads, taps_of, tiny_decoder
+from tests.test_cuda import CONFIG, LENGTH, PROMPTS
+
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
+ASKED = {"greedy": {}, "seeded": {"temperature": 0.6}}
+SIZES = EngineConfig(prefix_caching=False, num_blocks=256, block_size=16, max_num_seqs=4, max_num_batched_tokens=96)
+
+
+def requests_of(asked):
+    sampling = ASKED[asked]
+    return [
+        (
+            at,
+            str(at),
+            prompt,
+            params(max_tokens=LENGTH, ignore_eos=True, **sampling, **({"seed": at} if sampling else {})),
+        )
+        for at, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module", params=DEVICES, ids=lambda device: device.type)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain(device):
+    """Answers by way of sampling and request, and heads that have seen them."""
+    engine = Engine(tiny_decoder(device), SIZES)
+    told = {asked: outputs(run(engine, requests_of(asked))[0]) for asked in ASKED}
+    texts = [[*prompt, *each[str(at)]] for each in told.values() for at, prompt in enumerate(PROMPTS)]
+    begins = [len(prompt) - 2 for _ in told for prompt in PROMPTS]
+    return told, overfit_heads(tiny_decoder(), texts, begins=begins)
+
+
+def outputs(sequences):
+    return {name: sequence.output_tokens for name, sequence in sequences.items()}
+
+
+def watch(drafter):
+    """How many drafts were begun behind a step; on a GPU none of them may wait for it."""
+    propose, begun = drafter.propose, []
+
+    def watched(rows, after=None):
+        begun.append(after is not None)
+        waits = drafter.device.type == "cuda"
+        if waits:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return propose(rows, after)
+        finally:
+            if waits:
+                torch.cuda.set_sync_debug_mode("default")
+
+    drafter.propose = watched
+    return begun
+
+
+def engine_for(drafter, decoder, policy):
+    engine = Engine(decoder, SIZES, drafters=[drafter], policy=policy)
+    engine.runs_ahead = True
+    return engine
+
+
+@pytest.mark.parametrize("weights", ["random", "overfit"])
+def test_medusa_changes_when_tokens_come_never_which(device, plain, weights):
+    told, heads = plain
+    decoder = tiny_decoder(device)
+    if weights == "random":
+        heads = random_heads(CONFIG.hidden_size, CONFIG.vocab_size, layers=2)
+    drafter = MedusaDrafter(
+        heads, CONFIG.vocab_size, kernels=decoder.kernels, device=device, dtype=decoder.dtypes.compute
+    )
+    engine = engine_for(drafter, decoder, ByRequest({str(at): Choice(drafter.name, at * 5 + 2) for at in range(4)}))
+    for asked in ASKED:
+        begun = watch(drafter)
+        sequences, _ = run(engine, requests_of(asked))
+        assert outputs(sequences) == told[asked]
+        assert sum(begun) > 5, "drafts are begun behind steps under way"
+        if weights == "overfit":
+            assert exercised(sequences.values())
+            assert sum(one.stats.num_accepted_tokens for one in sequences.values()) > 40
+        assert engine.drafters.failures == 0
+        assert engine.blocks.num_free == engine.blocks.num_blocks
+    if device.type == "cuda":
+        assert drafter._graphs, "the heads are captured"
+
+
+class DynamicTrees(TappedDrafter):
+    """Keeps (hidden state of t, token t + 1) in slot t + 1, drafts from the last of them alone, and lets the device
+    decide whether nodes go deep or side by side."""
+
+    name, taps = "dynamic trees", (FINAL, 1)
+    kv_layers = (KVSpec(num_kv_heads=1, head_dim=CONFIG.hidden_size),)
+    MARGIN = 0.05  # of the likeliest token over the next: about half of the rows have more
+    DEEP, WIDE = (-1, 0, 1, -1), (-1, -1, 0, -1)  # parents
+
+    def __init__(self, heads, device):
+        super().__init__()
+        self.outputs = torch.stack([head.output for head in heads]).to(device)
+        self.deep = []  # by draft: how many rows' trees are
+
+    def bind(self, caches, block_size):
+        super().bind(caches, block_size)
+        (self.cache,) = caches
+        self.shapes = torch.tensor([self.DEEP, self.WIDE], device=self.device)
+
+    @torch.inference_mode()
+    def absorb(self, batch):
+        """Padding writes what some valid pair writes, where that does: an index of the host's would be waited for."""
+        valid = batch.slots >= 0
+        some = valid.int().argmax()
+        row = torch.where(valid, torch.arange(len(valid), device=self.device), some)
+        value = batch.taps[:, 1].clone()
+        value[:, 0] = batch.tokens.to(value.dtype)
+        self.cache.k[batch.slots[row], 0] = batch.taps[row, 0]
+        self.cache.v[batch.slots[row], 0] = value[row]
+
+    @torch.inference_mode()
+    def draft(self, rows, seats, lengths):
+        width = max(len(row.sequence.blocks) for row in rows)
+        tables = torch.tensor([[*row.sequence.blocks, *[0] * (width - len(row.sequence.blocks))] for row in rows])
+        (tables,) = packed_to(self.device, tables)
+        last = lengths - 1
+        slots = tables.gather(1, (last // self._block_size)[:, None])[:, 0] * self._block_size + last % self._block_size
+        logits = torch.einsum("bh,dvh->bdv", self.cache.k[slots, 0].float(), self.outputs)
+        best, tokens = logits.topk(3)
+        sure = best[:, 0, 0] - best[:, 0, 1] > self.MARGIN
+        self.deep.append(sure.sum())
+        (a, b, c), (d, *_) = tokens[:, 0].unbind(1), tokens[:, 1].unbind(1)
+        e = tokens[:, 2, 0]
+        drafted = torch.where(sure[:, None], torch.stack((a, d, e, b), 1), torch.stack((a, b, d, c), 1))
+        parents = torch.where(sure[:, None], self.shapes[0], self.shapes[1])
+        counts = torch.tensor([min(row.budget, 4) for row in rows])
+        most = int(counts.max())
+        return Draft.device_trees(drafted[:, :most], parents[:, :most], counts, 3)
+
+
+def test_trees_that_only_the_device_knows_change_nothing(device, plain):
+    told, heads = plain
+    drafter = DynamicTrees(heads, device)
+    engine = engine_for(
+        drafter, tiny_decoder(device), ByRequest({str(at): Choice(drafter.name, at + 1) for at in range(4)})
+    )
+    for asked in ASKED:
+        begun, drafter.deep = watch(drafter), []
+        sequences, _ = run(engine, requests_of(asked))
+        assert outputs(sequences) == told[asked]
+        assert exercised(sequences.values())
+        assert sum(begun) > 5, "drafts are begun behind steps under way"
+        assert 0 < sum(map(int, drafter.deep)) < sum(one.stats.num_drafts for one in sequences.values()), "both shapes"
+        assert engine.drafters.failures == 0
+
+
+def test_the_drafters_own_cache_is_that_of_a_pass_over_the_committed_tokens(device, plain):
+    """After accepted and rejected branches, and after plain steps in between, which it catches up with."""
+    chance = random.Random(5)
+
+    class NowAndThen(Choosing):
+        def choose(self, sequence):
+            return Choice(drafter.name, 4) if chance.random() < 0.6 else Choice()
+
+    drafter = DynamicTrees(plain[1], device)
+    engine = engine_for(drafter, tiny_decoder(device), NowAndThen())
+    sequences = [engine.add_request(name, prompt, wanted)[0] for _, name, prompt, wanted in requests_of("greedy")]
+    while max(sequence.num_output for sequence in sequences) < LENGTH - 6:
+        engine.step()
+    assert exercised(sequences)
+    checked, fresh = 0, tiny_decoder(device)
+    for sequence in sequences:
+        start, end = drafter.absorbed(sequence)
+        positions = np.arange(max(start, 1), end)
+        slots = torch.from_numpy(slots_of(np.array([sequence.blocks]), 0, positions, SIZES.block_size)).to(device)
+        taps = taps_of(fresh, sequence.tokens[: end - 1], drafter.taps)[positions[0] - 1 :]
+        assert torch.equal(drafter.cache.k[slots, 0], taps[:, 0])
+        assert torch.equal(drafter.cache.v[slots, 0, 1:], taps[:, 1, 1:])
+        assert drafter.cache.v[slots, 0, 0].long().tolist() == sequence.tokens[positions[0] : end]
+        checked += end - len(PROMPTS[int(sequence.request_id)])
+    assert checked > 2 * LENGTH, "answers were absorbed, not the prompts alone"
+    assert engine.drafters.failures == 0

@@ -1,0 +1,118 @@
+# ruff: noqa: E402
+"""Trees that only the device knows, placed by the kernel through Triton's interpreter, against `paceline.draft`."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
+if not triton.knobs.runtime.interpret:
+    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+
+from paceline.draft import UNKNOWN, ancestors, depths_of, sound_parents
+from paceline.models.plan import DeviceTrees, PassPlan
+from paceline.models.triton.place import place_trees
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="triton does not run on Windows")
+NODES, ROWS, PATH, BEFORE = 20, 90, 24, -7  # BEFORE: what stands in rows that are no nodes
+
+
+def scene(parents, counts, max_depth, *, rows=None):
+    """(plan, trees): trees of so many nodes, their rows of the pass and their slots anywhere."""
+    counts = torch.tensor(counts)
+    width = int(counts.max())
+    used = torch.arange(width) < counts[:, None]
+    at = torch.full((len(counts), width), -1)
+    at[used] = torch.randperm(ROWS)[: int(counts.sum())]
+    slots = torch.where(used, torch.randint(0, 5000, used.shape), -1)
+
+    def blank(*shape):
+        return torch.full(shape, BEFORE, dtype=torch.int32)
+
+    plan = PassPlan(
+        positions=blank(ROWS),
+        slots=blank(ROWS),
+        sequence=blank(ROWS),
+        prefix=blank(ROWS),
+        reach=blank(ROWS),
+        path=blank(ROWS, PATH),
+        block_tables=blank(1, 1),
+        block_size=16,
+        max_len=1000,
+    )
+    which = torch.arange(len(counts)) if rows is None else rows
+    length = torch.randint(1, 900, (len(counts),))
+    return plan, DeviceTrees(which, at, slots, length, parents, max_depth)
+
+
+def check(plan, trees):
+    """Against the rules written in torch, of nodes within the bound; deeper ones end at the bound."""
+    num_nodes = (trees.at >= 0).sum(1)
+    parents = sound_parents(trees.parents[trees.rows])[:, : trees.at.shape[1]]
+    true = depths_of(parents, num_nodes, parents.shape[1])
+    depth = depths_of(parents, num_nodes, trees.max_depth)
+    assert torch.equal(depth, true.clamp_max(trees.max_depth))
+    paths = ancestors(parents, true, parents.shape[1])
+    nodes = torch.nonzero(trees.at >= 0).tolist()
+    for tree, node in nodes:
+        row, length = int(trees.at[tree, node]), int(trees.length[tree])
+        assert int(plan.positions[row]) == length - 1 + int(depth[tree, node])
+        assert int(plan.reach[row]) == length + int(depth[tree, node])
+        own = [at for at in paths[tree, node].tolist() if at >= 0][-trees.max_depth :]
+        expected = [int(trees.slots[tree, at]) for at in own]
+        assert plan.path[row].tolist() == expected + [BEFORE] * (PATH - len(expected))
+    others = torch.ones(ROWS, dtype=torch.bool)
+    others[trees.at[trees.at >= 0]] = False
+    for part in (plan.positions, plan.reach, plan.path):
+        assert (part[others] == BEFORE).all()
+    for part in (plan.slots, plan.sequence, plan.prefix):
+        assert (part == BEFORE).all()
+    return true
+
+
+def random_tree():
+    return torch.tensor([int(torch.randint(-1, node, ())) if node else -1 for node in range(NODES)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_are_placed_as_the_host_would_place_them(seed):
+    torch.manual_seed(seed)
+    parents = torch.stack([random_tree() for _ in range(5)])
+    plan, trees = scene(parents, [NODES, 1, 7, 13], NODES, rows=torch.tensor([4, 0, 2, 1]))
+    place_trees(plan, trees)
+    check(plan, trees)
+
+
+@pytest.mark.parametrize("max_depth", [1, 3, 6])
+def test_nodes_deeper_than_the_bound_are_taken_for_that_deep(max_depth):
+    torch.manual_seed(max_depth)
+    chain = torch.arange(NODES) - 1
+    parents = torch.stack((chain, chain.clamp_min(2)))
+    plan, trees = scene(parents, [NODES, 9], max_depth)
+    place_trees(plan, trees)
+    assert int(check(plan, trees).max()) > max_depth
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parents_that_do_not_come_before_their_nodes_are_made_to(seed):
+    """As verification takes them, or the pass would compute one tree and verify another."""
+    torch.manual_seed(seed)
+    parents = torch.randint(-6, NODES + 6, (3, NODES))
+    wild = torch.tensor([UNKNOWN, 2**31, 2**32 + 1, 2**40 + 3, -(2**31) - 1, -(2**40), 2**63 - 1, -(2**63)])
+    parents[:, 3 : 3 + len(wild)] = wild
+    plan, trees = scene(parents, [NODES, 12, 5], NODES)
+    place_trees(plan, trees)
+    check(plan, trees)
+
+
+def test_parents_may_be_some_columns_of_a_wider_tensor():
+    torch.manual_seed(0)
+    parents = torch.randint(-1, 1, (3, NODES + 5))[:, :NODES]
+    plan, trees = scene(parents, [6, 4], NODES, rows=torch.tensor([2, 0]))
+    place_trees(plan, trees)
+    check(plan, trees)
