@@ -109,7 +109,7 @@ def main() -> None:
     result: dict[str, Any] = {"startup_s": llm.load_s, "requests": args.requests, "rows": args.rows}
     for kind in args.kinds:
         bare = bare_rate(llm, prompts[: args.rows], kind, args.bare_steps)
-        before = llm.call(lambda engine: engine.stats.captured_late())
+        before = llm.call(lambda engine: engine.stats.captured_late)
         rates = []
         for _ in range(2):
             started = time.perf_counter()
@@ -118,7 +118,7 @@ def main() -> None:
             tokens = sum(len(one.outputs[0].token_ids) for one in answers)
             rates.append(tokens / seconds)
         ended = sum(one.outputs[0].finish_reason == "stop" for one in answers)
-        late = llm.call(lambda engine: engine.stats.captured_late()) - before
+        late = llm.call(lambda engine: engine.stats.captured_late) - before
         result[kind] = {
             "bare": bare,
             "generate": max(rates),

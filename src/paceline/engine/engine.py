@@ -209,6 +209,7 @@ class Engine:
         """Timings for the user: what the step took, and what it would have taken plainly."""
         batch, step_s = flight.batch, report.step_s
         self.stats.add(batch, committed=outputs.num_tokens, model_s=flight.model_s, step_s=step_s)
+        self.stats.captured_late = self.runner.captured_late
         if not batch.only_decodes:
             return
         sampled = any(sequence.sampled for sequence in outputs.sequences)

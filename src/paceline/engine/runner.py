@@ -126,6 +126,12 @@ class Runner:
             if self.drafters.drafters:
                 self.cache.warmup()
 
+    @property
+    def captured_late(self) -> int:
+        """What steps have waited for because no warm-up met it."""
+        graphs = getattr(self.model, "graphs", None)
+        return self.sampler.captured_late + (0 if graphs is None else graphs.captured_late)
+
     @torch.inference_mode()
     def launch(self, batch: Batch, draft: Draft, after: Flight | None = None) -> Flight:
         """`after`: rows of the batch take tokens from its unread verdict."""

@@ -14,6 +14,7 @@ class EngineStats:
     num_committed_tokens: int = 0
     step_s: float = 0.0
     model_s: float = 0.0
+    captured_late: int = 0  # passes captured and sampling kernels compiled after start-up: steps waited for them
 
     @property
     def overhead_s(self) -> float:
