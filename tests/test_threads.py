@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -279,6 +281,45 @@ def test_of_many_callers_only_those_in_the_pass_fail(folder: Path, alone) -> Non
                     failed += 1
         assert failed in (1, 2)
         assert is_idle(llm)
+
+
+@contextmanager
+def logits_that_are_no_numbers(llm: LLM, row: int, least: int):
+    """In one row of each pass with at least so many rows of logits."""
+    model = llm.engine.model
+    forward = model.forward
+
+    def broken(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        if len(output.logits) >= least:
+            output.logits[row] = math.nan
+        return output
+
+    llm.call(lambda engine: setattr(model, "forward", broken))
+    try:
+        yield
+    finally:
+        llm.call(lambda engine: setattr(model, "forward", forward))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_no_numbers_end_the_request_of_their_row(folder: Path, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=30, ignore_eos=True)
+    with make(folder, method="suffix", k=4) as llm, ThreadPoolExecutor(2) as pool:
+        (alone,) = llm.generate(prompt_of(1), params)
+        plainly = dataclasses.replace(params, speculation="none")
+        with logits_that_are_no_numbers(llm, row=0, least=2):
+            older = llm.stream(prompt_of(0), dataclasses.replace(plainly, max_tokens=200))
+            next(older)
+            younger = pool.submit(llm.generate, prompt_of(1), plainly)
+            with pytest.raises(RequestFailed, match="not finite"):
+                list(older)
+            assert facts(younger.result(timeout=60)[0]) == facts(alone), "its rows were numbers"
+        behind_a_draft = logits_that_are_no_numbers(llm, row=-1, least=2)  # which the answers before have taught
+        with behind_a_draft, pytest.raises(RequestFailed, match="not finite"):
+            llm.generate(prompt_of(1), params)
+        assert is_idle(llm)
+        assert facts(llm.generate(prompt_of(1), params)[0]) == facts(alone)
 
 
 @pytest.mark.parametrize("part", ["plan", "observe", "schedule"])

@@ -156,7 +156,6 @@ class Runner:
                 layout.logit_row_of,
                 only_chains=not layout.is_tree,
                 lengths=(batch.first + batch.count)[batch.sampling],
-                seats=seats,
             )
             reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
             if layout.tree_slots is not None:  # the slots are still the sequences' own, also of those that end here
