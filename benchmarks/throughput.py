@@ -1,4 +1,4 @@
-"""Tokens per second through the public API: many short answers by `LLM.generate`, against the same engine in bare steps.
+"""Tokens per second of `LLM.generate` with many short answers, against the same engine in bare steps.
 
     python benchmarks/throughput.py --model smollm2 --device cuda
     python benchmarks/throughput.py --requests 48 --rows 8 --budget 256 --bare-steps 8        # a CPU, to try the script
@@ -28,7 +28,20 @@ FORMS = (
 )
 NOUNS = (
     *("bread", "rain", "chess", "the moon", "coffee", "a lighthouse", "jazz", "a bicycle", "glass", "salt", "a map"),
-    *("honey", "a clock", "snow", "paper", "a bridge", "tea", "a violin", "wool", "a river", "ink", "a volcano", "rice"),
+    *(
+        "honey",
+        "a clock",
+        "snow",
+        "paper",
+        "a bridge",
+        "tea",
+        "a violin",
+        "wool",
+        "a river",
+        "ink",
+        "a volcano",
+        "rice",
+    ),
 )
 MOST_TOKENS = 128
 

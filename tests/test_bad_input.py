@@ -106,14 +106,24 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path, capsys: py
         ["--threads", "0"],
         ["--max-model-len", "0"],
         ["--max-model-len", "1000000"],
+        ["--threads", "100000"],
         ["--logit-bias", "49152=1"],
+        ["--logit-bias", f"{2**70}=1"],
+        ["--top-k", str(2**63)],
+        ["--n", "1000000", "--temperature", "1"],
+        ["--max-tokens", str(2**63)],
+        ["--min-tokens", str(2**63)],
+        ["--stop-token-id", str(2**63)],
+        ["--seed", str(2**63)],
+        ["--suffix-corpus", "/dev/zero"],
+        ["--speculative-config", '{"method": "ngram", "prompt_lookup_max": 1000000000}'],
     ],
     ids=" ".join,
 )
 def test_a_value_out_of_range_names_its_field(
     flags: list[str], smollm2_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    field = flags[0].removeprefix("--").replace("-", "_")
+    field = flags[0].removeprefix("--").replace("-", "_").replace("stop_token_id", "stop_token_ids")
     assert refused(capsys, "generate", "hello", *flags).startswith(f"error: {field}: ")
 
 

@@ -26,7 +26,7 @@ RANKS: list[set[str]] = [
     {"controls"},
     {"drafters"},
     {"engine", "speculative_config"},
-    {"build"},
+    {"build", "client"},
     {"llm", "training"},
     {"async_llm"},
     {"server", "bench", "prove"},

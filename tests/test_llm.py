@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.client import Encoded, StreamedRequest, request_output
 from paceline.engine.loop import Delta, Ended
 from paceline.engine.text import OutputText
 from paceline.errors import DeviceError, InvalidParameter, InvalidPrompt
-from paceline.llm import Encoded, StreamedRequest, request_output
 from paceline.sequence import Sequence
 
 QUESTION = [{"role": "user", "content": "Name three fruits and describe each in one sentence."}]
@@ -102,12 +102,12 @@ def test_text_is_what_decoding_token_by_token_gives(smollm2, skip):
     for _ in range(60):
         tokens = [chance.choice(frequent) if chance.random() < 0.6 else chance.randrange(49152) for _ in range(25)]
         expected = eager(tokenizer, tokens, skip)
-        request = StreamedRequest(smollm2, [1, 2], params)
+        request = StreamedRequest(smollm2.client, [1, 2], params)
         answer = Sequence("0", [1, 2], params.resolve({}), max_len=100)
         answer.tokens += tokens
         answer.finish_reason = "length"
         ended = Ended("0", [answer], 1.0, 2.0)
-        (completion,) = request_output(smollm2, Encoded(None, [1, 2]), 0.0, ended).outputs
+        (completion,) = request_output(tokenizer, Encoded(None, [1, 2]), 0.0, ended).outputs
         assert (completion.text, completion.token_ids) == (expected, tokens)
         pieces, at = [], 0
         while at < len(tokens):

@@ -66,6 +66,16 @@ def test_values_out_of_range_are_refused_by_name(field, value):
     assert str(error.value).startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize("field", ["n", "top_k", "max_tokens", "min_tokens", "seed", "stop_token_ids", "logit_bias"])
+def test_no_number_is_too_large_to_be_refused(field):
+    """What a device cannot hold would raise in the step of the whole batch."""
+    for huge in (2**63, 2**64 + 1, 10**30):
+        value = {"stop_token_ids": [huge], "logit_bias": {huge: 1.0}}.get(field, huge)
+        with pytest.raises(InvalidParameter) as refused:
+            SamplingParams(**{field: value})
+        assert refused.value.field == field
+
+
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [

@@ -239,6 +239,15 @@ def test_bad_input_raises_in_its_own_call(llm: LLM, alone) -> None:
     assert facts(llm.generate(prompt_of(1), params_of(1))[0]) == alone[1]
 
 
+def test_the_largest_numbers_are_served(llm: LLM) -> None:
+    most = 2**31 - 1
+    wide = SamplingParams(temperature=1.0, top_k=most, seed=2**63 - 1, max_tokens=most, min_tokens=0)
+    same = SamplingParams(temperature=1.0, seed=2**63 - 1)
+    assert facts(llm.generate(prompt_of(0), wide)[0]) == facts(llm.generate(prompt_of(0), same)[0])
+    long = SamplingParams(temperature=0, min_tokens=most, max_tokens=most)
+    assert llm.generate(prompt_of(0), long)[0].outputs[0].finish_reason == "length"
+
+
 # -- failures
 
 
@@ -270,6 +279,24 @@ def test_of_many_callers_only_those_in_the_pass_fail(folder: Path, alone) -> Non
                     failed += 1
         assert failed in (1, 2)
         assert is_idle(llm)
+
+
+@pytest.mark.parametrize("part", ["plan", "observe", "schedule"])
+def test_a_step_that_raises_outside_its_pass_ends_its_requests_too(folder: Path, alone, part: str) -> None:
+    """Planning, learning, scheduling a request that is the first: a fault of ours, and no request is left behind."""
+    with make(folder, max_num_seqs=1) as llm:
+        owner = llm.engine.scheduler if part == "schedule" else llm.engine.policy
+        method = getattr(owner, part)
+
+        def broken(*args, **kwargs):
+            setattr(owner, part, method)
+            raise ValueError("a fault of ours")
+
+        llm.call(lambda engine: setattr(owner, part, broken))
+        with pytest.raises(RequestFailed, match="a fault of ours"):
+            llm.generate(prompt_of(3), params_of(3))
+        assert is_idle(llm)
+        assert facts(llm.generate(prompt_of(7), params_of(7))[0]) == alone[7]
 
 
 def test_a_lost_device_ends_all_requests_and_refuses_new_ones(folder: Path) -> None:
@@ -320,6 +347,23 @@ def test_a_dropped_llm_takes_its_thread_along(folder: Path) -> None:
     gc.collect()
     assert not thread.is_alive()
     assert gone() is None
+
+
+def test_a_forked_process_is_refused_instead_of_waiting_for_ever(folder: Path) -> None:
+    program = f"""
+import os
+from paceline import LLM, PacelineError
+llm = LLM({str(folder)!r}, device="cpu", threads=1)
+if not (child := os.fork()):
+    try:
+        llm.generate([1, 2, 3])
+    except PacelineError as refused:
+        os.write(1, str(refused).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60)
+    assert "another process" in done.stdout, done.stderr
 
 
 def test_a_process_ends_with_requests_open(folder: Path) -> None:

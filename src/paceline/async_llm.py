@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
+from paceline.client import Job, Message, Params, Prompt, StreamedRequest
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Delta, Event, Failed
-from paceline.llm import LLM, Job, Message, Params, Prompt, StreamedRequest
+from paceline.llm import LLM
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling_params import SamplingParams
 
@@ -27,16 +29,16 @@ class AsyncLLM:
         self._mail: dict[asyncio.AbstractEventLoop, _Mail] = {}
 
     async def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
-        return await self._run(self.llm.generate_job(prompts, params))
+        return await self._run(self.llm.client.generate_job(prompts, params))
 
     async def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
     ) -> list[RequestOutput]:
-        return await self._run(self.llm.chat_job(messages, params))
+        return await self._run(self.llm.client.chat_job(messages, params))
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> AsyncAnswerStream:
         """Chunks as `LLM.stream` gives them. A request the engine refuses raises at the first one."""
-        return AsyncAnswerStream(StreamedRequest(self.llm, prompt, params), self._mail_here())
+        return AsyncAnswerStream(self.llm, StreamedRequest(self.llm.client, prompt, params), self._mail_here())
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         return await asyncio.wrap_future(self.llm.thread.call(function))
@@ -94,11 +96,11 @@ class _Mail:
 class AsyncAnswerStream:
     """An answer under way, as chunks. The last chunk of the request carries the whole answer."""
 
-    def __init__(self, request: StreamedRequest, mail: _Mail) -> None:
-        self._request = request
+    def __init__(self, llm: LLM, request: StreamedRequest, mail: _Mail) -> None:
+        self._llm, self._request = llm, request  # an LLM is not closed while a stream of its is open
         self._inbox = _AsyncInbox(mail)  # of its own: the engine's thread must not keep a stream that is dropped
         self._over = False
-        request.llm.thread.submit([request.request], self._inbox)
+        llm.thread.submit([request.request], self._inbox)
 
     def __aiter__(self) -> AsyncAnswerStream:
         return self
@@ -123,7 +125,7 @@ class AsyncAnswerStream:
         if done is not None:
             await asyncio.wrap_future(done)
 
-    def _cancel(self) -> Any:
+    def _cancel(self) -> Future[None] | None:
         if self._over:
             return None
         self._over = True

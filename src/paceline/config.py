@@ -9,6 +9,7 @@ from paceline.errors import InvalidParameter
 NONE = "none"  # the method that drafts nothing: plain decoding
 AUTO = "auto"  # the method chosen by the policy, per request and step
 MAX_K = 64  # nodes a row may draft in one step
+MAX_NGRAM = 64  # tokens of a lookup's longest match: each length has a table of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,8 @@ class SpeculationConfig:
             raise InvalidParameter("k", f"must be a whole number between 1 and {MAX_K}, or auto; got {self.k}")
         if self.k is not None and self.method == NONE:
             raise InvalidParameter("k", "method none drafts nothing; leave k out or choose a method")
+        if not 1 <= self.ngram_max <= MAX_NGRAM:
+            raise InvalidParameter("ngram_max", f"must be between 1 and {MAX_NGRAM}, got {self.ngram_max}")
         if not 1 <= self.ngram_min <= self.ngram_max:
             raise InvalidParameter("ngram_min", f"must be between 1 and ngram_max ({self.ngram_max})")
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.config import NONE
+
 
 @dataclass
 class SpeculationStats:
@@ -42,7 +44,7 @@ class SpeculationStats:
     def mean_draft_length(self) -> float | None:
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
 
-    def add(self, nodes: int, depth: int, accepted: int, committed: int, method: str = "none") -> None:
+    def add(self, nodes: int, depth: int, accepted: int, committed: int, method: str = NONE) -> None:
         """Note one verified step; its draft had so many nodes, the deepest at `depth`."""
         self.num_target_passes += 1
         self.num_committed_tokens += committed

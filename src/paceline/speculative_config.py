@@ -44,7 +44,12 @@ def read(value: str | Mapping[str, Any], base: SpeculationConfig) -> Speculation
             raise InvalidParameter(FIELD, f"{key} is not understood; known are method, model, {', '.join(RENAMED)}")
     if changes.get("ngram_max", base.ngram_max) < base.ngram_min:
         changes.setdefault("ngram_min", changes["ngram_max"])
-    return replace(base, **changes)
+    try:
+        return replace(base, **changes)
+    except InvalidParameter as refused:
+        theirs = {ours: key for key, ours in RENAMED.items() if key in given}
+        problem = str(refused).removeprefix(f"{refused.field}: ")
+        raise InvalidParameter(FIELD, f"{theirs.get(refused.field, refused.field)} {problem}") from refused
 
 
 def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:

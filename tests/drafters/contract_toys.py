@@ -112,13 +112,13 @@ class ChainModel(FunctionModel):
         if self.broken:
             raise RuntimeError("waited in vain")
 
-    def draft(self, rows, said=None):
+    def draft(self, rows, after=None):
         assert len(rows) <= self.most_rows
-        return self._draft(rows, said, lambda logits, depth: logits.argmax(-1))
+        return self._draft(rows, after, lambda logits, depth: logits.argmax(-1))
 
-    def draft_by(self, pick, rows, said=None):
+    def draft_by(self, pick, rows, after=None):
         self.picked += 1
-        return self._draft(rows, said, pick)
+        return self._draft(rows, after, pick)
 
     def _draft(self, rows, said, pick):
         if said is None:

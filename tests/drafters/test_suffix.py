@@ -17,7 +17,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters import DrafterContext, DraftRow, suffix_index
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
-from paceline.drafters.suffix_store import SuffixStore
+from paceline.drafters.suffix_store import MAX_CORPUS, SuffixStore
 from paceline.drafters.suffix_tree import (
     BEHIND,
     ELSEWHERE,
@@ -523,6 +523,13 @@ def test_a_corpus_that_cannot_be_read_is_refused_by_name(tmp_path):
         make(encode, suffix_corpus=(missing,))
     with pytest.raises(InvalidParameter, match="suffix_corpus"):
         make(encode, suffix_corpus=(str(tmp_path),))
+    with pytest.raises(InvalidParameter, match="not a regular file"):
+        make(encode, suffix_corpus=("/dev/zero",))
+    large = tmp_path / "large.txt"
+    with large.open("wb") as file:
+        file.truncate(MAX_CORPUS + 1)  # a hole: it takes no space
+    with pytest.raises(InvalidParameter, match=r"large\.txt has 256 MiB; give at most 256 MiB"):
+        make(encode, suffix_corpus=(str(large),))
     with pytest.raises(InvalidParameter, match="tokenizer"):
         make(None, suffix_corpus=(missing,))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.models import native_kernels
-from paceline.models.kernels import Layer, LayerByLayer, Shape, kernels_for
+from paceline.models.kernels import Layer, LayerByLayer, Rope, Shape, kernels_for
 from paceline.models.kv_cache import LayerCache
 from paceline.models.native_kernels import VARIANTS, NativeKernels, library_status, open_library, runnable_variants
 from paceline.models.plan import PassPlan
@@ -120,6 +120,10 @@ def rows_of(plan: PassPlan, rows: list[int]) -> PassPlan:
 
 def wide(cache: LayerCache) -> LayerCache:
     return LayerCache(cache.k.double(), cache.v.double())
+
+
+def wide_rope(rope: Rope) -> Rope:
+    return Rope(*(None if part is None else part.double() for part in rope[:4]), rope.eps)
 
 
 def reference_attention(q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
@@ -233,18 +237,11 @@ def test_rope_and_store_matches_the_reference(
     cos, sin = rotary_tables(dim)
     norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
     expected_cache = wide(state.cache)
-    expected = REFERENCE.rope_and_store(
-        qkv.double(),
-        plan,
-        cos.double(),
-        sin.double(),
-        expected_cache,
-        *(None if norm is None else norm.double() for norm in norms),
-        1e-6,
-    )
+    rope = Rope(cos, sin, *norms, 1e-6)
+    expected = REFERENCE.rope_and_store(qkv.double(), plan, wide_rope(rope), expected_cache)
     untouched = [slot for slot in range(len(state.cache.k)) if slot not in (5, 0, 33)]
     before = state.cache.k[untouched].clone(), state.cache.v[untouched].clone()
-    q = native.rope_and_store(qkv.clone(), plan, cos, sin, state.cache, *norms, 1e-6)
+    q = native.rope_and_store(qkv.clone(), plan, rope, state.cache)
     assert q.shape == (4, q_heads, dim)
     assert_close(q, expected, 1e-6)
     assert_close(state.cache.k[[5, 0, 33]], expected_cache.k[[5, 0, 33]], 1e-6)
@@ -266,7 +263,7 @@ def test_a_row_of_rope_has_the_same_bits_among_any_rows(native: NativeKernels, t
     def run(chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         parts = [list(range(at, min(at + chunk, rows))) for at in range(0, rows, chunk)]
         call = [
-            native.rope_and_store(qkv[part].clone(), rows_of(plan, part), *tables, state.cache, norm, norm, 1e-6)
+            native.rope_and_store(qkv[part].clone(), rows_of(plan, part), Rope(*tables, norm, norm, 1e-6), state.cache)
             for part in parts
         ]
         return torch.cat(call), state.cache.k[slots].clone(), state.cache.v[slots].clone()
@@ -282,7 +279,7 @@ def test_a_position_beyond_the_tables_is_refused(native: NativeKernels) -> None:
     state = scene([40])
     plan = replace(state.plan([(0, 39)]), slots=ints([0]))
     with pytest.raises(IndexError, match="rotary tables"):
-        native.rope_and_store(torch.randn(1, 64), plan, *rotary_tables(16, 39), state.cache, None, None, 1e-6)
+        native.rope_and_store(torch.randn(1, 64), plan, Rope(*rotary_tables(16, 39), None, None, 1e-6), state.cache)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

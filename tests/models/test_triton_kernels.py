@@ -4,6 +4,7 @@ depend on that row alone. What only a GPU can show (its rounding) is checked by 
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +26,9 @@ from paceline.config import ModelConfig
 from paceline.errors import DeviceError
 from paceline.models.decoder import Decoder
 from paceline.models.fast_kernels import FastKernels
-from paceline.models.kernels import LayerByLayer, kernels_for
+from paceline.models.kernels import LayerByLayer, Rope, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
-from paceline.models.plan import PassPlan
+from paceline.models.plan import DeviceTrees, PassPlan
 from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
 from paceline.models.triton.division import tiles_of
@@ -46,6 +47,7 @@ from tests.models.test_kernels import (
     rows_of,
     scene,
     wide,
+    wide_rope,
 )
 
 pytestmark = [
@@ -133,7 +135,7 @@ def test_the_product_of_q_k_and_v_rotates_and_stores_as_the_kernels_apart_do(
     x, (cos, sin) = torch.randn(rows, 64), rotary_tables(dim, rows)
     apart = LayerCache(state.cache.k.clone(), state.cache.v.clone())
     qkv = linear(x, weight, tile=tile)
-    expected = kernels.rope_and_store(qkv, plan, cos, sin, apart, None, None, 1e-6)
+    expected = kernels.rope_and_store(qkv, plan, Rope(cos, sin, None, None, 1e-6), apart)
     rotary = Rotary(plan.positions, plan.slots, cos, sin, state.cache.k, state.cache.v)
     assert torch.equal(linear(x, weight, rotary=rotary, tile=tile).view_as(expected), expected)
     for got, wanted in ((state.cache.k, apart.k), (state.cache.v, apart.v)):
@@ -221,11 +223,9 @@ def test_rope_and_store_matches_the_reference(
     qkv, (cos, sin) = torch.randn(3, (q_heads + 2 * kv_heads) * dim), rotary_tables(dim)
     norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
     expected_cache, before = wide(state.cache), state.cache.k.clone()
-    wide_norms = [None if norm is None else norm.double() for norm in norms]
-    expected = REFERENCE.rope_and_store(
-        qkv.double(), plan, cos.double(), sin.double(), expected_cache, *wide_norms, 1e-6
-    )
-    q = kernels.rope_and_store(qkv.clone(), plan, cos, sin, state.cache, *norms, 1e-6)
+    rope = Rope(cos, sin, *norms, 1e-6)
+    expected = REFERENCE.rope_and_store(qkv.double(), plan, wide_rope(rope), expected_cache)
+    q = kernels.rope_and_store(qkv.clone(), plan, rope, state.cache)
     assert_close(q, expected, 1e-6)
     assert_close(state.cache.k[[5, 33]], expected_cache.k[[5, 33]], 1e-6)
     assert_close(state.cache.v[[5, 33]], expected_cache.v[[5, 33]], 1e-6)
@@ -424,6 +424,61 @@ def test_all_passes_write_their_taps_into_one_buffer(kernels: TritonKernels) -> 
         tapped.append((taps, taps.clone()))
     assert len({taps.data_ptr() for taps, _ in tapped}) == 1
     assert all(torch.equal(kept, tapped[0][1][: len(kept)]) for _, kept in tapped)
+
+
+def tree_plans(parents: list[int], claimed: list[int], length: int = 21) -> tuple[PassPlan, PassPlan]:
+    """A last token and a tree, known on the host; and known on the device alone, which is given `claimed` parents."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    tables, nodes, most = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.arange(len(parents)), max(depths)
+    stored = torch.arange(length - 1, length + len(parents))
+    slots = (tables[0, stored // 16] * 16 + stored % 16).int()
+    at = ints([length - 1, *(length - 1 + depth for depth in depths)])
+    path = torch.full((len(at), most), -1, dtype=torch.int32)
+    for node, depth in enumerate(depths):
+        above = node
+        for place in range(depth - 1, -1, -1):
+            path[1 + node, place], above = slots[1 + above], parents[above]
+    plain = PassPlan.in_order(at, slots, torch.zeros_like(at), tables, 16, length + most)
+    known = replace(plain, prefix=plain.prefix.clamp(max=length), path=path)
+    unknown = replace(
+        known,
+        positions=known.positions.clamp(max=length),
+        reach=known.reach.clamp(max=length + 1),
+        path=torch.full_like(path, -1),
+        trees=DeviceTrees(
+            rows=torch.tensor([1]),
+            at=1 + nodes[None],
+            slots=slots[1:].long()[None],
+            length=torch.tensor([length]),
+            parents=torch.tensor([[-1] * len(parents), claimed]),
+            max_depth=most,
+        ),
+    )
+    return known, unknown
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tree_known_on_the_device_alone_is_placed_as_one_known_on_the_host(kernels: TritonKernels, seed: int) -> None:
+    """A parent that does not come before its node is taken for the one before it: no row reads a slot of another."""
+    draw = random.Random(seed)
+    parents = [-1, *(draw.randrange(-1, node) for node in range(1, 9))]
+    claimed = list(parents)
+    for node in (node for node in range(1, 9) if parents[node] == node - 1):
+        claimed[node] = draw.choice([node - 1, node, node + 3, 99])
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    cache = KVCache(decoder.kv_specs, num_blocks=3, block_size=16, dtype=torch.float32, device=CPU)
+    assert decoder.graphs is not None
+    placed = []
+    for plan in tree_plans(parents, claimed):
+        of = decoder.graphs.place(torch.arange(10), plan, cache.layers, torch.arange(10))
+        placed.append(
+            [getattr(of.plan, name)[:10].clone() for name in ("positions", "prefix", "slots", "reach", "path")]
+        )
+    width = max(plan.path.shape[1] for plan in tree_plans(parents, claimed))
+    for known, unknown in zip(*placed, strict=True):
+        assert torch.equal(*(part[..., :width] if part.dim() == 2 else part for part in (known, unknown)))
 
 
 class FakeRecorder:

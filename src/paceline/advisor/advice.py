@@ -28,7 +28,7 @@ from paceline.advisor.cost import DrafterCost, PassCost
 from paceline.advisor.reasons import Case, Reason, uncertain, why_off
 from paceline.bench.grid import AUTO, Contender
 from paceline.config import SpeculationConfig
-from paceline.drafters.methods import METHODS
+from paceline.drafters.methods import METHODS, SUFFIX
 from paceline.speculative_config import RENAMED
 
 FILES = ("advice.json", "paceline.json", "vllm.json")
@@ -209,10 +209,11 @@ def _fixed(contender: Contender) -> VllmConfig:
         return VllmConfig(None, f"vLLM has no method {contender.method}")
     config: dict[str, Any] = {"method": name, "num_speculative_tokens": contender.k}
     ours = SpeculationConfig()
-    config |= {theirs: getattr(ours, field) for theirs, field in RENAMED.items() if field.startswith(f"{name}_")}
+    options = METHODS[contender.method].options
+    config |= {theirs: getattr(ours, field) for theirs, field in RENAMED.items() if field in options}
     if draft_model := draft_model_of(contender):
         config["model"] = draft_model
-    return VllmConfig(config, VLLM_NOTES.get(name))
+    return VllmConfig(config, VLLM_NOTES.get(contender.method))
 
 
-VLLM_NOTES = {"suffix": "vLLM's suffix method needs the package arctic-inference"}  # by vLLM's name of the method
+VLLM_NOTES = {SUFFIX: "vLLM's suffix method needs the package arctic-inference"}

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.bench.results import PLAIN
+from paceline.config import AUTO as AUTO
 from paceline.config import MAX_K
 from paceline.errors import InvalidParameter
 
-AUTO = "auto"
 MAX_CONCURRENCY = 256
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline import machine
+from paceline.config import NONE
 from paceline.errors import InvalidParameter
 
 ALL = "all"  # the workload that is every workload together
-PLAIN = "none"  # the method that drafts nothing
+PLAIN = NONE  # the method that drafts nothing
 
 
 @dataclass(frozen=True, kw_only=True)

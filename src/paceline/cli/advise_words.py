@@ -6,9 +6,9 @@ import sys
 
 from paceline.advisor.advice import Advice, paceline_config, paceline_flags
 from paceline.advisor.choice import Choice, Figure, levels_of, of_contender
-from paceline.bench.grid import AUTO
 from paceline.bench.report_words import at_once, listed, seconds, seeded
 from paceline.cli.output import human_bytes, print_note
+from paceline.config import AUTO
 
 OFF_BY = 0.15  # a prediction further off than that is said to be
 

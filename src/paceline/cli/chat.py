@@ -60,7 +60,7 @@ def chat(*, options: RunOptions) -> int:
 
 
 class Conversation:
-    """Owns the history. A turn that fails leaves no trace in it; one that is stopped keeps what was said."""
+    """Owns the history. A turn that fails leaves no trace in it; one that is stopped keeps the text it has."""
 
     def __init__(self, llm: LLM, params: SamplingParams, options: RunOptions) -> None:
         self.llm = llm
@@ -93,8 +93,8 @@ class Conversation:
         except InvalidPrompt as error:
             hint = " (/reset starts a new conversation)" if self.history else ""
             raise InvalidPrompt(f"{error}{hint}") from None
-        if tally.said or not stopped:
-            self.history = [*asked, {"role": "assistant", "content": tally.said}]
+        if tally.text or not stopped:
+            self.history = [*asked, {"role": "assistant", "content": tally.text}]
         self._report(tally, stopped)
         return stopped
 

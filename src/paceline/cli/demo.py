@@ -18,7 +18,8 @@ from paceline.cli.generate import closing, interrupted, load_llm, messages, read
 from paceline.cli.options import RunOptions
 from paceline.cli.output import Tally, method_words, print_json, rate_words
 from paceline.cli.speculation import speculation_arguments
-from paceline.config import NONE
+from paceline.config import AUTO, NONE
+from paceline.drafters.methods import METHODS
 from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ DRAFTED = 0  # draft.Kind.DRAFTED, without importing torch for it
 NOTICEABLE = 1.03
 BUSY = 1.1  # times τ; a pass commits τ tokens, so this much more was the clock
 ACCEPTED_STYLE = "bold green"
-METHODS = "auto|ngram|suffix|draft-model"  # as --help shows them
 
 # A chat answer, where little can be guessed, and two tasks that repeat what they were given.
 CHAT = "Give me three tips for staying focused while working from home."
@@ -66,8 +66,8 @@ def demo(
         str | None, typer.Argument(help="Ask this instead of the three built-in prompts; - reads it from stdin.")
     ] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="As for generate.", metavar="MODEL")] = "smollm2",
-    method: Annotated[str, typer.Option("--method", help="What drafts.", metavar=METHODS)] = "auto",
-    k: Annotated[str, typer.Option("--k", help="Tokens drafted ahead.", metavar="N|auto")] = "auto",
+    method: Annotated[str, typer.Option("--method", help="What drafts.", metavar="|".join((AUTO, *METHODS)))] = AUTO,
+    k: Annotated[str, typer.Option("--k", help="Tokens drafted ahead.", metavar=f"N|{AUTO}")] = AUTO,
     draft_model: Annotated[
         str | None, typer.Option("--draft-model", help="A smaller model with the same vocabulary.", metavar="MODEL")
     ] = None,
@@ -166,7 +166,7 @@ class Round:
         return {
             "name": self.name,
             "prompt": self.prompt,
-            "text": self.speculative.said,
+            "text": self.speculative.text,
             "drafted_by": dict(stats.drafts_by_method),
             "speculative": timing(self.speculative),
             "plain": timing(self.plain),

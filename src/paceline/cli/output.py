@@ -28,7 +28,7 @@ class Tally:
     first: float | None = None
     last: float | None = None
     tokens: dict[int, int] = field(default_factory=dict)  # by answer
-    said: str = ""  # the first answer
+    text: str = ""  # of the first answer
     output: RequestOutput | None = None  # the engine's own account, once the request is finished
 
     def add(self, chunk: StreamChunk) -> None:
@@ -36,7 +36,7 @@ class Tally:
         if self.first is None:
             self.first = self.last
         self.tokens[chunk.index] = self.tokens.get(chunk.index, 0) + len(chunk.token_ids)
-        self.said += chunk.text if chunk.index == 0 else ""
+        self.text += chunk.text if chunk.index == 0 else ""
         if chunk.output is not None:
             self.output = chunk.output
             self.tokens = {answer.index: len(answer.token_ids) for answer in chunk.output.outputs}
@@ -100,7 +100,7 @@ def drafting_words(llm: LLM, stats: SpeculationStats) -> str:
 
 
 def method_words(stats: SpeculationStats) -> str:
-    """Who drafted, the busiest first; whoever had less than a tenth of the drafts is not named."""
+    """The methods that drafted, the busiest first, without those that made less than a tenth of the drafts."""
     ranked = sorted(stats.drafts_by_method.items(), key=lambda item: -item[1])
     return "+".join(method for method, drafts in ranked if 10 * drafts >= stats.num_drafts)
 
@@ -178,7 +178,7 @@ def one_line(error: BaseException) -> str:
 
 
 def write(text: str) -> None:
-    """Onto stdout at once; what its encoding cannot say becomes a question mark rather than a crash."""
+    """Onto stdout at once; characters its encoding lacks become question marks rather than a crash."""
     try:
         sys.stdout.write(text)
     except UnicodeEncodeError:

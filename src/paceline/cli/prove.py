@@ -9,6 +9,7 @@ import typer
 
 from paceline.cli.output import print_json, print_note
 from paceline.cli.progress import progress
+from paceline.config import AUTO
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -63,7 +64,7 @@ def prove(
             device=device,
             numerics=numerics,
             threads=threads,
-            method="auto",
+            method=AUTO,
             draft_model=draft_model,
             drafter=drafter,
             prefix_caching=False,

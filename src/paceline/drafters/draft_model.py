@@ -32,8 +32,8 @@ from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.warmup import drafting
 from paceline.models.runtime import LoadedModel, load_model
+from paceline.models.warmup import drafting
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, propose
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ log = logging.getLogger("paceline")
 FORMAT = 1
 _MAGIC = "paceline suffix store"
 _HEADER_LIMIT = 4096
+MAX_CORPUS = 256 << 20  # bytes of one text file
 _PIECE = 1 << 16  # characters of a corpus encoded at once
 _PROBE = 'The 3 quick_foxes, naïve: "if (x != 0.5) {\n\treturn 你好;\n}"'  # tokenizers that differ differ on this
 
@@ -73,6 +75,12 @@ class SuffixStore:
         if self._encode is None:
             raise InvalidParameter("suffix_corpus", "needs a tokenizer, and this model came without one")
         try:
+            found = os.stat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise InvalidParameter("suffix_corpus", f"{file} is not a regular file")
+            if found.st_size > MAX_CORPUS:
+                most = f"at most {MAX_CORPUS >> 20} MiB: more than the store holds would be forgotten at once"
+                raise InvalidParameter("suffix_corpus", f"{file} has {found.st_size >> 20} MiB; give {most}")
             with open(file, encoding="utf-8", errors="replace") as lines:
                 while piece := lines.read(_PIECE):
                     yield self._encode(piece + lines.readline())
@@ -123,6 +131,8 @@ class SuffixStore:
     def _read(self, path: Path) -> Ints:
         """The stored tokens; ValueError says why not. A file of someone else's is never overwritten either."""
         self._may_write = False
+        if not path.is_file():
+            raise ValueError("not a regular file, left as it is")
         with open(path, "rb") as file:
             line = file.readline(_HEADER_LIMIT)
             payload = file.read()

@@ -61,7 +61,7 @@ class Committer:
                 tokens, kinds, accepted = tokens_of[verdict_row], kinds_of[verdict_row], accepted_of[verdict_row]
                 at = place[index] = len(outputs.sequences)
                 known = sequence.tokens
-                if tokens[0] < 0:
+                if tokens[-1] < 0:  # draft.INVALID: nothing of the step is trusted
                     sequence.finish_reason, sequence.error = "error", NOT_FINITE
                     tokens, kinds = [], []
                 elif len(known) + len(tokens) < sequence.max_len and sequence.ends.isdisjoint(

@@ -351,6 +351,8 @@ class EngineThread:
         with self._lock:
             if self._refusal is not None:
                 raise _fresh(self._refusal)
+            if not self._thread.is_alive():  # a forked process has no threads of its parent's
+                raise EngineClosed("the model was loaded in another process; load it in this one")
             self._commands.put(command)
 
     def _run(self, engine: Engine, at_end: Callable[[], None]) -> None:

@@ -22,8 +22,8 @@ from paceline.engine.layout import Layout, filled_in, lay_out
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache
-from paceline.models.warmup import verifying
 from paceline.models.staging import Staging
+from paceline.models.warmup import verifying
 from paceline.sequence import Sequence
 
 Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
@@ -133,7 +133,7 @@ class Runner:
         layout = lay_out(batch, draft, self.cache.block_size)
         unseen = draft.tokens.flatten() if draft.unseen and draft.width else None
         if after is not None and after.unread is not None:
-            unseen = after.unread.tokens[:, 0]
+            unseen = after.unread.tokens[:, 0].clamp_min(0)  # draft.INVALID is no token
         if unseen is not None:
             (codes,) = packed_to(unseen.device, layout.tokens.long())
             layout.tokens = filled_in(codes, unseen)
@@ -167,7 +167,9 @@ class Runner:
         vocab = self.model.config.vocab_size
         return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.sound(vocab)
 
-    def _unread(self, batch: Batch, layout: Layout, verdict: Verdict, taps: Tensor | None, seats: Ints) -> UnreadVerdict:
+    def _unread(
+        self, batch: Batch, layout: Layout, verdict: Verdict, taps: Tensor | None, seats: Ints
+    ) -> UnreadVerdict:
         at = np.array(batch.sampling, np.int64)
         length = batch.first[at] + batch.count[at]
         rows = list(range(len(at)))

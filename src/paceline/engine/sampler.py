@@ -83,9 +83,9 @@ class Sampler:
         take, with up to `q_rows` rows of q. `logits`: the whole buffer that passes leave theirs in."""
         self._graphs.prepare(logits, sequences, rows, q_rows)
         if logits.is_cuda:
-            from paceline.models.triton.together import compiled_together
+            from paceline.models.triton.parallel_compile import parallel_compile
 
-            with compiled_together():
+            with parallel_compile():
                 for key in self._graphs.kinds():
                     self._graphs.run(key, verify)
         if self._graphs.enabled:

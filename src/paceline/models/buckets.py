@@ -27,7 +27,7 @@ class Bucket(NamedTuple):
     from_hidden: bool = False  # its rows begin with hidden states, not with tokens
 
     def kernels(self, direct: bool, tails: int) -> tuple[object, ...]:
-        """What chooses the kernels of such a pass: buckets alike in this are computed by the same ones."""
+        """A key: buckets with the same one are computed by the same kernels."""
         return alike(self.rows), self.tile, direct, tails, alike(self.logits), self.taps
 
 
@@ -44,5 +44,5 @@ def path_up(width: int) -> int:
 
 
 def alike(rows: int) -> int:
-    """Numbers of rows, padded, that are computed by the same kernels; of more than a few it is not said."""
+    """The same number for padded numbers of rows that the same kernels compute, as far as that is known: up to FEW."""
     return rows if rows > FEW or not rows else max(1 << (rows - 1).bit_length(), 16)

@@ -1,6 +1,7 @@
 """Continuation by a model without the host between its tokens: what a drafter may ask of a decoder, where it offers it.
 
-Nobody waits: the tokens stay where the model is, and a continuation may begin with tokens that only the device knows.
+The host waits for none of them: tokens stay on the device, and a continuation may begin with tokens that only the
+device knows.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class GreedyChain(Protocol):
     most_rows: int
     warm: bool  # the last draft took what its like will take again
 
-    def draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
+    def draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
         """(R, K) int64 on the device, K the largest count: for each row the most probable token after those before.
 
-        `said`: rows go on behind it. Bits may differ from those of a pass, and so may a token where two are almost
-        equally probable. What a row has no blocks for is not written, and what follows it is a guess at random.
+        `after`: rows continue behind this verdict. Bits may differ from those of a pass, and so may a token where two
+        are almost equally probable. K/V that a row has no blocks for are not written; tokens behind them are random.
         """
 
     def check(self) -> None:
@@ -50,15 +51,15 @@ class GreedyChain(Protocol):
 
 class Pick(Protocol):
     def __call__(self, logits: Tensor, depth: int) -> Tensor:
-        """(R,) int64 where the logits (R, V) are: what each row says, `depth` tokens behind where its chain begins."""
+        """(R,) int64, where the logits (R, V) are: each row's token, `depth` tokens behind the begin of its chain."""
 
 
 @runtime_checkable
 class PicksTokens(GreedyChain, Protocol):
     """A chain that may also have its tokens picked, between its passes."""
 
-    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
-        """As `draft`; `pick` is asked once for every depth, for all rows, and nobody waits for what it says."""
+    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
+        """As `draft`; `pick` is asked once for every depth, for all rows, and its result stays on the device."""
 
 
 def warmup(chain: GreedyChain, device: torch.device) -> bool:

@@ -106,6 +106,10 @@ class Placed:
         staging.send(buffer, self.device_ints, self.at["tables"].start + tables.size)
         if on_device:
             self.inputs[: len(tokens)].copy_(tokens)
+        if plan.trees is not None:
+            from paceline.models.triton.place import place_trees
+
+            place_trees(self.plan, plan.trees)
 
 
 class _Stage:

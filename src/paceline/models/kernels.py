@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,16 @@ class Layer:
     window: int | None
 
 
+class Rope(NamedTuple):
+    """How q and k of a layer are rotated. Halves of a head are a pair: (x1 cos - x2 sin, x2 cos + x1 sin)."""
+
+    cos: Tensor  # (num_positions, D / 2), fp32
+    sin: Tensor
+    q_norm: Tensor | None  # (D,) RMSNorm over each head before (Qwen3)
+    k_norm: Tensor | None
+    eps: float
+
+
 @dataclass(frozen=True)
 class Weights:
     """All of a model's weights."""
@@ -60,6 +70,9 @@ class Shape:
     eps: float
     scale: float
     q_heads: int
+
+    def rope(self, layer: Layer) -> Rope:
+        return Rope(self.cos, self.sin, layer.q_norm, layer.k_norm, self.eps)
 
 
 class Stack(Protocol):
@@ -95,18 +108,9 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; returns rms_norm(residual)."""
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,  # (M, (Hq + 2 Hkv) * D), may be overwritten
-        plan: PassPlan,
-        cos: Tensor,  # (max_positions, D / 2), fp32; halves rotate as a pair (x1 cos - x2 sin, x2 cos + x1 sin)
-        sin: Tensor,
-        cache: LayerCache,
-        q_norm: Tensor | None,  # (D,) RMSNorm over each head before RoPE (Qwen3)
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        """Norm and rotate q and k, write k and v to plan.slots (except -1), return q as (M, Hq, D)."""
+    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
+        """Norm and rotate q and k of (M, (Hq + 2 Hkv) * D), which may be overwritten; write k and v to plan.slots
+        except -1; return q as (M, Hq, D)."""
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         """(M, Hq, D) -> (M, Hq * D). A row at position t sees keys [max(0, t - window + 1), reach), [0, reach) without
@@ -138,7 +142,7 @@ class LayerByLayer:
             else:
                 hidden = kernels.add_rms_norm(added, residual, layer.input_norm, shape.eps)
             qkv = kernels.linear(hidden, layer.qkv)
-            q = kernels.rope_and_store(qkv, plan, shape.cos, shape.sin, cache, layer.q_norm, layer.k_norm, shape.eps)
+            q = kernels.rope_and_store(qkv, plan, shape.rope(layer), cache)
             attended = kernels.attention(q, plan, cache, shape.scale, layer.window)
             added = kernels.linear(attended, layer.output)
             hidden = kernels.add_rms_norm(added, residual, layer.mlp_norm, shape.eps)

@@ -61,7 +61,7 @@ class KVCache:
             storage[:, :, target] = storage[:, :, source]  # some slots may be both: gather first, then scatter
 
     def warmup(self) -> None:
-        """A path that leads nowhere: the kernel gets compiled before anybody waits for it."""
+        """Compile the kernel with an empty path, before a step waits for it."""
         device = self._storage[0].device
         self.compact(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.full((1, 1), -1, device=device))
 

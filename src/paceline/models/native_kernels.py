@@ -20,7 +20,7 @@ from torch import Tensor, get_num_threads
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import Layer, Shape, Stack, Weights
+from paceline.models.kernels import Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Linear, StoredWeight, WeightKind
@@ -293,22 +293,12 @@ class NativeKernels:
         )
         return out
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        plan: PassPlan,
-        cos: Tensor,
-        sin: Tensor,
-        cache: LayerCache,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        qkv, q_norm, k_norm = _fp32(qkv), _optional(q_norm), _optional(k_norm)
+    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
+        qkv, q_norm, k_norm = _fp32(qkv), _optional(rope.q_norm), _optional(rope.k_norm)
         rows, width = qkv.shape
         _, kv_heads, dim = cache.k.shape
         q_heads = width // dim - 2 * kv_heads
-        heads = HeadsView.of(cos, sin, q_heads, cache, eps, 1.0)
+        heads = HeadsView.of(rope.cos, rope.sin, q_heads, cache, rope.eps, 1.0)
         q = qkv.new_empty((rows, q_heads, dim))
         view = self.view(plan, rows)  # held here: another thread may be given another plan meanwhile
         status = self._rope_and_store(

@@ -30,18 +30,18 @@ class PassChain:
         self._most_positions = config.max_positions
         self.warm = True  # the last draft met no shape of a pass for the first time
 
-    def draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
-        return self._draft(rows, said, None)
+    def draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
+        return self._draft(rows, after, None)
 
-    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
-        return self._draft(rows, said, pick)
+    def draft_by(self, pick: Pick, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
+        return self._draft(rows, after, pick)
 
-    def _draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None, pick: Pick | None) -> Tensor:
+    def _draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None, pick: Pick | None) -> Tensor:
         from paceline.models.triton.advance_rows import advance_rows, begin_rows, known_of
 
-        count, most = max(row.count for row in rows), 0 if said is None else said.most
+        count, most = max(row.count for row in rows), 0 if after is None else after.most
         ends = [min(len(row.blocks) * self._block_size, self._most_positions) for row in rows]
-        which = range(len(rows)) if said is None else said.rows
+        which = range(len(rows)) if after is None else after.rows
         lasts = [row.start + len(row.tokens) - 1 for row in rows]
         known = known_of(
             [(at, last, row.tokens[-1], end) for at, last, row, end in zip(which, lasts, rows, ends, strict=True)]
@@ -51,8 +51,8 @@ class PassChain:
         known = sent(known, graphs.device)
         reading = self._reading(rows, tables, longest)
         first = graphs.place(*reading, self._caches, torch.arange(READ - 1, READ * len(rows), READ))
-        if said is not None:
-            begin_rows(said, known, first)
+        if after is not None:
+            begin_rows(after, known, first)
         self.warm = graphs.is_warm(first)
         logits = graphs.run(first).logits
         second = graphs.place(*self._one_each(rows, tables, longest), self._caches, torch.arange(len(rows)))

@@ -68,7 +68,7 @@ class PassPlan:
 
     @staticmethod
     def on_host(host: HostPlan, block_size: int, max_len: int, trees: DeviceTrees | None = None) -> PassPlan:
-        """Of arrays: tensors are made of them when they are asked for, which on a GPU nobody does."""
+        """Of arrays: tensors are made of them on first access, which does not happen on a GPU."""
         plan = object.__new__(PassPlan)
         plan.__dict__.update(host=host, block_size=block_size, max_len=max_len, trees=trees)
         return plan

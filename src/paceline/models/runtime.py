@@ -20,6 +20,7 @@ from paceline.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("auto", "cpu", "cuda")
+MOST_THREADS = 256  # of the native kernels' pool
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def choose_dtype(name: str, in_file: torch.dtype, device: torch.device) -> torch
 
 
 def set_threads(threads: int | None) -> int:
-    if threads is not None and threads < 1:
-        raise InvalidParameter("threads", f"must be at least 1, got {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise InvalidParameter("threads", f"must be between 1 and {MOST_THREADS}, got {threads}")
     torch.set_num_threads(threads or usable_cores())
     return torch.get_num_threads()

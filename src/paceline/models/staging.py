@@ -1,6 +1,6 @@
-"""Between arrays of the host and a CUDA device: pinned buffers, used in turn, each again once its copy is over.
+"""Copies between arrays of the host and a CUDA device: pinned buffers used in turn, each again once its copy is over.
 
-A device waits for these copies between passes, so the runtime is called directly: by torch they take twice as long.
+The device waits for these copies between passes, so the runtime is called directly: by torch they take twice as long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TURNS = 3  # some are filled while the device reads another
+TURNS = 3  # buffers: two may be filled while the device reads another
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
 
 
@@ -21,21 +21,21 @@ class Buffer:
         self.turn, self.pinned = turn, torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.ints: np.ndarray[Any, np.dtype[np.int32]] = self.pinned.numpy()
         self.address = self.pinned.data_ptr()
-        self.over: Any = None  # an event: when its last copy is
+        self.over: Any = None  # event: its last copy is over
         if device.type == "cuda":
             self.over = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.over.record()  # which makes it
+            self.over.record()  # torch creates the event at its first record
 
 
 class Staging:
     def __init__(self, device: torch.device, turns: int = TURNS) -> None:
         self._device, self._turn = device, 0
         self._buffers: list[Buffer | None] = [None] * turns
-        self._unmarked: Buffer | None = None  # whose event is still to be recorded
+        self._unmarked: Buffer | None = None  # its event is still to be recorded
         self._runtime = Runtime.of(device) if device.type == "cuda" else None
 
     def buffer(self, size: int) -> Buffer:
-        """One of at least so many ints that no copy is under way from or to."""
+        """One of at least `size` ints, with no copy under way."""
         self.mark()
         turn = self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[turn]
@@ -46,7 +46,7 @@ class Staging:
         return buffer
 
     def send(self, buffer: Buffer, to: Tensor, size: int) -> None:
-        """So many ints of it, behind what the device has to do."""
+        """Copy its first `size` ints, in stream order."""
         if self._runtime is None:
             to[:size].copy_(buffer.pinned[:size], non_blocking=True)
         else:
@@ -54,7 +54,7 @@ class Staging:
         self._unmarked = buffer
 
     def fetch(self, of: Tensor) -> Buffer:
-        """A buffer that will hold all of an int32 tensor; it does until as many others as there are turns are used."""
+        """A buffer that will hold an int32 tensor, until it is used again `turns` buffers later."""
         buffer = self.buffer(len(of))
         if self._runtime is None:
             buffer.pinned[: len(of)].copy_(of, non_blocking=True)
@@ -65,8 +65,7 @@ class Staging:
         return buffer
 
     def mark(self) -> None:
-        """The last copy is over when the device has done all that it was asked for by now. It takes the host a while
-        to say so: better once the device has something to do."""
+        """Record the event of the last copy. It takes the host a few microseconds: called once the device is busy."""
         buffer, self._unmarked = self._unmarked, None
         if buffer is None or buffer.over is None:
             return

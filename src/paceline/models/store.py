@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from paceline.errors import CacheFolderError
 
 MANIFEST = "paceline.json"
-STALE_SECONDS = 24 * 3600  # where locks do not work, leftovers of this age belong to nobody
+STALE_SECONDS = 24 * 3600  # where locks do not work, leftovers of this age are abandoned
 
 
 class Progress(Protocol):
@@ -110,7 +110,7 @@ def _remove_leftovers(models: Path, target: Path, alone: bool) -> None:
     for folder in models.glob(_prefix(target) + "*"):
         if alone or time.time() - folder.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
-    if target.exists():  # no manifest: not one of ours any more, somebody deleted parts of it
+    if target.exists():  # no manifest: parts of it were deleted by other means
         shutil.rmtree(target)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import Layer, LayerByLayer, Shape, Stack, Weights
+from paceline.models.kernels import Layer, LayerByLayer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Linear, StoredWeight, WeightKind
@@ -52,24 +52,13 @@ class TorchKernels:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        plan: PassPlan,
-        cos: Tensor,
-        sin: Tensor,
-        cache: LayerCache,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
         _, kv_heads, dim = cache.k.shape
         heads = qkv.view(len(qkv), -1, dim)
         q, k, v = torch.tensor_split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], dim=1)
-        q = q if q_norm is None else self.rms_norm(q, q_norm, eps)
-        k = k if k_norm is None else self.rms_norm(k, k_norm, eps)
-        cos, sin = cos[plan.positions][:, None], sin[plan.positions][:, None]  # (M, 1, D / 2)
-
+        q = q if rope.q_norm is None else self.rms_norm(q, rope.q_norm, rope.eps)
+        k = k if rope.k_norm is None else self.rms_norm(k, rope.k_norm, rope.eps)
+        cos, sin = rope.cos[plan.positions][:, None], rope.sin[plan.positions][:, None]  # (M, 1, D / 2)
         writes = plan.slots >= 0
         slots = plan.slots[writes].long()
         cache.k[slots] = _rotate(k, cos, sin)[writes].to(cache.k.dtype)

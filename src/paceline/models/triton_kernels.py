@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import Layer, Shape, Stack, Weights
+from paceline.models.kernels import Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import elementwise
@@ -54,20 +54,8 @@ class TritonKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(residual, x, weight, eps, overlap=self.overlap)
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        plan: PassPlan,
-        cos: Tensor,
-        sin: Tensor,
-        cache: LayerCache,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        return elementwise.rope_and_store(
-            qkv.contiguous(), plan, cos, sin, cache, q_norm, k_norm, eps, overlap=self.overlap
-        )
+    def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
+        return elementwise.rope_and_store(qkv.contiguous(), plan, rope, cache, overlap=self.overlap)
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         work = self.work(plan, q.shape[1], cache)
@@ -134,6 +122,4 @@ class TritonStack:
             rotary = Rotary(plan.positions, plan.slots, shape.cos, shape.sin, cache.k, cache.v)
             return linear(hidden, layer.qkv, rotary=rotary, overlap=overlap).view(len(hidden), shape.q_heads, -1)
         qkv = linear(hidden, layer.qkv, overlap=overlap)
-        return elementwise.rope_and_store(
-            qkv, plan, shape.cos, shape.sin, cache, layer.q_norm, layer.k_norm, shape.eps, overlap=overlap
-        )
+        return elementwise.rope_and_store(qkv, plan, shape.rope(layer), cache, overlap=overlap)

@@ -221,9 +221,8 @@ class GraphCache:
             parents=at["parents"],
             depth=at["depth"],
             num_nodes=at["num_nodes"],
-            source=at["num_nodes"],
             q=q,
-            max_depth=key.width,
+            depth_bound=key.width,
         )
         logits, seq, node = self._logits[: key.rows], at["seq"], at["node"]
 

@@ -137,7 +137,7 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
     auto score = [&](long first, long rows, long block, long from, long to, const float* const* from_keys) {
         if (from_keys) {
             const float* columns[NT];
-            for (long j = 0; j < NT; j++) {  // a column nobody sees may hold anything
+            for (long j = 0; j < NT; j++) {  // a column no row sees may hold anything
                 const long p = block + j < from ? from : block + j < to ? block + j : to - 1;
                 columns[j] = from_keys[p];
             }

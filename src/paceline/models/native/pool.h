@@ -54,7 +54,7 @@ class Pool {
     static constexpr long MOST_ITEMS = (1 << 20) - 1;
     static constexpr int MOST_THREADS = 256;
     static constexpr uint64_t LOOP_MASK = (1 << 24) - 1;
-    static constexpr long SPINS = 2000;  // pauses before giving the core to whoever else wants it
+    static constexpr long SPINS = 2000;  // pauses before the core is given to other threads
     static constexpr std::chrono::microseconds PATIENCE{300};  // spun away before sleeping
 
     std::atomic<uint64_t> state_{0};  // loop number, number of items, next item

@@ -1,8 +1,8 @@
 """From one pass of a chain to the next without the host: a token of each row becomes its next row, the most probable
 one or one chosen before.
 
-Positions, slots and what a row may see move on with it. A row that comes to the end of its blocks stays there and is
-written nowhere: what it says from then on is of no use, and does no harm.
+Position, slot and reach of a row advance with it. A row at the end of its blocks stays there and writes no K/V: its
+later tokens are useless and harmless, since drafts are verified.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -19,23 +19,17 @@ from paceline.draft import UnreadVerdict
 from paceline.models.chain import READ
 from paceline.models.graphs import Placed
 
-BLOCK = 8192  # tokens of the vocabulary that are looked at together
-WHICH, LAST, TOKEN, END = range(4)  # what is known of a row: (4, R) int64
+BLOCK = 8192  # tokens of the vocabulary that one argmax covers
 
 
-def begin_rows(said: UnreadVerdict, known: Tensor, into: Placed) -> None:
-    """The READ last tokens of each row as the rows of a pass; `known` says what came before."""
+def begin_rows(after: UnreadVerdict, known: Tensor, into: Placed) -> None:
+    """The READ last tokens of each row as the rows of a pass; `known` as `known_of`."""
     plan = into.plan
     _begin[(known.shape[1],)](
-        said.tokens,
-        said.most,
-        said.num_accepted,
-        known,
-        known.shape[1],
+        after.tokens, after.most, after.num_accepted, known, known.shape[1],
         *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.reach, plan.block_tables, into.header),
-        BLOCK_SIZE=plan.block_size,
-        READ=READ,
-    )
+        BLOCK_SIZE=plan.block_size, READ=READ,
+    )  # fmt: skip
 
 
 def advance_rows(
@@ -48,51 +42,28 @@ def advance_rows(
     each: int,
     into: Placed,
 ) -> None:
-    """Draw column `depth` of what is drafted, (R, K), from the rows of a pass that has been run with `each` rows for a
-    sequence, and place it as the next pass, one row for a sequence. `chosen`: (R,) tokens, drawn already."""
+    """Write column `depth` of `drafted` (R, K) from the logits of a pass with `each` rows a sequence, and place these
+    tokens as the next pass, one row a sequence. `chosen` (R,): tokens that were drawn already."""
     plan = into.plan
     _advance[(len(drafted),)](
-        logits,
-        logits.stride(0),
-        logits.shape[1],
-        chosen,
-        drafted,
-        drafted.shape[1],
-        depth,
-        known,
-        len(drafted),
+        logits, logits.stride(0), logits.shape[1], chosen, drafted, drafted.shape[1], depth, known, len(drafted),
         seen.plan.positions,
         *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.reach, plan.block_tables, into.header),
-        BLOCK_SIZE=plan.block_size,
-        EACH=each,
-        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
+        BLOCK_SIZE=plan.block_size, EACH=each, BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
         num_warps=8,
-    )
+    )  # fmt: skip
 
 
 def known_of(rows: Sequence[tuple[int, int, int, int]]) -> Tensor:
-    """(4, R), on the host: the row of what is said, the position and the value of the last token before, the end of the
-    blocks."""
+    """(4, R), on the host: row of the verdict, position and value of the last token before it, end of the blocks."""
     return torch.tensor(rows, dtype=torch.int64).T.contiguous()
 
 
 @triton.jit(do_not_specialize=["width", "rows"])
 def _begin(
-    said,
-    width,
-    accepted,
-    known,
-    rows,
-    tokens,
-    positions,
-    slots,
-    prefix,
-    reach,
-    tables,
-    header,
-    BLOCK_SIZE: tl.constexpr,
-    READ: tl.constexpr,
-):
+    committed, width, accepted, known, rows, tokens, positions, slots, prefix, reach, tables, header,
+    BLOCK_SIZE: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     which = tl.load(known + row)
     last = tl.load(known + rows + row)
@@ -100,7 +71,7 @@ def _begin(
     more = tl.load(accepted + which) + 1
     for at in tl.static_range(READ):
         behind = more + 1 - READ + at  # tokens behind the last known one
-        token = tl.load(said + which * width + behind - 1, mask=behind > 0, other=0)
+        token = tl.load(committed + which * width + behind - 1, mask=behind > 0, other=0)
         token = tl.where(behind > 0, token, tl.load(known + 2 * rows + row))
         tl.store(tokens + row * READ + at, token.to(tl.int32))
         _put(row * READ + at, row, last + behind, end, positions, slots, prefix, reach, tables, header, BLOCK_SIZE)
@@ -108,27 +79,10 @@ def _begin(
 
 @triton.jit(do_not_specialize=["stride", "vocab", "width", "depth", "rows"])
 def _advance(
-    logits,
-    stride,
-    vocab,
-    chosen,
-    drafted,
-    width,
-    depth,
-    known,
-    rows,
-    seen,
-    tokens,
-    positions,
-    slots,
-    prefix,
-    reach,
-    tables,
-    header,
-    BLOCK_SIZE: tl.constexpr,
-    EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, stride, vocab, chosen, drafted, width, depth, known, rows, seen, tokens, positions, slots, prefix, reach,
+    tables, header,
+    BLOCK_SIZE: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     token = tl.program_id(0) * 0
     if chosen is not None:
@@ -151,7 +105,7 @@ def _advance(
 
 @triton.jit
 def _put(place, owner, position, end, positions, slots, prefix, reach, tables, header, BLOCK_SIZE: tl.constexpr):
-    """A row of a pass at a position, which it keeps to itself where no block is left for it."""
+    """A row of a pass at a position; where no block is left for it, its K/V are not written."""
     inside = position < end
     position = tl.minimum(position, end - 1)
     block = tl.load(tables + owner * tl.load(header) + position // BLOCK_SIZE)

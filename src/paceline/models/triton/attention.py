@@ -116,23 +116,10 @@ def attention(
         )
     else:
         attend_shared[(division.num_tiles * kv_heads, division.splits)](
-            *seen,
-            plan.block_tables,
-            work.tiles,
-            sums,
-            stats,
-            out,
-            log2_scale,
-            rows,
-            division.num_tiles,
-            TREE=division.tails > 0,
-            WIDE=wide,
-            **shape_of(division, padded, q.element_size()),
-            **heads,
-            **parts,
-            **chunks,
-            **options,
-        )
+            *seen, plan.block_tables, work.tiles, sums, stats, out, log2_scale, rows, division.num_tiles,
+            TREE=division.tails > 0, WIDE=wide,
+            **shape_of(division, padded, q.element_size()), **heads, **parts, **chunks, **options,
+        )  # fmt: skip
     if division.direct:
         return out
     tail_sums, tail_stats = sums, stats
@@ -140,43 +127,16 @@ def attention(
         tail_sums = workspace.floats("tail sums", rows * q_heads * division.tails * dim)
         tail_stats = workspace.floats("tail stats", rows * q_heads * division.tails * 2)
         attend_tail[(rows, kv_heads, division.tails)](
-            *seen,
-            plan.path,
-            plan.block_tables,
-            work.tiles,
-            tail_sums,
-            tail_stats,
-            log2_scale,
-            rows,
+            *seen, plan.path, plan.block_tables, work.tiles, tail_sums, tail_stats, log2_scale, rows,
             plan.path.shape[1],
-            TILE=64,
-            KEYS=KEYS,
-            num_warps=4,
-            num_stages=1,
-            **heads,
-            **parts,
-            **options,
-        )
+            TILE=64, KEYS=KEYS,
+            num_warps=4, num_stages=1, **heads, **parts, **options,
+        )  # fmt: skip
     merge_states[(rows, q_heads)](
-        plan.positions,
-        plan.prefix,
-        plan.reach,
-        work.tiles,
-        sums,
-        stats,
-        tail_sums,
-        tail_stats,
-        out,
-        rows,
-        DIM=dim,
-        PADDED=padded,
-        HEADS=q_heads,
-        WINDOW=window or 0,
-        TAILS=division.tails,
-        num_warps=1,
-        **chunks,
-        **options,
-    )
+        plan.positions, plan.prefix, plan.reach, work.tiles, sums, stats, tail_sums, tail_stats, out, rows,
+        DIM=dim, PADDED=padded, HEADS=q_heads, WINDOW=window or 0, TAILS=division.tails,
+        num_warps=1, **chunks, **options,
+    )  # fmt: skip
     return out
 
 

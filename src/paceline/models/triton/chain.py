@@ -5,10 +5,10 @@ that to read. Here one program sits on every multiprocessor and stays: it comput
 product, hands them to the others through memory and goes on to the next stage. The weights of the next layer are on
 their way into registers meanwhile.
 
-Every number travels in one 8-byte word with the tag of its layer, and whoever needs it looks until the tag is there:
-one trip through memory is all a stage waits for. A word is written again a whole layer later, and nobody gets there
+Every number travels in one 8-byte word with the tag of its layer, and a program that needs it reads until the tag is
+there: a stage waits for one trip through memory. A word is written again a whole layer later, and no program gets there
 before all others have read it, since every stage needs, directly or through the stages between, all that the stage
-before wrote. Waiting is bounded: who has looked too often says so in `state[0]`, and everybody leaves.
+before wrote. Waiting is bounded: a program that has read too often sets `state[0]`, and all programs leave.
 
 Sums are split otherwise than in a pass by the other kernels, so bits differ: good for drafts, which are checked.
 """
@@ -20,7 +20,7 @@ import triton.language as tl
 
 LOOKS = 1 << 20  # at a word before giving up: some tenths of a second
 GLANCE = 1024  # looks between two glances at whether others gave up
-STATE = 32  # ints before the tokens; [0]: somebody gave up
+STATE = 32  # ints before the tokens; [0]: a program gave up
 UNIT = tl.constexpr(128)  # pairs of columns a warp multiplies at a time
 
 
@@ -89,8 +89,7 @@ def _fence(state, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def _hand_over(places, value, inside, tag, PROGRAMS: tl.constexpr):
-    """fp32 values, or 32 bits, where others look for them. Whoever has a value writes it: to settle which thread should
-    takes longer."""
+    """Publish fp32 values, or 32 bits. Every thread that has a value writes it: choosing one of them takes longer."""
     bits = value.to(tl.int32, bitcast=True)
     if PROGRAMS == 1:
         word = (tl.cast(tag, tl.int64) << 32) | bits.to(tl.uint32, bitcast=True).to(tl.int64)
@@ -206,18 +205,9 @@ def _factor(bits, eps, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _keys(
-    begin,
-    end,
-    pages,
-    weights,
-    k_at,
-    v_at,
-    kv_head,
-    KV: tl.constexpr,
-    HALF: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+    begin, end, pages, weights, k_at, v_at, kv_head,
+    KV: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """Keys and values of the positions from `begin` on, in halves."""
     key = begin + tl.arange(0, KEYS)
     there = key < end
@@ -252,22 +242,9 @@ def _cut(item, items, starts, lasts, step, splits, KV: tl.constexpr, KEYS: tl.co
 
 @triton.jit
 def _first_keys(
-    item,
-    items,
-    starts,
-    lasts,
-    tables,
-    weights,
-    k_at,
-    v_at,
-    step,
-    splits,
-    table_width,
-    KV: tl.constexpr,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+    item, items, starts, lasts, tables, weights, k_at, v_at, step, splits, table_width,
+    KV: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     row, kv_head, _, _, begin, end, _ = _cut(item, items, starts, lasts, step, splits, KV, KEYS)
     pages = tables + row * table_width
     return _keys(begin, end, pages, weights, k_at, v_at, kv_head, KV, DIM // 2, KEYS, BLOCK_SIZE)
@@ -275,39 +252,11 @@ def _first_keys(
 
 @triton.jit
 def _attend(
-    item,
-    items,
-    k_low,
-    k_high,
-    v_low,
-    v_high,
-    starts,
-    lasts,
-    tables,
-    weights,
-    k_at,
-    v_at,
-    cos,
-    sin,
-    qkv,
-    sums,
-    totals,
-    attended,
-    state,
-    step,
-    splits,
-    table_width,
-    log2_scale,
-    tag,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+    item, items, k_low, k_high, v_low, v_high, starts, lasts, tables, weights, k_at, v_at, cos, sin, qkv, sums,
+    totals, attended, state, step, splits, table_width, log2_scale, tag,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """One K/V head of one row over one split of its context, whose first keys and values are here already; the first
     split also takes in the token itself.
 
@@ -384,21 +333,10 @@ def _attend(
 
 @triton.jit
 def _merge(
-    row,
-    kv_head,
-    used,
-    sums,
-    totals,
-    attended,
-    state,
-    tag,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    row, kv_head, used, sums, totals, attended, state, tag,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
-):
+):  # fmt: skip
     """All splits of a row's K/V head added up."""
     ATTENDED: tl.constexpr = KV * GROUP * DIM
     split = tl.arange(0, SPLITS)[:, None]
@@ -408,14 +346,9 @@ def _merge(
     column = kv_head * GROUP * DIM + tl.where(inside, column, 0)
     place = row * SPLITS + tl.where(split < used, split, 0)
     value, total = _look_twice(
-        sums + place * ATTENDED + column[None, :],
-        totals + place * (KV * GROUP) + column[None, :] // DIM,
-        tag,
-        state,
-        SPLITS * WIDE,
-        PROGRAMS,
-        WARPS,
-    )
+        sums + place * ATTENDED + column[None, :], totals + place * (KV * GROUP) + column[None, :] // DIM, tag, state,
+        SPLITS * WIDE, PROGRAMS, WARPS,
+    )  # fmt: skip
     value = tl.sum(tl.where(split < used, value, 0.0), 0)
     total = tl.sum(tl.where(split < used, total, 0.0), 0)
     _hand_over(attended + row * ATTENDED + column, value / total, inside, tag, PROGRAMS)
@@ -423,7 +356,7 @@ def _merge(
 
 @triton.jit
 def chain(
-    state,  # int32: STATE, the tokens drafted (ROWS, MOST), then what the host says: see `_Buffers.fill`
+    state,  # int32: STATE, the tokens drafted (ROWS, MOST), then what the host writes: see `_Buffers.fill`
     table,  # (LAYERS + 1, 8) int64: where weights and caches lie, in elements from `weights`; last what is no layer's
     weights,  # the head (VOCAB, HIDDEN)
     pairs,  # the same as integers, two elements each
@@ -470,8 +403,10 @@ def chain(
     gated = x_attention + ROWS * HIDDEN
     best = gated + ROWS * INTER
     best_at = best + ROWS * PROGRAMS
-    residual = (best_at + ROWS * PROGRAMS).to(tl.pointer_type(tl.float32))  # nobody's but the column's owner's
-    # What the host says.
+    residual = (best_at + ROWS * PROGRAMS).to(
+        tl.pointer_type(tl.float32)
+    )  # read and written by the column's owner only
+    # Written by the host.
     tokens = state + 32
     header = tokens + ROWS * MOST
     rows = tl.load(header)
@@ -536,22 +471,9 @@ def chain(
             d_at = tl.multiple_of(tl.load(following + 5) // 2, 4)
             item = PROGRAMS - 1 - pid  # of attention: those with the least to do elsewhere come first
             k_low, k_high, v_low, v_high = _first_keys(
-                item,
-                items,
-                starts,
-                lasts,
-                tables,
-                weights,
-                k_at,
-                v_at,
-                step,
-                splits,
-                table_width,
-                KV,
-                DIM,
-                KEYS,
-                BLOCK_SIZE,
-            )
+                item, items, starts, lasts, tables, weights, k_at, v_at, step, splits, table_width,
+                KV, DIM, KEYS, BLOCK_SIZE,
+            )  # fmt: skip
             # q, k and v.
             for row in range(rows):
                 bits = _row(x_mlp + row * HIDDEN, tag, state, HIDDEN, CHUNKS_H, PROGRAMS, WARPS)
@@ -561,92 +483,21 @@ def chain(
             # Attention.
             if item < items:
                 _attend(
-                    item,
-                    items,
-                    k_low,
-                    k_high,
-                    v_low,
-                    v_high,
-                    starts,
-                    lasts,
-                    tables,
-                    weights,
-                    k_at,
-                    v_at,
-                    cos,
-                    sin,
-                    qkv,
-                    sums,
-                    totals,
-                    attended,
-                    state,
-                    step,
-                    splits,
-                    table_width,
-                    log2_scale,
-                    tag,
-                    KV,
-                    GROUP,
-                    DIM,
-                    KEYS,
-                    BLOCK_SIZE,
-                    SPLITS,
-                    PROGRAMS,
-                    WARPS,
-                )
+                    item, items, k_low, k_high, v_low, v_high, starts, lasts, tables, weights, k_at, v_at, cos, sin,
+                    qkv, sums, totals, attended, state, step, splits, table_width, log2_scale, tag,
+                    KV, GROUP, DIM, KEYS, BLOCK_SIZE, SPLITS, PROGRAMS, WARPS,
+                )  # fmt: skip
             if ROWS * KV > PROGRAMS:  # there may be more items than programs
                 for item in range(2 * PROGRAMS - 1 - pid, items, PROGRAMS):
                     k_low, k_high, v_low, v_high = _first_keys(
-                        item,
-                        items,
-                        starts,
-                        lasts,
-                        tables,
-                        weights,
-                        k_at,
-                        v_at,
-                        step,
-                        splits,
-                        table_width,
-                        KV,
-                        DIM,
-                        KEYS,
-                        BLOCK_SIZE,
-                    )
+                        item, items, starts, lasts, tables, weights, k_at, v_at, step, splits, table_width,
+                        KV, DIM, KEYS, BLOCK_SIZE,
+                    )  # fmt: skip
                     _attend(
-                        item,
-                        items,
-                        k_low,
-                        k_high,
-                        v_low,
-                        v_high,
-                        starts,
-                        lasts,
-                        tables,
-                        weights,
-                        k_at,
-                        v_at,
-                        cos,
-                        sin,
-                        qkv,
-                        sums,
-                        totals,
-                        attended,
-                        state,
-                        step,
-                        splits,
-                        table_width,
-                        log2_scale,
-                        tag,
-                        KV,
-                        GROUP,
-                        DIM,
-                        KEYS,
-                        BLOCK_SIZE,
-                        SPLITS,
-                        PROGRAMS,
-                        WARPS,
-                    )
+                        item, items, k_low, k_high, v_low, v_high, starts, lasts, tables, weights, k_at, v_at, cos,
+                        sin, qkv, sums, totals, attended, state, step, splits, table_width, log2_scale, tag,
+                        KV, GROUP, DIM, KEYS, BLOCK_SIZE, SPLITS, PROGRAMS, WARPS,
+                    )  # fmt: skip
             # What attention adds to the residual stream, of which this program has its own columns.
             for row in range(rows):
                 x = tl.load(residual + row * HIDDEN + at_h, volatile=True)
@@ -675,7 +526,7 @@ def chain(
             w_d = _rows_of(pairs, d_at, first_h, tl.where(more, count_h, 0), INTER, CHUNKS_I, TILE_H)
             tag += 1
 
-        # The head: each program's best token; everybody picks the best of those, ties to the lowest.
+        # The head: each program's best token; every program picks the best of those, ties to the lowest.
         for row in range(rows):
             high = tl.full((TILE_V,), float("-inf"), tl.float32)
             which = tl.zeros((TILE_V,), tl.int32)

@@ -22,16 +22,10 @@ def compact(storage: Tensor, nodes: Tensor, path: Tensor) -> None:
     layers, _, _, heads, dim = storage.shape
     block = min(triton.next_power_of_2(heads * dim), MOST)
     _compact[(len(nodes), 2 * layers, triton.cdiv(heads * dim, block))](
-        storage,
-        storage.stride(1),
-        nodes,
-        nodes.shape[1],
-        path.contiguous(),
-        path.shape[1],
-        SIZE=heads * dim,
-        BLOCK=block,
+        storage, storage.stride(1), nodes, nodes.shape[1], path.contiguous(), path.shape[1],
+        SIZE=heads * dim, BLOCK=block,
         num_warps=max(block // WARP, 1),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "depth"])

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton.launch import overlapped, release, wait
@@ -25,59 +26,27 @@ def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, ove
     if rows:
         block = triton.next_power_of_2(hidden)
         _rms_norm[(rows,)](
-            x,
-            x if added is None else added.contiguous(),
-            weight,
-            out,
-            rows,
-            hidden,
-            eps,
-            BLOCK=block,
-            ADD=added is not None,
-            SEGMENTS=0 if added is None or added.ndim == 2 else len(added),
-            num_warps=max(1, min(16, block // 256)),
-            **overlapped(overlap),
-        )
+            x, x if added is None else added.contiguous(), weight, out, rows, hidden, eps,
+            BLOCK=block, ADD=added is not None, SEGMENTS=0 if added is None or added.ndim == 2 else len(added),
+            num_warps=max(1, min(16, block // 256)), **overlapped(overlap),
+        )  # fmt: skip
     return out
 
 
-def rope_and_store(
-    qkv: Tensor,
-    plan: PassPlan,
-    cos: Tensor,
-    sin: Tensor,
-    cache: LayerCache,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    *,
-    overlap: bool = False,
-) -> Tensor:
+def rope_and_store(qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache, *, overlap: bool = False) -> Tensor:
+    cos, sin, q_norm, k_norm, eps = rope
     rows, width = qkv.shape
     _, kv_heads, dim = cache.k.shape
     q_heads = width // dim - 2 * kv_heads
     q = qkv.new_empty((rows, q_heads, dim))
     if rows:
         _rope_and_store[(rows, q_heads + 2 * kv_heads)](
-            qkv,
-            plan.positions,
-            plan.slots,
-            cos,
-            sin,
-            q,
-            cache.k,
-            cache.v,
-            q if q_norm is None else q_norm,
-            q if k_norm is None else k_norm,
-            eps,
-            DIM=dim,
-            HALF=triton.next_power_of_2(dim // 2),
-            Q_HEADS=q_heads,
-            KV_HEADS=kv_heads,
+            qkv, plan.positions, plan.slots, cos, sin, q, cache.k, cache.v, q if q_norm is None else q_norm,
+            q if k_norm is None else k_norm, eps,
+            DIM=dim, HALF=triton.next_power_of_2(dim // 2), Q_HEADS=q_heads, KV_HEADS=kv_heads,
             NORMED=q_norm is not None,
-            num_warps=1,
-            **overlapped(overlap),
-        )
+            num_warps=1, **overlapped(overlap),
+        )  # fmt: skip
     return q
 
 
@@ -108,18 +77,9 @@ def rotate(first, second, c, s):
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    x,
-    added,
-    weight,
-    out,
-    rows,
-    hidden,
-    eps,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x, added, weight, out, rows, hidden, eps,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, SEGMENTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -141,24 +101,10 @@ def _rms_norm(
 
 @triton.jit
 def _rope_and_store(
-    qkv,
-    positions,
-    slots,
-    cos,
-    sin,
-    q,
-    k_cache,
-    v_cache,
-    q_norm,
-    k_norm,
-    eps,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    NORMED: tl.constexpr,
+    qkv, positions, slots, cos, sin, q, k_cache, v_cache, q_norm, k_norm, eps,
+    DIM: tl.constexpr, HALF: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, NORMED: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     lane = tl.arange(0, HALF)

@@ -127,15 +127,15 @@ class TritonChain:
         self._buffers = _Buffers(cut, config, self._head, block_size, programs, longest)
         self._tag = 1
 
-    def draft(self, rows: Sequence[ChainRow], said: UnreadVerdict | None = None) -> Tensor:
-        if said is not None:
+    def draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
+        if after is not None:
             rows = [replace(row, lag=READ) for row in rows]
         steps = max(row.lag + row.count - 1 for row in rows)
         tags = steps * (self._config.num_layers + 1)
         if self._tag + tags > MOST_TAG:
             self._tag = 1
             self._buffers.words.zero_()
-        self._buffers.fill(rows, steps, self._tag, said)
+        self._buffers.fill(rows, steps, self._tag, after)
         self._tag += tags
         self.launch()
         return self._buffers.drafted(rows)
@@ -145,57 +145,33 @@ class TritonChain:
             raise ChainFailed("programs waited for each other in vain")
 
     def launch(self) -> None:
-        """With what the buffers say; before they were filled that is no step at all, and only compiles it."""
+        """With the buffers' content; before they are filled that is no step, and the launch only compiles."""
         config, cut, programs = self._config, self._cut, self._programs
         share = Share.of(config, programs, cut)
 
         chain[(programs,)](
-            self._buffers.state,
-            self._table,
-            self._head,
-            self._head.view(torch.int32 if self._head.element_size() == 2 else torch.int64),
-            self._shape.cos,
-            self._shape.sin,
-            self._buffers.words,
-            self._shape.eps,
-            self._shape.scale * 1.4426950408889634,
-            LAYERS=config.num_layers,
-            HIDDEN=config.hidden_size,
-            INTER=config.intermediate_size,
-            VOCAB=config.vocab_size,
-            KV=config.num_kv_heads,
-            GROUP=config.num_heads // config.num_kv_heads,
-            DIM=config.head_dim,
-            BLOCK_SIZE=self._block_size,
-            KEYS=cut.keys,
-            SPLITS=cut.splits,
-            ROWS=cut.rows,
-            MOST=MAX_K,
-            LAG=READ,
-            CHUNKS_H=share.hidden_chunks,
-            CHUNKS_A=share.attended_chunks,
-            CHUNKS_I=share.inter_chunks,
-            TILE_Q=share.qkv_rows,
-            TILE_H=share.hidden_rows,
-            TILE_I=share.inter_rows,
-            TILE_V=cut.head_tile,
-            LANES=triton.next_power_of_2(programs),
-            PROGRAMS=programs,
-            WARPS=cut.warps,
-            num_warps=cut.warps,
-            **({} if INTERPRETED else {"launch_cooperative_grid": True}),
-        )
+            self._buffers.state, self._table, self._head,
+            self._head.view(torch.int32 if self._head.element_size() == 2 else torch.int64), self._shape.cos,
+            self._shape.sin, self._buffers.words, self._shape.eps, self._shape.scale * 1.4426950408889634,
+            LAYERS=config.num_layers, HIDDEN=config.hidden_size, INTER=config.intermediate_size,
+            VOCAB=config.vocab_size, KV=config.num_kv_heads, GROUP=config.num_heads // config.num_kv_heads,
+            DIM=config.head_dim, BLOCK_SIZE=self._block_size, KEYS=cut.keys, SPLITS=cut.splits, ROWS=cut.rows,
+            MOST=MAX_K, LAG=READ, CHUNKS_H=share.hidden_chunks, CHUNKS_A=share.attended_chunks,
+            CHUNKS_I=share.inter_chunks, TILE_Q=share.qkv_rows, TILE_H=share.hidden_rows, TILE_I=share.inter_rows,
+            TILE_V=cut.head_tile, LANES=triton.next_power_of_2(programs), PROGRAMS=programs, WARPS=cut.warps,
+            num_warps=cut.warps, **({} if INTERPRETED else {"launch_cooperative_grid": True}),
+        )  # fmt: skip
 
 
 class _Buffers:
-    """What a launch reads and writes beside weights and caches."""
+    """Memory a launch reads and writes beside weights and caches."""
 
     def __init__(
         self, cut: Cut, config: ModelConfig, like: Tensor, block_size: int, programs: int, longest: int
     ) -> None:
         self._cut, self._programs, self._kv, self._block_size = cut, programs, config.num_kv_heads, block_size
         self._out = STATE + cut.rows * MAX_K
-        self._tables = HEADER + cut.rows * (3 + READ)  # in what the host says, which comes behind
+        self._tables = HEADER + cut.rows * (3 + READ)  # begin of the block tables in what the host writes
         size = self._out + self._tables + cut.rows * -(-longest // block_size)
         self.state = torch.zeros(size, dtype=torch.int32, device=like.device)
         on_device = like.device.type == "cuda"
@@ -207,10 +183,10 @@ class _Buffers:
         words += cut.splits * (config.q_size + config.num_heads) + 2 * programs + config.hidden_size
         self.words = torch.zeros(cut.rows * words, dtype=torch.int64, device=like.device)
 
-    def fill(self, rows: Sequence[ChainRow], steps: int, tag: int, said: UnreadVerdict | None) -> None:
-        said_by_host = self.state[self._out :]
-        buffer = self._staging.buffer(len(said_by_host))
-        most, host, more = self._cut.rows, buffer.ints, 0 if said is None else said.most
+    def fill(self, rows: Sequence[ChainRow], steps: int, tag: int, after: UnreadVerdict | None) -> None:
+        given = self.state[self._out :]
+        buffer = self._staging.buffer(len(given))
+        most, host, more = self._cut.rows, buffer.ints, 0 if after is None else after.most
         ends = [min(len(row.blocks) * self._block_size, self._most_positions) for row in rows]
         lasts = [min(row.start + READ + row.count - 2, end - 1) for row, end in zip(rows, ends, strict=True)]
         width = min(max(lasts) + more, max(ends) - 1) // self._block_size + 1
@@ -229,18 +205,18 @@ class _Buffers:
             blocks = row.blocks[:width]
             host[place : place + len(blocks)] = blocks
         end = self._tables + len(rows) * width
-        self._staging.send(buffer, said_by_host, end)
-        if said is not None:
+        self._staging.send(buffer, given, end)
+        if after is not None:
             known = known_of(
                 [
                     (which, row.start + READ - 1, row.tokens[-1], stop)
-                    for which, row, stop in zip(said.rows, rows, ends, strict=True)
+                    for which, row, stop in zip(after.rows, rows, ends, strict=True)
                 ]
             )
             counts = torch.tensor([[row.count for row in rows]])
             known = sent(torch.cat([known, counts]), self.state.device)
             _begin[(len(rows),)](
-                said.tokens, said.most, said.num_accepted, known, len(rows), said_by_host[at:], ROWS=most, READ=READ
+                after.tokens, after.most, after.num_accepted, known, len(rows), given[at:], ROWS=most, READ=READ
             )
 
     def drafted(self, rows: Sequence[ChainRow]) -> Tensor:
@@ -252,13 +228,13 @@ class _Buffers:
 
     @property
     def failed(self) -> bool:
-        """As far as is known: the device says so when it gets there."""
+        """As of the last copy from the device."""
         return bool(self._failed[0])
 
 
 @triton.jit(do_not_specialize=["width", "rows"])
-def _begin(said, width, accepted, known, rows, state, ROWS: tl.constexpr, READ: tl.constexpr):
-    """Rows go on behind what is said: their first position, their last, and the tokens to read."""
+def _begin(committed, width, accepted, known, rows, state, ROWS: tl.constexpr, READ: tl.constexpr):
+    """Rows that continue behind a verdict: their first position, their last, and the tokens to read."""
     row = tl.program_id(0)
     which = tl.load(known + row)
     end = tl.load(known + 3 * rows + row)
@@ -269,7 +245,7 @@ def _begin(said, width, accepted, known, rows, state, ROWS: tl.constexpr, READ: 
     tl.store(state + ROWS + row, last.to(tl.int32))
     for at in tl.static_range(READ):
         behind = more + 1 - READ + at
-        token = tl.load(said + which * width + behind - 1, mask=behind > 0, other=0)
+        token = tl.load(committed + which * width + behind - 1, mask=behind > 0, other=0)
         token = tl.where(behind > 0, token, tl.load(known + 2 * rows + row))
         tl.store(state + 3 * ROWS + row * READ + at, token.to(tl.int32))
 

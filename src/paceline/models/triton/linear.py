@@ -102,31 +102,14 @@ def linear(
         TensorDescriptor(x, [rows, k], [k, 1], [part, tile.k]) if boxes else x,
         TensorDescriptor(x, [rows, k], [k, 1], [more, tile.k]) if more else x,
         _box(stored, tile, gated, dim, kv_heads) if boxes else stored,
-        stored if bias is None else bias,
-        into,
-        rows,
-        n,
-        k,
+        stored if bias is None else bias, into, rows, n, k,
         *((x,) * 6 if rotary is None else (rotary.positions, rotary.slots, rotary.cos, rotary.sin)),
         *(() if rotary is None else (rotary.k_cache, rotary.v_cache)),
-        BM=part,
-        MORE=more,
-        BN=tile.n,
-        BK=tile.k,
-        GATED=gated,
-        DIM=dim,
-        KV_HEADS=kv_heads,
-        BIASED=bias is not None and not apart,
-        EVEN_K=length % tile.k == 0,
-        BOXES=boxes,
-        SWAPPED=tile.swapped,
-        SEGMENTS=segments,
-        APART=apart,
-        LINES=triton.next_power_of_2(triton.cdiv(k, 64)) if n * k <= SMALL else 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **overlapped(overlap),
-    )
+        BM=part, MORE=more, BN=tile.n, BK=tile.k, GATED=gated, DIM=dim, KV_HEADS=kv_heads,
+        BIASED=bias is not None and not apart, EVEN_K=length % tile.k == 0, BOXES=boxes, SWAPPED=tile.swapped,
+        SEGMENTS=segments, APART=apart, LINES=triton.next_power_of_2(triton.cdiv(k, 64)) if n * k <= SMALL else 0,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapped(overlap),
+    )  # fmt: skip
     if not apart or in_segments:
         return into
     return add_segments(into, bias, out_dtype or x.dtype, out, overlap=overlap)
@@ -152,16 +135,10 @@ def add_segments(
         out = parts.new_empty((rows, n), dtype=dtype)
     block = 1024
     _add_segments[(rows, triton.cdiv(n, block))](
-        parts,
-        parts if bias is None else bias,
-        out,
-        rows,
-        n,
-        SEGMENTS=segments,
-        BIASED=bias is not None,
-        BLOCK=block,
+        parts, parts if bias is None else bias, out, rows, n,
+        SEGMENTS=segments, BIASED=bias is not None, BLOCK=block,
         **overlapped(overlap),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -246,21 +223,10 @@ def sum_of_products(x_at, w_at, used, at_k, begin, end, EVEN_K: tl.constexpr, SW
 
 @triton.jit
 def sum_of_boxes(
-    x,
-    more_x,
-    weight,
-    at_m,
-    block_n,
-    begin,
-    end,
-    BM: tl.constexpr,
-    MORE: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GATED: tl.constexpr,
-    DIM: tl.constexpr,
+    x, more_x, weight, at_m, block_n, begin, end,
+    BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, DIM: tl.constexpr,
     SWAPPED: tl.constexpr,
-):
+):  # fmt: skip
     """The same through descriptors of x and the weight, for BM rows and MORE."""
     MORE_ROWS: tl.constexpr = MORE if MORE > 0 else 16
     more = tl.zeros((MORE_ROWS, BN), dtype=tl.float32)
@@ -285,18 +251,9 @@ def sum_of_boxes(
 
 @triton.jit
 def finish(
-    total,
-    at_m,
-    at_n,
-    block_n,
-    bias,
-    out,
-    rows,
-    n,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-    APART: tl.constexpr,
-):
+    total, at_m, at_n, block_n, bias, out, rows, n,
+    GATED: tl.constexpr, BIASED: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
     """Gate and store the sums of rows `at_m`."""
     BM: tl.constexpr = total.shape[0]
     BN: tl.constexpr = total.shape[1]
@@ -345,36 +302,11 @@ def turn(total, at_m, used, slot, pair, c, s, out, k_cache, v_cache, n, DIM: tl.
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x,
-    more_x,
-    weight,
-    bias,
-    out,
-    rows,
-    n,
-    k,
-    positions,
-    slots,
-    cos,
-    sin,
-    k_cache,
-    v_cache,
-    BM: tl.constexpr,
-    MORE: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GATED: tl.constexpr,
-    DIM: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BIASED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BOXES: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    APART: tl.constexpr,
-    LINES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x, more_x, weight, bias, out, rows, n, k, positions, slots, cos, sin, k_cache, v_cache,
+    BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr, BOXES: tl.constexpr, SWAPPED: tl.constexpr,
+    SEGMENTS: tl.constexpr, APART: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     tiles_m = tl.cdiv(rows, BM + MORE)
     first_m = (tl.program_id(0) % tiles_m) * (BM + MORE)
     at_m = first_m + tl.arange(0, BM)
@@ -453,16 +385,9 @@ def _linear(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_segments(
-    parts,
-    bias,
-    out,
-    rows,
-    n,
-    SEGMENTS: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    parts, bias, out, rows, n,
+    SEGMENTS: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n
     at = tl.program_id(0).to(tl.int64) * n + column

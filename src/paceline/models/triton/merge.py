@@ -34,26 +34,10 @@ def only_if(state, condition):
 
 @triton.jit(do_not_specialize=["rows"])
 def merge_states(
-    positions,
-    prefix,
-    reach,
-    tiles,
-    sums,
-    stats,
-    tail_sums,
-    tail_stats,
-    out,
-    rows,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    EARLY: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAILS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    positions, prefix, reach, tiles, sums, stats, tail_sums, tail_stats, out, rows,
+    DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, TAILS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     q_row = row * HEADS + tl.program_id(1)
     release(OVERLAP)

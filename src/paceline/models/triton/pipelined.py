@@ -27,17 +27,10 @@ PROGRAMS = 264  # two for every multiprocessor, as many as there is room for
 
 @gluon.jit
 def places_of(
-    table,
-    block,
-    last,
-    kv_head,
-    DIM: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    KEYS: gl.constexpr,
-    WIDE: gl.constexpr,
+    table, block, last, kv_head,
+    DIM: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr,
     LAYOUT: gl.constexpr,
-):
+):  # fmt: skip
     """Where a block's keys begin in the cache, and which of them there are."""
     key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     page = gl.load(table + key // BLOCK_SIZE, mask=key < last, other=0)
@@ -54,16 +47,9 @@ def start_copy(buffer, cache, at, there, DIM: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def ends_of(
-    prefix,
-    reach,
-    begin,
-    count,
-    TILE: gl.constexpr,
-    GROUP: gl.constexpr,
-    KEYS: gl.constexpr,
-    TREE: gl.constexpr,
-    ROW: gl.constexpr,
-):
+    prefix, reach, begin, count,
+    TILE: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, TREE: gl.constexpr, ROW: gl.constexpr,
+):  # fmt: skip
     """How many keys each row reads through the block table: its tail blocks excepted."""
     lane = gl.arange(0, TILE, layout=ROW)
     used = (lane // GROUP) < count
@@ -88,31 +74,11 @@ def span_of(nth, num_units, num_blocks, by_block, EARLY: gl.constexpr, CHUNK: gl
 
 @gluon.jit(do_not_specialize=["rows", "num_tiles"])
 def attend_pipelined(
-    q,
-    k_cache,
-    v_cache,
-    sequence,
-    prefix,
-    reach,
-    tables,
-    tiles,
-    sums,
-    stats,
-    log2_scale,
-    rows,
-    num_tiles,
-    TILE: gl.constexpr,
-    WIDE: gl.constexpr,
-    DIM: gl.constexpr,
-    GROUP: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    KEYS: gl.constexpr,
-    EARLY: gl.constexpr,
-    CHUNK: gl.constexpr,
-    TREE: gl.constexpr,
+    q, k_cache, v_cache, sequence, prefix, reach, tables, tiles, sums, stats, log2_scale, rows, num_tiles,
+    TILE: gl.constexpr, WIDE: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, EARLY: gl.constexpr, CHUNK: gl.constexpr, TREE: gl.constexpr,
     OVERLAP: gl.constexpr,
-):
+):  # fmt: skip
     WARPS: gl.constexpr = TILE // 16
     PARTS: gl.constexpr = DIM // WIDTH
     HEADS: gl.constexpr = KV_HEADS * GROUP

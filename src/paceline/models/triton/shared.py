@@ -20,30 +20,10 @@ from paceline.models.triton.states import (
 
 @triton.jit
 def walk(
-    q_row,
-    position,
-    end,
-    used,
-    first_block,
-    last,
-    table,
-    queries,
-    k_cache,
-    v_cache,
-    out,
-    kv_head,
-    log2_scale,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    EARLY: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    q_row, position, end, used, first_block, last, table, queries, k_cache, v_cache, out, kv_head, log2_scale,
+    DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """All of a tile's context in one loop, states in registers: loads never pause where a chunk ends."""
     empty = nothing(used.shape[0], PADDED, PARTS)
     whole_high, whole_total, whole_values = empty
@@ -76,39 +56,13 @@ def walk(
 
 @triton.jit(do_not_specialize=["rows", "num_tiles"])
 def attend_shared(
-    q,
-    k_cache,
-    v_cache,
-    positions,
-    sequence,
-    prefix,
-    reach,
-    tables,
-    tiles,
-    sums,
-    stats,
-    out,
-    log2_scale,
-    rows,
+    q, k_cache, v_cache, positions, sequence, prefix, reach, tables, tiles, sums, stats, out, log2_scale, rows,
     num_tiles,
-    TILE: tl.constexpr,
-    DIRECT: tl.constexpr,
-    FLAT: tl.constexpr,
-    WIDE: tl.constexpr,
-    LAST_STAGES: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    EARLY: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TREE: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    TILE: tl.constexpr, DIRECT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, LAST_STAGES: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     if tl.program_id(1) >= tl.load(tiles + 2):
         return
     tile = tl.program_id(0) // KV_HEADS
@@ -147,30 +101,10 @@ def attend_shared(
     release(OVERLAP)  # not before: programs of the next kernel would take the place of some of this one's
     if FLAT:
         walk(
-            q_row,
-            position,
-            end,
-            used,
-            first_of(first_unit, EARLY, CHUNK),
-            last,
-            table,
-            queries,
-            k_cache,
-            v_cache,
-            out,
-            kv_head,
-            log2_scale,
-            DIM,
-            PADDED,
-            PARTS,
-            KV_HEADS,
-            BLOCK_SIZE,
-            KEYS,
-            EARLY,
-            CHUNK,
-            WINDOW,
-            WIDE,
-        )
+            q_row, position, end, used, first_of(first_unit, EARLY, CHUNK), last, table, queries, k_cache, v_cache,
+            out, kv_head, log2_scale,
+            DIM, PADDED, PARTS, KV_HEADS, BLOCK_SIZE, KEYS, EARLY, CHUNK, WINDOW, WIDE,
+        )  # fmt: skip
     else:
         whole_high = tl.full((TILE,), float("-inf"), tl.float32)
         whole_total = tl.zeros((TILE,), tl.float32)

@@ -35,20 +35,9 @@ def levels(high, more_high):
 
 @triton.jit
 def one_block(
-    high,
-    total,
-    values,
-    queries,
-    k_cache,
-    v_cache,
-    at,
-    there,
-    visible,
-    log2_scale,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    high, total, values, queries, k_cache, v_cache, at, there, visible, log2_scale,
+    DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Fold one more block of keys into the states of a tile's rows.
 
     `at`: where its keys begin in the cache; `there`: whether they exist; `visible` (TILE, KEYS). These may be None for

@@ -11,32 +11,11 @@ from paceline.models.triton.states import load_queries, nothing, one_block, stor
 
 @triton.jit(do_not_specialize=["rows", "path_width"])
 def attend_tail(
-    q,
-    k_cache,
-    v_cache,
-    positions,
-    sequence,
-    prefix,
-    reach,
-    path,
-    tables,
-    tiles,
-    sums,
-    stats,
-    log2_scale,
-    rows,
+    q, k_cache, v_cache, positions, sequence, prefix, reach, path, tables, tiles, sums, stats, log2_scale, rows,
     path_width,
-    TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    TILE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     nth = tl.program_id(2)
