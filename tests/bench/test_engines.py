@@ -17,7 +17,10 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import Plan, measure
 from paceline.cli.app import run
+from paceline.drafters.medusa_checkpoint import save_heads
 from paceline.errors import InvalidParameter, InvalidPrompt
+from paceline.models.loader import load_config
+from tests.drafters.overfit import random_heads
 from tests.models.tiny import save_tiny
 
 CONTENDERS = [Contender("none"), Contender("ngram", 3), Contender("suffix", 2), Contender("auto")]
@@ -99,6 +102,16 @@ def test_a_draft_model_is_loaded_once_and_its_cache_is_counted(tiny: Path, monke
         subject.open(1)
     monkeypatch.setattr("paceline.bench.engines._free_bytes", lambda device: int(caches / 0.8) + 1000)
     subject.open(1)
+
+
+def test_a_trained_drafter_goes_to_the_engines_that_may_use_it(tiny: Path, tmp_path: Path) -> None:
+    config = load_config(tiny)
+    save_heads(tmp_path, random_heads(config.hidden_size, config.vocab_size))
+    contenders = [*CONTENDERS[:2], Contender("medusa", 3), Contender("auto")]
+    subject = Engines(str(tiny), contenders, drafter=str(tmp_path), device="cpu", raw=True)
+    subject.check(asked(), 40)
+    used = {one.label: [each.name for each in subject.drafters(one)] for one in contenders}
+    assert [label for label, names in used.items() if "medusa" in names] == ["medusa k=3", "auto"]
 
 
 def test_a_prompt_that_does_not_fit_is_named(tiny: Path) -> None:

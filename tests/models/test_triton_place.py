@@ -14,7 +14,7 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
 if not triton.knobs.runtime.interpret:
     pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
 
-from paceline.draft import UNKNOWN, ancestors, depths_of, sound_parents
+from paceline.draft import UNKNOWN, ancestors, clamp_trees
 from paceline.models.plan import DeviceTrees, PassPlan
 from paceline.models.triton.place import place_trees
 
@@ -52,12 +52,10 @@ def scene(parents, counts, max_depth, *, rows=None):
 
 def check(plan, trees):
     """Against the rules written in torch, of nodes within the bound; deeper ones end at the bound."""
-    num_nodes = (trees.at >= 0).sum(1)
-    parents = sound_parents(trees.parents[trees.rows])[:, : trees.at.shape[1]]
-    true = depths_of(parents, num_nodes, parents.shape[1])
-    depth = depths_of(parents, num_nodes, trees.max_depth)
-    assert torch.equal(depth, true.clamp_max(trees.max_depth))
-    paths = ancestors(parents, true, parents.shape[1])
+    width = trees.at.shape[1]
+    raw = trees.parents[trees.rows][:, :width]
+    _, parents, true = clamp_trees(torch.zeros_like(raw), raw, 1, width)
+    depth, paths = true.clamp_max(trees.max_depth), ancestors(parents, true, width)
     nodes = torch.nonzero(trees.at >= 0).tolist()
     for tree, node in nodes:
         row, length = int(trees.at[tree, node]), int(trees.length[tree])
@@ -96,6 +94,17 @@ def test_nodes_deeper_than_the_bound_are_taken_for_that_deep(max_depth):
     plan, trees = scene(parents, [NODES, 9], max_depth)
     place_trees(plan, trees)
     assert int(check(plan, trees).max()) > max_depth
+
+
+@pytest.mark.parametrize("max_depth", [1, 3, 6])
+def test_trees_made_sound_are_placed_at_the_depth_verification_takes_them_for(max_depth):
+    torch.manual_seed(max_depth)
+    raw = torch.randint(-3, NODES + 3, (2, NODES))
+    _, parents, depth = clamp_trees(torch.zeros_like(raw), raw, 1, max_depth)
+    plan, trees = scene(parents, [NODES, NODES], max_depth)
+    place_trees(plan, trees)
+    check(plan, trees)
+    assert torch.equal(plan.positions[trees.at], (trees.length[:, None] - 1 + depth).int())
 
 
 @pytest.mark.parametrize("seed", range(4))

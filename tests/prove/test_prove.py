@@ -203,5 +203,6 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
 def test_an_unknown_method_is_refused_by_name(
     tiny_paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["prove", "--model", str(tiny_paths[0]), "--methods", "draft-model"]) == 1
-    assert "methods: 'draft-model' is not one of ngram, suffix (it needs --draft-model)" in capsys.readouterr().err
+    for method, flag in (("draft-model", "--draft-model"), ("medusa", "--drafter")):
+        assert run(["prove", "--model", str(tiny_paths[0]), "--methods", method]) == 1
+        assert f"methods: '{method}' is not one of ngram, suffix (it needs {flag})" in capsys.readouterr().err
