@@ -96,7 +96,7 @@ class Engine:
 
     def step(self) -> StepOutputs:
         # A step leaves nothing behind that refers to itself; looking for it amid hundreds of rows takes milliseconds.
-        with torch_threads(self.model.torch_threads), no_collection():
+        with torch_threads(self.model.torch_threads), no_collection(), torch.inference_mode():
             started = time.perf_counter()
             following, self._flight = self._flight, None
             flight = following if following is not None and self._is_live(following) else self._launch()
