@@ -6,7 +6,6 @@ device shows as one line among the others.
 
     python benchmarks/step_profile.py                       # 1, 64 and 512 rows, plain, sampled and with lookup drafts
     python benchmarks/step_profile.py --device cuda --cells "ngram 2 64 0" --lines 30
-    python benchmarks/step_profile.py --phases              # what lies between a verdict and the next pass, by part
 """
 
 from __future__ import annotations
@@ -17,24 +16,20 @@ import pstats
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from common import finish
-from paceline.engine.model_runner import Flight, Reading
 
 from paceline import SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.engine.adaptive import AdaptivePolicy
-from paceline.engine.batch import StepOutput
-from paceline.engine.commit import Collected
+from paceline.engine.batch import StepOutputs
+from paceline.engine.commit import Landed
 from paceline.engine.engine import Engine
+from paceline.engine.runner import Flight
 from paceline.models.decoder import Model, ModelOutput
-from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.testing import toy_config
@@ -86,7 +81,7 @@ def engine_of(model: Model, method: str, k: int | None, rows: int) -> Engine:
     return engine
 
 
-def measure(model: Model, cell: str, steps: int, lines: int, phases: bool) -> dict[str, float]:
+def measure(model: Model, cell: str, steps: int, lines: int) -> dict[str, float]:
     method, k, rows, temperature = cell.split()
     engine = engine_of(model, method, int(k) or None, int(rows))
     params = SamplingParams(temperature=float(temperature), max_tokens=1900, ignore_eos=True).resolve({})
@@ -96,8 +91,6 @@ def measure(model: Model, cell: str, steps: int, lines: int, phases: bool) -> di
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
     run(engine, 60)
-    if phases:
-        return timed_by_phase(engine, cell, steps)
     waits = watched(engine) if isinstance(model, InstantModel) else []
     times = run(engine, steps)
     exposed = 1e3 * statistics.median(waits or [0.0])
@@ -115,72 +108,22 @@ def measure(model: Model, cell: str, steps: int, lines: int, phases: bool) -> di
 def watched(engine: Engine) -> list[float]:
     """What a device would wait for the host in the steps that follow: from reading a verdict to the next pass."""
     waits: list[float] = []
-    collect, tell, model = engine.committer.collect, engine.committer.tell, engine.model
+    read, publish, model = engine.committer.read, engine.committer.publish, engine.model
     assert isinstance(model, InstantModel)
-    read = 0.0
+    read_at = 0.0
 
-    def reading(flight: Flight) -> Collected:
-        nonlocal read
-        read = time.perf_counter()
-        return collect(flight)
+    def reading(flight: Flight) -> Landed:
+        nonlocal read_at
+        read_at = time.perf_counter()
+        return read(flight)
 
-    def telling(collected: Collected) -> list[StepOutput]:
-        if model.begun > read:  # else it was launched before this step was read
-            waits.append(model.begun - read)
-        return tell(collected)
+    def publishing(landed: Landed) -> StepOutputs:
+        if model.begun > read_at:  # else it was launched before this step was read
+            waits.append(model.begun - read_at)
+        return publish(landed)
 
-    engine.committer.collect, engine.committer.tell = reading, telling  # type: ignore[method-assign]
+    engine.committer.read, engine.committer.publish = reading, publishing  # type: ignore[method-assign]
     return waits
-
-
-def timed_by_phase(engine: Engine, cell: str, steps: int) -> dict[str, float]:
-    """Microseconds from each mark of a step to the next, under the name of where it ends; a quarter of the steps take
-    no longer, which says more than the median of a host whose speed changes."""
-    marks: list[tuple[str, float]] = [("", 0.0)]
-
-    def mark(name: str) -> None:
-        if name and (name != "launched" or marks[-1][0] == "placed"):  # the sampler replays graphs of its own
-            marks.append((name, time.perf_counter()))
-
-    def marked(owner: Any, name: str, before: str = "", after: str = "") -> Any:
-        work = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            mark(before)
-            result = work(*args, **kwargs)
-            mark(after)
-            return result
-
-        return patch.object(owner, name, wrapped)
-
-    with ExitStack() as stack:
-        for wrapping in (
-            marked(engine.policy, "meanwhile", after="meanwhile"),
-            marked(Reading, "wait", after="arrived"),
-            marked(engine.committer, "collect", after="collected"),
-            marked(engine.policy, "plan", "scheduling", "planned"),
-            marked(engine.drafters, "propose", "scheduled", "proposed"),
-            marked(engine.model, "forward", "laid out"),
-            marked(PassGraphs, "run", "placed"),
-            marked(torch.cuda.CUDAGraph, "replay", after="launched"),
-            marked(engine.runner.sampler, "verify", "passed", "verified"),
-            marked(engine.committer, "tell", "flown", "told"),
-        ):
-            stack.enter_context(wrapping)
-        times = run(engine, steps)
-    spans: dict[str, list[float]] = {}
-    read, begins = 0.0, "launched" if engine.model.device.type == "cuda" else "laid out"
-    for (_, begun), (name, ended) in pairwise(marks[1:]):
-        spans.setdefault(name, []).append(1e6 * (ended - begun))
-        if name == "arrived":
-            read = ended
-        elif name == begins and read:  # else it was launched before this step was read
-            spans.setdefault("exposed", []).append(1e6 * (ended - read))
-            read = 0.0
-    quarter = {name: statistics.quantiles(span, n=4)[0] for name, span in spans.items() if len(span) > 1}
-    print(f"== {cell}: {1e3 * statistics.median(times):.3f} ms a step", flush=True)
-    print("   " + ", ".join(f"{name} {took:.0f}" for name, took in quarter.items()), flush=True)
-    return quarter
 
 
 def run(engine: Engine, steps: int) -> list[float]:
@@ -199,7 +142,6 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="smollm2's shape instead of the yardstick's")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lines", type=int, default=0)
-    parser.add_argument("--phases", action="store_true", help="a time line instead")
     args = parser.parse_args()
     model: Model = InstantModel()
     if args.device != "cpu":
@@ -209,7 +151,7 @@ def main() -> None:
         model = subject.small if args.small else subject.yardstick
     else:
         torch.set_num_threads(1)
-    finish("step_profile", {cell: measure(model, cell, args.steps, args.lines, args.phases) for cell in args.cells})
+    finish("step_profile", {cell: measure(model, cell, args.steps, args.lines) for cell in args.cells})
 
 
 if __name__ == "__main__":

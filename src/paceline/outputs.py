@@ -48,8 +48,10 @@ class SpeculationStats:
         """Note one verified step; its draft had so many nodes, the deepest at `depth`."""
         self.num_target_passes += 1
         self.num_committed_tokens += committed
-        if not nodes:
-            return
+        if nodes:
+            self.add_draft(nodes, depth, accepted, method)
+
+    def add_draft(self, nodes: int, depth: int, accepted: int, method: str) -> None:
         self.num_drafts += 1
         self.drafts_by_method[method] = self.drafts_by_method.get(method, 0) + 1
         self.num_draft_tokens += nodes

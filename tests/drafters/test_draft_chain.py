@@ -343,7 +343,7 @@ def watch_q(engine):
 
     def watched(batch):
         draft = propose(batch)
-        for at, row in enumerate([batch.rows[index] for index in batch.sampling]):
+        for at, row in enumerate([batch.row(index) for index in batch.sampling]):
             sequence, wanted = row.sequence, row.sequence.params
             if row.method != DraftModelDrafter.name or wanted.greedy or wanted.seed is not None:
                 continue

@@ -25,7 +25,7 @@ def ahead_engine(**config):
 
     def count(batch, draft, after=None):
         if after is not None:
-            launched.append((len(after.batch.rows), len(batch.rows)))
+            launched.append((len(after.batch), len(batch)))
         return launch(batch, draft, after)
 
     engine.runner.launch = count

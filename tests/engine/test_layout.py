@@ -38,7 +38,7 @@ def make_batch(noise: random.Random, num_rows: int, *, decodes: bool, budget: in
             sequence.num_cached = first + 1  # the last shared token is computed once more
         blocks.allocate(sequence, first + count + 1 + budget)
         rows.append(Row(sequence, first, count, first + count == len(prompt), "some", budget))
-    return Batch(rows, blocks.tables([row.sequence for row in rows]))
+    return Batch.of(rows, blocks.tables([row.sequence for row in rows]))
 
 
 def slot(sequence, position, block_size):

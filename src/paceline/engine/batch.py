@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.config import NONE
+from paceline.draft import Kind
 from paceline.sequence import Sequence
 
 Tables = np.ndarray[Any, np.dtype[np.int32]]  # (sequences, blocks) ids
@@ -17,8 +18,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@dataclass(slots=True)
-class Row:
+class Row(NamedTuple):
     """One sequence's share of a step: `count` of its tokens from `first` on, then a draft of at most `budget` nodes."""
 
     sequence: Sequence
@@ -27,31 +27,68 @@ class Row:
     samples: bool  # it computes the sequence's last token, so the pass yields a next one
     method: str = NONE
     budget: int = 0
-    behind: int = -1  # its token is that of this row of the unread verdict the batch follows; -1: the host knows it
 
 
 class Batch:
-    """The rows of one step: decodes, then prompt chunks. Columns are arrays, since layout works on all rows at once."""
+    """The rows of one step as columns, since a step of hundreds of plain rows is a few array operations."""
 
-    __slots__ = ("count", "first", "num_drafted", "num_tokens", "rows", "sampling", "tables")
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        first: Ints,
+        count: Ints,
+        samples: Bools,
+        tables: Tables,
+        *,
+        drafts: dict[int, tuple[str, int]] | None = None,
+        behind: Ints | None = None,
+        seats: Ints | None = None,
+    ) -> None:
+        self.sequences, self.first, self.count, self.samples, self.tables = sequences, first, count, samples, tables
+        self.drafts = drafts or {}  # by row: method and nodes at the most
+        # (B,) the row of the unread verdict the batch follows that a row's token is taken from; -1: the host knows it.
+        self.behind = behind
+        self.num_drafted = sum([budget for _, budget in self.drafts.values()])  # nodes, at the most
+        self.num_tokens = int(count.sum()) + self.num_drafted  # of the target pass at the most
+        self.all_sample = bool(samples.all())
+        self.sampling: Ints = np.flatnonzero(samples)  # rows that yield a token
+        if seats is None:
+            seats = np.array([sequence.seat for sequence in sequences], np.int64)
+        self.seats = seats
+        self.changes = -1  # the scheduler's count of sequences that joined or left, when it was made
 
-    def __init__(self, rows: SequenceOf[Row] = (), tables: Tables | None = None) -> None:
-        self.rows = list(rows)
-        self.tables = np.empty((0, 0), np.int32) if tables is None else tables  # by row, -1 beyond a sequence's end
-        self.first: Ints = np.array([row.first for row in self.rows], np.int64)
-        self.count: Ints = np.array([row.count for row in self.rows], np.int64)
-        self.num_drafted = sum([row.budget for row in self.rows])  # nodes, at the most
-        self.num_tokens = int(self.count.sum()) + self.num_drafted  # of the target pass at the most
-        self.sampling = [index for index, row in enumerate(self.rows) if row.samples]  # rows that yield a token
+    @staticmethod
+    def of(rows: SequenceOf[Row], tables: Tables) -> Batch:
+        columns = np.array([row[1:4] for row in rows], np.int64).reshape(-1, 3)
+        drafts = {index: row[4:] for index, row in enumerate(rows) if row.budget}
+        first, count = np.ascontiguousarray(columns[:, 0]), np.ascontiguousarray(columns[:, 1])
+        return Batch([row.sequence for row in rows], first, count, columns[:, 2] > 0, tables, drafts=drafts)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def row(self, index: int) -> Row:
+        first, count, samples = int(self.first[index]), int(self.count[index]), bool(self.samples[index])
+        return Row(self.sequences[index], first, count, samples, *self.drafts.get(index, (NONE, 0)))
+
+    @property
+    def rows(self) -> list[Row]:
+        return [self.row(index) for index in range(len(self))]
 
     @property
     def only_decodes(self) -> bool:
         """Every row computes its sequence's last token, and a draft."""
-        return self.num_tokens - self.num_drafted == len(self.rows) == len(self.sampling)
+        return self.all_sample and self.num_tokens - self.num_drafted == len(self.sequences)
 
     @property
     def sampled_sequences(self) -> list[Sequence]:
-        return [self.rows[index].sequence for index in self.sampling]
+        return self.sequences if self.all_sample else [self.sequences[index] for index in self.sampling]
+
+    @property
+    def sampled_lengths(self) -> Ints:
+        """Committed lengths at the start of the step, of rows that sample."""
+        ends = self.first + self.count
+        return ends if self.all_sample else ends[self.sampling]
 
 
 class StepOutput(NamedTuple):
@@ -72,10 +109,8 @@ class StepOutputs(SequenceOf[StepOutput]):
 
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
-    kinds: list[list[int]] = field(default_factory=list)
-    drafts: dict[int, tuple[str, int, int, int]] = field(
-        default_factory=dict
-    )  # index -> method, nodes, accepted, depth
+    kinds: dict[int, list[int]] = field(default_factory=dict)  # of rows with drafts; a plain row's token is a bonus
+    drafts: dict[int, tuple[str, int, int, int]] = field(default_factory=dict)  # method, nodes, accepted, depth
     texts: dict[int, str] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)  # indices of sequences this step ended
 
@@ -86,22 +121,23 @@ class StepOutputs(SequenceOf[StepOutput]):
         return map(self.__getitem__, range(len(self.sequences)))
 
     def __getitem__(self, index: int) -> StepOutput:  # type: ignore[override]  # slices have no use
-        sequence = self.sequences[index]
+        sequence, tokens = self.sequences[index], self.tokens[index]
+        kinds = self.kinds.get(index)
         return StepOutput(
             sequence,
-            self.tokens[index],
+            tokens,
             self.texts.get(index, ""),
-            self.kinds[index],
-            sequence.finish_reason is not None and index in self.ended,
+            [int(Kind.BONUS)] * len(tokens) if kinds is None else kinds[: len(tokens)],
+            index in self.ended,
             *self.drafts.get(index, (NONE, 0, 0, 0)),
         )
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.tokens))
+        """Of sequences without drafts one each, but those that failed."""
+        return sum(map(len, self.tokens)) if self.drafts or self.ended else len(self.tokens)
 
     def add_failed(self, sequence: Sequence) -> None:
         self.ended.append(len(self.sequences))
         self.sequences.append(sequence)
         self.tokens.append([])
-        self.kinds.append([])

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.engine.batch import StepOutputs
+import numpy as np
+
+from paceline.engine.batch import Batch, StepOutputs
 from paceline.engine.drafting import DrafterSet
+from paceline.engine.layout import Layout
 from paceline.engine.runner import Flight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText
@@ -26,8 +29,11 @@ class Landed:
 
     flight: Flight
     outputs: StepOutputs = field(default_factory=StepOutputs)
-    indices: list[int] = field(default_factory=list)  # rows of the batch whose sequence is still there
-    place: dict[int, int] = field(default_factory=dict)  # row of the batch -> its place among the outputs
+    rows: list[int] = field(default_factory=list)  # of the verdict, by output
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.outputs.sequences
 
 
 class Committer:
@@ -38,83 +44,96 @@ class Committer:
         make_text: Callable[[Sequence], OutputText | None],
     ) -> None:
         self._scheduler, self._drafters, self._make_text = scheduler, drafters, make_text
+        self._watched: dict[str, Sequence] = {}
         self._texts: dict[str, OutputText] = {}  # of sequences with stop strings
 
+    def watch(self, sequence: Sequence) -> None:
+        """More than tokens is asked of it: text that stops it, or logprobs."""
+        self._watched[sequence.key] = sequence
+
     def forget(self, sequence: Sequence) -> None:
+        self._watched.pop(sequence.key, None)
         self._texts.pop(sequence.key, None)
 
     def read(self, flight: Flight) -> Landed:
         """Wait for the verdict and append what it commits; the one device-to-host copy of the step."""
+        batch, layout = flight.batch, flight.layout
         landed = Landed(flight)
-        outputs, indices, place = landed.outputs, landed.indices, landed.place
-        layout, finished = flight.layout, Status.FINISHED
-        drafted = flight.batch.num_drafted > 0
+        outputs, finished = landed.outputs, Status.FINISHED
         tokens_of, accepted_of, kinds_of = ([], [], []) if flight.reading is None else flight.reading.read()
-        verdict_row = -1
-        for index, row in enumerate(flight.batch.rows):
-            sequence, count = row.sequence, row.count
-            verdict_row += row.samples
+        if len(batch.sampling) < len(batch):  # chunks of prompts that yield no token
+            for index in np.flatnonzero(~batch.samples):
+                sequence = batch.sequences[index]
+                if sequence.status is not finished:
+                    sequence.num_computed = int(batch.first[index] + batch.count[index])
+        ends, sequences, committed = batch.sampled_lengths.tolist(), outputs.sequences, outputs.tokens
+        for row, (sequence, tokens, end) in enumerate(zip(batch.sampled_sequences, tokens_of, ends, strict=True)):
             if sequence.status is finished:  # after the flight was launched
                 continue
-            indices.append(index)
-            if row.samples:
-                tokens, kinds, accepted = tokens_of[verdict_row], kinds_of[verdict_row], accepted_of[verdict_row]
-                at = place[index] = len(outputs.sequences)
-                known = sequence.tokens
-                if tokens[-1] < 0:  # draft.INVALID: nothing of the step is trusted
-                    sequence.finish_reason, sequence.error = "error", NOT_FINITE
-                    tokens, kinds = [], []
-                elif len(known) + len(tokens) < sequence.max_len and sequence.ends.isdisjoint(
-                    tokens
-                ):  # the most common
-                    known += tokens
-                    count += accepted
-                else:
-                    kept = _append(sequence, tokens)
-                    count += min(accepted, kept)
-                    tokens, kinds = tokens[:kept], kinds[:kept]
-                if sequence.finish_reason is not None:
-                    outputs.ended.append(at)
-                outputs.sequences.append(sequence)
-                outputs.tokens.append(tokens)
-                outputs.kinds.append(kinds)
-                if drafted and layout.num_nodes[index]:
-                    nodes, depth = int(layout.num_nodes[index]), int(layout.depths[index])
-                    outputs.drafts[at] = row.method, nodes, accepted, depth
-            sequence.num_computed = row.first + count
-        self._drafters.landed(flight.batch, landed.indices)
+            accepted = len(tokens) - 1
+            if tokens[-1] < 0:  # draft.INVALID: nothing of the step is trusted
+                sequence.finish_reason, sequence.error = "error", NOT_FINITE
+                tokens = []
+            elif end + accepted + 1 < sequence.max_len and sequence.ends.isdisjoint(tokens):  # the most common
+                sequence.tokens += tokens
+                sequence.num_computed = end + accepted
+            else:
+                tokens = tokens[: _append(sequence, tokens)]
+                sequence.num_computed = end + min(accepted, len(tokens))
+            if sequence.finish_reason is not None:
+                outputs.ended.append(len(sequences))
+            sequence.stats.num_target_passes += 1
+            sequences.append(sequence)
+            committed.append(tokens)
+            landed.rows.append(row)
+        if batch.drafts:
+            self._note_drafts(landed, layout, accepted_of, kinds_of)
+        self._drafters.landed(batch, landed.sequences)
         return landed
+
+    @staticmethod
+    def _note_drafts(landed: Landed, layout: Layout, accepted_of: list[int], kinds_of: list[list[int]]) -> None:
+        batch = landed.flight.batch
+        for at, row in enumerate(landed.rows):
+            index = int(batch.sampling[row])
+            if layout.num_nodes[index]:
+                landed.outputs.kinds[at] = kinds_of[row]
+                nodes, depth = int(layout.num_nodes[index]), int(layout.depths[index])
+                landed.outputs.drafts[at] = batch.drafts[index][0], nodes, accepted_of[row], depth
 
     def publish(self, landed: Landed) -> StepOutputs:
         """The rest of it; sequences that have ended leave."""
         outputs, flight = landed.outputs, landed.flight
-        size, unsettled = self._scheduler.blocks.block_size, []
-        for at, sequence in enumerate(outputs.sequences):
-            if sequence.params.stop:
-                self._find_stops(outputs, at, sequence)
-            kept = len(outputs.tokens[at])
-            draft = outputs.drafts.get(at)
-            if draft is None:
-                sequence.stats.num_target_passes += 1
-                sequence.stats.num_committed_tokens += kept
-            else:
-                method, nodes, accepted, depth = draft
-                sequence.stats.add(nodes, depth, min(accepted, kept), kept, method)
-        for index in landed.indices:
-            row = flight.batch.rows[index]
-            sequence = row.sequence
-            if sequence.logprobs is not None and row.samples and flight.reading is not None:
-                tokens, most = outputs.tokens[landed.place[index]], sequence.params.logprobs or 0
-                sequence.logprobs += flight.reading.logprobs(flight.batch.sampling.index(index), tokens, most)
-            room = len(sequence.blocks) * size >= len(sequence.tokens) + size  # taken for a draft and not used
-            if room or row.budget or sequence.num_computed // size > row.first // size:  # or a block is full
-                unsettled.append(sequence)
-        self._drafters.read_prompts(flight.batch, landed.indices)
+        if self._watched:
+            for at, sequence in enumerate(outputs.sequences):
+                if sequence.key in self._watched:
+                    self._look_closer(landed, at, sequence)
+        for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True):
+            sequence.stats.num_committed_tokens += len(tokens)
+        for at, (method, nodes, accepted, depth) in outputs.drafts.items():
+            outputs.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(outputs.tokens[at])), method)
+        self._drafters.read_prompts(flight.batch)
+        unsettled = self._unsettled(flight.batch)
         self._drafters.mark(unsettled)
         self._scheduler.blocks.settle(unsettled)
         for at in outputs.ended:
             self._leave(outputs.sequences[at])
         return outputs
+
+    def _unsettled(self, batch: Batch) -> list[Sequence]:
+        """Sequences that have filled a block, or were given room for a draft."""
+        size = self._scheduler.blocks.block_size
+        filled = (batch.first + batch.count) // size > batch.first // size
+        if batch.drafts:
+            filled[list(batch.drafts)] = True
+        return [batch.sequences[index] for index in np.flatnonzero(filled) if not batch.sequences[index].finished]
+
+    def _look_closer(self, landed: Landed, at: int, sequence: Sequence) -> None:
+        outputs, reading = landed.outputs, landed.flight.reading
+        if sequence.params.stop and outputs.tokens[at]:
+            self._find_stops(outputs, at, sequence)
+        if sequence.logprobs is not None and reading is not None:
+            sequence.logprobs += reading.logprobs(landed.rows[at], outputs.tokens[at], sequence.params.logprobs or 0)
 
     def fail(self, sequence: Sequence, reason: str) -> None:
         """End a sequence whose step could not be computed."""
@@ -153,7 +172,7 @@ class Committer:
         sequence.finish_reason, sequence.stop_reason = "stop", stop
         if beyond:
             del sequence.tokens[-beyond:]
-            outputs.tokens[at], outputs.kinds[at] = outputs.tokens[at][:kept], outputs.kinds[at][:kept]
+            outputs.tokens[at] = outputs.tokens[at][:kept]
             sequence.num_computed = min(sequence.num_computed, len(sequence.tokens))
 
 

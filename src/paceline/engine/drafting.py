@@ -96,10 +96,10 @@ class DrafterSet:
 
     def propose(self, batch: Batch) -> Draft:
         """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty."""
-        rows = [batch.rows[index] for index in batch.sampling]
         begun, self._begun, self.seconds, self._timed = self._begun, {}, {}, {}
         if not batch.num_drafted:
-            return self._empty(len(rows))
+            return self._empty(len(batch.sampling))
+        rows = [batch.row(index) for index in batch.sampling.tolist()]
         wanted: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
             if row.budget > 0 and row.method not in self.retired:
@@ -121,12 +121,12 @@ class DrafterSet:
         """Begin drafts behind a step under way, for rows of its batch with the nodes each may have in the next."""
         if unread is None:
             return
-        place = {index: at for at, index in enumerate(batch.sampling)}
+        place = {index: at for at, index in enumerate(batch.sampling.tolist())}
         for name in self.begins:
-            mine = [(index, nodes) for index, nodes in going if batch.rows[index].method == name]
+            mine = [(index, nodes) for index, nodes in going if batch.drafts[index][0] == name]
             if not mine:
                 continue
-            rows = [DraftRow(batch.rows[index].sequence, nodes) for index, nodes in mine]
+            rows = [DraftRow(batch.sequences[index], nodes) for index, nodes in mine]
             drafter, behind = self._on_device[name], replace(unread, rows=[place[index] for index, _ in mine])
             with Stopwatch(unread.tokens.device) as watch:
                 draft = self._propose(drafter, rows, behind)
@@ -211,7 +211,7 @@ class DrafterSet:
     def gather(self, batch: Batch, layout: Layout, unread: UnreadVerdict | None, taps: Tensor) -> None:
         """Behind a launched pass: keep the taps of committed positions, and absorb those of prompts at once."""
         chunks: list[Chunk] = []
-        for index, row in enumerate(batch.rows if not batch.only_decodes else ()):
+        for index, row in enumerate(() if batch.only_decodes else batch.rows):
             known = row.count - row.samples  # the token after the last one is the verdict's, where the row samples
             if known > 0:
                 chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
@@ -226,20 +226,25 @@ class DrafterSet:
                     drafter.before_store(sequences, unread.most)
             self._ring.store(unread, taps, 1 + max(sequence.seat for sequence in sequences))
 
-    def landed(self, batch: Batch, indices: SequenceOf[int]) -> None:
-        """A step was read: drafters learn which of their own drafts were judged, and which begun drafts may be used."""
+    def landed(self, batch: Batch, sequences: SequenceOf[Sequence]) -> None:
+        """A step was read: drafters learn which of their own drafts were judged, and which begun drafts may be used.
+
+        `sequences` committed something.
+        """
         for of in self._begun.values():
             of.read = True
+        if not batch.drafts:
+            return
+        drafts = {batch.sequences[index].key: method for index, (method, _) in batch.drafts.items()}
         for name, drafter in self._on_device.items():
             if name in self.retired:
                 continue
-            rows = [batch.rows[index] for index in indices]
-            judged = [Judged(row.sequence, row.sequence.num_computed) for row in rows if row.method == name]
+            mine = [sequence for sequence in sequences if drafts.get(sequence.key) == name]
             behind = self._begun.get(name)
-            begun = [] if behind is None else [row.sequence for row in rows if row.sequence.key in behind.rows]
-            if judged or begun:
+            begun = [] if behind is None else [sequence for sequence in sequences if sequence.key in behind.rows]
+            if mine or begun:
                 with self._guarded(drafter):
-                    drafter.landed(judged, begun)
+                    drafter.landed([Judged(sequence, sequence.num_computed) for sequence in mine], begun)
 
     def mark(self, sequences: SequenceOf[Sequence]) -> None:
         """Note which blocks of these sequences hold a drafter's own K/V too."""
@@ -249,15 +254,15 @@ class DrafterSet:
                     for sequence in sequences:
                         self._blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
 
-    def read_prompts(self, batch: Batch, indices: SequenceOf[int]) -> None:
+    def read_prompts(self, batch: Batch) -> None:
         """Chunks of prompts were computed: host drafters index them, so that this is spread over the chunks."""
-        for index in indices if not batch.only_decodes else ():
-            row = batch.rows[index]
-            if row.first + row.count <= row.sequence.num_prompt:
+        for row in () if batch.only_decodes else batch.rows:
+            end = row.first + row.count
+            if end <= row.sequence.num_prompt and not row.sequence.finished:
                 for drafter in self._working():
                     if isinstance(drafter, HostDrafter):
                         with self._guarded(drafter):
-                            drafter.read_prompt(row.sequence, row.first + row.count)
+                            drafter.read_prompt(row.sequence, end)
 
     def admit(self, sequence: Sequence) -> None:
         """A sequence enters with a prefix of cached blocks: each drafter may use those marked for it."""

@@ -134,13 +134,13 @@ class Engine:
     def _launch(self) -> Flight | None:
         """A step whose tokens are all known: decodes with their drafts, prompt chunks, newcomers."""
         batch = self.scheduler.schedule()
-        if not batch.rows:
+        if not len(batch):
             return None
         try:
             with says_what_to_lower():
                 return self.runner.launch(batch, self.drafters.propose(batch))
         except Exception as problem:
-            self._lost = [row.sequence for row in batch.rows], problem
+            self._lost = batch.sequences, problem
             return None
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
@@ -177,7 +177,7 @@ class Engine:
     @staticmethod
     def _is_live(flight: Flight) -> bool:
         """Some of its sequences are still there."""
-        return any(not row.sequence.finished for row in flight.batch.rows)
+        return any(not sequence.finished for sequence in flight.sequences)
 
     def _since(self, flight: Flight, now: float) -> float:
         """When the device began a step that was launched by the step before."""
@@ -193,7 +193,7 @@ class Engine:
         if batch.num_drafted:  # the device may have been drafting since the step before was read
             started = max(started - self.drafters.time_devices(), min(read_before, started))
         report = StepReport(
-            len(batch.rows),
+            len(batch),
             flight.layout.tokens.shape[0],
             self._read_at - started,
             self.drafters.seconds if batch.num_drafted else {},
@@ -213,7 +213,7 @@ class Engine:
         if not batch.only_decodes:
             return
         sampled = any(sequence.sampled for sequence in outputs.sequences)
-        plain_s = self.policy.plain_seconds(len(batch.rows), sampled)
+        plain_s = self.policy.plain_seconds(len(batch), sampled)
         if plain_s:
             for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True):
                 sequence.stats.spent_s += step_s
@@ -247,6 +247,8 @@ class Engine:
         self._requests[request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
+            if params.stop or params.logprobs is not None:
+                self.committer.watch(sequence)
         return sequences
 
     def cancel(self, request_id: str) -> list[Sequence]:

@@ -46,8 +46,7 @@ class Layout:
 def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     """Tokens the host has not seen are codes below 0: by row of the verdict the batch follows, or by node of the draft
     (B, N). A batch that follows an unread verdict has no drafts, so the two never meet."""
-    rows, count = len(batch.rows), batch.count
-    sampling = np.array(batch.sampling, np.int64)
+    rows, count, sampling = len(batch), batch.count, batch.sampling
     num_nodes, depths = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     in_draft = draft.num_nodes.numpy()
     used = np.arange(draft.width) < in_draft[:, None]  # (B, N)
@@ -65,11 +64,11 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     each[PREFIX] = each[REACH] = stored + 1
     each[SLOT] = slots_of(batch.tables, owner, stored, block_size)
     if not batch.only_decodes:  # shared tokens that are computed once more are not written
-        each[SLOT][stored < np.array([row.sequence.num_cached for row in batch.rows])[owner]] = -1
+        each[SLOT][stored < np.array([sequence.num_cached for sequence in batch.sequences])[owner]] = -1
     is_node = node >= 0
     each[TOKEN][~is_node] = _own_tokens(batch)
     wanted = node >= -1
-    if len(sampling) < rows:
+    if not batch.all_sample:
         wanted &= np.isin(owner, sampling)
     path, trees, device_trees = np.empty((len(owner), 0), np.int32), None, None
     if draft.width:
@@ -105,14 +104,16 @@ def filled_in(codes: Tensor, unseen: Tensor) -> Tensor:
     return torch.where(codes < 0, unseen[(-1 - codes).clamp_min(0)], codes)
 
 
-def _own_tokens(batch: Batch) -> list[int]:
+def _own_tokens(batch: Batch) -> Any:
     """Of all rows that are no nodes; a token of an unread verdict is a code."""
-    if batch.only_decodes:
-        return [row.sequence.tokens[row.first] if row.behind < 0 else -1 - row.behind for row in batch.rows]
+    behind = batch.behind
+    if behind is not None and batch.only_decodes and behind.min() >= 0:
+        return -1 - behind
+    codes = [-1] * len(batch) if behind is None else behind.tolist()
+    parts = zip(batch.sequences, batch.first.tolist(), batch.count.tolist(), codes, strict=True)
     return list(
         chain.from_iterable(
-            row.sequence.tokens[row.first : row.first + row.count] if row.behind < 0 else (-1 - row.behind,)
-            for row in batch.rows
+            sequence.tokens[first : first + count] if row < 0 else (-1 - row,) for sequence, first, count, row in parts
         )
     )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to, sent
-from paceline.engine.batch import Batch, Ints
+from paceline.engine.batch import Batch
 from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out
@@ -106,7 +106,7 @@ class Flight:
 
     @property
     def sequences(self) -> list[Sequence]:
-        return [row.sequence for row in self.batch.rows]
+        return self.batch.sequences
 
 
 class Runner:
@@ -147,20 +147,19 @@ class Runner:
         output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
         model_s = time.perf_counter() - started
         warm, unread, reading = output.warm, None, None
-        if batch.sampling:
-            seats = np.array([batch.rows[index].sequence.seat for index in batch.sampling], np.int64)
+        if len(batch.sampling):
             verdict = self.sampler.verify(
                 batch.sampled_sequences,
                 draft,
                 output.logits,
                 layout.logit_row_of,
                 only_chains=not layout.is_tree,
-                lengths=(batch.first + batch.count)[batch.sampling],
+                lengths=batch.sampled_lengths,
             )
             reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
             if layout.tree_slots is not None:  # the slots are still the sequences' own, also of those that end here
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
-            unread = self._unread(batch, layout, verdict, output.taps, seats)
+            unread = self._unread(batch, layout, verdict, output.taps)
         if output.taps is not None:
             self.drafters.gather(batch, layout, unread, output.taps)
         return Flight(batch, layout, draft, unread, reading, model_s, warm, ahead=after is not None)
@@ -172,16 +171,13 @@ class Runner:
         vocab = self.model.config.vocab_size
         return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.sound(vocab)
 
-    def _unread(
-        self, batch: Batch, layout: Layout, verdict: Verdict, taps: Tensor | None, seats: Ints
-    ) -> UnreadVerdict:
-        at = np.array(batch.sampling, np.int64)
-        length = batch.first[at] + batch.count[at]
-        rows = list(range(len(at)))
+    def _unread(self, batch: Batch, layout: Layout, verdict: Verdict, taps: Tensor | None) -> UnreadVerdict:
+        at = batch.sampling
+        rows = range(len(at))
         if taps is None and not self.drafters.begins:
             return UnreadVerdict(tokens=verdict.tokens, num_accepted=verdict.num_accepted, path=verdict.path, rows=rows)
         node_row = layout.begin[at] + batch.count[at]
-        columns = torch.from_numpy(np.stack([length, node_row, seats]))
+        columns = torch.from_numpy(np.stack([batch.sampled_lengths, node_row, batch.seats[at]]))
         (columns,) = packed_to(verdict.tokens.device, columns)
         return UnreadVerdict(
             tokens=verdict.tokens,

@@ -15,7 +15,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 
-from paceline.config import EngineConfig
+import numpy as np
+
+from paceline.config import NONE, EngineConfig
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
@@ -48,6 +50,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._rows: dict[str, Row] = {}  # of the step being scheduled, by sequence
         self._num_tokens = self._num_drafted = 0  # in them
+        self._changes = 0  # sequences that joined or left, so far
+        self._looking: dict[str, Sequence] = {}  # running sequences whose tokens may decide what is asked of a pass
 
     def add(self, sequence: Sequence) -> None:
         self._arrival[sequence.key] = next(self._arrivals)
@@ -81,7 +85,8 @@ class Scheduler:
             self._continue(sequence)
         if all(sequence.status is Status.RUNNING for sequence in (*decodes, *prompts)):
             self._admit()  # not in a step that had to preempt: the newcomer would be next
-        return self._batch()
+        rows = list(self._rows.values())
+        return self._made(Batch.of(rows, self.blocks.tables([row.sequence for row in rows])))
 
     def schedule_behind(self, batch: Batch) -> Batch | None:
         """The step after a plain one whose verdict is not read: every row that samples goes on by one token, prompts by
@@ -90,44 +95,56 @@ class Scheduler:
         None where a committed token decides what comes next (drafts, penalties and the like), where a sequence has no
         row in `batch`, and where blocks are short: only `schedule` preempts.
         """
-        if batch.num_drafted:
+        if batch.num_drafted or (self._looking and any(self._looking[key].looks_back for key in self._looking)):
             return None
-        rows, size = [], self.blocks.block_size
+        first, size = batch.first + batch.count, self.blocks.block_size
+        limit = np.array([sequence.max_len for sequence in batch.sequences], np.int64)
+        going = ~batch.samples | (first + 1 < limit)  # else the unread token is its last
+        live = len(batch)
+        if batch.changes != self._changes:
+            running = np.array([sequence.status is Status.RUNNING for sequence in batch.sequences], np.bool_)
+            going, live = going & running, int(running.sum())
+        kept = np.flatnonzero(going)
+        if live < len(self.running) or not len(kept):
+            return None
+        behind = np.where(batch.samples, batch.samples.cumsum() - 1, -1)[kept]
+        sequences = batch.sequences if len(kept) == len(batch) else [batch.sequences[index] for index in kept]
+        first, count, samples = first[kept], np.ones(len(kept), np.int64), behind >= 0
         short: list[tuple[Sequence, int]] = []
-        live, place, left = 0, 0, self._most_tokens
-        for row in batch.rows:
-            sequence, first = row.sequence, row.first + row.count
-            behind, place = (place, place + 1) if row.samples else (-1, place)
-            if sequence.status is not Status.RUNNING:
-                continue
-            live += 1
-            if row.samples:
-                if first + 1 >= sequence.max_len:  # the unread token is its last
-                    continue
-                if sequence.looks_back:
-                    return None
-                count, samples = 1, True
-            else:
-                count = min(len(sequence.tokens) - first, left)
-                samples = first + count == len(sequence.tokens)
-            left -= count
-            if count <= 0 or left < 0:
-                return None
-            end = first + count + (not samples)  # a drafter may store the last pair of a chunk one slot further
-            if len(sequence.blocks) * size < end:
-                short.append((sequence, end))
-            rows.append(Row(sequence, first, count, samples, behind=behind))
-        drafting = [row.sequence for row in rows if row.behind >= 0]
-        if live < len(self.running) or not rows or (drafting and not self.policy.rests(drafting)):
-            return None
-        needed = sum(self.blocks.blocks_for(end) - len(sequence.blocks) for sequence, end in short)
-        if needed > self.blocks.num_free:
+        left = self._most_tokens - int(samples.sum())
+        for index in np.flatnonzero(~samples):  # prompts go on by a chunk
+            sequence, at = sequences[index], int(first[index])
+            count[index] = min(len(sequence.tokens) - at, left)
+            left -= int(count[index])
+            end = at + int(count[index])
+            samples[index] = end == len(sequence.tokens)
+            # A drafter may store the last pair of a chunk one slot further.
+            short.append((sequence, end + (not samples[index])))
+        short += [
+            (sequences[index], int(first[index]) + 1) for index in np.flatnonzero((first % size == 0) & (behind >= 0))
+        ]
+        short = [(sequence, end) for sequence, end in short if len(sequence.blocks) * size < end]
+        drafting = (
+            sequences if len(sequences) == len(batch.sampling) else [sequences[i] for i in np.flatnonzero(behind >= 0)]
+        )
+        needed = sum([self.blocks.blocks_for(end) - len(sequence.blocks) for sequence, end in short])
+        if not count.all() or needed > self.blocks.num_free or (drafting and not self.policy.rests(drafting)):
             return None
         for sequence, end in short:
             self.blocks.allocate(sequence, end)
-        self._begin(rows)
+        seats = batch.seats[kept]
+        self._begin(int(count.sum()))
         self._admit()
-        return self._batch()
+        if self._rows:
+            newcomers = Batch.of(list(self._rows.values()), self.blocks.tables([]))
+            sequences = [*sequences, *newcomers.sequences]
+            first, count = np.append(first, newcomers.first), np.append(count, newcomers.count)
+            samples, seats = np.append(samples, newcomers.samples), np.append(seats, newcomers.seats)
+            behind = np.append(behind, np.full(len(newcomers), -1))
+        width = self.blocks.blocks_for(int((first + count).max()))
+        return self._made(
+            Batch(sequences, first, count, samples, self.blocks.tables_at(seats, width), behind=behind, seats=seats)
+        )
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
         """Rows of a step under way that may draft as far again behind it by one of these methods: (row, nodes).
@@ -135,13 +152,13 @@ class Scheduler:
         Their room is taken where enough is left for all, and kept until the next step is scheduled.
         """
         going = []
-        for index, row in enumerate(batch.rows):
-            sequence = row.sequence
-            if row.method not in methods:
+        for index, (method, drafted) in batch.drafts.items():
+            sequence = batch.sequences[index]
+            if method not in methods:
                 continue
             # The step commits one token at least, and the last token of an answer is never drafted.
-            budget = min(row.budget, sequence.room - 2) if sequence.status is Status.RUNNING else 0
-            end = min(len(sequence.tokens) + row.budget + 1 + budget, sequence.max_len)
+            budget = min(drafted, sequence.room - 2) if sequence.status is Status.RUNNING else 0
+            end = min(len(sequence.tokens) + drafted + 1 + budget, sequence.max_len)
             more = self.blocks.blocks_for(end) - len(sequence.blocks)
             if budget > 0 and self.blocks.num_free - more >= len(self.running):
                 self.blocks.allocate(sequence, end)
@@ -160,15 +177,19 @@ class Scheduler:
 
     def hold(self, batch: Batch) -> None:
         """Keep the room of a step under way while blocks of the step before it are given back."""
-        for row in batch.rows:
-            row.sequence.reserved = row.first + row.count + 1 + row.budget
+        for index, (sequence, end) in enumerate(
+            zip(batch.sequences, (batch.first + batch.count).tolist(), strict=True)
+        ):
+            sequence.reserved = end + 1 + batch.drafts.get(index, (NONE, 0))[1]
 
     def let_go(self, batch: Batch) -> None:
-        for row in batch.rows:
-            row.sequence.reserved = 0
+        for sequence in batch.sequences:
+            sequence.reserved = 0
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """The sequence leaves and its blocks are free at once; also the way to cancel."""
+        self._changes += 1
+        self._looking.pop(sequence.key, None)
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         elif sequence.status is Status.WAITING:
@@ -190,13 +211,12 @@ class Scheduler:
         chosen = dict(zip([sequence.key for sequence in decoding], choices, strict=True))
         return [chosen.get(sequence.key, NO_DRAFT) for sequence in sequences]
 
-    def _begin(self, rows: SequenceOf[Row] = ()) -> None:
-        self._rows = {row.sequence.key: row for row in rows}
-        self._num_tokens, self._num_drafted = sum([row.count for row in rows]), 0
+    def _begin(self, num_tokens: int = 0) -> None:
+        self._rows, self._num_tokens, self._num_drafted = {}, num_tokens, 0
 
-    def _batch(self) -> Batch:
-        rows, self._rows = list(self._rows.values()), {}
-        return Batch(rows, self.blocks.tables([row.sequence for row in rows]))
+    def _made(self, batch: Batch) -> Batch:
+        self._rows, batch.changes = {}, self._changes
+        return batch
 
     def _continue(self, sequence: Sequence, promised: int = 0, choice: Choice = NO_DRAFT) -> None:
         """Give the sequence its row, at younger ones' cost if need be; `promised` tokens are other decodes'."""
@@ -254,6 +274,9 @@ class Scheduler:
         if not sequence.num_preemptions:
             sequence.num_cached_prompt = sequence.num_cached
         sequence.status = Status.RUNNING
+        self._changes += 1
+        if sequence.looks_back:
+            self._looking[sequence.key] = sequence
         bisect.insort(self.running, sequence, key=lambda s: self._arrival[s.key])
         self._on_admit(sequence)
 
@@ -269,6 +292,8 @@ class Scheduler:
         if row is not None:
             self._num_tokens -= row.count + row.budget
             self._num_drafted -= row.budget
+        self._changes += 1
+        self._looking.pop(sequence.key, None)
         self.running.remove(sequence)
         self._on_release(sequence)
         self.blocks.free(sequence)

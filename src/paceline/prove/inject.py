@@ -97,7 +97,7 @@ def _off_by_one(engine: Engine) -> Any:
             return flight
         for index, accepted in zip(flight.batch.sampling, flight.unread.num_accepted.tolist(), strict=True):
             if accepted < flight.layout.num_nodes[index]:
-                sequence = flight.batch.rows[index].sequence
+                sequence = flight.batch.sequences[index]
                 kept = len(sequence.tokens) - 1 + accepted
                 to, source = slots_held(sequence, (kept, kept + 1), cache.block_size).tolist()
                 layer.k[to], layer.v[to] = layer.k[source].clone(), layer.v[source].clone()
