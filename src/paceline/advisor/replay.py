@@ -31,10 +31,11 @@ from paceline.engine.drafting import READ_AHEAD, DrafterSet
 from paceline.engine.engine import Engine
 from paceline.engine.layout import Layout, Span, lay_out
 from paceline.engine.model_runner import Flight, ModelRunner
-from paceline.engine.offers import READ_AT_ONCE
 from paceline.engine.policy import StepReport
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
+
+READ_AT_ONCE = 16  # tokens a draft model reads in about the time it drafts one
 
 Verdicts = dict[int, tuple[list[int], int, list[int]]]
 
@@ -215,7 +216,7 @@ class Replay:
             lambda known: RecordedRunner(known, self.records, self.cost, self._seconds(contender)),
             self.subject.clock,
             drafters=drafters,
-            policy=AdaptivePolicy(drafters, contender.method, contender.k, clock=self.subject.clock),
+            policy=AdaptivePolicy(drafters, contender.method, contender.k),
         )
         return TimedEngine(engine, clock=lambda: engine.now)
 

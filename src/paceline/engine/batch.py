@@ -112,3 +112,4 @@ class StepOutput:
     method: str = "none"  # who drafted
     drafted: int = 0  # nodes of the draft
     accepted: int = 0  # drafted tokens the target agreed with, also those a stop cut off
+    depth: int = 0  # of the draft's deepest node

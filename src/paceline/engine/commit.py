@@ -114,7 +114,8 @@ class Committer:
                 continue
             if row.samples:
                 watch = watches.get(sequence.key) or self._watch(sequence)
-                output = StepOutput(sequence, _NOTHING, "", _NOTHING, False, row.method, layout.num_nodes[index])
+                nodes, depth = layout.num_nodes[index], len(layout.nodes_by_depth(index))
+                output = StepOutput(sequence, _NOTHING, "", _NOTHING, False, row.method, nodes, depth=depth)
             expected.append((index, row, sequence, watch, output))
         self._expected = flight, expected
 

@@ -18,9 +18,7 @@ from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Collected, Committer
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.model_runner import Flight, ModelRunner
-from paceline.engine.plans import any_sampled
-from paceline.engine.policy import AUTO, Policy, StepReport, wish
-from paceline.engine.relay import Relay
+from paceline.engine.policy import AUTO, Policy, StepReport, any_sampled, wish
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
@@ -123,8 +121,6 @@ class Engine:
         self.policy.meanwhile()
         self.committer.expect(flight)
         early = self.runs_ahead and ahead is None
-        if early and self.runner.relay is not None and self.runner.relay.works:
-            self._hand_over(self.runner.relay, batch, flight)
         collected = self.committer.collect(flight)  # the one device-to-host copy; append
         outputs = [] if early else self.committer.tell(collected)  # text, stop, finish
         try:
@@ -148,20 +144,6 @@ class Engine:
         """The step after this one, where nothing in it depends on tokens the host has not seen: the device goes on."""
         following = self.scheduler.ahead(batch) if self.runs_ahead else None
         return None if following is None else (following[0], self.runner.launch_after(flight, *following))
-
-    def _hand_over(self, relay: Relay, batch: Batch, flight: Flight) -> None:
-        """Begin the pass after a step as soon as its verdict is there, if that says what it will be."""
-        sequences = [row.sequence for row in batch.rows]
-        settled = self.policy.settled(sequences) if flight.reading is not None and flight.stage is None else None
-        if flight.reading is None or settled is None or not relay.knows(settled[0]):
-            return
-        method, budgets = settled
-        tables = self.scheduler.make_room(batch, flight.reading.parts[2], budgets)
-        if tables is not None:
-            try:
-                relay.hand_over(flight.reading, sequences, method, budgets, tables, self.committer.may_end)
-            except Exception as problem:  # the step is taken as ever
-                relay.give_up(problem)
 
     def _launch_early(self, collected: Collected) -> tuple[tuple[Batch, Flight] | None, list[StepOutput]]:
         """The step after one whose tokens stand, before they are told: the device goes on meanwhile. Who turns out to

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from paceline.draft import Draft, Verdict, packed_to, sent
 from paceline.engine.batch import Batch, Stage
-from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out
+from paceline.engine.policy import DEEPEST
 from paceline.engine.relay import Relay
 from paceline.engine.sampler import Sampler
 from paceline.models.chain import Said
