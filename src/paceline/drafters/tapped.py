@@ -104,9 +104,6 @@ class TappedDrafter:
     def evidence(self, sequence: Sequence) -> int:
         return LEARNED
 
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        return []
-
     def lag(self, sequence: Sequence) -> int:
         return len(self._states[sequence.key].ring)
 
