@@ -20,7 +20,8 @@ from paceline import SamplingParams
 from paceline.bench.prompts import shipped
 from paceline.config import SpeculationConfig
 from paceline.drafters import DRAFTERS, Drafter, DrafterContext
-from paceline.engine.acceptance import FIRST_GUESS, POSITIONS, bucket
+from paceline.engine.acceptance import bucket, first_guess
+from paceline.engine.policy import DEEPEST
 from paceline.models.hub import resolve
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.sequence import Sequence
@@ -77,8 +78,8 @@ def main() -> None:
         for method, evidence in sorted({key[:2] for key in tried}):
             cells = [(method, evidence, at) for at in SHOWN]
             rates = "  ".join(f"{hit[cell] / max(tried[cell], 1):.2f}/{tried[cell]:<4}" for cell in cells)
-            print(f"  {method:<7} bucket {evidence} (first guess {FIRST_GUESS[evidence]:.2f}): {rates}", flush=True)
-            keys = [(method, evidence, at) for at in range(POSITIONS) if tried[method, evidence, at]]
+            print(f"  {method:<7} bucket {evidence} (first guess {first_guess(evidence)[0]:.2f}): {rates}", flush=True)
+            keys = [(method, evidence, at) for at in range(DEEPEST) if tried[method, evidence, at]]
             found[f"{temperature} {method} {evidence}"] = [[hit[key], tried[key]] for key in keys]
     finish("lookup_rates", {"answers": len(prompts), "rates": found})
 

@@ -250,32 +250,22 @@ class Replay:
             self.oracle if name == self.oracle.name else DRAFTERS[name](context) for name in names
         ]
         self.clock, self.times, self.deciding, self.max_tokens = clock, times, deciding, max_tokens
-        self.policy = AdaptivePolicy(self.drafters, method, k, clock.prior, lambda: self.asked_s)
+        self.policy = AdaptivePolicy(self.drafters, method, k, clock.prior)
         self.asked_s, self.resting = 0.0, False
-        self._count_plans()
         for drafter in self.drafters:
             self._count_questions(drafter)
 
-    def _count_plans(self) -> None:
-        spread = self.policy._budget.spread
-
-        def counted(*args: Any) -> list[int]:
-            self.asked_s += self.clock.plan_s
-            return spread(*args)
-
-        self.policy._budget.spread = counted  # type: ignore[method-assign]
-
     def _count_questions(self, drafter: Drafter) -> None:
-        """Deciding takes what its questions take; answers are looked up once for evidence and guess alike."""
+        """Deciding takes what its questions take, and something besides where any is asked."""
 
         def counted(answer: Callable[..., Any], *, many: bool) -> Callable[..., Any]:
-            def ask(of: Any, *args: Any) -> Any:
+            def ask(of: Any) -> Any:
                 self.asked_s += self.clock.drafting[drafter.name].asked_s * (len(of) if many else 1)
-                return answer(of, *args)
+                return answer(of)
 
             return ask
 
-        for name in ("evidence", "guess", "look") if self.clock.waits else ("evidence", "guess"):
+        for name in ("evidence", "look") if self.clock.waits else ("evidence",):
             setattr(drafter, name, counted(getattr(drafter, name), many=name == "look"))
 
     def seconds(self, group: Sequence[Record]) -> float:
@@ -306,7 +296,8 @@ class Replay:
         ahead = self.resting
         choices = [Choice()] * len(live) if ahead else self.policy.plan(sequences, 0, False)
         deciding = self.asked_s - before
-        drafted: dict[int, tuple[int, int]] = {}  # (nodes, accepted)
+        deciding += self.clock.plan_s if deciding else 0.0
+        drafted: dict[int, tuple[int, int, int]] = {}  # (nodes, depth, accepted)
         drafting, known = 0.0, dict[str, tuple[int, float]]()
         for drafter in self.drafters:
             at = [i for i, choice in enumerate(choices) if choice.budget and choice.method == drafter.name]
@@ -320,20 +311,18 @@ class Replay:
                 drafting += taken + READ_S * sum(drafter.lag(live[i][0]) for i in at)
                 drafted |= {i: follow(draft, row, *live[i]) for row, i in enumerate(at)}
         self.resting = not self.clock.waits and self.policy.rests(sequences)
-        before = self.asked_s
         self.policy.meanwhile()
-        learning = self.asked_s - before if self.clock.waits else 0.0
         outputs, commits = [], []
         for i, (sequence, answer) in enumerate(live):
-            nodes, accepted = drafted.get(i, (0, 0))
+            nodes, depth, accepted = drafted.get(i, (0, 0, 0))
             said = answer[sequence.num_output : sequence.num_output + accepted + 1]
             first = sequence.num_computed
             sequence.tokens += said
             sequence.num_computed = len(sequence.tokens) - 1
             commits.append(Commit(sequence, first, sequence.num_computed - first, None))
             ended = sequence.num_output >= len(answer)
-            outputs.append(StepOutput(sequence, said, "", [], ended, choices[i].method, nodes, accepted))
-        nodes = sum(count for count, _ in drafted.values())
+            outputs.append(StepOutput(sequence, said, "", [], ended, choices[i].method, nodes, accepted, depth))
+        nodes = sum(count for count, *_ in drafted.values())
         seconds = self.clock.step(len(live), nodes, ahead=ahead) + drafting
         for drafter in self.drafters:
             drafter.commit(commits)
@@ -346,18 +335,18 @@ class Replay:
         self.policy.observe(
             StepReport(len(live), len(live) + nodes, self.times.told(seconds) + deciding, known, outputs, ahead=ahead)
         )
-        return seconds + (deciding + learning if self.deciding else 0.0)
+        return seconds + (deciding if self.deciding else 0.0)
 
 
-def follow(draft: Draft, row: int, sequence: Answer, answer: list[int]) -> tuple[int, int]:
-    """(nodes of the row, how many the known answer goes through)."""
+def follow(draft: Draft, row: int, sequence: Answer, answer: list[int]) -> tuple[int, int, int]:
+    """(nodes of the row, depth of the deepest, how many the known answer goes through)."""
     count, node, accepted = int(draft.num_nodes[row]), -1, 0
     tokens, parents = draft.tokens[row].tolist(), draft.parents[row].tolist()
     coming = answer[sequence.num_output :]
     for child in range(count):  # nodes come after their parents
         if accepted < len(coming) and parents[child] == node and tokens[child] == coming[accepted]:
             node, accepted = child, accepted + 1
-    return count, accepted
+    return count, int(draft.depth[row, :count].max()) if count else 0, accepted
 
 
 def main() -> None:

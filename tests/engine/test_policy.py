@@ -1,8 +1,7 @@
-"""The policy on a simulated clock: it must find the best k and stay off where drafting loses."""
+"""The policy on a simulated clock: it finds what pays, and is never slower than plain decoding for long."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -12,94 +11,58 @@ import numpy as np
 import pytest
 
 from paceline.config import SpeculationConfig
-from paceline.drafters.base import HostDrafter
+from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.adaptive import PLAIN_EVERY, AdaptivePolicy
+from paceline.engine.adaptive import MARGIN, TRIAL_ROWS, AdaptivePolicy
 from paceline.engine.batch import StepOutput
-from paceline.engine.budget import DEEPEST, Budget, Offer, Terms, prospect_of
-from paceline.engine.cost import FINE, CostModel, DraftTimes, Lines
-from paceline.engine.plans import Plan, Standing
-from paceline.engine.policy import Choice, StepReport
-from paceline.engine.value import token_values, values_of_few
+from paceline.engine.cost import GRID, DraftTimes, StepTimes
+from paceline.engine.guard import LEAST_LOSS, PAUSE, Guard
+from paceline.engine.policy import DEEPEST, Choice, StepReport
 from paceline.errors import InvalidParameter
-from paceline.models.pass_prior import CPU as CPU_PRIOR
-from paceline.models.pass_prior import GPU
+from paceline.models.pass_prior import CPU, GPU
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence, Status
+from paceline.sequence import Sequence
 from paceline.speculative_config import read
+from tests.drafters.contract_toys import make_drafter, make_engine, params, plain, prompt_of
 
 FLAT = {1: 1.0, 64: 1.3}  # a memory-bound pass
-STEEP = {1: 1.0, 64: 50.0}  # a saturated one
+STEEP = {1: 1.0, 64: 20.0}  # a saturated one, ten times as steep as the prior
+ON_TWO_CORES = {1: 1.0, 8: 1.25, 16: 1.6, 32: 2.35, 64: 4.2, 512: 32.0}  # as measured
+ROWS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 1536)
+H200_MS = dict(zip(ROWS, (4.35, 4.4, 4.5, 4.9, 5.2, 8.0, 9.8, 11.5, 13.5, 17.5, 30.0, 58.0), strict=True))
+DEVICE = replace(GPU, padded_to=tuple(H200_MS))
 
 
-def seconds_of(curve, rows):
-    (a, x), (b, y) = sorted(curve.items())
-    return 0.02 * (x + (y - x) * (rows - a) / (b - a))
-
-
-class Guesser(HostDrafter):
+class Lookup(HostDrafter):
     """Right with probability `alpha` at each token; its evidence is constant."""
 
-    def __init__(self, name, alpha, *, evidence=4, seconds=0.0, shadow=True):
-        self.name, self.alpha, self._evidence, self.seconds, self.shadow = name, alpha, evidence, seconds, shadow
-        self.noise = random.Random(name)
+    def __init__(self, name, alpha, *, evidence=4, seconds=0.0):
+        self.name, self.alpha, self._evidence, self.seconds = name, alpha, evidence, seconds
+        self.noise, self.asked = random.Random(name), []
 
     def evidence(self, sequence):
+        self.asked.append(sequence.key)
         return self._evidence
 
-    def guess(self, sequence, count):
-        """Token 1 is what is always committed in the simulation; anything else is wrong."""
-        return [1 if self.noise.random() < self.alpha else 0 for _ in range(count)] if self.shadow else []
-
-    def accepted(self, budget):
+    def accepted(self, sequence, budget):
         count = 0
         while count < budget and self.noise.random() < self.alpha:
             count += 1
         return count
 
 
-def timeless(guessers, *args):
-    """A policy that takes no time itself, so that what it does is the same in every run."""
-    return AdaptivePolicy(guessers, *args, clock=lambda: 0.0)
+class Model(Lookup):
+    """Each token ahead takes `seconds`."""
+
+    def __init__(self, name, alpha, *, seconds=0.0):
+        super().__init__(name, alpha, evidence=LEARNED, seconds=seconds)
+
+    def lag(self, sequence):
+        return 1
 
 
-def sequence(name, **params):
-    made = Sequence(name, [5], SamplingParams(max_tokens=10**6, **params).resolve({}), max_len=10**6)
-    made.tokens.append(1)
-    made.num_computed = 1
-    return made
-
-
-def simulate(policy, guessers, curve, sequences, steps):
-    """Tokens per simulated second, after the policy has planned and learnt every step."""
-    by_name = {guesser.name: guesser for guesser in guessers}
-    noise, tokens, clock = random.Random(3), 0, 0.0
-    for _ in range(steps):
-        choices = policy.plan(sequences, 0, False)
-        policy.meanwhile()
-        outputs, rows, drafting = [], 0, {}
-        for one, choice in zip(sequences, choices, strict=True):
-            rows += 1 + choice.budget
-            accepted = by_name[choice.method].accepted(choice.budget) if choice.budget else 0
-            if choice.budget:
-                depth, _ = drafting.get(choice.method, (0, 0.0))
-                depth = max(depth, choice.budget)
-                drafting[choice.method] = depth, by_name[choice.method].seconds * depth
-            committed = [1] * (accepted + 1)
-            one.tokens += committed
-            outputs.append(StepOutput(one, committed, "", [], False, choice.method, choice.budget, accepted))
-            tokens += len(committed)
-        taken = seconds_of(curve, rows) * noise.uniform(0.9, 1.1) + sum(s for _, s in drafting.values())
-        clock += taken
-        policy.observe(StepReport(len(sequences), rows, taken, drafting, outputs))
-    return tokens / clock
-
-
-CPU = {1: 1.0, 8: 1.25, 16: 1.6, 32: 2.35, 64: 4.2, 512: 32.0}  # two cores, as measured
-
-
-class Uneven(Guesser):
-    """Sure of some sequences (those that loop, say), lost in the others, and it knows."""
+class Uneven(Lookup):
+    """Sure of some sequences, lost in the others, and its evidence says so."""
 
     def __init__(self, sure):
         super().__init__("uneven", 0.0)
@@ -108,522 +71,484 @@ class Uneven(Guesser):
     def evidence(self, sequence):
         return 12 if sequence.key in self._sure else 2
 
-    def guess(self, sequence, count):
+    def accepted(self, sequence, budget):
         self.alpha = 0.95 if sequence.key in self._sure else 0.15
-        return super().guess(sequence, count)
+        return super().accepted(sequence, budget)
 
 
-def cpu_seconds(rows, nodes):
-    """A pass, and what drafting costs on the host: something for any draft, and something for each node."""
-    at = sorted(CPU)
-    low = max(point for point in at if point <= rows)
-    high = min((point for point in at if point > low), default=low)
-    share = (rows - low) / (high - low) if high > low else 0.0
-    return 0.025 * (CPU[low] * (1 - share) + CPU[high] * share) + (0.0004 + 0.00008 * nodes if nodes else 0.0)
-
-
-def run_job(policy, guesser, sequences, *, others_wait):
-    """Seconds until every sequence has used up its room."""
-    noise, clock, live = random.Random(4), 0.0, list(sequences)
-    while live:
-        choices = policy.plan(live, 0, others_wait)
-        policy.meanwhile()
-        outputs = []
-        for one, choice in zip(live, choices, strict=True):
-            guess = guesser.guess(one, choice.budget)
-            accepted = guess.index(0) if 0 in guess else len(guess)
-            committed = [1] * min(accepted + 1, one.room)
-            one.tokens += committed
-            outputs.append(StepOutput(one, committed, "", [], one.room == 0, choice.method, choice.budget, accepted))
-        nodes = sum(choice.budget for choice in choices)
-        taken = cpu_seconds(len(live) + nodes, nodes) * noise.uniform(0.95, 1.05)
-        clock += taken
-        policy.observe(StepReport(len(live), len(live) + nodes, taken, {}, outputs))
-        live = [one for one in live if one.room]
-    return clock
-
-
-def job_of(size, name, room=128):
-    made = [sequence(f"{name}-{i}") for i in range(size)]
-    for one in made:
-        one.job, one.max_len = name, len(one.tokens) + room
+def sequence(name, room=10**6, job=None, **options):
+    made = Sequence(name, [5], SamplingParams(max_tokens=room, **options).resolve({}), max_len=room + 2, job=job)
+    made.tokens += [1, 1]
+    made.num_computed = 2
     return made
 
 
-@pytest.mark.parametrize("size", [4, 16, 32])
-def test_answers_that_run_ahead_do_not_delay_a_job_that_is_waited_for_as_a_whole(size):
-    guesser = Uneven({f"job{j}-{i}/0" for j in range(6) for i in range(0, size, 4)})
-    policy = timeless([guesser], "auto")
-    greedy = timeless([guesser], "auto")
-    jobs = [job_of(size, f"job{j}") for j in range(6)]
-    taken = sum(run_job(policy, guesser, job, others_wait=False) for job in jobs)
-    plain = 6 * 128 * cpu_seconds(size, 0)
-    assert taken < 1.02 * plain
-    hasty = sum(run_job(greedy, guesser, job_of(size, f"job{j}"), others_wait=True) for j in range(6))
-    assert size == 32 or taken < hasty, "counting every token alike is what made batches slower"
+def seconds_of(curve, rows):
+    """Beyond the last point the curve goes on as before it."""
+    at, times = list(curve), list(curve.values())
+    beyond = max(rows - at[-1], 0) * (times[-1] - times[-2]) / (at[-1] - at[-2])
+    return 0.02 * (float(np.interp(rows, at, times)) + beyond)
 
 
-@pytest.mark.parametrize("size", [4, 16])
-def test_a_job_whose_answers_all_draft_well_ends_sooner(size):
-    guesser = Uneven({f"job{j}-{i}/0" for j in range(6) for i in range(size)})
-    policy = timeless([guesser], "auto")
-    taken = sum(run_job(policy, guesser, job_of(size, f"job{j}"), others_wait=False) for j in range(6))
-    assert taken < 0.85 * 6 * 128 * cpu_seconds(size, 0)
+def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=False, retired=frozenset(), noise=None):
+    """One step, by `seconds(sequences, nodes, ahead)`: (tokens committed, its time, choices)."""
+    by_name = {drafter.name: drafter for drafter in drafters}
+    choices = [Choice()] * len(sequences) if resting else policy.plan(sequences, 0, others_wait)
+    policy.meanwhile()
+    outputs, drafting = [], {}
+    for one, choice in zip(sequences, choices, strict=True):
+        drafter = by_name.get(choice.method)
+        accepted = drafter.accepted(one, choice.budget) if drafter else 0
+        if drafter:
+            depth = max(choice.budget, drafting.get(choice.method, (0, 0.0))[0])
+            drafting[choice.method] = depth, drafter.seconds * depth
+        committed = [1] * min(accepted + 1, one.room)
+        one.tokens += committed
+        ended = one.room == 0
+        outputs.append(StepOutput(one, committed, "", [], ended, choice.method, choice.budget, accepted, choice.budget))
+    nodes = sum(choice.budget for choice in choices)
+    taken = seconds(len(sequences), nodes, resting) + sum(each for _, each in drafting.values())
+    told = taken * noise.uniform(0.9, 1.1) if noise else taken
+    rows = len(sequences) + nodes
+    policy.observe(StepReport(len(sequences), rows, told, drafting, outputs, retired, ahead=resting))
+    return sum(len(output.tokens) for output in outputs), taken, choices
 
 
-def test_the_value_of_a_token_is_what_it_takes_off_the_time_until_all_have_ended():
-    """Against simulation: answers end at random; 400,000 draws, 4 standard errors (false alarm below 1e-4)."""
-    paces, rooms, pass_s, row_s = [1.0, 1.0, 2.0, 4.0], [100.0, 50.0, 100.0, 100.0], 0.025, 0.0012
-    noise = np.random.default_rng(5)
-    ends = noise.exponential(1.0, (400_000, 4)) * np.array(rooms) / np.array(paces)
-    values = token_values(paces, rooms, pass_s=pass_s, row_s=row_s)
-    for index, value in enumerate(values):
-        others = np.delete(ends, index, axis=1).max(axis=1)
-        # Without it: the pass of the steps in which it is the last, and its row in all its steps.
-        saved = pass_s * np.maximum(ends[:, index] - others, 0.0) + row_s * ends[:, index]
-        expected = saved.mean() / rooms[index] * 4 / (pass_s + 4 * row_s)
-        error = saved.std() / 400_000**0.5 / rooms[index] * 4 / (pass_s + 4 * row_s)
-        assert abs(value - expected) < 4 * error + 0.01 * expected
-    assert token_values([1.0] * 16, [99.0] * 16, pass_s=1.0, row_s=0.1) == pytest.approx([1.0] * 16, rel=1e-4)
-
-
-def test_a_few_sequences_are_asked_more_often():
-    earned = {}
-    for size in (4, 16):
-        policy, several = timeless([Guesser("a", 0.5)], "auto"), [sequence(f"s{i}") for i in range(size)]
-        policy._asking.purse.empty()
-        outputs = [StepOutput(one, [1], "", [], False, "none", 0, 0) for one in several]
-        policy.observe(StepReport(size, size, 0.03, {}, outputs))
-        policy.meanwhile()
-        earned[size] = policy._asking.purse.seconds
-    assert earned[4] == pytest.approx(0.01 * 0.03)
-    assert earned[16] == pytest.approx(0.005 * 0.03)
-
-
-def test_of_a_few_the_one_that_will_be_the_last_is_worth_most_the_more_the_nearer_the_limit():
-    assert values_of_few([1.0] * 4, [99.0] * 4, pass_s=1.0, row_s=0.1) == pytest.approx([1.0] * 4)
-    shares = []
-    for room in (1e6, 200.0, 40.0):
-        values = values_of_few([1.0] * 4, [room, room, room, room / 2], pass_s=0.025, row_s=0.0005)
-        assert values[0] == values[1] == values[2] > 1 > values[3] > 0.0005 * 4 / 0.027, "its row at least"
-        shares.append(values[3] / values[0])
-    assert shares == sorted(shares, reverse=True)
-    two = {"paces": [1.0, 3.0], "rooms": [1e9, 2e9], "pass_s": 0.025, "row_s": 0.001}
-    assert values_of_few(**two) == pytest.approx(token_values(**two), rel=0.02), "of two without a limit it is exact"
+def simulate(policy, drafters, curve, sequences, steps, **options):
+    """Tokens per simulated second."""
+    noise, tokens, clock = random.Random(3), 0, 0.0
+    for _ in range(steps):
+        said, taken, _ = step(
+            policy, drafters, sequences, lambda n, nodes, _: seconds_of(curve, n + nodes), noise=noise, **options
+        )
+        tokens, clock = tokens + said, clock + taken
+    return tokens / clock
 
 
 def best_fixed(alpha, curve, num_sequences):
     """Expected tokens per second of plain decoding and of the best fixed k."""
     rates = [
         num_sequences * sum(alpha**i for i in range(k + 1)) / seconds_of(curve, num_sequences * (1 + k))
-        for k in range(17)
+        for k in range(DEEPEST + 1)
     ]
     return rates[0], max(rates)
+
+
+# -- the formula, and never slower
 
 
 @pytest.mark.parametrize("curve", [FLAT, STEEP], ids=["flat", "steep"])
 @pytest.mark.parametrize("alpha", [0.05, 0.4, 0.8, 0.95])
 @pytest.mark.parametrize("num_sequences", [1, 8])
 def test_auto_is_within_five_per_cent_of_the_best_fixed_k(curve, alpha, num_sequences):
-    guesser = Guesser("g", alpha)
-    plain, best = best_fixed(alpha, curve, num_sequences)
-    policy = timeless([guesser], "auto")
-    sequences = [sequence(f"s{i}") for i in range(num_sequences)]
-    assert simulate(policy, [guesser], curve, sequences, 500) > 0.94 * plain, "not even while it learns"
-    rate = simulate(policy, [guesser], curve, sequences, 1500)
-    assert rate > 0.97 * plain
+    drafter = Lookup("g", alpha)
+    floor, best = best_fixed(alpha, curve, num_sequences)
+    policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}") for i in range(num_sequences)]
+    assert simulate(policy, [drafter], curve, sequences, 500) > 0.94 * floor, "not even while it learns"
+    rate = simulate(policy, [drafter], curve, sequences, 1500)
+    assert rate > 0.97 * floor
     assert rate > 0.95 * best
 
 
-DEVICE = {
-    1: 4.35,
-    8: 4.4,
-    16: 4.5,
-    32: 4.9,
-    64: 5.2,
-    128: 8.0,
-    192: 9.8,
-    256: 11.5,
-    384: 13.5,
-    512: 17.5,
-    1024: 30.0,
-    1536: 58.0,
-}
+def on_a_device(policy, drafter, sequences, steps):
+    """Tokens per simulated second, and the choices; steps that the policy rests in are launched ahead."""
 
+    def seconds(count, nodes, ahead):
+        """Passes are padded, and the host's work hides behind one launched ahead."""
+        rows = min(rows for rows in H200_MS if count + nodes <= rows)
+        return 1e-3 * (H200_MS[rows] + (0.0 if ahead else 0.25 + 0.015 * count + 0.005 * nodes))
 
-def device_seconds(sequences, nodes, depth, *, ahead=False):
-    """A large GPU: passes padded to a few sizes, a draft model of its own, and a host that hides in plain decoding."""
-    rows = min(rows for rows in DEVICE if sequences + nodes <= rows)
-    host = 0.0 if ahead else 0.25 + 0.015 * sequences + 0.005 * nodes
-    drafting = 0.6 + (0.65 if sequences <= 16 else 0.9) * depth if depth else 0.0
-    return 1e-3 * (DEVICE[rows] + host), 1e-3 * drafting
-
-
-def on_a_device(policy, guesser, sequences, steps):
-    """Tokens per simulated second; steps that the policy does not want to plan are launched ahead."""
-    noise, tokens, clock, resting = random.Random(5), 0, 0.0, False
+    tokens, clock, resting, planned = 0, 0.0, False, []
     for _ in range(steps):
-        choices = [Choice()] * len(sequences) if resting else policy.plan(sequences, 0, False)
-        ahead, resting = resting, policy.rests(sequences)
-        policy.meanwhile()
-        outputs = []
-        for one, choice in zip(sequences, choices, strict=True):
-            accepted = guesser.accepted(choice.budget)
-            one.tokens += [1] * (accepted + 1)
-            tokens += accepted + 1
-            outputs.append(StepOutput(one, [1] * (accepted + 1), "", [], False, choice.method, choice.budget, accepted))
-        nodes, depth = sum(choice.budget for choice in choices), max(choice.budget for choice in choices)
-        step_s, draft_s = device_seconds(len(sequences), nodes, depth, ahead=ahead)
-        # One step in fifty is slow: a collection, somebody else's work.
-        taken = step_s * noise.uniform(0.97, 1.03) * noise.choice([1] * 49 + [4]) + draft_s
-        clock += step_s + draft_s
-        drafts = {guesser.name: (depth, draft_s)} if depth else {}
-        policy.observe(StepReport(len(sequences), len(sequences) + nodes, taken, drafts, outputs, ahead=ahead))
-    return tokens / clock
+        said, taken, choices = step(policy, [drafter], sequences, seconds, resting=resting)
+        resting = policy.rests(sequences)
+        tokens, clock = tokens + said, clock + taken
+        planned.append(choices)
+    return tokens / clock, planned
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.95])
+@pytest.mark.parametrize("alpha", [0.1, 0.95])
 @pytest.mark.parametrize("num_sequences", [1, 4, 16, 64, 128])
-def test_on_a_device_auto_costs_nothing_and_gets_what_the_best_fixed_k_gets(alpha, num_sequences):
-    """Cold as well: the first 150 steps are all it has to learn what passes, drafts and guesses are worth there."""
-    model, ticks = Guesser("model", alpha, evidence=6, shadow=False), itertools.count()
-    prior = replace(GPU, padded_to=tuple(DEVICE))
-    policy = AdaptivePolicy([model], "auto", prior=prior, clock=lambda: 20e-6 * next(ticks))
+def test_on_a_device_a_cold_policy_costs_next_to_nothing_and_gets_what_the_best_fixed_k_gets(alpha, num_sequences):
+    model = Model("model", alpha, seconds=0.0007 if num_sequences <= 16 else 0.001)
+    policy = AdaptivePolicy([model], "auto", prior=DEVICE)
     sequences = [sequence(f"s{i}") for i in range(num_sequences)]
-    rates = [num_sequences / device_seconds(num_sequences, 0, 0, ahead=True)[0]]
-    for k in [k for k in range(1, 17) if num_sequences * (1 + k) <= 1024]:
-        seconds = sum(device_seconds(num_sequences, num_sequences * k, k))
+    rates = []
+    for k in [k for k in range(DEEPEST + 1) if num_sequences * (1 + k) <= 1024]:
+        rows = min(rows for rows in H200_MS if num_sequences * (1 + k) <= rows)
+        host = 0.25 + num_sequences * (0.015 + 0.005 * k) if k else 0.0
+        seconds = 1e-3 * (H200_MS[rows] + host) + model.seconds * k
         rates.append(num_sequences * sum(alpha**i for i in range(k + 1)) / seconds)
-    assert on_a_device(policy, model, sequences, 150) > 0.93 * rates[0], "not even while it learns"
-    rate = on_a_device(policy, model, sequences, 300)
+    cold, _ = on_a_device(policy, model, sequences, 128)
+    assert cold > (0.97 if num_sequences > 16 else 0.93) * rates[0], "not even in the first round"
+    rate, _ = on_a_device(policy, model, sequences, 400)
     assert rate > 0.98 * rates[0]
-    assert rate > 0.95 * max(rates)
-    policy.load(AdaptivePolicy([]).state())
-    others = [sequence(f"t{i}") for i in range(num_sequences)]
-    assert on_a_device(policy, model, others, 150) > 0.93 * rates[0], "having forgotten what it knew, for others"
+    assert rate > 0.94 * max(rates)
 
 
-def test_slow_first_drafts_and_single_slow_steps_poison_no_cost():
-    times, cost = DraftTimes(), CostModel()
-    for depth, seconds in ((4, 0.9), (4, 0.5), (4, 0.004), (8, 0.006), (4, 0.2), (4, 0.004), (8, 0.006), (4, 0.004)):
-        times.observe("m", 16, depth, seconds)  # captured, compiled, and once somebody else's work
-    assert times.lines("m", 16, 1.0, 0.0).at(16, 4) == pytest.approx(0.004, rel=0.2)
-    assert times.lines("m", 16, 1.0, 0.0).at(16, 8) == pytest.approx(0.006, rel=0.2)
-    for seconds in (0.02, 0.02, 9.0, 0.02, 0.02):
-        cost.observe(4, seconds)
-    assert cost.seconds(4) == pytest.approx(0.02, rel=0.01)
+def test_a_method_is_tried_for_a_few_of_many_sequences_and_in_few_steps():
+    model = Model("model", 0.05, seconds=0.001)
+    policy, sequences = AdaptivePolicy([model], "auto", prior=DEVICE), [sequence(f"s{i}") for i in range(128)]
+    _, planned = on_a_device(policy, model, sequences, 100)
+    drafted = [sum(choice.budget > 0 for choice in choices) for choices in planned]
+    assert 0 < max(drafted) <= TRIAL_ROWS
+    assert sum(drafted) <= 2 * TRIAL_ROWS
 
 
-def test_a_plan_that_models_draft_by_stands_for_some_steps_and_not_for_newcomers():
-    asked, model = [], Guesser("model", 0.9, evidence=6, shadow=False)
-    model.evidence = lambda sequence: asked.append(sequence.key) or 6
-    policy, sequences = timeless([model], "auto"), [sequence(f"s{i}") for i in range(4)]
-    simulate(policy, [model], FLAT, sequences, 100)
-    asked.clear()
-    simulate(policy, [model], FLAT, sequences, 48)
-    assert 4 * 8 <= len(asked) <= 4 * 24, "in one step of six, or a few more while depths change"
-    joined = [*sequences, sequence("new")]
-    plans = [policy.plan(joined, 0, False) for _ in range(2)]  # one may be a check of what plain steps take
-    assert max(choices[-1].budget for choices in plans) >= 4, "a newcomer gets its draft at once"
+@pytest.mark.parametrize("size", [4, 16, 32])
+def test_answers_that_run_ahead_do_not_delay_a_job_that_is_waited_for_as_a_whole(size):
+    drafter = Uneven({f"{j}-{i}/0" for j in range(6) for i in range(0, size, 4)})
+    policy, clock = AdaptivePolicy([drafter], "auto"), 0.0
+
+    def seconds(count, nodes, _):
+        return seconds_of(ON_TWO_CORES, count + nodes) + (0.0004 + 0.00008 * nodes if nodes else 0.0)
+
+    for j in range(6):
+        live = [sequence(f"{j}-{i}", room=128, job=f"{j}") for i in range(size)]
+        while live:
+            clock += step(policy, [drafter], live, seconds)[1]
+            live = [one for one in live if one.room]
+    assert clock < 1.02 * 6 * 128 * seconds(size, 0, False)
 
 
-def led_by_a_model(num_sequences):
-    """A policy on a device that knows a good model and a lookup method, and what each was asked where."""
-    model, lookup = Guesser("model", 0.95, evidence=6, shadow=False), Guesser("lookup", 0.6)
-    asked = {"planning": [], "behind a pass": []}
-    where = ["behind a pass"]
-    for one in (model, lookup):
-        one.evidence = lambda sequence, one=one: asked[where[0]].append((one.name, sequence.key)) or one._evidence
-    policy = timeless([model, lookup], "auto", None, replace(GPU, padded_to=tuple(DEVICE)))
-    plan = policy.plan
-
-    def planned(*args):
-        where[0] = "planning"
-        choices = plan(*args)
-        where[0] = "behind a pass"
-        return choices
-
-    policy.plan = planned
-    sequences = [sequence(f"s{i}") for i in range(num_sequences)]
-    on_a_device(policy, model, sequences, 60)
-    return policy, model, sequences, asked
-
-
-def test_where_a_model_leads_plans_are_made_behind_passes_and_lookups_ask_no_newcomer():
-    policy, model, sequences, asked = led_by_a_model(8)
-    for questions in asked.values():
-        questions.clear()
-    on_a_device(policy, model, sequences, 24)
-    assert not asked["planning"]
-    assert asked["behind a pass"]
-    new = sequence("new")  # for which a model would have to read the prompt
-    choices = policy.plan([*sequences, new], 0, False)
-    assert [choice.method for choice in choices] == ["model"] * 8 + ["none"]
-    assert ("lookup", new.key) not in asked["planning"]
-    new.tokens += [1]
-    assert policy.plan([*sequences, new], 0, False)[-1].method == "model"
-
-
-def test_a_batch_that_shrinks_keeps_its_plan_where_drafts_have_begun():
-    policy, model, sequences, asked = led_by_a_model(8)
-    on_a_device(policy, model, sequences, 2)
-    asked["planning"].clear()
-    choices = policy.plan(sequences[:3], 0, False)
-    assert [choice.method for choice in choices] == ["model"] * 3
-    assert not asked["planning"]
-    policy.meanwhile()
-    assert len(policy._standing.choices) == 3, "and has another one for the step after it"
-
-
-def test_prompts_beside_them_do_not_make_drafts_longer():
-    policy, _, sequences, _ = led_by_a_model(8)
-    policy._standing = None
-    alone = policy.plan(sequences, 0, False)
-    policy._standing = None
-    beside = policy.plan(sequences, 900, False)
-    assert max(choice.budget for choice in beside) <= max(choice.budget for choice in alone)
-
-
-def test_whoever_drafts_in_step_with_others_has_one_node_at_least():
-    curve = replace(GPU, padded_to=(8, 31, 4096))
-    cost = CostModel(curve)
-    cost.observe(8, 4e-3)
-    line = Lines([0.0] * 4, [1e-4] * 4)
-    good, bad = ([each**ahead for ahead in range(1, DEEPEST + 1)] for each in (0.98, 0.3))
-    offers = [Offer(i, "model", bad if i == 3 else good) for i in range(4)]
-    in_step = Terms(
-        cost, 4, cost.seconds(4), 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), {"model": line}, in_step=True
-    )
-    each_alone = in_step._replace(in_step=False)
-    assert Budget().spread(prospect_of(offers, each_alone), each_alone)[3] == 0
-    depths = Budget().spread(prospect_of(offers, in_step), in_step)
-    assert depths[3] == 1
-    assert sum(depths) == 27, "and the others what is left of the bucket"
-
-
-def test_drafts_are_shorter_where_answers_end_soon():
-    cost = CostModel(replace(GPU, padded_to=(8, 64)))
-    cost.observe(8, 4e-3)
-    offer = Offer(0, "m", [0.95**ahead for ahead in range(1, DEEPEST + 1)])
-    far = Terms(cost, 1, cost.seconds(1), 1, 1.0, 0.0, cost.seconds_with(1, DEEPEST), {"m": Lines([0.0], [3e-4])})
-    limits = [prospect_of([offer], far._replace(room=room)).limit for room in (1e6, 40.0)]
-    assert limits[0] > limits[1] >= 4
-
-
-def test_a_models_draft_half_as_deep_is_taken_to_cost_half():
-    times = DraftTimes()
-    for _ in range(8):
-        times.observe("m", 4, 16, 0.016, passes=True)
-    assert times.lines("m", 4, 1.0, 0.0).at(4, 8) == pytest.approx(0.008, rel=0.06)
-
-
-def test_one_bad_step_at_one_depth_does_not_end_a_models_drafts_there():
-    acceptance = Acceptance()
-    for _ in range(60):
-        acceptance.note("s", "m", False, 6, drafted=4, accepted=4)
-    for _ in range(4):
-        acceptance.note("s", "m", False, 6, drafted=8, accepted=4)
-    alive = acceptance.survival("m", False, 6, 16)
-    assert alive[4] > 0.7 * alive[3]
-
-
-def test_of_a_crowd_of_newcomers_some_are_asked_once_their_prompts_were_taken_in():
-    asked, guesser = [], Guesser("g", 0.05)
-    guesser.evidence = lambda sequence: asked.append(sequence.key) or 2
-    policy = AdaptivePolicy([guesser], "auto", prior=replace(GPU, padded_to=(128,)), clock=lambda: 2e-4 * len(asked))
-    simulate(policy, [guesser], FLAT, [sequence("before")], 60)  # it casts shadows, and what plain steps take is known
-    crowd, before = [sequence(f"s{i}") for i in range(100)], len(asked)
-    policy.plan(crowd, 0, False)
-    assert len(asked) == before, "not before a pass has hidden the work"
-    for one in crowd:
-        one.tokens += [1]
-    policy.plan(crowd, 0, False)
-    policy.plan(crowd, 0, False)  # one may be a check of what plain steps take
-    assert 16 <= len({*asked[before:]}) < 60, "and then not all of them in one step"
-
-
-def test_a_smaller_batch_on_a_device_needs_no_plain_step_to_know_what_plain_steps_take():
-    policy = AdaptivePolicy([], "auto", prior=replace(GPU, padded_to=tuple(DEVICE)))
-    costs = policy._known.costs
+def test_the_guard_stops_what_loses_and_tries_again_after_a_doubling_pause():
+    guard, pauses = Guard(), []
     for _ in range(3):
-        costs.of(64, False).observe(64, 5e-3)
-    smaller = costs.of(8, False)
-    assert smaller.plain_seen(8) >= 3
-    assert 4e-3 < smaller.seconds(8) < 5e-3
-    assert not costs.of(256, False).plain_seen(256), "a larger one takes longer, nobody knows how much"
+        while not guard.pauses(64):
+            guard.note(64, -0.7)
+        pauses.append(1)
+        while guard.pauses(64):
+            pauses[-1] += 1
+    assert pauses == [PAUSE, 2 * PAUSE, 4 * PAUSE]
+    assert not guard.pauses(1), "a batch of another size is another matter"
+    for _ in range(20):
+        guard.note(64, LEAST_LOSS)
+    guard.note(64, -2 * LEAST_LOSS)
+    assert guard.pauses(64)
+    assert sum(guard.pauses(64) for _ in range(9999)) == PAUSE - 1, "having won as much back, it is forgiven"
 
 
-def test_on_a_device_a_model_that_guesses_badly_is_tried_in_one_step_and_not_in_two():
-    model = Guesser("model", 0.1, evidence=6, shadow=False)
-    policy = timeless([model], "auto", None, replace(GPU, padded_to=tuple(DEVICE)))
-    drafts, budgets = [sequence(f"s{i}") for i in range(64)], []
-    plan = policy.plan
-    policy.plan = lambda *args: budgets.append(plan(*args)) or budgets[-1]
-    on_a_device(policy, model, drafts, 24)
-    assert sum(any(choice.budget > 2 for choice in choices) for choices in budgets) == 1
+def test_a_plan_that_promises_more_than_it_brings_is_stopped():
+    """Lookups that are right in every eighth step only, all at once: their record is better than their worth."""
+    drafter = Lookup("g", 1.0, seconds=0.06)
+    policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}") for i in range(8)]
+    policy._draft_times.line = lambda *_: (0.0, 0.0)  # the cost table is wrong, and stays so
+    drafter.accepted = lambda one, budget: budget if len(one.tokens) % 8 == 0 else 0
+    floor = 8 / seconds_of(STEEP, 8)
+    assert simulate(policy, [drafter], STEEP, sequences, 3000) > 0.93 * floor
 
 
-def test_a_draft_for_fewer_sequences_is_taken_to_cost_less_than_one_for_many():
-    times = DraftTimes()
-    for depth in (4, 8, 4, 8, 4, 8):
-        times.observe("m", 64, depth, 0.001 * depth)
-    lines = times.lines("m", 64, 1.0, 0.0)
-    assert lines.at(8, 8) == pytest.approx(0.8**3 * lines.at(64, 8))
+def test_a_costly_model_that_guesses_badly_is_left_alone_and_a_good_one_found_again():
+    dear = Model("dear", 0.2, seconds=0.01)
+    policy, one = AdaptivePolicy([dear], "auto"), [sequence("s")]
+    floor = 1 / seconds_of(FLAT, 1)
+    simulate(policy, [dear], FLAT, one, 200)
+    assert simulate(policy, [dear], FLAT, one, 1000) > 0.97 * floor
+    dear.alpha = 0.95  # the workload changes
+    simulate(policy, [dear], FLAT, one, 3000)
+    assert simulate(policy, [dear], FLAT, one, 500) > 1.15 * floor
 
 
-def test_a_model_whose_first_drafts_held_is_trusted_further_ahead_at_once():
-    acceptance = Acceptance()
-    before = acceptance.survival("m", False, 6, 16)
-    acceptance.note("s", "m", False, 6, drafted=8, accepted=8)
-    after = acceptance.survival("m", False, 6, 16)
-    assert after[15] > 1.5 * before[15]
-    acceptance.note("s", "n", False, 2, drafted=8, accepted=8)
-    assert acceptance.survival("n", False, 2, 16)[3:] < after[3:], "a match of two tokens is another matter"
+# -- wishes
 
 
-def test_many_sequences_that_do_not_draft_are_seldom_asked():
-    asked, guesser = [], Guesser("g", 0.05)
-    guesser.evidence = lambda sequence: asked.append(sequence.key) or 2
-    policy = AdaptivePolicy([guesser], "auto", clock=lambda: 30e-6 * len(asked))
-    many = [sequence(f"s{i}") for i in range(64)]
-    simulate(policy, [guesser], FLAT, many, 200)
-    assert {*asked} == {one.key for one in many}
-    asked.clear()
-    simulate(policy, [guesser], FLAT, many, 200)
-    assert {*asked} == {one.key for one in many}, "nobody is forgotten"
-    assert len(asked) * 30e-6 < 0.01 * 200 * seconds_of(FLAT, 64), "and it takes less than a hundredth of the time"
+def test_a_fixed_k_and_each_requests_own_wish_are_honoured_in_one_batch():
+    good, bad = Lookup("good", 0.9), Lookup("bad", 0.3, evidence=3)
+    policy = AdaptivePolicy([bad, good], "auto")
+    mixed = [
+        sequence("a"),
+        sequence("b", speculation="none"),
+        sequence("c", speculation={"method": "bad", "k": 3}),
+        sequence("d", speculation={"k": 5}),
+        sequence("e", speculation="good"),
+    ]
+    simulate(policy, [good, bad], FLAT, mixed, 300)
+    plans = [policy.plan(mixed, 0, False) for _ in range(2)]  # one may be plain but for what is fixed
+    for _, off, fixed, surest, _ in plans:
+        assert (off, fixed, surest) == (Choice(), Choice("bad", 3), Choice("good", 5))
+    mine, *_, named = max(plans, key=lambda choices: choices[0].budget)
+    assert mine.method == named.method == "good"
+    assert mine.budget >= 4
+    assert named.budget >= 4
 
 
-def test_a_costly_drafter_that_guesses_badly_is_left_alone_and_a_good_one_found_again():
-    dear = Guesser("dear", 0.2, evidence=6, seconds=0.01, shadow=False)
-    policy = timeless([dear], "auto")
-    many = [sequence("s")]
-    plain = 1 / seconds_of(FLAT, 1)
-    simulate(policy, [dear], FLAT, many, 200)
-    assert simulate(policy, [dear], FLAT, many, 1000) > 0.97 * plain
-    dear.alpha = 0.95  # the workload changes: rare probes notice
-    simulate(policy, [dear], FLAT, many, 6000)
-    assert simulate(policy, [dear], FLAT, many, 500) > 1.15 * plain
-
-
-def test_the_better_of_two_methods_is_chosen_per_sequence():
-    good, bad = Guesser("good", 0.9), Guesser("bad", 0.3)
-    policy = timeless([bad, good], "auto")
-    many = [sequence("a"), sequence("b", speculation="none"), sequence("c", speculation={"method": "bad", "k": 3})]
-    simulate(policy, [good, bad], FLAT, many, 600)
-    mine, off, fixed = policy.plan(many, 0, False)
-    assert mine.method == "good"
-    assert off == Choice()
-    assert fixed == Choice("bad", 3)
+def test_rows_that_ask_for_different_methods_draft_in_one_step():
+    both = [Lookup("one", 0.9), Lookup("other", 0.9), Lookup("silent", 0.9, evidence=0)]
+    policy = AdaptivePolicy(both, "auto")
+    mixed = [sequence(f"s{i}", speculation=wish) for i, wish in enumerate(["one", "other", "one", "other", "silent"])]
+    simulate(policy, both, FLAT, mixed, 200)
+    plans = [policy.plan(mixed, 0, False) for _ in range(2)]
+    choices = max(plans, key=lambda choices: choices[0].budget)
+    assert [choice.method for choice in choices] == ["one", "other", "one", "other", "none"]
+    assert all(choice.budget >= 3 for choice in choices[:4])
+    for one in mixed[1:4]:
+        one.params = mixed[4].params
+    plans = [policy.plan(mixed, 0, False) for _ in range(2)]
+    assert max(choices[0].budget for choices in plans) >= 3, "whatever the others find"
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_lone_sequence_gets_the_better_method_in_full_whichever_is_asked_first(order):
-    both = [Guesser("good", 0.95), Guesser("bad", 0.2)]
-    policy, alone, many = timeless(both[::order], "auto"), timeless(both[:1], "auto"), [sequence("a")]
+def test_the_better_method_drafts_whichever_is_asked_first(order):
+    both = [Lookup("good", 0.95), Lookup("bad", 0.2)]
+    policy, alone, one = AdaptivePolicy(both[::order], "auto"), AdaptivePolicy(both[:1], "auto"), [sequence("a")]
     for each in (policy, alone):
-        simulate(each, both, FLAT, many, 300)
-    rate = simulate(policy, both, FLAT, many, 300)
-    assert rate > 0.95 * simulate(alone, both, FLAT, many, 300)
-
-
-def test_a_slow_first_timing_of_a_draft_does_not_end_drafting():
-    good, many = Guesser("good", 0.95, seconds=0.001, shadow=False), [sequence("a")]
-    policy = timeless([good], "auto")
-    for _ in range(3):
-        policy._known.draft_times.observe("good", 1, 1, 0.9)
-    simulate(policy, [good], FLAT, many, 300)
-    assert simulate(policy, [good], FLAT, many, 300) > 1.3 / seconds_of(FLAT, 1)
-
-
-def test_requests_without_speculation_let_the_policy_rest():
-    policy = timeless([Guesser("g", 0.9)], "auto")
-    assert policy.rests([sequence("a", speculation="none"), sequence("b", speculation="none")])
-    assert not policy.rests([sequence("a", speculation="none"), sequence("c")])
+        simulate(each, both, FLAT, one, 300)
+    assert simulate(policy, both, FLAT, one, 300) > 0.95 * simulate(alone, both, FLAT, one, 300)
 
 
 def test_budgets_never_pass_what_may_be_committed():
-    policy = AdaptivePolicy([Guesser("g", 0.95)], "g", 8)
-    short = sequence("s")
+    policy, short = AdaptivePolicy([Lookup("g", 0.95)], "g", 8), sequence("s")
     short.max_len = len(short.tokens) + 3
     assert policy.plan([short], 0, False) == [Choice("g", 2)]
     short.max_len = len(short.tokens) + 1
     assert policy.plan([short], 0, False) == [Choice()]
 
 
-def test_what_was_learnt_survives_a_restart():
-    guesser = Guesser("g", 0.9)
-    policy = timeless([guesser], "auto")
-    simulate(policy, [guesser], FLAT, [sequence("s")], 500)
-    again = timeless([guesser], "auto")
-    again.load(json.loads(json.dumps(policy.state())))
-    fresh = [sequence("t")]
-    assert again.plan(fresh, 0, False)[0].budget >= 4, "a one-shot request does not start cold"
-    cost, record = policy.state()["costs"][0], policy.state()["acceptance"][0]
-    for broken in (
-        {},
-        {"costs": [{"sampled": 1, "size": 0, "scale": 1, "plain": {"rows": [7], "factor": [1]}}]},
-        {"costs": 3},
-        *(policy.state() | {"costs": [cost | {"scale": scale}]} for scale in (0, -1e-3, 1e9, math.nan)),
-        *(policy.state() | {"acceptance": [record | {"tried": [one] * 16}]} for one in (math.nan, math.inf, -1.0)),
-    ):
-        with pytest.raises((KeyError, TypeError, ValueError)):
-            again.load(broken)
-    assert again.plan(fresh, 0, False)[0].budget >= 4, "a broken state changes nothing"
+def test_requests_without_speculation_let_the_policy_rest():
+    policy, fixed = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("k", speculation={"k": 2})
+    off = [sequence("a", speculation="none"), sequence("b", speculation="none")]
+    assert policy.rests(off)
+    assert not policy.rests([*off, sequence("c")])
+    assert not policy.rests([*off, fixed])
+    assert AdaptivePolicy([]).rests([sequence("c")])
+
+
+# -- methods
+
+
+class Wide(Lookup):
+    covers = ("narrow",)
+
+
+@pytest.mark.parametrize("many", [2, 12])
+def test_a_method_that_another_covers_drafts_for_requests_that_name_it_and_once_the_other_has_failed(many):
+    both = [Lookup("narrow", 0.9), Wide("wide", 0.8)]
+    policy = AdaptivePolicy(both, "auto")
+    any_of = [sequence(f"s{i}") for i in range(many)]
+    mixed = [*any_of, sequence("n", speculation="narrow")]
+    simulate(policy, both, FLAT, mixed, 100)
+    methods = [choice.method for choice in max(policy.plan(mixed, 0, False), policy.plan(mixed, 0, False), key=str)]
+    assert methods == ["wide"] * many + ["narrow"]
+    simulate(policy, both, FLAT, any_of, 100, retired=frozenset({"wide"}))
+    plans = [policy.plan(any_of, 0, False) for _ in range(2)]
+    assert {choice.method for choices in plans for choice in choices if choice.budget} == {"narrow"}
+
+
+def test_a_covered_lookup_takes_nothing_in_until_a_request_names_it():
+    ngram, suffix = make_drafter("ngram"), make_drafter("suffix")
+    engine = make_engine([ngram, suffix], policy=AdaptivePolicy([ngram, suffix], "auto"))
+    request = (0, "a", prompt_of(0, 9), params(max_tokens=30))
+    (first,) = engine.add_request(*request[1:])
+    engine.step()
+    while engine.has_work:
+        assert ngram.idle
+        assert not ngram.states
+        engine.step()
+    assert first.output_tokens == plain([request])["a"].output_tokens
+    engine.add_request("b", prompt_of(1, 9), params(max_tokens=20, speculation={"method": "ngram", "k": 4}))
+    methods = set()
+    while engine.has_work:
+        methods |= {output.method for output in engine.step() if output.drafted}
+    assert methods == {"ngram"}
+
+
+def test_a_drafter_that_cannot_answer_warns_once_and_silences_no_other_row(caplog):
+    sequences = [sequence(f"s{i}") for i in range(3)]
+
+    class Partly(Lookup):
+        def look(self, sequences):
+            return [4]  # for three
+
+        def evidence(self, one):
+            return 4 if one is not sequences[1] else 1 // 0
+
+    policy = AdaptivePolicy([Partly("g", 0.9)], "g", 3)
+    for _ in range(3):
+        assert policy.plan(sequences, 0, False) == [Choice("g", 3), Choice(), Choice("g", 3)]
+    assert len([record for record in caplog.records if "failed to say" in record.message]) == 2, "one for each cause"
+
+
+def test_the_first_tokens_of_an_answer_do_not_wait_for_a_model_that_must_read_the_prompt():
+    model, new = Model("model", 0.9), sequence("s")
+    model.lag = lambda sequence: 4000
+    policy = AdaptivePolicy([model], "model", 4)
+    del new.tokens[2:]
+    assert policy.plan([new], 0, False) == [Choice()]
+    new.tokens.append(1)
+    assert policy.plan([new], 0, False) == [Choice("model", 4)]
+
+
+def test_many_sequences_where_nothing_pays_are_seldom_looked_at():
+    drafter = Lookup("g", 0.05, evidence=2)
+    policy, many = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}") for i in range(64)]
+    simulate(policy, [drafter], STEEP, many, 200)
+    drafter.asked.clear()
+    simulate(policy, [drafter], STEEP, many, 256)
+    assert 64 * 2 <= len(drafter.asked) <= 64 * 8, "but they are"
+    policy.plan([*many, sequence("new")], 0, False)
+    policy.plan([*many, sequence("new")], 0, False)  # one may be a plain step
+    assert "new/0" in drafter.asked, "and a new one at once"
+
+
+# -- learning
+
+
+def test_acceptance_is_counted_by_depth_and_not_by_nodes():
+    """A tree of 8 nodes and depth 2, wholly accepted, is no miss at depth 3."""
+    acceptance = Acceptance()
+    before = acceptance.survival("m", False, 4)
+    for _ in range(60):
+        acceptance.note("m", False, 4, depth=2, accepted=2)
+        acceptance.end_step({"m"})
+    after = acceptance.survival("m", False, 4)
+    assert after[1] > 0.85
+    assert after[2] / after[1] == pytest.approx(before[2] / before[1])
+    for _ in range(300):
+        acceptance.note("m", False, 4, depth=4, accepted=2)
+        acceptance.end_step({"m"})
+    assert max(acceptance.survival("m", False, 4)[2:]) < 0.1
+
+
+def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
+    """The next plan may come before the lesson; and the tokens drafted are not looked at."""
+    lookup, noted = Lookup("lookup", 0.9), []
+    policy, one = AdaptivePolicy([lookup], "lookup", 2), sequence("s")
+    policy._acceptance.note = lambda method, sampled, evidence, depth, accepted: noted.append((evidence, depth))
+    for evidence in (4, 9):
+        lookup._evidence = evidence
+        assert policy.plan([one], 0, False) == [Choice("lookup", 2)]
+        policy.meanwhile()
+        policy.observe(StepReport(1, 4, 0.02, {}, [StepOutput(one, [1], "", [], False, "lookup", 3, 0, 2)]))
+    policy.meanwhile()
+    assert noted == [(4, 2), (9, 2)]
+
+
+def test_a_model_whose_first_drafts_held_is_trusted_further_ahead_at_once():
+    acceptance = Acceptance()
+    before = {evidence: acceptance.survival("m", False, evidence) for evidence in (2, LEARNED)}
+    for evidence in before:
+        acceptance.note("m", False, evidence, depth=8, accepted=8)
+    acceptance.end_step({"m"})
+    assert acceptance.survival("m", False, LEARNED)[15] > 1.3 * before[LEARNED][15]
+    after = acceptance.survival("m", False, 2)
+    assert after[15] / after[7] == pytest.approx(before[2][15] / before[2][7]), "a short match is another matter"
+
+
+def test_a_machine_steeper_than_its_prior_is_known_after_a_few_steps_of_any_size():
+    times = StepTimes(CPU)
+    true = {rows: 0.02 * (1 + 4 * (StepTimes(CPU).seconds(rows) - 1)) for rows in (1, 5, 9, 16)}
+    for _ in range(8):
+        times.observe(1, true[1], drafted=False)
+        times.observe(9, true[9], drafted=True)
+    assert times.seconds(1) == pytest.approx(true[1], rel=0.05)
+    assert times.seconds_with(1, 8)[7] == pytest.approx(true[9], rel=0.05)
+    assert times.seconds_with(1, 4)[3] == pytest.approx(true[5], rel=0.12), "not tried yet"
+    assert times.seconds_with(1, 15)[14] == pytest.approx(true[16], rel=0.2)
+
+
+def test_a_machine_whose_passes_are_cheaper_than_the_prior_says_is_found_out():
+    drafter, many = Lookup("g", 0.95), [sequence(f"s{i}") for i in range(8)]
+    policy = AdaptivePolicy([drafter], "auto")
+    first = simulate(policy, [drafter], FLAT, many, 20)
+    simulate(policy, [drafter], FLAT, many, 600)
+    assert simulate(policy, [drafter], FLAT, many, 400) > max(1.3 * first, 0.9 * best_fixed(0.95, FLAT, 8)[1])
+    assert StepTimes(CPU).seconds(72) > 2 * policy._times[False].seconds_with(8, 64)[-1] / 0.02
 
 
 def test_costs_follow_the_machine_and_keep_their_shape():
-    cost, noise = CostModel(), random.Random(0)
+    times, noise = StepTimes(), random.Random(0)
     for _ in range(400):
         rows = noise.choice([1, 2, 5, 9, 16])
-        cost.observe(rows, seconds_of(STEEP, rows) * noise.uniform(0.8, 1.25))
-    assert cost.seconds(16) / cost.seconds(1) == pytest.approx(seconds_of(STEEP, 16) / seconds_of(STEEP, 1), rel=0.15)
-    before = cost.seconds(16) / cost.seconds(1)
+        times.observe(rows, seconds_of(STEEP, rows) * noise.uniform(0.8, 1.25), drafted=False)
+    before = times.seconds(16) / times.seconds(1)
+    assert before == pytest.approx(seconds_of(STEEP, 16) / seconds_of(STEEP, 1), rel=0.2)
     for _ in range(60):
-        cost.observe(1, 3 * seconds_of(STEEP, 1))  # the machine slows down threefold while only one row is seen
-    assert cost.seconds(1) == pytest.approx(3 * seconds_of(STEEP, 1), rel=0.1)
-    assert cost.seconds(16) / cost.seconds(1) == pytest.approx(before, rel=0.5)
-    assert cost.seconds(2 * FINE[-1]) == pytest.approx(2 * cost.seconds(FINE[-1]))
+        times.observe(1, 3 * seconds_of(STEEP, 1), drafted=False)  # the machine slows down while one row is seen
+    assert times.seconds(1) == pytest.approx(3 * seconds_of(STEEP, 1), rel=0.1)
+    assert times.seconds(16) / times.seconds(1) == pytest.approx(before, rel=0.5)
+    assert times.seconds(2 * GRID[-1]) == pytest.approx(2 * times.seconds(GRID[-1]), rel=0.1)
 
 
-def test_a_slow_spell_that_begins_with_new_numbers_of_rows_is_not_put_down_to_them_for_long():
-    dear = {}
-    for drifts in (False, True):
-        cost = CostModel(replace(CPU_PRIOR, drifts=drifts))
-        for _ in range(40):
-            cost.observe(1, 0.02)
-        for rows in (2, 3, 5):
-            cost.observe(rows, 0.04, drafted=True)
-        for _ in range(3):
-            cost.observe(5, 0.08, drafted=True)
-            cost.observe(1, 0.04)
-        dear[drifts] = float(cost.seconds_with(1, 4)[3]) / cost.seconds(1)
-    assert dear[True] < 2.7, "two in truth"
-    assert dear[False] > 3.5
+def test_slow_first_drafts_and_single_slow_steps_poison_no_cost():
+    drafts, times = DraftTimes(), StepTimes()
+    for depth, seconds in ((4, 0.9), (4, 0.5), (4, 0.004), (8, 0.006), (4, 0.2), *[(4, 0.004), (8, 0.006)] * 20):
+        drafts.observe("m", 16, depth, seconds, skip=2)
+    a, b = drafts.line("m", 16, 1.0)
+    assert a + 4 * b == pytest.approx(0.004, rel=0.2)
+    assert a + 8 * b == pytest.approx(0.006, rel=0.2)
+    assert drafts.line("m", 2, 1.0)[1] < b, "a draft for fewer takes less"
+    assert drafts.line("other", 2, 0.5) == (0.0, 0.5)
+    for seconds in (*[0.02] * 20, 9.0, *[0.02] * 20):
+        times.observe(4, seconds, drafted=False)
+    assert times.seconds(4) == pytest.approx(0.02, rel=0.01)
 
 
-def test_short_matches_that_fail_at_first_are_neither_given_up_nor_blamed_twice():
-    acceptance = Acceptance()
-    first = acceptance.survival("m", False, 2, 1)[0]
-    for _ in range(12):
-        acceptance.note("s", "m", False, 2, drafted=1, accepted=0)
-        acceptance.note_promises({"m": (first, 0)})
-    assert acceptance.survival("m", False, 2, 1)[0] > 0.4 * first
-    assert acceptance.trust("m") < 0.6
-    assert acceptance.trust("m", shadowed=True) > acceptance.trust("m") + 0.1
-    for _ in range(400):
-        acceptance.note_promises({"m": (1.0, 0)})
-    assert acceptance.trust("m", shadowed=True) < 0.2, "what keeps failing is no bad luck"
+def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
+    policy, one = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("s")
+    output = StepOutput(one, [1], "", [], False)
+    policy.observe(StepReport(1, 1, 9.0, {}, [output], warm=False))
+    policy.meanwhile()
+    assert policy.plain_seconds(1, False) is None
+    policy.observe(StepReport(1, 1, 0.02, {}, [output]))
+    policy.meanwhile()
+    assert policy.plain_seconds(1, False) == pytest.approx(0.02)
 
 
-def test_acceptance_is_counted_by_position_reached():
-    acceptance = Acceptance()
-    for _ in range(300):
-        acceptance.note("s", "m", False, 4, drafted=4, accepted=2)  # positions 1 and 2 hold, 3 fails, 4 is never tried
-    first, second, *rest = acceptance.survival("m", False, 4, 4)
-    assert first == pytest.approx(0.99, abs=0.02)
-    assert second == pytest.approx(0.98, abs=0.03)
-    assert all(worth < 0.05 for worth in rest)
+def test_prompts_beside_them_do_not_make_drafts_longer():
+    model, sequences = Model("model", 0.8, seconds=0.0005), [sequence(f"s{i}") for i in range(8)]
+    policy = AdaptivePolicy([model], "auto", prior=DEVICE)
+    on_a_device(policy, model, sequences, 60)
+    policy.plan(sequences, 0, False)
+    alone, beside = policy.plan(sequences, 0, False), policy.plan(sequences, 900, False)
+    assert 0 < max(choice.budget for choice in beside) <= max(choice.budget for choice in alone) + 1
+
+
+def test_sequences_that_ended_are_forgotten():
+    drafter = Lookup("g", 0.9)
+    policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}", room=40, job="j") for i in range(3)]
+    live = sequences
+    while live:
+        step(policy, [drafter], live, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
+        live = [one for one in live if one.room]
+    policy.meanwhile()
+    assert not policy._pace
+    assert not policy._looked_at
+
+
+# -- between runs
+
+
+def test_what_was_learnt_survives_a_restart_and_a_broken_state_changes_nothing():
+    drafter, fresh = Lookup("g", 0.9), [sequence("t")]
+    policy, again = AdaptivePolicy([drafter], "auto"), AdaptivePolicy([drafter], "auto")
+    simulate(policy, [drafter], FLAT, [sequence("s")], 500)
+    state = json.loads(json.dumps(policy.state()))
+    again.load(state)
+    assert again.plan(fresh, 0, False)[0].budget >= 4, "a one-shot request does not start cold"
+    assert again.state()["acceptance"] == state["acceptance"]
+    (greedy, sampled), record, drafts = state["steps"], state["acceptance"][0], state["drafts"]
+    for broken in (
+        {},
+        state | {"steps": 3},
+        state | {"steps": [greedy]},
+        *(state | {"steps": [greedy | {"scale": scale}, sampled]} for scale in (0, -1e-3, 1e9, math.nan)),
+        state | {"steps": [greedy | {"factor": [[math.nan] * len(GRID)] * 2}, sampled]},
+        state | {"steps": [greedy | {"factor": [[0.0] * 3] * 2}, sampled]},
+        *(state | {"acceptance": [record | {"tried": [one] * DEEPEST}]} for one in (math.nan, math.inf, -1.0)),
+        *(state | {"drafts": [[*drafts[0][:2], one, *drafts[0][3:]]]} for one in (0.0, math.nan)),
+    ):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            again.load(broken)
+    assert again.plan(fresh, 0, False)[0].budget >= 4
+
+
+def test_expected_gain_is_what_the_formula_promises():
+    drafter, one = Lookup("g", 0.95), [sequence("s")]
+    policy = AdaptivePolicy([drafter], "auto")
+    assert policy.expected_gain is None
+    simulate(policy, [drafter], FLAT, one, 300)
+    floor, best = best_fixed(0.95, FLAT, 1)
+    assert 1 + MARGIN < policy.expected_gain == pytest.approx(best / floor, rel=0.3)
 
 
 def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
@@ -646,174 +571,3 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
     ):
         with pytest.raises(InvalidParameter, match=says):
             read(wrong, base)
-
-
-def test_a_method_that_was_switched_off_is_not_chosen_and_one_that_cannot_answer_complains_once(caplog):
-    good, gone = Guesser("good", 0.6), Guesser("gone", 0.95)
-    policy, one = timeless([gone, good], "auto"), sequence("s")
-    simulate(policy, [gone, good], FLAT, [one], 200)
-    assert policy.plan([one], 0, False)[0].method == "gone"
-    policy.observe(StepReport(1, 1, 0.02, {}, [], frozenset({"gone"})))
-    assert policy.plan([one], 0, False)[0].method == "good"
-    good.evidence = lambda sequence: 1 // 0
-    for _ in range(3):
-        assert policy.plan([one], 0, False) == [Choice()]
-    assert len([record for record in caplog.records if "failed to say" in record.message]) == 1
-
-
-def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
-    policy, one = timeless([Guesser("g", 0.9)], "auto"), sequence("s")
-    output = StepOutput(one, [1], "", [], False)
-    policy.observe(StepReport(1, 1, 9.0, {}, [output], warm=False))
-    policy.meanwhile()
-    assert policy.plain_seconds(1, False) is None
-    policy.observe(StepReport(1, 1, 0.02, {}, [output]))
-    policy.meanwhile()
-    assert policy.plain_seconds(1, False) == pytest.approx(0.02)
-
-
-def test_what_plain_steps_took_is_checked_as_fast_after_a_million_of_them():
-    policy, one = timeless([Guesser("guesser", 0.9)], "auto"), sequence("s")
-    simulate(policy, [Guesser("guesser", 0.9)], FLAT, [one], 8)
-    policy._known.costs.of(1, False)._plain.seen[1] = 10**9  # three to the power of that fits no memory
-    policy.plan([one], 0, False)
-    assert policy._plain_due == PLAIN_EVERY
-
-
-def test_a_step_is_learnt_from_by_what_was_known_when_its_draft_was_chosen():
-    """Of a few that draft by lookup amid a model's, while the plan stands: the next plan comes before the lesson."""
-    model, lookup = Guesser("model", 0.9, evidence=6, shadow=False), Guesser("lookup", 0.9)
-    policy, sequences = timeless([model, lookup], "auto"), [sequence(f"s{i}") for i in range(8)]
-    policy._known.shadows._casts.add("lookup")
-    plan = Plan(evidence={(sequences[0].key, "lookup"): 4}, drafts=True)
-    choices = {one.key: Choice("model", 2) for one in sequences} | {sequences[0].key: Choice("lookup", 2)}
-    policy._standing = Standing(choices, plan, steps=4, left=3)
-    policy._known.costs.of(8, False).observe(8, 0.02)
-    noted = []
-    policy._known.acceptance.note = lambda key, method, sampled, evidence, *_: noted.append((method, evidence))
-    for evidence in (4, 9):
-        lookup._evidence = evidence
-        assert policy.plan(sequences, 0, False)[0] == Choice("lookup", 2)
-        policy.meanwhile()
-        policy.observe(StepReport(8, 10, 0.02, {}, [StepOutput(sequences[0], [1], "", [], False, "lookup", 2, 0)]))
-    policy._learn()
-    assert noted == [("lookup", 4), ("lookup", 9)]
-
-
-def test_a_plan_does_not_stand_by_a_method_that_was_switched_off():
-    model, other = Guesser("model", 0.9, evidence=6, shadow=False), Guesser("other", 0.9, evidence=6, shadow=False)
-    policy, one = timeless([model, other], "auto"), sequence("s")
-    policy._known.costs.of(1, False).observe(1, 0.02)
-    policy._standing = Standing({one.key: Choice("model", 2)}, Plan(drafts=True), steps=6, left=5)
-    assert policy.plan([one], 0, False) == [Choice("model", 2)]
-    spoken = [StepOutput(one, [1], "", [], False, "model", 0, 0)]
-    policy.observe(StepReport(1, 1, 0.02, {}, spoken, retired=frozenset(["model"])))
-    assert policy.plan([one], 0, False)[0].method != "model"
-
-
-@pytest.mark.parametrize("answers", [[4], [4, 4, 4, 4], None])
-def test_one_of_many_that_cannot_be_looked_up_silences_no_other(answers):
-    """Whether all at once fails or gives too few or too many."""
-    sequences = [sequence(f"s{i}") for i in range(3)]
-
-    class Partly(Guesser):
-        def look(self, sequences):
-            if answers is None:
-                raise RuntimeError("one of them")
-            return answers
-
-        def evidence(self, sequence):
-            return 4 if sequence is not sequences[1] else 1 // 0
-
-    policy = timeless([Partly("g", 0.9)], "g", 3)
-    assert policy.plan(sequences, 0, False) == [Choice("g", 3), Choice(), Choice("g", 3)]
-
-
-def test_behind_a_pass_nobody_asks_about_those_that_have_left():
-    policy, _, sequences, asked = led_by_a_model(8)
-    gone = sequences[0]
-    policy.plan(sequences, 0, False)
-    gone.status = Status.FINISHED
-    policy.forget(gone)
-    policy._standing.left = 0
-    for questions in asked.values():
-        questions.clear()
-    policy.meanwhile()
-    assert asked["behind a pass"]
-    assert gone.key not in {key for _, key in asked["behind a pass"]}
-    assert gone.key not in policy._heard
-
-
-@pytest.mark.parametrize("slope", [0.0, 0.002, 0.02])
-@pytest.mark.parametrize("in_step", [False, True])
-def test_one_offer_alone_promises_what_it_does_beside_one_that_is_worth_nothing(slope, in_step):
-    noise, nothing = np.random.default_rng(3), Offer(1, "a", [])
-    for nodes in range(DEEPEST + 1):
-        cost, most = CostModel(), int(noise.integers(1, DEEPEST + 1))
-        for _ in range(nodes):
-            cost.observe(int(noise.integers(1, 30)), noise.uniform(0.01, 0.1), drafted=noise.random() < 0.5)
-        survival = np.cumprod(noise.uniform(0.6, 1.0, nodes)).tolist()
-        offer = Offer(0, "a", survival, noise.uniform(0.5, 1.0), most)
-        scale = cost.scale or 1.0
-        lines = {"a": Lines((scale * noise.uniform(0, 0.1, 2)).tolist(), [scale * slope] * 2, scale * 1e-3)}
-        many, few = cost.seconds_with(2, 2 * DEEPEST), cost.seconds_with_few(2, DEEPEST)
-        assert few == pytest.approx(many[:DEEPEST].tolist(), rel=1e-12)
-        terms = Terms(cost, 2, cost.seconds(2), 2, 2.0, 0.0, many, lines, in_step, room=noise.uniform(32, 99))
-        alone, beside = prospect_of([offer], terms._replace(with_nodes=few)), prospect_of([offer, nothing], terms)
-        assert (alone is None) == (beside is None) == (nodes == 0)
-        if alone is not None:
-            assert alone.limit == beside.limit
-            assert alone.of == beside.of.tolist()
-            assert alone.rates == pytest.approx(beside.rates.tolist(), rel=1e-12)
-            for trial in (0, 1):
-                budgets = Budget(), Budget()
-                for budget in budgets:
-                    budget._allowance = 4.0
-                asked = terms._replace(trial=trial)
-                depths = budgets[0].spread(alone, asked), budgets[1].spread(beside, asked)
-                assert depths[0] == depths[1][:1]
-                assert budgets[0].explores == budgets[1].explores
-
-
-def test_a_few_offers_promise_the_same_without_arrays():
-    noise = np.random.default_rng(4)
-    for trial in range(20):
-        cost = CostModel()
-        for _ in range(trial):
-            cost.observe(int(noise.integers(1, 40)), noise.uniform(0.01, 0.1), drafted=noise.random() < 0.5)
-        scale, offers = cost.scale or 1.0, []
-        for at in range(4):
-            survival = np.cumprod(noise.uniform(0.3, 1.0, int(noise.integers(0, DEEPEST)))).tolist()
-            most = int(noise.integers(1, DEEPEST + 1))
-            offers.append(Offer(at, "ab"[int(noise.integers(2))], survival, noise.uniform(0.5, 1.0), most))
-        lines = {
-            name: Lines((scale * noise.uniform(0, 0.1, 3)).tolist(), [scale * 0.001] * 3, scale * 1e-3) for name in "ab"
-        }
-        arrays = Terms(cost, 4, cost.seconds(4), 4, 4.0, 0.0, cost.seconds_with(4, 4 * DEEPEST), lines)
-        many = prospect_of(offers, arrays)
-        few = prospect_of(offers, arrays._replace(with_nodes=cost.seconds_with_few(4, 4 * DEEPEST)))
-        assert isinstance(few.rates, list)
-        assert few.of == many.of.tolist()
-        assert few.rates == pytest.approx(many.rates.tolist(), rel=1e-9)
-        for number in range(len(few.rates) + 1):
-            assert few.depths(number) == many.depths(number)
-
-
-@pytest.mark.parametrize(("sequences", "by_model", "drafts"), [(1, False, True), (1, True, False), (8, False, False)])
-def test_a_promise_of_three_per_cent_is_enough_for_one_sequence_that_looks_up(sequences, by_model, drafts):
-    cost = CostModel()
-    for rows in (sequences, sequences + 1):
-        cost.observe(rows, 0.03)
-    terms = Terms(
-        cost, sequences, cost.seconds(sequences), sequences, float(sequences), 0.0, cost.seconds_with(sequences, 1), {}
-    )
-    promised = np.array([1.03 * terms.value / terms.plain_s])
-    assert Budget()._best_number(promised, terms, by_model) == int(drafts)
-
-
-def test_a_method_that_cannot_say_how_far_behind_it_is_costs_no_step():
-    guessers = [Guesser("a", 0.9), Guesser("b", 0.9)]
-    guessers[0].lag = lambda sequence: 1 // 0
-    sequences = [sequence(f"s{i}") for i in range(2)]
-    simulate(timeless(guessers, "auto"), guessers, FLAT, sequences, 40)
-    assert len(sequences[0].tokens) > 60, "they draft all the same"

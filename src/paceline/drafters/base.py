@@ -87,9 +87,6 @@ class Drafter(Protocol):
     def evidence(self, sequence: Sequence) -> int:
         """How much speaks for the draft it would make now: 0 nothing, so it would be empty. Committed tokens only."""
 
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        """What it would say next, without drafting; empty where that is not cheap."""
-
     def lag(self, sequence: Sequence) -> int:
         """Tokens it has to read before it can draft."""
 
@@ -145,9 +142,6 @@ class HostDrafter:
 
     def evidence(self, sequence: Sequence) -> int:
         return 1
-
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        return []
 
     def lag(self, sequence: Sequence) -> int:
         return 0

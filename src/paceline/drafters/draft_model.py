@@ -157,9 +157,6 @@ class DraftModelDrafter:
     def evidence(self, sequence: Sequence) -> int:
         return LEARNED if len(sequence.tokens) < self._model.config.max_positions else 0
 
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        return []  # it would take passes of its own
-
     def close(self) -> None:
         pass
 

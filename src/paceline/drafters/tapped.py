@@ -226,9 +226,6 @@ class TappedDrafter:
     def evidence(self, sequence: Sequence) -> int:
         return LEARNED
 
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        return []
-
     def lag(self, sequence: Sequence) -> int:
         return len(sequence.tokens) - self._states[sequence.key].end if self.kv_layers else 0
 

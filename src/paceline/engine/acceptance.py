@@ -1,177 +1,132 @@
-"""How likely a drafted token is to be accepted, by method, by the evidence behind the draft, and by position in it.
+"""Survival: how likely a draft is to be accepted down to each depth, by method and by the evidence for it.
 
-Counts are kept per (method, sampled or greedy, evidence), where evidence is how much of the context the draft's source
-shares (a function of committed tokens). They decay, so a change of workload is noticed; a sequence's own record bends
-them for that sequence. Everything here looks back at committed tokens only.
+Tries and hits are counted per (method, sampled or greedy, evidence) and depth, over a first guess in which every token
+that held counts as one more of context. All of it looks back at committed tokens: a depth is tried when everything
+above it held. What chosen drafts brought over what they promised lowers a method's survival as a whole, since of many
+estimates the highest are chosen.
+
+Drafts are planned as chains, one node per depth. A drafter that states a node's own probability, or a tree's width at
+each depth, would enter in `survival`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
 from typing import Any
 
-from paceline.drafters.base import LEARNED
+import numpy as np
 
-POSITIONS = 16  # deeper ones count as the last
-MEMORY = 400.0  # trials after which old ones fade
-# Trials that the first guess counts for, by bucket: more for short matches, a dozen of which may fail in a row.
-PRIOR_TRIALS = (12.0,) * 4 + (4.0,) * 4
-SCALE_TRIALS = 4.0  # the same of how drafts held all in all
-ALIKE_TRIALS = 16.0  # that a model's record at all positions counts for at each
-HOPELESS = 0.01
-BENDS = 32
-OWN_FADES, OWN_WEIGHT = 0.95, 8.0  # how far a sequence's own record may lower the common one
-TRUST_FADES, TRUST_WEIGHT = 0.99, 3.0  # likewise for what was promised against what came of it
-BAD_LUCK = 0.5  # standard deviations: more of it costs batches on slow cores, less costs a single answer
-DOUBT_TOKENS = 20.0
-EVIDENCE_STEPS = (1, 2, 3, 4, 6, 9, 16)  # where one bucket of evidence ends and the next begins
-FIRST_GUESS = (0.0, 0.17, 0.24, 0.49, 0.65, 0.75, 0.85, 0.9)  # by bucket; short matches mean little
-MISSES, FEWER = 0.45, 0.85  # once such a one has held: how often the next token does not, and how much less often each
+from paceline.drafters.base import LEARNED
+from paceline.engine.cost import Floats
+from paceline.engine.policy import DEEPEST
+
+MEMORY = 256.0  # tries at a depth after which old ones count half, so that a change of workload is noticed
+GUESS_TRIALS = 16.0  # tries that the first guess counts for, and promised tokens that trust in a method does
+POOL_TRIALS = 4.0  # tries that it counts for at all depths together, where one speaks for the others
+HIGHEST = 0.99  # that a rate may be: nothing is sure
+EVEN = 3.0  # tokens of context at which a lookup is right every second time
+SUREST = 0.9  # that a first guess may be
+WINDOW = 64.0  # steps after which promises have faded to a third
+BUCKETS = (1, 2, 3, 4, 6, 9, 16)  # evidence from which one record ends and the next begins
 
 Key = tuple[str, bool, int]
 
 
 @functools.cache
 def bucket(evidence: int) -> int:
-    return sum(evidence >= step for step in EVIDENCE_STEPS)
+    """The least evidence of those that share its record."""
+    return max((least for least in BUCKETS if evidence >= least), default=0)
 
 
 @functools.cache
-def prior(evidence_bucket: int) -> tuple[float, ...]:
-    """By position, before anything was seen: more evidence is better, and a draft that held so far tends to hold.
-
-    Of short matches that is as it was for answers to the workloads `bench` ships and to training prompts.
-    """
-    first = FIRST_GUESS[evidence_bucket]
-    if first < 1 - MISSES:
-        return (first, *[1 - MISSES * FEWER**at for at in range(1, POSITIONS)])
-    return (min(first, 0.9), *[min(first + 0.15, 0.9)] * (POSITIONS - 1))
-
-
-class Record:
-    """How often drafts got as far as each position, and past it."""
-
-    def __init__(
-        self, tried: SequenceOf[float] = (0.0,) * POSITIONS, hit: SequenceOf[float] = (0.0,) * POSITIONS
-    ) -> None:
-        self.tried, self.hit = list(tried), list(hit)
-
-    def note(self, drafted: int, accepted: int) -> None:
-        tried, hit = self.tried, self.hit
-        for at in range(min(drafted, accepted + 1, POSITIONS)):
-            tried[at] += 1
-            if at < accepted:
-                hit[at] += 1
-            if tried[at] > MEMORY:
-                tried[at] /= 2
-                hit[at] /= 2
-
-    def scaled(self, guess: tuple[float, ...]) -> tuple[float, ...]:
-        """The guess, higher or lower at every position by how drafts held all in all."""
-        expected = sum(map(operator.mul, self.tried, guess))
-        scale = (sum(self.hit) + SCALE_TRIALS) / (expected + SCALE_TRIALS)
-        return tuple([one * scale for one in guess])
-
-
-_UNSEEN = Record()
-
-
-@dataclass
-class _Own:
-    """One sequence's hits and what was expected of it, fading."""
-
-    hits: float = 0.0
-    expected: float = 0.0
-    variance: float = 0.0  # of the hits, if they are as expected
-    bend: float = 1.0  # what follows from it
+def first_guess(evidence: int) -> tuple[float, ...]:
+    """By depth, before anything was seen: that a token holds behind a draft that held so far."""
+    context = [evidence + depth for depth in range(DEEPEST)]
+    return tuple(min(one * one / (one * one + EVEN * EVEN), SUREST) for one in context)
 
 
 class Acceptance:
     def __init__(self) -> None:
-        self._records: dict[Key, Record] = {}
-        self._own: dict[tuple[str, str], _Own] = {}
-        self._promises: dict[str, _Own] = {}  # by method, over all drafts that were chosen
+        self._records: dict[Key, tuple[list[float], list[float]]] = {}  # tried, hit; by depth
+        self._promises: dict[str, tuple[float, float]] = {}  # by method: tokens promised and kept, fading
+        self._fresh: set[str] = set()  # methods tried since the last `fade`
+        self._by_key: dict[Key, Floats] = {}  # survival by the records, until they change
 
-    def bend(self, sequence_key: str, method: str) -> float:
-        """How much less than common a method is worth for a sequence, by its own record; in steps: many agree."""
-        own = self._own.get((sequence_key, method))
-        return 1.0 if own is None else own.bend
+    def survival(self, method: str, sampled: bool, evidence: int) -> Floats:
+        """(DEEPEST,) that the first 1, 2, ... tokens of a draft are all accepted."""
+        promised, kept = self._promises.get(method, (0.0, 0.0))
+        trust = min((kept + GUESS_TRIALS) / (promised + GUESS_TRIALS), 1.0)
+        return trust * self._by_record((method, sampled, bucket(evidence)))
 
-    def survival(
-        self, method: str, sampled: bool, evidence: int, depth: int, least: float = HOPELESS, bend: float = 1.0
-    ) -> list[float]:
-        """Probability that the first 1, 2, ..., depth drafted tokens are all accepted, down to `least`."""
-        at = bucket(evidence)
-        record = self._records.get((method, sampled, at)) or _UNSEEN
-        guess, trials = prior(at), PRIOR_TRIALS[at]
-        if at >= bucket(LEARNED):  # positions are alike: those seldom reached are as good
-            guess, trials = record.scaled(guess), ALIKE_TRIALS
-        alive, kept = 1.0, []
-        for tried, hit, one in zip(record.tried[:depth], record.hit, guess, strict=False):
-            rate = (hit + trials * one) / (tried + trials) * bend
-            alive *= rate if rate < 0.99 else 0.99
-            if alive < least:
-                break
-            kept.append(alive)
-        return kept
+    def _by_record(self, key: Key) -> Floats:
+        if key not in self._by_key:
+            self._by_key[key] = np.cumprod(np.array(self._rates(key)))
+        return self._by_key[key]
 
-    def note(self, sequence_key: str, method: str, sampled: bool, evidence: int, drafted: int, accepted: int) -> None:
-        """A draft of `drafted` tokens met its fate; a shadow draft that was never verified counts as well."""
-        if not drafted:
-            return
-        key = (method, sampled, bucket(evidence))
-        record = self._records.get(key) or self._records.setdefault(key, Record())
-        guess, trials = FIRST_GUESS[key[2]], PRIOR_TRIALS[key[2]]
-        expected = (record.hit[0] + trials * guess) / (record.tried[0] + trials)
-        record.note(drafted, accepted)
-        mine = sequence_key, method
-        own = self._own.get(mine) or self._own.setdefault(mine, _Own())
-        own.hits = OWN_FADES * own.hits + (accepted > 0)
-        own.expected = OWN_FADES * own.expected + expected
-        own.variance = OWN_FADES**2 * own.variance + expected * (1 - expected)
-        slack = math.sqrt(own.variance)  # bad luck is no record
-        bend = min((own.hits + slack + OWN_WEIGHT) / (own.expected + OWN_WEIGHT), 1.0)
-        own.bend = round(bend * BENDS) / BENDS
+    def _rates(self, key: Key) -> SequenceOf[float]:
+        """That a token holds behind those that did, by depth."""
+        guess = first_guess(key[2])
+        if key not in self._records:
+            return guess
+        tried, hit = self._records[key]
+        if key[2] >= LEARNED:  # depths are alike: those seldom reached are as good as the others
+            expected = sum(t * g for t, g in zip(tried, guess, strict=True))
+            better = (sum(hit) + POOL_TRIALS) / (expected + POOL_TRIALS)
+            guess = tuple(min(g * better, HIGHEST) for g in guess)
+        return [(h + GUESS_TRIALS * g) / (t + GUESS_TRIALS) for t, h, g in zip(tried, hit, guess, strict=True)]
 
-    def trust(self, method: str, *, shadowed: bool = False) -> float:
-        """What chosen drafts brought over what they promised: of many estimates the highest are chosen, so they tend to
-        promise too much. Where shadows fill the records too, these know of bad luck already: not counted twice."""
-        kept = self._promises.get(method, _Own())
-        slack = BAD_LUCK * math.sqrt(kept.expected) if shadowed else 0.0
-        return min((kept.hits + slack + TRUST_WEIGHT) / (kept.expected + TRUST_WEIGHT), 1.0)
+    def is_tried(self, method: str) -> bool:
+        """Its record weighs more than the first guess."""
+        return sum(tried[0] for (name, *_), (tried, _) in self._records.items() if name == method) >= GUESS_TRIALS
 
-    @property
-    def doubt(self) -> float:
-        """How little is known of that: 1 before any promise was put to the test."""
-        return DOUBT_TOKENS / (DOUBT_TOKENS + sum(kept.expected for kept in self._promises.values()))
+    def note(self, method: str, sampled: bool, evidence: int, depth: int, accepted: int) -> None:
+        """A draft `depth` deep was accepted so far; what it promised is by the records of the steps before."""
+        key = method, sampled, bucket(evidence)
+        promised, kept = self._promises.get(method, (0.0, 0.0))
+        self._promises[method] = promised + float(self._by_record(key)[:depth].sum()), kept + accepted
+        tried, hit = self._records.setdefault(key, ([0.0] * DEEPEST, [0.0] * DEEPEST))
+        for at in range(min(depth, accepted + 1, DEEPEST)):
+            tried[at] += 1
+            hit[at] += at < accepted
+            if tried[at] > MEMORY:
+                tried[at] /= 2
+                hit[at] /= 2
+        self._fresh.add(method)
 
-    def note_promises(self, promised: Mapping[str, tuple[float, int]]) -> None:
-        """Of one step, by method: promised and accepted. Old ones fade with every step, so that a method given up for
-        bad luck gets another chance."""
-        for method in {*self._promises, *promised}:
-            kept, (expected, hits) = self._promises.setdefault(method, _Own()), promised.get(method, (0.0, 0))
-            kept.hits = TRUST_FADES * kept.hits + hits
-            kept.expected = TRUST_FADES * kept.expected + expected
+    def end_step(self, methods: AbstractSet[str]) -> None:
+        """A step with drafts by these was noted: older promises count less."""
+        self._by_key.clear()
+        for method in methods & self._promises.keys():
+            promised, kept = self._promises[method]
+            self._promises[method] = promised * (1 - 1 / WINDOW), kept * (1 - 1 / WINDOW)
 
-    def forget(self, sequence_key: str) -> None:
-        for key in [key for key in self._own if key[0] == sequence_key]:
-            del self._own[key]
+    def fade(self) -> None:
+        """Called now and then: methods that were not tried since the last time are on their way to a second chance."""
+        for key in [key for key in self._records if key[0] not in self._fresh]:
+            tried, hit = self._records[key]
+            self._records[key] = [one / 2 for one in tried], [one / 2 for one in hit]
+        for method in self._promises.keys() - self._fresh:
+            promised, kept = self._promises[method]
+            self._promises[method] = promised / 2, kept / 2
+        self._fresh.clear()
+        self._by_key.clear()
 
-    def as_list(self) -> list[dict[str, Any]]:
+    def state(self) -> list[dict[str, Any]]:
         return [
-            {"method": method, "sampled": sampled, "bucket": at, "tried": [*kept.tried], "hit": [*kept.hit]}
-            for (method, sampled, at), kept in self._records.items()
+            {"method": method, "sampled": sampled, "evidence": evidence, "tried": [*tried], "hit": [*hit]}
+            for (method, sampled, evidence), (tried, hit) in self._records.items()
         ]
 
-    def load(self, stored: list[dict[str, Any]]) -> None:
-        for entry in stored:
-            tried, hit = [float(x) for x in entry["tried"]], [float(x) for x in entry["hit"]]
-            if not all(0 <= one <= most < math.inf for one, most in zip(hit, tried, strict=False)):
+    @classmethod
+    def of_state(cls, state: list[dict[str, Any]]) -> Acceptance:
+        made = cls()
+        for entry in state:
+            tried, hit = [float(one) for one in entry["tried"]], [float(one) for one in entry["hit"]]
+            fits = len(tried) == len(hit) == DEEPEST and int(entry["evidence"]) in BUCKETS
+            if not fits or not all(0 <= one <= most < math.inf for one, most in zip(hit, tried, strict=True)):
                 raise ValueError("an acceptance of another form")
-            if len(tried) == len(hit) == POSITIONS:
-                self._records[str(entry["method"]), bool(entry["sampled"]), int(entry["bucket"])] = Record(tried, hit)
+            made._records[str(entry["method"]), bool(entry["sampled"]), int(entry["evidence"])] = tried, hit
+        return made

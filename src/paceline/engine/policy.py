@@ -1,11 +1,11 @@
-"""The contract between the engine and whoever decides how much is drafted. `adaptive` is the one users get.
+"""The contract between the engine and a policy, which decides what is drafted. `adaptive` is the one users get.
 
 A choice is made from committed history and timings, never from the draft at hand: that would bias the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +14,8 @@ from paceline.config import AUTO as AUTO
 from paceline.config import NONE
 from paceline.engine.batch import StepOutput
 from paceline.sequence import Sequence
+
+DEEPEST = 16  # tokens ahead that a policy plans where k is open: passes for such drafts are captured beforehand
 
 
 @dataclass(frozen=True)
@@ -24,15 +26,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step was and took."""
+    """One step and its timings."""
 
     num_sequences: int
     rows: int  # of the target pass
-    step_s: float
-    draft_s: Mapping[str, tuple[int, float]]  # method -> (largest budget, seconds)
+    step_s: float  # from the end of the step before, or from the first thing done for this one
+    draft_s: Mapping[str, tuple[int, float]]  # method -> (largest budget, seconds); one that caught up is left out
     outputs: SequenceOf[StepOutput]
-    retired: frozenset[str] = frozenset()  # methods that were switched off
-    warm: bool = True  # its time says what such steps take
+    retired: frozenset[str] = frozenset()  # methods that are switched off
+    warm: bool = True  # its time is what such steps take: nothing was captured or compiled in it
     ahead: bool = False  # it was launched before the step before it was read
 
 
@@ -40,43 +42,36 @@ class Policy(Protocol):
     def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
         """One choice per decoding sequence; `other_rows` of the same pass belong to prompts.
 
-        `others_wait`: the place of a sequence that ends is taken by another at once.
+        `others_wait`: a waiting request takes the place of a sequence that ends at once.
         """
 
     def rests(self, sequences: SequenceOf[Sequence]) -> bool:
-        """The step after the one under way will not draft, whatever that says: it need not be asked for a plan."""
+        """The step after the one under way is plain whatever that one commits, so it needs no plan."""
 
     def drafts_on(self) -> bool:
-        """The step after the one under way may well draft as that one does: drafts may begin before it is planned."""
-
-    def settled(self, sequences: SequenceOf[Sequence]) -> tuple[str, list[int]] | None:
-        """The method that will draft for all of these in the step after the one under way, and the nodes each may have,
-        where nothing is left to decide but whether it finds something."""
+        """The step after the one under way may draft as that one does: its drafts may begin before it is planned."""
 
     def observe(self, report: StepReport) -> None:
-        """A step has ended; what there is to learn from it may wait."""
+        """A step has ended; learning from it may wait for `meanwhile`."""
 
     def meanwhile(self) -> None:
         """A pass is under way: learn from the steps before it."""
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
-        """What a step without drafts would take now; None while unknown."""
+        """Seconds that a step without drafts would take now; None while unknown."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is finished."""
 
 
 class LearnsNothing:
-    """What a policy that only follows a plan leaves out."""
+    """The part of a policy that one with a fixed plan leaves empty."""
 
     def rests(self, sequences: SequenceOf[Sequence]) -> bool:
         return False
 
     def drafts_on(self) -> bool:
         return True
-
-    def settled(self, sequences: SequenceOf[Sequence]) -> tuple[str, list[int]] | None:
-        return None
 
     def observe(self, report: StepReport) -> None:
         pass
@@ -99,3 +94,7 @@ def wish(sequence: Sequence, method: str, k: int | None) -> tuple[str, int | Non
     if isinstance(own, str):
         return own, k
     return own.get("method", method), own.get("k", k)
+
+
+def any_sampled(sequences: Iterable[Sequence]) -> bool:
+    return any(sequence.sampled for sequence in sequences)

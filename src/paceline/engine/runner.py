@@ -16,9 +16,9 @@ from torch import Tensor
 
 from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to, sent
 from paceline.engine.batch import Batch
-from paceline.engine.budget import DEEPEST
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out
+from paceline.engine.policy import DEEPEST
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache

@@ -1,6 +1,6 @@
 """How the time of a pass grows with its rows, before any was timed: what kind of machine it runs on.
 
-Whoever plans passes starts from it and learns the rest.
+The policy starts from it and learns the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from paceline.models.decoder import Decoder
 class PassPrior:
     times: tuple[tuple[int, float], ...]  # (rows, time against one row), linear between, proportional to rows beyond
     padded_to: tuple[int, ...] = ()  # a pass of fewer rows takes what the next of these takes; (): no padding
-    drifts: bool = False  # other work slows the machine down, for seconds at a time
 
 
 # A memory-bound CPU, as measured on two cores in steps of the engine, which does a little for each row besides. Where a
@@ -24,8 +23,7 @@ CPU = PassPrior(
     (
         *((1, 1.0), (2, 1.03), (4, 1.07), (8, 1.15), (12, 1.25), (16, 1.5), (24, 1.8), (32, 2.15)),
         *((64, 3.8), (128, 7.4), (512, 29.0)),
-    ),
-    drifts=True,
+    )
 )
 # A large GPU: flat while the weights take longer from memory than the products do, as measured on an H200.
 GPU = PassPrior(

@@ -1,0 +1,76 @@
+"""The drafters at hand: which of them a request may use, and how much speaks for a draft by each.
+
+A drafter that fails to answer has no evidence; the answer under way does not suffer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as SequenceOf
+
+from paceline.drafters import Drafter
+from paceline.drafters.base import HostDrafter
+from paceline.engine.policy import AUTO
+from paceline.sequence import Sequence
+
+log = logging.getLogger("paceline")
+FIRST_TOKENS = 2  # of an answer: they do not wait for a drafter that has yet to read the prompt,
+SMALL_LAG = 8  # tokens: that is, more than so many
+
+
+class DrafterEvidence:
+    def __init__(self, drafters: SequenceOf[Drafter], method: str) -> None:
+        """`method`: the engine's own, which decides whether a covered lookup is worth indexing for."""
+        self.drafters = {drafter.name: drafter for drafter in drafters}
+        self._method = method
+        self._warned: set[tuple[str, type]] = set()
+        self.retire(frozenset())
+
+    def retire(self, names: frozenset[str]) -> None:
+        """These are switched off. A lookup stands for those it covers: it searches the same texts and finds more."""
+        self.retired = names
+        working = [drafter for name, drafter in self.drafters.items() if name not in names]
+        hosts = [drafter for drafter in working if isinstance(drafter, HostDrafter)]
+        covered = {name for host in hosts for name in host.covers}
+        for host in hosts:
+            host.idle = self._method == AUTO and host.name in covered
+        self._auto = tuple(drafter.name for drafter in working if drafter.name not in covered)
+
+    def allowed(self, method: str) -> tuple[str, ...]:
+        """Methods that may draft for a request that asks for this one."""
+        if method == AUTO:
+            return self._auto
+        return (method,) if method in self.drafters and method not in self.retired else ()
+
+    def runs_model(self, method: str) -> bool:
+        """Each token ahead takes a pass: the drafter is no lookup, or has something to read before it drafts."""
+        drafter = self.drafters[method]
+        own_lag: object = type(drafter).lag
+        return not isinstance(drafter, HostDrafter) or own_lag is not HostDrafter.lag
+
+    def of(self, sequences: SequenceOf[Sequence], method: str) -> list[int]:
+        """The evidence for a draft of each; 0: there would be none."""
+        drafter = self.drafters[method]
+        if isinstance(drafter, HostDrafter):
+            try:
+                found = drafter.look(sequences)
+                if found is not None and len(found) != len(sequences):
+                    raise ValueError(f"{len(found)} answers for {len(sequences)} sequences")
+                if found is not None:
+                    return found
+            except Exception as problem:  # one sequence may be the cause: ask for each alone
+                self._warn(method, problem)
+        return [self._of_one(sequence, drafter) for sequence in sequences]
+
+    def _of_one(self, sequence: Sequence, drafter: Drafter) -> int:
+        try:
+            if sequence.num_output >= FIRST_TOKENS or drafter.lag(sequence) <= SMALL_LAG:
+                return drafter.evidence(sequence)
+        except Exception as problem:
+            self._warn(drafter.name, problem)
+        return 0
+
+    def _warn(self, method: str, problem: Exception) -> None:
+        if (method, type(problem)) not in self._warned:  # once: it may fail at every step
+            log.warning("drafter %s failed to say what it knows: %r", method, problem)
+            self._warned.add((method, type(problem)))

@@ -1,0 +1,49 @@
+"""Never slower: what drafted steps really brought is compared with plain ones, whatever was expected of them.
+
+A running sum of plain steps lost, from 0 up, by the size of the batch. Once it says that drafting loses, drafting stops
+and is tried again after a pause, which doubles each time and is forgiven once drafting has won as much back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.engine.cost import size_of
+
+LOSS, LEAST_LOSS = 12.0, 2.0  # plain steps that must be lost: how sure it must be. Over the root of the number of
+# sequences, whose luck evens out, but never less than so many
+PAUSE, LONGEST_PAUSE = 64, 1024  # steps
+
+
+@dataclass
+class _Account:
+    lost: float = 0.0  # plain steps
+    won: float = 0.0  # since the last pause
+    pause: int = PAUSE  # the next one
+    left: int = 0  # of the one under way
+
+
+class Guard:
+    def __init__(self) -> None:
+        self._accounts: dict[int, _Account] = {}
+
+    def note(self, num_sequences: int, saved: float) -> None:
+        """A drafted step saved so many plain steps."""
+        account = self._accounts.setdefault(size_of(num_sequences), _Account())
+        limit = max(LOSS / math.sqrt(num_sequences), LEAST_LOSS)
+        account.lost = max(account.lost - saved, 0.0)
+        account.won += saved
+        if account.won > limit:
+            account.pause = PAUSE
+        if account.lost > limit:
+            account.left, account.lost, account.won = account.pause, 0.0, 0.0
+            account.pause = min(2 * account.pause, LONGEST_PAUSE)
+
+    def pauses(self, num_sequences: int) -> bool:
+        """The next step of such a batch is to be plain; counts it."""
+        account = self._accounts.get(size_of(num_sequences))
+        if account is None or not account.left:
+            return False
+        account.left -= 1
+        return True
