@@ -35,7 +35,7 @@ from paceline.draft import Draft
 from paceline.drafters import DRAFTERS, Commit, Drafter, DrafterContext, DraftRow
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.adaptive import AdaptivePolicy
-from paceline.engine.batch import StepOutput
+from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.drafting import READ_AHEAD
 from paceline.engine.policy import Choice, StepReport
 from paceline.models import pass_prior
@@ -333,7 +333,14 @@ class Replay:
                     output.sequence.finish_reason = "stop"
                     drafter.release(output.sequence)
         self.policy.observe(
-            StepReport(len(live), len(live) + nodes, self.times.told(seconds) + deciding, known, outputs, ahead=ahead)
+            StepReport(
+                len(live),
+                len(live) + nodes,
+                self.times.told(seconds) + deciding,
+                known,
+                StepOutputs.of(outputs),
+                ahead=ahead,
+            )
         )
         return seconds + (deciding if self.deciding else 0.0)
 

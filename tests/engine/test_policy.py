@@ -14,7 +14,7 @@ from paceline.config import SpeculationConfig
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.adaptive import MARGIN, TRIAL_ROWS, AdaptivePolicy
-from paceline.engine.batch import StepOutput
+from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.cost import GRID, DraftTimes, StepTimes
 from paceline.engine.guard import LEAST_LOSS, PAUSE, Guard
 from paceline.engine.policy import DEEPEST, Choice, StepReport
@@ -110,7 +110,7 @@ def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=Fal
     taken = seconds(len(sequences), nodes, resting) + sum(each for _, each in drafting.values())
     told = taken * noise.uniform(0.9, 1.1) if noise else taken
     rows = len(sequences) + nodes
-    policy.observe(StepReport(len(sequences), rows, told, drafting, outputs, retired, ahead=resting))
+    policy.observe(StepReport(len(sequences), rows, told, drafting, StepOutputs.of(outputs), retired, ahead=resting))
     return sum(len(output.tokens) for output in outputs), taken, choices
 
 
@@ -418,7 +418,9 @@ def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
         lookup._evidence = evidence
         assert policy.plan([one], 0, False) == [Choice("lookup", 2)]
         policy.meanwhile()
-        policy.observe(StepReport(1, 4, 0.02, {}, [StepOutput(one, [1], "", [], False, "lookup", 3, 0, 2)]))
+        policy.observe(
+            StepReport(1, 4, 0.02, {}, StepOutputs.of([StepOutput(one, [1], "", [], False, "lookup", 3, 0, 2)]))
+        )
     policy.meanwhile()
     assert noted == [(4, 2), (9, 2)]
 
@@ -486,10 +488,10 @@ def test_slow_first_drafts_and_single_slow_steps_poison_no_cost():
 def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
     policy, one = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("s")
     output = StepOutput(one, [1], "", [], False)
-    policy.observe(StepReport(1, 1, 9.0, {}, [output], warm=False))
+    policy.observe(StepReport(1, 1, 9.0, {}, StepOutputs.of([output]), warm=False))
     policy.meanwhile()
     assert policy.plain_seconds(1, False) is None
-    policy.observe(StepReport(1, 1, 0.02, {}, [output]))
+    policy.observe(StepReport(1, 1, 0.02, {}, StepOutputs.of([output])))
     policy.meanwhile()
     assert policy.plain_seconds(1, False) == pytest.approx(0.02)
 

@@ -137,7 +137,7 @@ class AdaptivePolicy:
         for method, rows in fixed.items():
             self._choose_surest(method, rows, choices)
         if open_rows:
-            drafted = {output.method for output in self._lesson[1].outputs if output.drafted} if self._lesson else ()
+            drafted = {method for method, *_ in self._lesson[1].outputs.drafts.values()} if self._lesson else ()
             if not all(map(self._acceptance.is_tried, drafted)):
                 self.meanwhile()  # a lesson waits for the next pass, unless the next draft depends on the first ones
             base, times = len(sequences) + sum(choice.budget for choice in choices), self._times[any_sampled(sequences)]
@@ -304,35 +304,36 @@ class AdaptivePolicy:
             self._drafted = False
         drafted: Mapping[str, int] = {}  # method -> sequences
         if report.rows > report.num_sequences:
-            drafted = Counter(output.method for output in report.outputs if output.drafted)
-        if report.outputs:
+            drafted = Counter(method for method, *_ in report.outputs.drafts.values())
+        outputs = report.outputs
+        if outputs.sequences:
             self._learn_times(plan, report, drafted)
-        for output in report.outputs if self._evidence.drafters else ():
-            sequence = output.sequence
-            if output.drafted:
-                evidence = plan.evidence.get(sequence.key, 1)
-                self._acceptance.note(output.method, sequence.sampled, evidence, output.depth, output.accepted)
-            if drafted:  # in other steps all have the same pace
-                pace = self._pace.get(sequence.key, 1.0)
-                self._pace[sequence.key] = pace + PACE_RATE * (len(output.tokens) - pace)
-            if output.finished or sequence.finished:
-                self.forget(sequence)
+        for at, (method, _, accepted, depth) in outputs.drafts.items():
+            sequence = outputs.sequences[at]
+            self._acceptance.note(method, sequence.sampled, plan.evidence.get(sequence.key, 1), depth, accepted)
+        for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True) if drafted else ():
+            pace = self._pace.get(sequence.key, 1.0)  # in other steps all have the same
+            self._pace[sequence.key] = pace + PACE_RATE * (len(tokens) - pace)
+        for at in outputs.ended:
+            self.forget(outputs.sequences[at])
         self._acceptance.end_step(drafted.keys())
 
     def _learn_times(self, plan: _Plan, report: StepReport, drafted: Mapping[str, int]) -> None:
-        times = self._times[any_sampled(output.sequence for output in report.outputs)]
+        outputs = report.outputs
+        times = self._times[any_sampled(outputs.sequences)]
         for method, (depth, seconds) in report.draft_s.items():
             if method in self._evidence.drafters:
                 skip = FIRST_DRAFTS if self._evidence.runs_model(method) else 0
                 self._draft_times.observe(method, drafted.get(method, 1), depth, seconds, skip=skip)
         self._runs_ahead |= report.ahead
         # A drafter that had to catch up is not timed, and its step is no measure of such steps.
-        whole = len(report.outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
+        whole = len(outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
         taken = report.step_s - sum(seconds for _, seconds in report.draft_s.values())
         if not (report.warm and whole and taken > 0):
             return
         if plan.drafts and plan.plain_s:
-            tokens = sum(len(one.tokens) * plan.values.get(one.sequence.key, 1.0) for one in report.outputs)
+            worth = [plan.values.get(sequence.key, 1.0) for sequence in outputs.sequences]
+            tokens = sum(len(each) * value for each, value in zip(outputs.tokens, worth, strict=True))
             saved = tokens / report.num_sequences - report.step_s / plan.plain_s
             self._guard.note(report.num_sequences, max(saved, WORST))
         # Where plain steps are launched ahead, one that was not takes longer than they do.

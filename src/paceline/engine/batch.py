@@ -18,7 +18,8 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Row(NamedTuple):
+@dataclass(slots=True)
+class Row:
     """One sequence's share of a step: `count` of its tokens from `first` on, then a draft of at most `budget` nodes."""
 
     sequence: Sequence
@@ -59,8 +60,8 @@ class Batch:
 
     @staticmethod
     def of(rows: SequenceOf[Row], tables: Tables) -> Batch:
-        columns = np.array([row[1:4] for row in rows], np.int64).reshape(-1, 3)
-        drafts = {index: row[4:] for index, row in enumerate(rows) if row.budget}
+        columns = np.array([(row.first, row.count, row.samples) for row in rows], np.int64).reshape(-1, 3)
+        drafts = {index: (row.method, row.budget) for index, row in enumerate(rows) if row.budget}
         first, count = np.ascontiguousarray(columns[:, 0]), np.ascontiguousarray(columns[:, 1])
         return Batch([row.sequence for row in rows], first, count, columns[:, 2] > 0, tables, drafts=drafts)
 
@@ -113,6 +114,17 @@ class StepOutputs(SequenceOf[StepOutput]):
     drafts: dict[int, tuple[str, int, int, int]] = field(default_factory=dict)  # method, nodes, accepted, depth
     texts: dict[int, str] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)  # indices of sequences this step ended
+
+    @staticmethod
+    def of(outputs: SequenceOf[StepOutput]) -> StepOutputs:
+        return StepOutputs(
+            [output.sequence for output in outputs],
+            [output.tokens for output in outputs],
+            {at: output.kinds for at, output in enumerate(outputs)},
+            {at: output[5:] for at, output in enumerate(outputs) if output.drafted},
+            {at: output.text for at, output in enumerate(outputs)},
+            [at for at, output in enumerate(outputs) if output.finished],
+        )
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from paceline.config import AUTO as AUTO
 from paceline.config import NONE
-from paceline.engine.batch import StepOutput
+from paceline.engine.batch import StepOutputs
 from paceline.sequence import Sequence
 
 DEEPEST = 16  # tokens ahead that a policy plans where k is open: passes for such drafts are captured beforehand
@@ -32,7 +32,7 @@ class StepReport:
     rows: int  # of the target pass
     step_s: float  # from the end of the step before, or from the first thing done for this one
     draft_s: Mapping[str, tuple[int, float]]  # method -> (largest budget, seconds); one that caught up is left out
-    outputs: SequenceOf[StepOutput]
+    outputs: StepOutputs
     retired: frozenset[str] = frozenset()  # methods that are switched off
     warm: bool = True  # its time is what such steps take: nothing was captured or compiled in it
     ahead: bool = False  # it was launched before the step before it was read
