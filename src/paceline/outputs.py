@@ -36,7 +36,7 @@ class SpeculationStats:
     @property
     def estimated_speedup(self) -> float | None:
         """Against a live estimate of plain decoding, and never more than τ; None where nothing could be measured."""
-        if not self.spent_s or not self.plain_s or self.mean_acceptance_length is None:
+        if self.spent_s <= 0 or self.plain_s <= 0 or self.mean_acceptance_length is None:
             return None
         return min(self.plain_s / self.spent_s, self.mean_acceptance_length)
 

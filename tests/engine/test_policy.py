@@ -561,7 +561,7 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
     assert read({"prompt_lookup_max": 1}, base).ngram_min == 1
     for wrong, says in (
         ({"posterior_threshold": 0.1}, "posterior_threshold would change"),
-        ({"method": "medusa"}, "medusa"),
+        ({"method": "mlp_speculator"}, "mlp_speculator"),
         ({"method": ["ngram"]}, "ngram"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max has no meaning"),
         ({"method": "ngram", "model": "smollm2"}, "model has no meaning"),

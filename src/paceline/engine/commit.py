@@ -60,7 +60,7 @@ class Committer:
         batch, layout = flight.batch, flight.layout
         landed = Landed(flight)
         outputs, finished = landed.outputs, Status.FINISHED
-        tokens_of, accepted_of, kinds_of = ([], [], []) if flight.reading is None else flight.reading.read()
+        tokens_of, accepted_of = ([], []) if flight.reading is None else flight.reading.read()
         if len(batch.sampling) < len(batch):  # chunks of prompts that yield no token
             for index in np.flatnonzero(~batch.samples):
                 sequence = batch.sequences[index]
@@ -87,19 +87,20 @@ class Committer:
             committed.append(tokens)
             landed.rows.append(row)
         if batch.drafts:
-            self._note_drafts(landed, layout, accepted_of, kinds_of)
+            self._note_drafts(landed, layout, accepted_of)
         self._drafters.landed(batch, landed.sequences)
         return landed
 
     @staticmethod
-    def _note_drafts(landed: Landed, layout: Layout, accepted_of: list[int], kinds_of: list[list[int]]) -> None:
-        batch = landed.flight.batch
+    def _note_drafts(landed: Landed, layout: Layout, accepted_of: list[int]) -> None:
+        flight, outputs = landed.flight, landed.outputs
+        assert flight.reading is not None
+        sampling, nodes, depths = flight.batch.sampling.tolist(), layout.num_nodes.tolist(), layout.depths.tolist()
         for at, row in enumerate(landed.rows):
-            index = int(batch.sampling[row])
-            if layout.num_nodes[index]:
-                landed.outputs.kinds[at] = kinds_of[row]
-                nodes, depth = int(layout.num_nodes[index]), int(layout.depths[index])
-                landed.outputs.drafts[at] = batch.drafts[index][0], nodes, accepted_of[row], depth
+            index = sampling[row]
+            if nodes[index]:
+                outputs.kinds[at] = flight.reading.kinds(row)
+                outputs.drafts[at] = flight.batch.drafts[index][0], nodes[index], accepted_of[row], depths[index]
 
     def publish(self, landed: Landed) -> StepOutputs:
         """The rest of it; sequences that have ended leave."""

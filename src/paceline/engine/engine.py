@@ -18,7 +18,7 @@ import torch
 from paceline.config import AUTO, NONE, EngineConfig
 from paceline.drafters import Drafter
 from paceline.engine.adaptive import AdaptivePolicy
-from paceline.engine.batch import StepOutputs
+from paceline.engine.batch import Batch, StepOutputs
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafting import DrafterSet
@@ -35,7 +35,7 @@ from paceline.models.kv_cache import KVCache
 from paceline.models.memory import cache_bytes, says_what_to_lower
 from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
+from paceline.sequence import Sequence, Status
 
 log = logging.getLogger("paceline")
 AWAY = 0.1  # share of a step's time between two calls of `step`: with more, the device's time is not known
@@ -79,8 +79,8 @@ class Engine:
             self.blocks,
             self.policy,
             recompute_last=self.drafters.pairs,
-            on_admit=self.drafters.admit,
-            on_release=self.drafters.release,
+            on_admit=self._admit,
+            on_release=self._release,
         )
         self.runner = Runner(model, cache, self.drafters, Sampler(model.config.vocab_size, self._eos, model.device))
         with says_what_to_lower():
@@ -92,6 +92,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None  # launched by the step before
         self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, once its step is published
+        self._spent_s = self._plain_s = 0.0  # in steps that only decoded, and what they would have taken plainly
         self._read_at = self._returned_at = 0.0  # when the last step had been read, and when it was over
 
     def step(self) -> StepOutputs:
@@ -118,7 +119,7 @@ class Engine:
                 lost = flight.sequences if following is None else [*flight.sequences, *following.sequences]
                 self._lost = lost, problem
                 return self._with_failed(StepOutputs())
-            report = self._observe(flight, landed.outputs, started)
+            step_s = self._observe(flight, landed.outputs, started)
             if following is None and self.runs_ahead and self.scheduler.roomy:
                 following = self._launch()  # READ, THEN LAUNCH; on a CPU the next call of step() launches
                 if following is not None:
@@ -127,7 +128,8 @@ class Engine:
             outputs = self.committer.publish(landed)  # a stop string found here ends a row of the step under way
             if following is not None:
                 self.scheduler.let_go(following.batch)
-            self._account(flight, outputs, report)
+            self.stats.add(flight.batch, committed=outputs.num_tokens, model_s=flight.model_s, step_s=step_s)
+            self.stats.captured_late = self.runner.captured_late
             self._returned_at = time.perf_counter()
             return self._with_failed(outputs)
 
@@ -186,8 +188,8 @@ class Engine:
             return now
         return self._read_at
 
-    def _observe(self, flight: Flight, outputs: StepOutputs, started: float) -> StepReport:
-        """A step was read: the policy may learn from it."""
+    def _observe(self, flight: Flight, outputs: StepOutputs, started: float) -> float:
+        """A step was read: the policy may learn from it. Returns its seconds."""
         batch = flight.batch
         read_before, self._read_at = self._read_at, time.perf_counter()
         if batch.num_drafted:  # the device may have been drafting since the step before was read
@@ -203,21 +205,31 @@ class Engine:
             flight.ahead,
         )
         self.policy.observe(report)
-        return report
+        self._account(batch, outputs, report.step_s)
+        return report.step_s
 
-    def _account(self, flight: Flight, outputs: StepOutputs, report: StepReport) -> None:
-        """Timings for the user: what the step took, and what it would have taken plainly."""
-        batch, step_s = flight.batch, report.step_s
-        self.stats.add(batch, committed=outputs.num_tokens, model_s=flight.model_s, step_s=step_s)
-        self.stats.captured_late = self.runner.captured_late
-        if not batch.only_decodes:
-            return
-        sampled = any(sequence.sampled for sequence in outputs.sequences)
-        plain_s = self.policy.plain_seconds(len(batch), sampled)
+    def _account(self, batch: Batch, outputs: StepOutputs, step_s: float) -> None:
+        """Timings for the user: what steps that only decode took, and would have taken plainly. A sequence is in every
+        step from its admission to its end, so its share is a difference of these sums; drafted tokens are added."""
+        plain_s = None
+        if batch.only_decodes:
+            plain_s = self.policy.plain_seconds(len(batch), any(sequence.sampled for sequence in outputs.sequences))
         if plain_s:
-            for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True):
-                sequence.stats.spent_s += step_s
-                sequence.stats.plain_s += plain_s * len(tokens)
+            self._spent_s += step_s
+            self._plain_s += plain_s
+            for at in outputs.drafts:
+                outputs.sequences[at].stats.plain_s += plain_s * (len(outputs.tokens[at]) - 1)
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.drafters.admit(sequence)
+        sequence.stats.spent_s -= self._spent_s
+        sequence.stats.plain_s -= self._plain_s
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING:
+            sequence.stats.spent_s += self._spent_s
+            sequence.stats.plain_s += self._plain_s
+        self.drafters.release(sequence)
 
     def add_request(
         self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, job: str | None = None

@@ -57,24 +57,28 @@ class Reading:
         """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
         return self._arrived is not None and bool(self._arrived.query())
 
-    def read(self) -> tuple[list[list[int]], list[int], list[list[int]]]:
-        """By row: the tokens it commits, how many of them were drafted, and the kind of each."""
+    def read(self) -> tuple[list[list[int]], list[int]]:
+        """By row: the tokens it commits, and how many of them were drafted."""
         rows, width = self._verdict.tokens.shape
         if self._arrived is None:
-            of = self._verdict
-            tokens, accepted = of.tokens.flatten().tolist(), of.num_accepted.tolist()
-            kinds = of.kinds.flatten().tolist()
+            tokens, accepted = self._verdict.tokens.flatten().tolist(), self._verdict.num_accepted.tolist()
         else:
             self._arrived.synchronize()
-            tokens, accepted, kinds = [part.tolist() for part in self._parts]
-        accepted = accepted[:rows]  # more may be packed
-        ends = [begin + count + 1 for begin, count in zip(range(0, rows * width, width), accepted, strict=True)]
+            tokens, accepted = (
+                self._parts[0][: rows * width].tolist(),
+                self._parts[1][:rows].tolist(),
+            )  # more are packed
+        if width == 1:
+            return [[token] for token in tokens], accepted
         begins = range(0, rows * width, width)
-        return (
-            [tokens[begin:end] for begin, end in zip(begins, ends, strict=True)],
-            accepted,
-            [kinds[begin:end] for begin, end in zip(begins, ends, strict=True)],
-        )
+        return [tokens[begin : begin + count + 1] for begin, count in zip(begins, accepted, strict=True)], accepted
+
+    def kinds(self, row: int) -> list[int]:
+        """Of a row's places for tokens, once it was read."""
+        width = self._verdict.tokens.shape[1]
+        part = self._verdict.kinds[row] if self._arrived is None else self._parts[2][row * width : (row + 1) * width]
+        kinds: list[int] = part.tolist()
+        return kinds
 
     def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
         """Of committed tokens of a row: the chosen token's, and those of the `most` most likely."""
