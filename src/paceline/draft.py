@@ -218,6 +218,12 @@ class Draft:
             depth_bound=self.max_depth,
         )
 
+    def placed(self, device: torch.device) -> Draft:
+        """The same with trees that only the device knows filled in there; numbers of nodes stay on the host."""
+        if self.device_parents is None:
+            return self
+        return replace(self.to(device), num_nodes=self.num_nodes, q=self.q)
+
     def sound(self, vocab_size: int) -> Draft:
         """The same with trees that only the device knows made sound there, tokens and all."""
         if self.device_parents is None:

@@ -62,6 +62,7 @@ class Sampler:
         `row_of` and the draft's `num_nodes` lie on the host; its tokens and trees may lie on the device. `lengths` of
         the sequences, where they have tokens that the host has not read. `seats` of sequences that were admitted.
         """
+        draft = draft.placed(self._device)
         params, compiled = self._builder.params(sequences, lengths, seats), self._compiled.count
         simple = not params.edits and params.num_logprobs is None
         if logits.is_cpu and self.shortcut and simple and draft.q is None and not self._graphs.enabled:
