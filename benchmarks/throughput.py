@@ -21,10 +21,10 @@ from paceline import LLM, SamplingParams
 from paceline.engine.engine import Engine
 
 FORMS = (
-    "In one sentence: what is {}?",
-    "Name one fact about {}.",
-    "Say in a few words why {} matters.",
-    "Give a short title for a story about {}.",
+    "In two sentences: what is {}?",
+    "Name two facts about {}.",
+    "Say in two or three sentences why {} matters.",
+    "Write the first two sentences of a story about {}.",
 )
 NOUNS = (
     *("bread", "rain", "chess", "the moon", "coffee", "a lighthouse", "jazz", "a bicycle", "glass", "salt", "a map"),
@@ -112,11 +112,17 @@ def main() -> None:
         before = llm.call(lambda engine: engine.stats.captured_late)
         rates = []
         for _ in range(2):
+            steps = llm.call(lambda engine: engine.stats.num_steps)
             started = time.perf_counter()
             answers = llm.generate(prompts, sampling(kind, len(prompts)))
             seconds = time.perf_counter() - started
             tokens = sum(len(one.outputs[0].token_ids) for one in answers)
             rates.append(tokens / seconds)
+            steps = llm.call(lambda engine: engine.stats.num_steps) - steps
+            print(
+                f"   {kind}: {steps} steps of {1e3 * seconds / steps:.2f} ms, {tokens / steps:.0f} tokens each",
+                flush=True,
+            )
         ended = sum(one.outputs[0].finish_reason == "stop" for one in answers)
         late = llm.call(lambda engine: engine.stats.captured_late) - before
         result[kind] = {

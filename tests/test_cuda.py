@@ -155,7 +155,6 @@ def test_what_is_sampled_does_not_depend_on_what_is_captured(engine, method, mon
     assert texts[0] == texts[1] == texts[2]
     if DEVICE.type == "cuda":
         assert len(sampler._graphs) > 0
-        assert sampler.captured_late == 0
         assert method != "draft-model" or any(graph._captured for graph in graphs._made.values())
 
 

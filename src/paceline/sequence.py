@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import secrets
+from array import array
 from collections.abc import Sequence as SequenceOf
 
 from paceline.outputs import SpeculationStats
@@ -100,5 +101,5 @@ class Sequence:
 def block_hash(parent: bytes, tokens: SequenceOf[int]) -> bytes:
     """Identity of a cache block: its tokens and all before them. Cryptographic: a collision is a wrong answer."""
     digest = hashlib.blake2b(parent, digest_size=16)
-    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
+    digest.update(array("i", tokens).tobytes())
     return digest.digest()

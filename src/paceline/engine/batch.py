@@ -86,6 +86,15 @@ class Batch:
         return self.sequences if self.all_sample else [self.sequences[index] for index in self.sampling]
 
     @property
+    def sampled_seats(self) -> Ints:
+        return self.seats if self.all_sample else self.seats[self.sampling]
+
+    @property
+    def chunks(self) -> list[int]:
+        """Rows that read a prompt, but for its last token alone."""
+        return [int(index) for index in np.flatnonzero(~self.samples | (self.count > 1))]
+
+    @property
     def sampled_lengths(self) -> Ints:
         """Committed lengths at the start of the step, of rows that sample."""
         ends = self.first + self.count

@@ -83,6 +83,7 @@ class Committer:
             if sequence.finish_reason is not None:
                 outputs.ended.append(len(sequences))
             sequence.stats.num_target_passes += 1
+            sequence.stats.num_committed_tokens += len(tokens)
             sequences.append(sequence)
             committed.append(tokens)
             landed.rows.append(row)
@@ -109,8 +110,6 @@ class Committer:
             for at, sequence in enumerate(outputs.sequences):
                 if sequence.key in self._watched:
                     self._look_closer(landed, at, sequence)
-        for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True):
-            sequence.stats.num_committed_tokens += len(tokens)
         for at, (method, nodes, accepted, depth) in outputs.drafts.items():
             outputs.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(outputs.tokens[at])), method)
         self._drafters.read_prompts(flight.batch)
@@ -173,6 +172,7 @@ class Committer:
         sequence.finish_reason, sequence.stop_reason = "stop", stop
         if beyond:
             del sequence.tokens[-beyond:]
+            sequence.stats.num_committed_tokens -= beyond
             outputs.tokens[at] = outputs.tokens[at][:kept]
             sequence.num_computed = min(sequence.num_computed, len(sequence.tokens))
 

@@ -211,7 +211,8 @@ class DrafterSet:
     def gather(self, batch: Batch, layout: Layout, unread: UnreadVerdict | None, taps: Tensor) -> None:
         """Behind a launched pass: keep the taps of committed positions, and absorb those of prompts at once."""
         chunks: list[Chunk] = []
-        for index, row in enumerate(() if batch.only_decodes else batch.rows):
+        for index in batch.chunks:
+            row = batch.row(index)
             known = row.count - row.samples  # the token after the last one is the verdict's, where the row samples
             if known > 0:
                 chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
@@ -256,13 +257,12 @@ class DrafterSet:
 
     def read_prompts(self, batch: Batch) -> None:
         """Chunks of prompts were computed: host drafters index them, so that this is spread over the chunks."""
-        for row in () if batch.only_decodes else batch.rows:
-            end = row.first + row.count
-            if end <= row.sequence.num_prompt and not row.sequence.finished:
-                for drafter in self._working():
-                    if isinstance(drafter, HostDrafter):
-                        with self._guarded(drafter):
-                            drafter.read_prompt(row.sequence, end)
+        reading = [drafter for drafter in self._working() if isinstance(drafter, HostDrafter)]
+        for index in batch.chunks if reading else ():
+            sequence, end = batch.sequences[index], int(batch.first[index] + batch.count[index])
+            for drafter in reading if not sequence.finished else ():
+                with self._guarded(drafter):
+                    drafter.read_prompt(sequence, min(end, sequence.num_prompt))
 
     def admit(self, sequence: Sequence) -> None:
         """A sequence enters with a prefix of cached blocks: each drafter may use those marked for it."""

@@ -80,6 +80,7 @@ class Engine:
             self.policy,
             recompute_last=self.drafters.pairs,
             on_admit=self._admit,
+            on_seated=lambda sequence: self.runner.sampler.admit(sequence),
             on_release=self._release,
         )
         self.runner = Runner(model, cache, self.drafters, Sampler(model.config.vocab_size, self._eos, model.device))

@@ -159,6 +159,7 @@ class Runner:
                 layout.logit_row_of,
                 only_chains=not layout.is_tree,
                 lengths=batch.sampled_lengths,
+                seats=batch.sampled_seats,
             )
             reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
             if layout.tree_slots is not None:  # the slots are still the sequences' own, also of those that end here
@@ -181,7 +182,7 @@ class Runner:
         if taps is None and not self.drafters.begins:
             return UnreadVerdict(tokens=verdict.tokens, num_accepted=verdict.num_accepted, path=verdict.path, rows=rows)
         node_row = layout.begin[at] + batch.count[at]
-        columns = torch.from_numpy(np.stack([batch.sampled_lengths, node_row, batch.seats[at]]))
+        columns = torch.from_numpy(np.stack([batch.sampled_lengths, node_row, batch.sampled_seats]))
         (columns,) = packed_to(verdict.tokens.device, columns)
         return UnreadVerdict(
             tokens=verdict.tokens,

@@ -36,12 +36,13 @@ class Scheduler:
         *,
         recompute_last: bool = False,
         on_admit: Callable[[Sequence], None] = lambda sequence: None,
+        on_seated: Callable[[Sequence], None] = lambda sequence: None,
         on_release: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps."""
         self.config, self.blocks, self.policy = config, blocks, policy
         self.recompute_last = recompute_last
-        self._on_admit, self._on_release = on_admit, on_release
+        self._on_admit, self._on_seated, self._on_release = on_admit, on_seated, on_release
         self._most_tokens = config.max_num_batched_tokens
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
         self._arrivals = itertools.count()
@@ -266,6 +267,7 @@ class Scheduler:
             self.waiting.pop(0)
             self._start(sequence, prefix)
             self._continue(sequence)
+            self._on_seated(sequence)  # blocks come with a seat
 
     def _start(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.take_prefix(sequence, prefix)

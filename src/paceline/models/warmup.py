@@ -19,6 +19,7 @@ from paceline.models.plan import PassPlan
 CHAIN = 64  # rows of a lone sequence
 LAG = 8  # tokens a draft model has to read of a sequence that others drafted for
 TREES = 256  # rows of a pass with trees: attention keeps parts of each
+JOINING = 4  # rows of a pass for each sequence, where some read prompts beside others that decode
 PROMPT, PROMPTS = 128, (1, 4, 16, 64)  # tokens of a prompt, and how many are read together
 
 
@@ -44,6 +45,16 @@ def verifying(sequences: int, most_rows: int, nodes: int) -> Iterator[PassShape]
     if nodes:
         yield from (PassShape((rows,)) for rows in STEPS if 1 + nodes < rows <= min(CHAIN, most_rows))
     yield from reading(sequences, most_rows)
+    yield from joining(sequences, most_rows)
+
+
+def joining(sequences: int, most_rows: int) -> Iterator[PassShape]:
+    """Sequences that decode beside some that read their prompts: in a batch with churn every pass is one."""
+    for count in (count for count in TILES if 4 <= count <= sequences):
+        for rows in _totals(count + 16, min(JOINING * count, most_rows)):
+            for prompts in {1, max(count // 16, 1)}:
+                decodes = count - prompts
+                yield PassShape((1,) * decodes + _spread(prompts, rows - decodes, rows)[0], last=True)
 
 
 def drafting(sequences: int, most_rows: int) -> Iterator[PassShape]:
