@@ -9,14 +9,16 @@ PROMPT ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # What an installed package is made of; Python sources are not listed because the install is editable.
-BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in src/paceline/models/native/*.cpp src/paceline/models/native/*.h)
+NATIVE := src/paceline/models/native
+BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in $(NATIVE)/*.cpp $(NATIVE)/*.h)
 
 # Engine, policy, layout, the walk and the basics of drafters; the rest, and long enumerations, are left to `make test`.
 QUICK := tests/engine tests/verify/test_walk.py tests/drafters/test_methods.py tests/drafters/test_ngram.py \
 	tests/drafters/test_on_device.py tests/drafters/test_contract.py::test_greedy_output_is_the_plain_one \
 	tests/test_imports.py tests/test_controls.py
 # Of the contract k = 1 and 3 are enough here.
-QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins or kernel_that_says or within_five_per_cent or -8]
+QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins \
+	or kernel_that_says or within_five_per_cent or -8]
 
 .PHONY: demo test quick clean
 
