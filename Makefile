@@ -1,5 +1,5 @@
-# make demo   a fresh machine to answers, plain and drafted   make test   ruff, mypy and the tests
-# make demo PROMPT='...' asks that instead
+# make demo   a fresh machine to answers, plain and drafted   make test   the gate: ruff, mypy and all tests
+# make demo PROMPT='...' asks that instead                    make quick  ruff and the core's tests, in under a minute
 # make clean  removes .venv and everything built          PYTHON=python3.12 make ... picks the interpreter
 
 PYTHON ?= python3
@@ -9,9 +9,18 @@ PROMPT ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # What an installed package is made of; Python sources are not listed because the install is editable.
-BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in src/paceline/models/native/*.cpp src/paceline/models/native/*.h)
+NATIVE := src/paceline/models/native
+BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in $(NATIVE)/*.cpp $(NATIVE)/*.h)
 
-.PHONY: demo test clean
+# Engine, policy, layout, the walk and the basics of drafters; the rest, and long enumerations, are left to `make test`.
+QUICK := tests/engine tests/verify/test_walk.py tests/drafters/test_methods.py tests/drafters/test_ngram.py \
+	tests/drafters/test_on_device.py tests/drafters/test_contract.py::test_greedy_output_is_the_plain_one \
+	tests/test_imports.py tests/test_controls.py
+# Of the contract k = 1 and 3 are enough here.
+QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins \
+	or kernel_that_says or within_five_per_cent or -8]
+
+.PHONY: demo test quick clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/paceline pull $(MODEL)
@@ -22,6 +31,11 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest
+
+quick: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest $(QUICK) -k 'not ($(QUICK_WITHOUT))'
 
 $(VENV)/.installed-demo: EXTRA := gguf
 $(VENV)/.installed-dev: EXTRA := dev
