@@ -56,11 +56,6 @@ class Draft:
         return self.tokens.shape[0]
 
     @property
-    def deepest(self) -> int:
-        """A bound of every depth, known to the host."""
-        return int(self.depth.numpy().max(initial=0)) if self.max_depth is None else self.max_depth
-
-    @property
     def width(self) -> int:
         """N: an upper bound of every row's nodes, and of its depth."""
         return self.tokens.shape[1]

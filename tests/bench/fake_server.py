@@ -88,7 +88,7 @@ class FakeServer(ThreadingHTTPServer):
     def _count(self, chunks: list[list[str]]) -> None:
         with self._lock:
             for chunk in chunks:
-                self.stats.add([1] * (self.behaviour.per_chunk - 1), len(chunk) - 1, len(chunk))
+                self.stats.add(*[self.behaviour.per_chunk - 1] * 2, len(chunk) - 1, len(chunk))
 
     def metrics(self) -> str:
         prefix, stats = self.behaviour.metrics, self.stats

@@ -236,7 +236,7 @@ def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--methods", "magic"], "methods: 'magic' is not one of none, ngram, suffix, draft-model, auto"),
+        (["--methods", "magic"], "methods: 'magic' is not one of none, ngram, suffix, draft-model, medusa, auto"),
         (["--methods", "ngram", "--k", "0"], "k: must be between 1 and 64"),
         (["--methods", "ngram", "--k", "200"], "k: must be between 1 and 64"),
         (["--prompts", "missing.jsonl"], "prompts: cannot read missing.jsonl"),

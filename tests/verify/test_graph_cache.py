@@ -106,7 +106,7 @@ def test_nothing_is_captured_but_in_the_warmup_and_other_sizes_run_uncaptured():
     assert before == len(captured._graphs) == len(set(captured._graphs.keys()))
     sequences = steps.sequences_of("each its own", 3)
     generator = torch.Generator().manual_seed(2)
-    wide = Draft.chains(torch.zeros(3, WIDTHS[-1] + 1, dtype=torch.int64), torch.tensor([1, 0, 2]), source=0)
+    wide = Draft.chains(torch.zeros(3, WIDTHS[-1] + 1, dtype=torch.int64), torch.tensor([1, 0, 2]))
     row_of = torch.full((3, WIDTHS[-1] + 2), -1)
     row_of[wide.parents.new_tensor([0, 0, 1, 2, 2, 2]), wide.parents.new_tensor([0, 1, 0, 0, 1, 2])] = torch.arange(6)
     elsewhere = logits.clone()

@@ -125,9 +125,7 @@ def test_any_numbers_become_sound_trees(max_depth):
     for row in range(200):
         assert (found[1][row].tolist(), found[2][row].tolist()) == reference(parents[row].tolist(), max_depth)
     counts = torch.full((200,), 12)
-    draft = Draft(
-        tokens=found[0], parents=found[1], depth=found[2], num_nodes=counts, source=counts, max_depth=max_depth
-    )
+    draft = Draft(tokens=found[0], parents=found[1], depth=found[2], num_nodes=counts, depth_bound=max_depth)
     draft.validate(50)
     path = ancestors(draft.parents, draft.depth, draft.max_depth)
     assert torch.equal((path >= 0).sum(-1), draft.depth)
@@ -151,7 +149,7 @@ def test_a_bound_of_the_depth_may_exceed_it():
             draft, rows, row_of = steps.step(kind, 3, 4, torch.empty(15, 40), 0, generator)
             sequences = steps.sequences_of(asked, 3)
             tight = sampler.verify(sequences, draft, rows, row_of)
-            wide = Draft(**{**vars(draft), "max_depth": 4})
+            wide = Draft(**{**vars(draft), "depth_bound": 4})
             loose = sampler.verify(sequences, wide, rows, row_of)
             assert loose.path.shape[1] == 4
             assert steps.unlike(tight, loose) == []

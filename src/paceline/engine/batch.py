@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,9 +53,7 @@ class Batch:
         self.num_tokens = int(count.sum()) + self.num_drafted  # of the target pass at the most
         self.all_sample = bool(samples.all())
         self.sampling: Ints = np.flatnonzero(samples)  # rows that yield a token
-        if seats is None:
-            seats = np.array([sequence.seat for sequence in sequences], np.int64)
-        self.seats = seats
+        self.seats = np.array([one.seat for one in sequences], np.int64) if seats is None else seats
         self.changes = -1  # the scheduler's count of sequences that joined or left, when it was made
 
     @staticmethod
@@ -119,7 +117,7 @@ class StepOutputs(SequenceOf[StepOutput]):
 
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
-    kinds: dict[int, list[int]] = field(default_factory=dict)  # of rows with drafts; a plain row's token is a bonus
+    kinds: Callable[[int], list[int]] | None = None  # of a sequence with a draft; a plain one's token is a bonus
     drafts: dict[int, tuple[str, int, int, int]] = field(default_factory=dict)  # method, nodes, accepted, depth
     texts: dict[int, str] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)  # indices of sequences this step ended
@@ -129,7 +127,7 @@ class StepOutputs(SequenceOf[StepOutput]):
         return StepOutputs(
             [output.sequence for output in outputs],
             [output.tokens for output in outputs],
-            {at: output.kinds for at, output in enumerate(outputs)},
+            lambda at: outputs[at].kinds,
             {at: output[5:] for at, output in enumerate(outputs) if output.drafted},
             {at: output.text for at, output in enumerate(outputs)},
             [at for at, output in enumerate(outputs) if output.finished],
@@ -143,7 +141,7 @@ class StepOutputs(SequenceOf[StepOutput]):
 
     def __getitem__(self, index: int) -> StepOutput:  # type: ignore[override]  # slices have no use
         sequence, tokens = self.sequences[index], self.tokens[index]
-        kinds = self.kinds.get(index)
+        kinds = None if self.kinds is None or index not in self.drafts else self.kinds(index)
         return StepOutput(
             sequence,
             tokens,

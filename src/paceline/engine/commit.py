@@ -14,7 +14,6 @@ import numpy as np
 
 from paceline.engine.batch import Batch, StepOutputs
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.layout import Layout
 from paceline.engine.runner import Flight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText
@@ -57,8 +56,7 @@ class Committer:
 
     def read(self, flight: Flight) -> Landed:
         """Wait for the verdict and append what it commits; the one device-to-host copy of the step."""
-        batch, layout = flight.batch, flight.layout
-        landed = Landed(flight)
+        batch, landed = flight.batch, Landed(flight)
         outputs, finished = landed.outputs, Status.FINISHED
         tokens_of, accepted_of = ([], []) if flight.reading is None else flight.reading.read()
         if len(batch.sampling) < len(batch):  # chunks of prompts that yield no token
@@ -88,20 +86,21 @@ class Committer:
             committed.append(tokens)
             landed.rows.append(row)
         if batch.drafts:
-            self._note_drafts(landed, layout, accepted_of)
+            self._note_drafts(landed, accepted_of)
         self._drafters.landed(batch, landed.sequences)
         return landed
 
     @staticmethod
-    def _note_drafts(landed: Landed, layout: Layout, accepted_of: list[int]) -> None:
-        flight, outputs = landed.flight, landed.outputs
-        assert flight.reading is not None
+    def _note_drafts(landed: Landed, accepted_of: list[int]) -> None:
+        flight, rows = landed.flight, landed.rows
+        reading, layout, drafts = flight.reading, flight.layout, flight.batch.drafts
+        assert reading is not None
         sampling, nodes, depths = flight.batch.sampling.tolist(), layout.num_nodes.tolist(), layout.depths.tolist()
-        for at, row in enumerate(landed.rows):
+        for at, row in enumerate(rows):
             index = sampling[row]
             if nodes[index]:
-                outputs.kinds[at] = flight.reading.kinds(row)
-                outputs.drafts[at] = flight.batch.drafts[index][0], nodes[index], accepted_of[row], depths[index]
+                landed.outputs.drafts[at] = drafts[index][0], nodes[index], accepted_of[row], depths[index]
+        landed.outputs.kinds = lambda at: reading.kinds(rows[at])
 
     def publish(self, landed: Landed) -> StepOutputs:
         """The rest of it; sequences that have ended leave."""

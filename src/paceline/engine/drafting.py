@@ -23,7 +23,7 @@ from paceline.drafters import Drafter, DraftRow
 from paceline.drafters.base import DeviceDrafter, HostDrafter, Judged
 from paceline.drafters.stopwatch import Stopwatch
 from paceline.drafters.tapped import Chunk, TapRing
-from paceline.engine.batch import Batch, Row
+from paceline.engine.batch import Batch
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.layout import Layout
 from paceline.models.kv_cache import KVCache, KVSpec
@@ -99,23 +99,24 @@ class DrafterSet:
         begun, self._begun, self.seconds, self._timed = self._begun, {}, {}, {}
         if not batch.num_drafted:
             return self._empty(len(batch.sampling))
-        rows = [batch.row(index) for index in batch.sampling.tolist()]
-        wanted: dict[str, list[int]] = {}
-        for index, row in enumerate(rows):
-            if row.budget > 0 and row.method not in self.retired:
-                wanted.setdefault(row.method, []).append(index)
+        place = {index: at for at, index in enumerate(batch.sampling.tolist())}
+        wanted: dict[str, list[tuple[int, DraftRow]]] = {}  # method -> row of the draft, and its wish
+        for index, (method, budget) in batch.drafts.items():
+            if method not in self.retired:
+                wanted.setdefault(method, []).append((place[index], DraftRow(batch.sequences[index], budget)))
         parts: list[tuple[list[int], Draft]] = []
-        for method, indices in wanted.items():
+        for method, asking in wanted.items():
             of = begun.get(method)
-            ready = [] if of is None or not of.read else [i for i in indices if rows[i].sequence.key in of.rows]
+            ready = [] if of is None or not of.read else [one for one in asking if one[1].sequence.key in of.rows]
             if of is not None and ready:
-                parts.append((ready, self._adopt(of, method, [rows[i] for i in ready])))
-            fresh = [index for index in indices if index not in ready] if ready else indices
+                parts.append(([at for at, _ in ready], self._adopt(of, method, [row for _, row in ready])))
+            fresh = [one for one in asking if one not in ready] if ready else asking
             if fresh:
-                draft = self._timely(method, [rows[index] for index in fresh], bool(ready))
+                draft = self._timely(method, [row for _, row in fresh], bool(ready))
                 if draft is not None:
-                    parts.append((fresh, draft))
-        return Draft.merge(parts, len(rows), self._vocab_size) if parts else self._empty(len(rows))
+                    parts.append(([at for at, _ in fresh], draft))
+        rows = len(batch.sampling)
+        return Draft.merge(parts, rows, self._vocab_size) if parts else self._empty(rows)
 
     def begin(self, batch: Batch, going: SequenceOf[tuple[int, int]], unread: UnreadVerdict | None) -> None:
         """Begin drafts behind a step under way, for rows of its batch with the nodes each may have in the next."""
@@ -135,7 +136,7 @@ class DrafterSet:
                 at = {row.sequence.key: i for i, row in enumerate(rows) if counts[i]}
                 self._begun[name] = Begun(draft, at, watch if drafter.warm else None)
 
-    def _adopt(self, of: Begun, method: str, rows: list[Row]) -> Draft:
+    def _adopt(self, of: Begun, method: str, rows: list[DraftRow]) -> Draft:
         """What was begun for these rows, as far as it is wanted now."""
         at = [of.rows[row.sequence.key] for row in rows]
         there = of.draft.num_nodes.tolist()
@@ -147,19 +148,18 @@ class DrafterSet:
         )
         return of.draft.take(at, counts)
 
-    def _timely(self, method: str, rows: list[Row], more: bool) -> Draft | None:
+    def _timely(self, method: str, rows: list[DraftRow], more: bool) -> Draft | None:
         """A draft from the start, and what it took; `more`: other rows' drafts were begun before."""
         drafter, on_device = self._by_name[method], self._on_device.get(method)
-        wanting = [DraftRow(row.sequence, row.budget) for row in rows]
-        lag, most = self._lag(drafter, wanting), max(row.budget for row in rows)
+        lag, most = self._lag(drafter, rows), max(row.budget for row in rows)
         if on_device is None:
             started = time.perf_counter()
-            draft = self._propose(drafter, wanting, None)
+            draft = self._propose(drafter, rows, None)
             if lag <= CATCHING_UP:
                 self.seconds[method] = most, time.perf_counter() - started
             return draft
         with Stopwatch(on_device.device) as watch:
-            draft = self._propose(drafter, wanting, None)
+            draft = self._propose(drafter, rows, None)
         if draft is not None and lag <= CATCHING_UP:
             self.seconds[method] = most, 0.0
             self._timed[method] = Timed(draft.max_depth, watch if on_device.warm and not more else None, before=False)

@@ -8,9 +8,10 @@ tokens, which are written into the pass on the device (`models.plan.DeviceTrees`
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,57 +47,82 @@ class Layout:
 def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     """Tokens the host has not seen are codes below 0: by row of the verdict the batch follows, or by node of the draft
     (B, N). A batch that follows an unread verdict has no drafts, so the two never meet."""
-    rows, count, sampling = len(batch), batch.count, batch.sampling
-    num_nodes, depths = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
     in_draft = draft.num_nodes.numpy()
-    used = np.arange(draft.width) < in_draft[:, None]  # (B, N)
+    of = _shape(batch.count.tobytes(), batch.samples.tobytes(), in_draft.tobytes(), draft.width)
+    count, sampling, owner, used = batch.count, batch.sampling, of.owner, of.used
+    depths = np.zeros(len(batch), np.int64)
     if draft.width:
-        num_nodes[sampling] = in_draft
         depths[sampling] = np.where(used, draft.depth.numpy(), 0).max(1)
-    size = count + num_nodes
-    begin = size.cumsum() - size
-    owner = np.arange(rows).repeat(size)
-    offset = np.arange(len(owner)) - begin[owner]  # within its sequence's rows
-    node = offset - count[owner]  # -1 the last token, before it the others
-    stored = batch.first[owner] + offset  # the position whose slot it is written to
+    stored = batch.first[owner] + of.offset  # the position whose slot a row is written to
     each = np.empty((TOKEN + 1, len(owner)), np.int32)
     each[POSITION], each[OWNER] = stored, owner
     each[PREFIX] = each[REACH] = stored + 1
     each[SLOT] = slots_of(batch.tables, owner, stored, block_size)
     if not batch.only_decodes:  # shared tokens that are computed once more are not written
         each[SLOT][stored < np.array([sequence.num_cached for sequence in batch.sequences])[owner]] = -1
-    is_node = node >= 0
-    each[TOKEN][~is_node] = _own_tokens(batch)
-    wanted = node >= -1
-    if not batch.all_sample:
-        wanted &= np.isin(owner, sampling)
+    each[TOKEN][of.own] = _own_tokens(batch)
     path, trees, device_trees = np.empty((len(owner), 0), np.int32), None, None
     if draft.width:
         drafted = -1 - np.arange(used.size) if draft.unseen else draft.tokens.numpy().reshape(-1)
-        each[TOKEN][is_node] = drafted[used.reshape(-1)]
+        each[TOKEN][of.nodes] = drafted[used.reshape(-1)]
         branching: Bools = (used & (draft.parents.numpy() != np.arange(-1, draft.width - 1))).any(1)
         if branching.any():
             at = np.full(used.shape, -1)  # (B, N) rows of the pass
-            at[used] = np.flatnonzero(is_node)
+            at[used] = of.nodes
             length = batch.first[sampling] + count[sampling]
             path = _place_trees(each, draft, used & branching[:, None], at, length)
             trees = torch.from_numpy(np.column_stack((np.flatnonzero(branching), each[SLOT][at[branching]])))
             if draft.device_parents is not None:
                 device_trees = _device_trees(draft, at, length, each[SLOT])
-                of = device_trees.rows.numpy()
-                depths[sampling[of]] = np.minimum(in_draft[of], draft.depth_bound)
+                unknown = device_trees.rows.numpy()
+                depths[sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
     host = HostPlan(each, path, batch.tables, tokens := torch.from_numpy(each[TOKEN]))
     longest = int(each[REACH].max(initial=0)) + (0 if device_trees is None else device_trees.max_depth)
     return Layout(
         tokens=tokens,
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
-        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
-        logit_row_of=torch.from_numpy(_logit_row_of(used)),
-        num_nodes=num_nodes,
+        logit_rows=of.logit_rows,
+        logit_row_of=of.logit_row_of,
+        num_nodes=of.num_nodes,
         depths=depths,
-        begin=begin,
+        begin=of.begin,
         tree_slots=trees,
     )
+
+
+class _Shape(NamedTuple):
+    """What of a layout depends on numbers of tokens and nodes alone: steps have the same again and again."""
+
+    owner: Ints  # (M,) row of the batch
+    offset: Ints  # (M,) within its sequence's rows
+    own: Ints  # rows of the pass that are no nodes, and those that are
+    nodes: Ints
+    used: Bools  # (B, N)
+    num_nodes: Ints  # by row of the batch
+    begin: Ints
+    logit_rows: Tensor
+    logit_row_of: Tensor
+
+
+@functools.lru_cache(256)
+def _shape(counts: bytes, samples: bytes, in_draft: bytes, width: int) -> _Shape:
+    """Never written to: it serves many steps."""
+    count, sampling = np.frombuffer(counts, np.int64), np.flatnonzero(np.frombuffer(samples, np.bool_))
+    num_nodes = np.zeros(len(count), np.int64)
+    used = np.arange(width) < np.frombuffer(in_draft, np.int64)[:, None]
+    if width:
+        num_nodes[sampling] = np.frombuffer(in_draft, np.int64)
+    size = count + num_nodes
+    begin = size.cumsum() - size
+    owner = np.arange(len(count)).repeat(size)
+    offset = np.arange(len(owner)) - begin[owner]
+    node = offset - count[owner]  # -1 the last token, before it the others
+    wanted = node >= -1
+    if len(sampling) < len(count):
+        wanted &= np.isin(owner, sampling)
+    logit_rows, row_of = torch.from_numpy(np.flatnonzero(wanted)), torch.from_numpy(_logit_row_of(used))
+    own, nodes = np.flatnonzero(node < 0), np.flatnonzero(node >= 0)
+    return _Shape(owner, offset, own, nodes, used, num_nodes, begin, logit_rows, row_of)
 
 
 def filled_in(codes: Tensor, unseen: Tensor) -> Tensor:
