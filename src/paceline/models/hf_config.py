@@ -1,7 +1,7 @@
-"""Turns a Hugging Face config.json into a ModelConfig, or says why it cannot.
+"""Turns a Hugging Face config.json into a ModelConfig, or raises an error with the reason why it cannot.
 
-The defaults are transformers'. What the decoder would have to ignore is refused, so a model that loads is the model
-that was trained.
+The defaults are transformers'. Options that the decoder does not implement are refused, so a model that loads is the
+model that was trained.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CPU kernels of our own, from native/kernels.cpp: a row's bits do not depend on the rows or threads beside it.
 
-The libraries are plain C, opened by path, with threads of their own (native/pool.h says why not OpenMP's).
+The libraries are plain C, opened by path, with threads of their own (native/pool.h has the reason against OpenMP).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Library:
 
 
 def load_library() -> Library | None:
-    """The library for this processor, or None; `library_status` says why."""
+    """The library for this processor, or None; `library_status` gives the reason."""
     return _best_library()[0]
 
 
@@ -123,7 +123,7 @@ def native_draw(library: Library | None) -> Callable[..., int | None] | None:
 
 
 class PlanView(ctypes.Structure):
-    """A PassPlan as C sees it. Built once per pass: a plan serves every layer."""
+    """A PassPlan as a C structure. Built once per pass: a plan serves every layer."""
 
     _fields_ = (
         *((name, c_void_p) for name in PLAN_TENSORS),
@@ -370,7 +370,7 @@ def _optional(x: Tensor | None) -> Tensor | None:
 
 
 def _check_in_place(x: Tensor) -> torch.Size:
-    """What is written through its pointer must be what the caller holds."""
+    """A tensor written through its pointer must not be a copy: contiguous float32 only."""
     if x.dtype is not torch.float32 or not x.is_contiguous():
         raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
     return x.shape
