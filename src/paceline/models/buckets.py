@@ -11,10 +11,10 @@ import functools
 from typing import NamedTuple
 
 STEPS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-BEYOND = 512  # of more rows: multiples of this
+BEYOND = 512  # more rows are padded to multiples of this
 TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PATHS = (0, 64)
-FEW = 64  # up to here products choose their tiles by powers of two
+FEW = 64  # rows up to which products choose their tiles by powers of two
 
 
 class Bucket(NamedTuple):
@@ -22,9 +22,9 @@ class Bucket(NamedTuple):
     tiles: int
     tile: int
     path: int
-    logits: int  # 0: of every row
+    logits: int  # rows with logits; 0: every row
     taps: tuple[int, ...]
-    from_hidden: bool = False  # its rows begin with hidden states, not with tokens
+    from_hidden: bool = False  # the input is hidden states, not tokens
 
     def kernels(self, direct: bool, tails: int) -> tuple[object, ...]:
         """A key: buckets with equal keys use the same kernels."""

@@ -169,12 +169,12 @@ class Decoder:
     ) -> ModelOutput:
         """The pass itself, everything on the device: from `residual` (M, H), which it overwrites, to the logits of all
         rows or the chosen ones, in `out` where given, and tap j of row m in `out_taps[m, j]` where given."""
-        assert len(set(taps)) == len(taps), "a tap is asked for once"
+        assert len(set(taps)) == len(taps), "taps must not repeat"
         stack = self._bound_to(caches, plan.max_len)
         if taps and out_taps is None:
             out_taps = residual.new_empty(len(residual), len(taps), residual.shape[1])
         tapped = {} if out_taps is None else {tap: out_taps[:, at] for at, tap in enumerate(taps)}
-        added: Tensor | None = None  # what the layers so far have still to add to the residual stream
+        added: Tensor | None = None  # output of the last layer, not yet added to the residual stream
         first = 0
         for last in self._stops(taps):
             if last > first:

@@ -208,7 +208,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of `work`, or DownloadFailed when it takes longer. Its thread is a daemon: the process can still end."""
+    """The result of `work`, or DownloadFailed when it takes longer. Its thread does not keep the process alive."""
     results: list[T] = []
     failures: list[BaseException] = []
 

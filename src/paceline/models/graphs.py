@@ -120,7 +120,7 @@ class _Stage:
         at, rows = of.at, of.bucket.rows
         self.blank = ints[: at["tables"].start]
         self.header, self.tiles = ints[at["header"]], ints[at["tiles"]]
-        # Each of them as wide as the others: rows, and what aligns the next.
+        # All row fields have the same width: the rows, and the alignment of the next field.
         self.rows = ints[at["positions"].start : at["logit_rows"].start].reshape(len(ROW_FIELDS) + 1, -1)
         self.logit_rows, self.path = ints[at["logit_rows"]], ints[at["path"]].reshape(rows, -1)
         self.tables = ints[at["tables"]]
@@ -216,8 +216,8 @@ class PassGraphs:
                 self._compute(of)
 
     def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...], from_hidden: bool) -> tuple[Bucket, Any]:
-        """The bucket, and first row and number of rows of each tile. Kept by how rows belong to sequences: that mostly
-        stays from step to step."""
+        """The bucket, and first row and number of rows of each tile. Cached by the assignment of rows to sequences,
+        which mostly stays from step to step."""
         sequence = plan.each[SEQUENCE]
         key = sequence.tobytes(), plan.path.shape[1], wanted, taps, from_hidden
         known = self._known.get(key)
@@ -227,7 +227,7 @@ class PassGraphs:
             config = self._decoder.config
             tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
             rows, num_tiles = plan.each.shape[1], up(len(begin), TILES)
-            # The bucket's numbers may be equal where those asked for are not.
+            # Compare unpadded numbers: padded ones may be equal although not every row has logits.
             logits = 0 if wanted == rows else up(wanted)
             tiles = np.zeros((2, num_tiles), np.int32)
             tiles[0, : len(begin)], tiles[1, : len(begin)] = begin, count

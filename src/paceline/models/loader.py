@@ -143,7 +143,7 @@ def check_shapes(
         if name not in found:
             raise BrokenModel(f"{source}: tensor {name} is missing")
         if tuple(found[name]) != shape:
-            raise BrokenModel(f"{source}: tensor {name} has shape {list(found[name])}, the config requires {list(shape)}")
+            raise BrokenModel(f"{source}: tensor {name} has shape {list(found[name])}, the config says {list(shape)}")
     others = [
         name for name in found if name not in expected and not name.endswith(REDUNDANT) and name != "lm_head.weight"
     ]
