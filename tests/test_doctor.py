@@ -66,10 +66,10 @@ def test_missing_native_kernels_are_told(
 
     monkeypatch.setattr(runtime, "choose_device", lambda name: runtime.torch.device("cpu"))
     monkeypatch.setattr(kernels, "kernels_for", lambda device: TorchKernels())
-    monkeypatch.setattr(native_kernels, "library_status", lambda: "no native kernels: nobody built them")
+    monkeypatch.setattr(native_kernels, "library_status", lambda: "no native kernels: they were not built")
     report, text = examined(capsys)
     assert report["use"]["numerics"] == "fast"
-    assert "nobody built them → install paceline again where there is a C++ compiler" in text
+    assert "they were not built → install paceline again where there is a C++ compiler" in text
 
 
 def test_a_broken_torch_is_fatal(

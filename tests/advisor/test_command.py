@@ -98,7 +98,7 @@ def test_answers_that_end_at_once_are_said_to_be_too_short(
     code = run(["advise", str(terse), "--raw", "--device", "cpu", "--concurrency", "1", "--prompts", prompts])
     assert code == 1
     assert not Path("paceline-advice").exists()
-    assert "fewer than 200 say nothing: give more prompts, or more tokens to each" in capsys.readouterr().err
+    assert "fewer than 200 are not enough: give more prompts, or more tokens to each" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_a_profile_says_what_is_missing(advise: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
     code, out, err = bench("--methods", "ngram")
     assert code == 1
     assert "x [" not in out
-    assert "16 tokens measured, and fewer than 200 say nothing" in err
+    assert "16 tokens measured, and fewer than 200 are not enough" in err
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
         (["--temperature", "-1"], "temperature: must be at least 0"),
         (["--seed", "soon"], "seed: must be a whole number, or none"),
         (["--workloads", "chat"], "workloads: 'chat' is not one of prompts"),
-        (["--timeout", "0"], "timeout: speaks to a server"),
+        (["--timeout", "0"], "timeout: is for servers only"),
         (["--out", "/proc/results"], "out: cannot write to /proc/results"),
-        (["--endpoint", "http://127.0.0.1:9"], "device: speaks to our own engines"),
+        (["--endpoint", "http://127.0.0.1:9"], "device: is for our own engines only"),
     ],
 )
 def test_nonsense_is_refused_in_one_line_and_leaves_nothing(

@@ -81,7 +81,7 @@ def rich() -> Results:
             for label, own in (("ngram k=2", 0.95), ("ngram k=8", 0.9), ("auto", 1.0)):
                 loops = {"looping": 2, "without_loops": WithoutLoops(answers=10)} if workload == "all" else {}
                 cells.append(cell(workload, concurrency, label, gain * factor * own, identical=True, **loops))
-    short = "3 pairs measured, and fewer than 5 say nothing: give more prompts"
+    short = "3 pairs measured, and fewer than 5 are not enough: give more prompts"
     cells.append(cell("sql", 16, "auto", None, too_short=short, tokens_per_s=None))
     return results(*cells, complete=False)
 
@@ -304,7 +304,7 @@ def test_an_unfinished_run_and_short_cells_are_said_plainly() -> None:
     text = page(rich()).text
     assert "This run was not finished" in text
     assert "Too little was measured for a figure in 1 cell of 37" in text
-    assert "3 pairs measured, and fewer than 5 say nothing: give more prompts (1 cell)" in text
+    assert "3 pairs measured, and fewer than 5 are not enough: give more prompts (1 cell)" in text
     assert "not finished" not in page(results(plain(), cell())).text
 
 
