@@ -153,7 +153,7 @@ def test_counters_of_several_engines_are_added_and_differences_taken() -> None:
     assert stats.mean_acceptance_length == pytest.approx(88 / 40)
 
 
-def test_drafted_per_position_is_unknown_when_drafts_differ_in_length_and_it_is_not_told() -> None:
+def test_drafted_per_position_is_unknown_when_drafts_differ_in_length_and_no_counter_has_it() -> None:
     totals = {DRAFTS: 10, DRAFTED: 25, ACCEPTED: 12}
     accepted = {f"{ACCEPTED}_per_pos/{place}": count for place, count in enumerate((8, 4, 0))}
     drafted = {f"{DRAFTED}_per_pos/{place}": count for place, count in enumerate((10, 9, 6))}
@@ -299,7 +299,7 @@ def test_a_baseline_gives_a_paired_speed_up() -> None:
     assert measured.endpoint["baseline"]["url"] == plain.url + "/v1"
 
 
-def test_answers_that_differ_from_the_baselines_are_said() -> None:
+def test_answers_that_differ_from_the_baselines_are_reported() -> None:
     with FakeServer() as one, FakeServer(wording="another model") as other:
         measured = finished(one, prompts(5), baseline_url=other.url)
     assert cell(measured).identical is False
@@ -402,7 +402,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def test_a_server_that_is_not_there_is_said_with_the_url() -> None:
+def test_a_server_that_is_not_there_is_reported_with_its_url() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EndpointDown, match=f"{url}/v1/models: no server answers.*is the server running"):
         measure(url, prompts(1), ONE)
@@ -414,7 +414,7 @@ def test_a_host_that_does_not_exist_is_down(host: str) -> None:
         measure(f"http://{host}", prompts(1), ONE)
 
 
-def test_a_port_that_speaks_no_http_is_found_out() -> None:
+def test_a_port_without_http_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def greet() -> None:

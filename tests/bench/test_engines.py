@@ -54,7 +54,7 @@ def measured(tiny: Path) -> Measurement:
     return measurement
 
 
-def test_all_engines_say_the_same_and_tokens_are_counted_where_they_are_committed(measured: Measurement) -> None:
+def test_all_engines_answer_the_same_and_tokens_are_counted_where_they_are_committed(measured: Measurement) -> None:
     found = cells(measured)
     assert {cell.identical for cell in found} == {True}
     for cell in found:
@@ -220,7 +220,7 @@ def test_an_interruption_before_anything_was_measured_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
+def test_answers_too_short_for_a_figure_give_a_sentence_and_exit_code_1(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def brief(self: TimedEngine, prompts: Any, params: Any) -> Run:
