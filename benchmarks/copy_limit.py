@@ -2,7 +2,7 @@
 
 Answers recorded by policy_replay.py are gone through on its clock. At every step the place in the text so far is taken
 that goes on longest as the answer does, and its tokens are drafted exactly as far as they hold. Copies of fewer than
-`--least` tokens are left out: nearly every token occurred before somewhere, and no context tells where.
+`--least` tokens are left out: nearly every token occurred before somewhere, and no context shows where.
 
     python benchmarks/policy_replay.py --record answers.json --temperature 0.7 --seed 1
     python benchmarks/copy_limit.py answers.json [more.json ...] --max-tokens 96

@@ -60,11 +60,11 @@ def greedy(decoder: Decoder, cache: KVCache, row: ChainRow) -> list[int]:
     """The same by ordinary passes."""
     lagging = list(row.tokens)[READ - row.lag :]
     logits = forward(decoder, cache, lagging, row.start + READ - row.lag, list(row.blocks))
-    said = [int(logits.argmax())]
-    while len(said) < row.count:
-        at = row.start + len(row.tokens) + len(said) - 1
-        said.append(int(forward(decoder, cache, said[-1:], at, list(row.blocks)).argmax()))
-    return said
+    proposed = [int(logits.argmax())]
+    while len(proposed) < row.count:
+        at = row.start + len(row.tokens) + len(proposed) - 1
+        proposed.append(int(forward(decoder, cache, proposed[-1:], at, list(row.blocks)).argmax()))
+    return proposed
 
 
 def rows_at(subject: Subject, decoder: Decoder, cache: KVCache, number: int, context: int, count: int, lag: int = 1):
@@ -85,9 +85,9 @@ def check(subject: Subject, decoder: Decoder, cache: KVCache, chain: GreedyChain
     same = total = 0
     for context, lag in ((41, 1), (64, 2), (129, 1), (600, 2)):
         rows = rows_at(subject, decoder, cache, number, context, 16, lag)
-        said = chain.draft(rows).tolist()
+        proposed = chain.draft(rows).tolist()
         chain.check()
-        for row, tokens in zip(rows, said, strict=True):
+        for row, tokens in zip(rows, proposed, strict=True):
             for a, b in zip(tokens, greedy(decoder, cache, row), strict=True):
                 total += 1
                 if a != b:
@@ -185,10 +185,10 @@ def main() -> None:
     result: dict[str, Any] = {}
     for cut, child in zip(args.cuts, children, strict=True):
         try:
-            said, _ = child.communicate(timeout=100)
+            proposed, _ = child.communicate(timeout=100)
             print(f"{cut}: compiled after {time.perf_counter() - started:.0f} s", flush=True)
             if child.returncode:
-                print(said.decode()[-1500:], flush=True)
+                print(proposed.decode()[-1500:], flush=True)
                 continue
             chain = chain_of(decoder, cache, eval(cut), programs_of(subject.device))
             result |= measure(subject, decoder, cache, chain, cut, [n for n in args.rows if n <= chain.most_rows])

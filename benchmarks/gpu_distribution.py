@@ -93,16 +93,16 @@ def engines(device: torch.device) -> tuple[Engine, Engine]:
 def answers(engine: Engine, count: int, together: int, asked: dict[str, Any]) -> tuple[list[list[int]], float]:
     """So many answers, and the share of drafted tokens that was accepted."""
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, **asked).resolve({})
-    said, drafted, accepted = [], 0, 0
-    while len(said) < count:
+    outputs, drafted, accepted = [], 0, 0
+    while len(outputs) < count:
         sequences = [engine.add_request(str(at), PROMPT, params)[0] for at in range(together)]
         while engine.has_work:
             engine.step()
-        said += [sequence.output_tokens for sequence in sequences]
+        outputs += [sequence.output_tokens for sequence in sequences]
         drafted += sum(sequence.stats.num_draft_tokens for sequence in sequences)
         accepted += sum(sequence.stats.num_accepted_tokens for sequence in sequences)
     assert engine.drafters.failures == 0
-    return said, accepted / max(drafted, 1)
+    return outputs, accepted / max(drafted, 1)
 
 
 def two_samples(one: list[list[int]], other: list[list[int]], columns: tuple[int, ...]) -> float:
@@ -131,9 +131,9 @@ def main() -> None:
     for asked in ASKED:
         alone, _ = answers(plain, args.answers, 128, asked)
         for together, count in ((128, args.answers), (16, args.answers // 4)):
-            said, accepted = answers(drafting, count, together, asked)
-            least = min(two_samples(alone, said, columns) for columns in COLUMNS)
-            found[f"{asked} x{together}"] = {"answers": len(said), "accepted": accepted, "least_p": least}
+            outputs, accepted = answers(drafting, count, together, asked)
+            least = min(two_samples(alone, outputs, columns) for columns in COLUMNS)
+            found[f"{asked} x{together}"] = {"answers": len(outputs), "accepted": accepted, "least_p": least}
             print(f"{asked}, {together} together: {accepted:.0%} accepted, least p {least:.4f}", flush=True)
     found["passes"] = all(cell["least_p"] > 1e-4 for cell in found.values())
     finish("gpu_distribution", found)

@@ -378,12 +378,12 @@ def batches(subject: Subject) -> dict[str, Any]:
             "drift": rates["plain"][-1] / rates["plain"][0],
             "rounds": rates,
         }
-        print(f"   batch {batch:>3}: {said(found[str(batch)])}", flush=True)
+        print(f"   batch {batch:>3}: {sentence(found[str(batch)])}", flush=True)
         del runs, one
     return found
 
 
-def said(row: dict[str, Any]) -> str:
+def sentence(row: dict[str, Any]) -> str:
     gains = ", ".join(
         f"{name} {row[name] / row['plain']:.2f}x" for name in row if name not in ("plain", "drift", "rounds")
     )

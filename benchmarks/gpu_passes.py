@@ -36,7 +36,7 @@ class Bench:
             device=decoder.device,
         )
         self.layers = self.cache.layers
-        for layer in self.layers:  # contexts nobody computed: any numbers do
+        for layer in self.layers:  # contexts that were never computed: any numbers do
             layer.k.normal_()
             layer.v.normal_(std=0.5)
         tables = torch.arange(sequences * self.per_sequence, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""How often lookups are right, by what speaks for them: plain answers to the workloads `paceline bench` ships, and to a
+"""How often lookups are right, by their evidence: plain answers to the workloads `paceline bench` ships, and to a
 file of prompts, read again token by token.
 
 The policy's first guesses (`engine/acceptance.py`) are from here, so that they know nothing of the prompts it is
@@ -40,14 +40,14 @@ def asked(loaded: LoadedModel, path: str | None, count: int) -> Iterator[list[in
 
 
 def judge(drafters: list[Drafter], sequence: Sequence, answer: list[int], tried: Counter[Cell], hit: Counter[Cell]):
-    """What each would have said before every token, and how far it would have been right."""
+    """The proposal of each before every token, and how far it would have been right."""
     for at, token in enumerate(answer[:-1], start=1):
         sequence.tokens.append(token)
         for drafter in drafters:
             evidence, guess = bucket(drafter.evidence(sequence)), drafter.guess(sequence, DEPTH)
-            for position, (said, true) in enumerate(zip(guess, answer[at:], strict=False)):
+            for position, (proposed, true) in enumerate(zip(guess, answer[at:], strict=False)):
                 tried[drafter.name, evidence, position] += 1
-                if said != true:
+                if proposed != true:
                     break
                 hit[drafter.name, evidence, position] += 1
 

@@ -71,7 +71,7 @@ class Clock:
     pass_s: dict[int, float]  # by rows
     padded: bool  # to the next number of rows in the table; otherwise what lies between is interpolated
     step_s: float
-    plan_s: float  # deciding where somebody has something to say, questions aside
+    plan_s: float  # deciding in steps where a drafter has evidence, probes excluded
     row_s: float  # each sequence
     drafted_s: float  # a step with drafts in it
     node_s: float
@@ -191,7 +191,7 @@ class Oracle(HostDrafter):
 
 
 class Times:
-    """What the policy is told that steps took."""
+    """The step times that are reported to the policy."""
 
     def __init__(self, noisy: bool) -> None:
         self._noise, self._noisy, self._level, self._left = random.Random(1), noisy, 1.0, 0.0
@@ -315,13 +315,13 @@ class Replay:
         outputs, commits = [], []
         for i, (sequence, answer) in enumerate(live):
             nodes, depth, accepted = drafted.get(i, (0, 0, 0))
-            said = answer[sequence.num_output : sequence.num_output + accepted + 1]
+            summary = answer[sequence.num_output : sequence.num_output + accepted + 1]
             first = sequence.num_computed
-            sequence.tokens += said
+            sequence.tokens += summary
             sequence.num_computed = len(sequence.tokens) - 1
             commits.append(Commit(sequence, first, sequence.num_computed - first, None))
             ended = sequence.num_output >= len(answer)
-            outputs.append(StepOutput(sequence, said, "", [], ended, choices[i].method, nodes, accepted, depth))
+            outputs.append(StepOutput(sequence, summary, "", [], ended, choices[i].method, nodes, accepted, depth))
         nodes = sum(count for count, *_ in drafted.values())
         seconds = self.clock.step(len(live), nodes, ahead=ahead) + drafting
         for drafter in self.drafters:
@@ -391,7 +391,7 @@ def main() -> None:
                 replay = Replay(method, k, clock, times, deciding=args.deciding, max_tokens=args.max_tokens)
                 taken[method if k is None else f"{method} k={k}"] = [replay.seconds(group) for group in groups]
             rows.append({"file": file, "batch": batch, "groups": len(groups), **judged(taken)})
-            print(f"{file:10} batch {batch:3}, {len(groups):3} groups: {rows[-1].pop('said')}", flush=True)
+            print(f"{file:10} batch {batch:3}, {len(groups):3} groups: {rows[-1].pop('summary')}", flush=True)
     setting = {"clock": args.clock, "steep": args.steep, "noise": args.noise, "deciding": args.deciding}
     finish("policy_replay", {**setting, "rows": rows})
 
@@ -402,9 +402,11 @@ def judged(taken: dict[str, list[float]]) -> dict[str, Any]:
     each = [a / b for a, b in zip(plain, taken["auto"], strict=True)]
     best = max((name for name in gains if name != "auto"), key=gains.__getitem__)
     share = gains["auto"] / max(gains[best], 1.0)
-    said = f"auto {gains['auto']:.3f}x (first group {each[0]:.3f}x, lowest {min(each):.3f}x), {share:.3f} of the best: "
-    said += f"{best} {gains[best]:.3f}x"
-    return {"gains": gains, "auto_first": each[0], "auto_lowest": min(each), "said": said}
+    summary = (
+        f"auto {gains['auto']:.3f}x (first group {each[0]:.3f}x, lowest {min(each):.3f}x), {share:.3f} of the best: "
+    )
+    summary += f"{best} {gains[best]:.3f}x"
+    return {"gains": gains, "auto_first": each[0], "auto_lowest": min(each), "summary": summary}
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def main() -> None:
         print(f"{name:20} {len(times) / sum(times):6.1f} tok/s (mean time per token over prompts)")
     for name, gain in gains.items():
         print(f"gain of {name:13} {gain['median']:.2f}x [{gain['low']:.2f}, {gain['high']:.2f}]")
-    print(f"all four said the same in {sum(same)} of {len(same)} answers")
+    print(f"all four answered the same in {sum(same)} of {len(same)} answers")
     per_second = {name: len(times) / sum(times) for name, times in seconds.items()}
     finish("prompt_lookup", {"gains": gains, "tokens_per_second": per_second, "same": sum(same), "of": len(same)})
 

@@ -57,7 +57,7 @@ class Configuration:
         names = [] if method == "none" else ["ngram", "suffix"] if method == "auto" else [method]
         drafters = [DRAFTERS[name](context) for name in names]
         self.policy = AdaptivePolicy(drafters, method, k)
-        # All prompts of a group are read in one step: nobody is ahead when timing starts.
+        # All prompts of a group are read in one step: no row is ahead when timing starts.
         config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29, max_num_batched_tokens=1 << 14)
         self.engine = Engine(loaded.decoder, config, drafters=drafters, policy=self.policy)
 

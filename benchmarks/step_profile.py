@@ -86,7 +86,7 @@ def measure(model: Model, cell: str, steps: int, lines: int) -> dict[str, float]
     engine = engine_of(model, method, int(k) or None, int(rows))
     params = SamplingParams(temperature=float(temperature), max_tokens=1900, ignore_eos=True).resolve({})
     generator = torch.Generator().manual_seed(0)
-    # Each says one thing four times, for there to be something to look up.
+    # Each repeats one sentence four times, so that a lookup finds something.
     prompts = torch.randint(3, VOCAB, (int(rows), PROMPT // 4), generator=generator).repeat(1, 4).tolist()
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)

@@ -1,4 +1,4 @@
-"""What `suffix` takes of each row at each step: looking up, growing the tree, taking in what was said.
+"""The time of `suffix` for each row at each step: looking up, growing the tree, indexing committed tokens.
 
 Texts recorded by policy_replay.py are decoded with drafts, `--rows` of them together, on one core. Each step in which
 all still decode is timed whole (look, evidence, propose) and divided by its rows; the goal is a median

@@ -1,7 +1,7 @@
 """From which acceptance on a draft pays, by batch and k: whole steps timed here, put into the formulas of the theory.
 
 Every sequence of a batch is given a chain of k tokens that is always refused, so a step costs what verifying costs and
-the batch stays as it is. The acceptance at which k drafted tokens pay is where the formula says 1.0x with that cost.
+the batch stays as it is. The acceptance at which k drafted tokens pay is where the formula gives 1.0x with that cost.
 
     python benchmarks/thresholds.py [--batches 1 2 4 8 16 32] [--k 1 2 4 8] [--rounds 12]
 """
@@ -33,7 +33,7 @@ CONTEXT = "A long story about a fox, a dog and the river between them, told slow
 
 
 class Refused(HostDrafter):
-    """Tokens nobody would say here."""
+    """Tokens that are unlikely here."""
 
     name = "refused"
 

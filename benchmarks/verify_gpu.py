@@ -94,11 +94,11 @@ def batch(case: Case, rows: int, nodes: int, vocab: int) -> tuple[Callable[[], o
         top_p=None if case.top_p is None else torch.full((rows,), case.top_p, dtype=torch.float64, device=DEVICE),
     )
     given = (draft, logits, row_of, Nodes.of(draft, seq, node, max(depth), with_path=False), controls, draws)
-    everyone = torch.arange(rows, device=DEVICE)
-    routes = Routes(walk=everyone)
+    all_rows = torch.arange(rows, device=DEVICE)
+    routes = Routes(walk=all_rows)
     if case.q is not None:
         is_chain = case.children == 1
-        routes = Routes(walk=None, chain=everyone if is_chain else None, tree=None if is_chain else everyone)
+        routes = Routes(walk=None, chain=all_rows if is_chain else None, tree=None if is_chain else all_rows)
     return lambda: verify(*given, max_depth=max(depth), routes=routes), as_the_engine(case, draft, logits, row_of)
 
 

@@ -1,6 +1,6 @@
 """The yardstick: SmolLM2's exact function inside an 8B-shaped Llama, so that latency and acceptance are both real.
 
-It costs what an 8B model costs and says what SmolLM2 says. Channels of the small model come first; every weight that
+It costs what an 8B model costs and gives SmolLM2's logits. Channels of the small model come first; every weight that
 meets an exact zero is filled with N(0, 0.02), so that the chip works as hard as on a real model; outputs that must
 stay zero have zero rows; the layers beyond the small model's are the identity.
 

@@ -24,7 +24,7 @@ DELAY_S = float(os.environ.get("FAKE_DELAY_S", "0"))
 
 
 class FakeLLM:
-    """Answers "word0 word1 …", `max_tokens` of them (5 unless told); a prompt costs a token per word."""
+    """Answers "word0 word1 …", `max_tokens` of them (5 if unset); a prompt costs a token per word."""
 
     created: ClassVar[list[dict[str, Any]]] = []
     requests: ClassVar[list[tuple[Any, SamplingParams]]] = []

@@ -1,4 +1,4 @@
-"""Bad input through the real command line and engine: one line that says what to do, an exit code, no traceback."""
+"""Bad input through the real command line and engine: one line with what to do, an exit code, no traceback."""
 
 from __future__ import annotations
 

@@ -413,7 +413,7 @@ def test_the_demo_compares_tokens_and_fails_when_they_differ(paceline: Callable[
     FakeLLM.plain_says = 999
     result = paceline("demo", "hello", "--max-tokens", "20")
     assert result.code == 1
-    assert "identical output: NO, they part at token 19" in result.out
+    assert "identical output: NO, they differ at token 19" in result.out
     found = paceline("demo", "hello", "--max-tokens", "20", "--json")
     assert (found.code, found.err) == (1, "")
     assert [(one["identical"], one["first_difference"]) for one in found.json["rounds"]] == [(False, 19)]

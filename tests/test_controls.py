@@ -10,7 +10,7 @@ from paceline.sequence import Sequence
 from paceline.verify import Nodes, draw, process
 
 
-def test_every_sequence_has_its_own_parameters_whoever_shares_them():
+def test_every_sequence_has_its_own_parameters_whichever_rows_share_the_step():
     sets = [
         SamplingParams(**given).resolve({"temperature": 0.0})
         for given in (

@@ -71,11 +71,11 @@ class Bushes(HostDrafter):
     def propose(self, rows):
         draft = Draft.empty(len(rows), width=max(row.budget for row in rows))
         for at, row in enumerate(rows):
-            said, parent, node = row.sequence.num_output, -1, 0
+            outputs, parent, node = row.sequence.num_output, -1, 0
             for depth, token in enumerate(
-                self.answers[row.sequence.request_id][said : said + row.budget // 2], start=1
+                self.answers[row.sequence.request_id][outputs : outputs + row.budget // 2], start=1
             ):
-                missed = (said + depth) % 7 == 0
+                missed = (outputs + depth) % 7 == 0
                 for drafted in ((token + depth) % CONFIG.vocab_size, token)[: 1 if missed else 2]:
                     draft.tokens[at, node], draft.parents[at, node], draft.depth[at, node] = drafted, parent, depth
                     node += 1
@@ -141,17 +141,17 @@ def test_what_is_sampled_does_not_depend_on_what_is_captured(engine, method, mon
         params(max_tokens=LENGTH, temperature=0.8, ignore_eos=True, **one) for one in ({}, {}, {"top_p": 0.9}, {})
     ]
     sampler, graphs = engine.runner.sampler, engine.drafters.drafters[2]._graphs
-    said = []
+    outputs = []
     before = sampler.uncaptured
     for captured in (True, True, False):
         keys = random.Random(3)
         monkeypatch.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
         monkeypatch.setattr(sampler, "shortcut", captured or DEVICE.type == "cpu")
         with mock.patch.object(graphs, "of", graphs.of if captured else lambda *given: None):
-            said.append(answers(engine, wanted, [method] * 4))
+            outputs.append(answers(engine, wanted, [method] * 4))
         assert sampler.uncaptured == before or not captured
-    assert exercised(said[0].values())
-    texts = [[one.output_tokens for one in each.values()] for each in said]
+    assert exercised(outputs[0].values())
+    texts = [[one.output_tokens for one in each.values()] for each in outputs]
     assert texts[0] == texts[1] == texts[2]
     if DEVICE.type == "cuda":
         assert len(sampler._graphs) > 0

@@ -43,14 +43,14 @@ def test_no_cached_model_is_a_hint_and_not_an_error(empty_cache: Path, capsys: p
     assert "paceline pull smollm2" in text
 
 
-def test_a_mended_amx_trap_is_told(
+def test_an_avoided_amx_trap_is_reported(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "guard_amx", lambda cache: f"AMX traps ({cache == empty_cache})")
     assert "! AMX traps (True)" in examined(capsys)[1]
 
 
-def test_little_memory_is_told(
+def test_little_memory_is_reported(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     little = machine.Memory(total=2 << 30, available=300_000_000)
@@ -58,7 +58,7 @@ def test_little_memory_is_told(
     assert "only 300 MB of memory is free" in examined(capsys)[1]
 
 
-def test_missing_native_kernels_are_told(
+def test_missing_native_kernels_are_reported(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from paceline.models import kernels, native_kernels, runtime
@@ -66,10 +66,10 @@ def test_missing_native_kernels_are_told(
 
     monkeypatch.setattr(runtime, "choose_device", lambda name: runtime.torch.device("cpu"))
     monkeypatch.setattr(kernels, "kernels_for", lambda device: TorchKernels())
-    monkeypatch.setattr(native_kernels, "library_status", lambda: "no native kernels: nobody built them")
+    monkeypatch.setattr(native_kernels, "library_status", lambda: "no native kernels: they were not built")
     report, text = examined(capsys)
     assert report["use"]["numerics"] == "fast"
-    assert "nobody built them → install paceline again where there is a C++ compiler" in text
+    assert "they were not built → install paceline again where there is a C++ compiler" in text
 
 
 def test_a_broken_torch_is_fatal(

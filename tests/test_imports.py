@@ -34,7 +34,7 @@ RANKS: list[set[str]] = [
     {"cli"},
 ]
 RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
-PUBLIC = "__init__"  # the package itself: looks its names up lazily, so anyone may ask it for __version__
+PUBLIC = "__init__"  # the package itself: looks its names up lazily, so any module may import __version__
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
 VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "cuda_graph", "verify"}

@@ -167,7 +167,7 @@ def test_of_several_answers_only_the_last_chunk_carries_the_whole(smollm2):
     assert sorted(chunk.index for chunk in chunks if chunk.finish_reason) == [0, 1]
 
 
-def test_a_stream_nobody_reads_is_cancelled_when_it_is_dropped(smollm2):
+def test_an_unread_stream_is_cancelled_when_it_is_dropped(smollm2):
     stream = smollm2.stream(QUESTION, greedy(max_tokens=500))
     assert smollm2.engine.has_work
     del stream
@@ -181,8 +181,8 @@ def test_a_request_chooses_its_own_speculation(smollm2):
         (output,) = smollm2.chat(QUESTION, greedy(speculation=own))
         assert output.outputs[0].token_ids == plain.outputs[0].token_ids
         assert set(output.outputs[0].speculation.drafts_by_method) <= {"ngram", "suffix"}
-    for wrong, says in (("warp", "choose from"), ({"method": "none", "k": 3}, "drafts nothing")):
-        with pytest.raises(InvalidParameter, match=says):
+    for wrong, problem in (("warp", "choose from"), ({"method": "none", "k": 3}, "drafts nothing")):
+        with pytest.raises(InvalidParameter, match=problem):
             smollm2.chat(QUESTION, greedy(speculation=wrong))
     assert not smollm2.engine.has_work
 

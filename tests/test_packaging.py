@@ -30,7 +30,7 @@ def test_the_licence_is_apache_2() -> None:
     assert "Copyright 2026 The paceline authors" in text
 
 
-def test_the_package_says_it_is_typed() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (Path(paceline.__file__).parent / "py.typed").exists()
 
 

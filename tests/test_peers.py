@@ -89,7 +89,7 @@ def test_tokens_past_eos_or_the_limit_are_cut_off_and_counted_apart(fake) -> Non
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
+    ("mode", "message"),
     [
         ("crash", "was ended by SIGKILL"),
         ("rubbish", "printed what is not an answer: INFO: loading"),
@@ -97,31 +97,32 @@ def test_tokens_past_eos_or_the_limit_are_cut_off_and_counted_apart(fake) -> Non
         ("silence", "said nothing for 0.3 s"),
     ],
 )
-def test_a_worker_that_fails_while_answering_says_how_and_where_to_look(fake, mode: str, said: str) -> None:
+def test_a_worker_that_fails_while_answering_says_how_and_where_to_look(fake, mode: str, message: str) -> None:
     worker = fake(mode)
     worker.ready()
     worker.ask(REQUEST)
-    with pytest.raises(WorkerFailed, match=said) as failure:
+    with pytest.raises(WorkerFailed, match=message) as failure:
         worker.ask(REQUEST, timeout_s=0.3 if mode == "silence" else 10)
     assert str(worker.log) in str(failure.value)
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"),
+    ("mode", "message"),
     [("no model", "RuntimeError: no model"), ("dead", "exited with status 3: cannot open shared object")],
 )
-def test_a_worker_that_cannot_start_says_why(fake, mode: str, said: str) -> None:
-    with pytest.raises(WorkerFailed, match=said):
+def test_a_worker_that_cannot_start_says_why(fake, mode: str, message: str) -> None:
+    with pytest.raises(WorkerFailed, match=message):
         fake(mode).ready()
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"), [("words", "without tokens"), ("empty", "without tokens"), ("liar", "-1.0 s to the first token")]
+    ("mode", "message"),
+    [("words", "without tokens"), ("empty", "without tokens"), ("liar", "-1.0 s to the first token")],
 )
-def test_an_answer_that_makes_no_sense_is_refused(fake, mode: str, said: str) -> None:
+def test_an_answer_that_makes_no_sense_is_refused(fake, mode: str, message: str) -> None:
     worker = fake(mode)
     worker.ready()
-    with pytest.raises(WorkerFailed, match=said):
+    with pytest.raises(WorkerFailed, match=message):
         worker.ask(REQUEST)
 
 
@@ -267,7 +268,7 @@ def test_answers_of_different_length_are_compared_by_rate() -> None:
     assert found["ratio"] == pytest.approx(1.0)
 
 
-def test_loops_are_told_from_long_answers() -> None:
+def test_loops_are_distinguished_from_long_answers() -> None:
     assert not loops(range(64))
     assert loops([*range(20), *range(20)])
 
@@ -300,7 +301,7 @@ def test_the_table_shows_a_configuration_that_lacks_answers_with_what_it_has() -
     assert "gone" not in text
 
 
-# -- what is asked, and of whom
+# -- prompts and contenders
 
 
 def test_the_prompts_alternate_and_keep_their_names_whatever_their_number() -> None:
@@ -384,7 +385,7 @@ REAL = [(OURS, "ngram"), *((peer, method) for peer in PEERS for method in ("plai
 
 
 @pytest.mark.parametrize(("peer", "method"), REAL)
-def test_an_adapter_says_what_paceline_says(
+def test_an_adapter_answers_as_paceline_does(
     peer: str, method: str, smollm2, smollm2_path: Path, tmp_path: Path
 ) -> None:
     """Greedy, 12 tokens of a quotation, token for token: all multiply in fp32 with the same weights."""

@@ -77,7 +77,7 @@ def test_no_number_is_too_large_to_be_refused(field):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "problem"),
     [
         ("top_p", 1.5, "above 0 and at most 1"),
         ("logprobs", 21, "between 0 and 20"),
@@ -86,8 +86,8 @@ def test_no_number_is_too_large_to_be_refused(field):
         ("speculation", {"method": "ngram", "k": 0}, "64"),
     ],
 )
-def test_a_refusal_says_what_is_allowed(field, value, says):
-    with pytest.raises(InvalidParameter, match=says):
+def test_a_refusal_says_what_is_allowed(field, value, problem):
+    with pytest.raises(InvalidParameter, match=problem):
         SamplingParams(**{field: value})
 
 

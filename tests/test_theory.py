@@ -354,7 +354,7 @@ def test_the_table_shows_the_asked_and_the_best_k(capsys: pytest.CaptureFixture[
     assert "k = 7 is best: 2.79x" in out
 
 
-def test_measured_acceptance_is_survival_unless_said_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_acceptance_is_survival_unless_conditional_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     plain = asked(capsys, "--acceptance", "0.8,0.7,0.6")
     assert plain["k"]["tokens_per_pass"] == pytest.approx(3.1)
     assert plain["best"]["is_limit"] is True
@@ -384,7 +384,7 @@ def test_verification_cost_by_k(capsys: pytest.CaptureFixture[str]) -> None:
 ROOFLINE = ("--bandwidth", "1000", "--tflops", "100", "--parameters", "1B")
 
 
-def test_the_roofline_trees_and_memory_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_roofline_trees_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--draft-parameters", "100M", "--memory", "16", "--kv-bytes", "50e3", "--batch", "20", "--k", "4")
     answer = asked(capsys, "--siblings", "0.6,0.2", *ROOFLINE, *more)
     assert answer["draft_cost"] == pytest.approx(0.1)
@@ -467,7 +467,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(
     assert captured.err == "error: --plot: needs matplotlib: pip install 'paceline[plot]'\n"
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "taken.png").mkdir()
     assert run(["theory", "--alpha", "0.8", "--plot", str(tmp_path / "taken.png")]) == 1

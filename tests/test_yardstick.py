@@ -1,4 +1,4 @@
-"""The benchmarks' yardstick says what the small model says: checked at a small scale, in fp32."""
+"""The benchmarks' yardstick gives the small model's logits: checked at a small scale, in fp32."""
 
 from __future__ import annotations
 

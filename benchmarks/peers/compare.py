@@ -197,7 +197,7 @@ def measure(
 
 
 def ask_all(workers: dict[str, Worker], request: Request, name: str, rows: Rows, cores: int) -> dict[str, Any]:
-    """One prompt, answered by everyone who still can, in this prompt's own order.
+    """One prompt, answered by every worker still running, in this prompt's own order.
 
     `idle` is the share of the cores that workers took which should have slept, `foreign` what all else took: the most
     of any answer.

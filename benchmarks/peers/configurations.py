@@ -1,7 +1,7 @@
-"""Who is compared: every peer plain and with its prompt lookup, and paceline plain, by its own choice and with n-grams.
+"""The contenders: every peer plain and with its prompt lookup, and paceline plain, by its own choice and with n-grams.
 
 All draft the same number of tokens. llama-cpp-python's documentation advises fewer on CPUs, so it also runs as advised.
-llama.cpp keeps keys and values in fp16 unless told otherwise, and is not told otherwise; a quantised file it multiplies
+llama.cpp keeps keys and values in fp16 by default, and the default is used; a quantised file it multiplies
 with activations rounded to 8 bits. All else is fp32.
 """
 

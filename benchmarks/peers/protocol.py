@@ -1,6 +1,6 @@
 """The worker's side of the conversation: one JSON object per line, requests on stdin, answers on stdout.
 
-A worker loads its model once, says it is ready and answers one request at a time until stdin ends. Libraries like to
+A worker loads its model once, reports ready and answers one request at a time until stdin ends. Libraries like to
 print, so what they write to stdout goes to stderr and the conversation has a file descriptor of its own. Standard
 library only: this file is imported in every peer's environment.
 
@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
-Emit = Callable[[list[int]], None]  # told every token once, in order, as soon as it is certain
+Emit = Callable[[list[int]], None]  # called with every token once, in order, as soon as it is certain
 Answer = Callable[[dict[str, Any], Emit], None]
 Load = Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]  # job -> (what it is, how it answers)
 

@@ -1,4 +1,4 @@
-"""Measuring on a machine one does not have alone: taking turns with others, and knowing who else was computing.
+"""Measuring on a shared machine: taking turns with other processes, and recording the time they used.
 
 `Turns` holds a lock file (flock) that other benchmarks on the machine take as well, and hands it on every few minutes.
 `busy_seconds` is what all processes together, and the hypervisor's other guests, took from the cores.
@@ -34,7 +34,7 @@ class Turns:
         if self._since is not None and time.perf_counter() - self._since > self._hold_s:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._since = None
-            time.sleep(1.0)  # else whoever waits would not wake up in time
+            time.sleep(1.0)  # else a waiting process would not wake up in time
         if self._since is None:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self._since = time.perf_counter()
@@ -54,7 +54,7 @@ def busy_seconds(stat: Path = Path("/proc/stat")) -> float:
 
 
 class Watch:
-    """What workers and everyone else have spent since it was made."""
+    """CPU time of the workers and of all other processes since it was made."""
 
     def __init__(self, workers: Sequence[Worker], cores: int) -> None:
         self._workers, self._cores = workers, cores
@@ -72,7 +72,7 @@ class Watch:
 
 
 def settle(workers: Sequence[Worker], cores: int, patience_s: float = PATIENCE_S) -> None:
-    """Waits until nobody computes, within reason: thread pools spin for a while after their work is done."""
+    """Waits, for a bounded time, until no process computes: thread pools spin for a while after their work is done."""
     end = time.perf_counter() + patience_s
     while time.perf_counter() < end:
         watch = Watch(workers, cores)

@@ -16,7 +16,7 @@ from typing import Any
 ALL, NO_LOOPS, QUIET = "all", "all but loops", "quiet machine"
 FOREIGN = 0.1  # share of the cores others may take during a prompt's answers before it counts as disturbed
 DRAWS = 2000
-FEWEST = 4  # prompts; an interval from less says nothing
+FEWEST = 4  # prompts; an interval from fewer is useless
 LOOP = 16  # tokens that come back are a loop
 
 Row = dict[str, Any]
@@ -86,7 +86,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def slices(rows: Sequence[Row], reference: str) -> dict[str, list[Row]]:
-    """All rows, each workload's, those whose reference answer does not go round in circles, those nobody disturbed."""
+    """All rows, each workload's, those whose reference answer does not loop, those measured on a quiet machine."""
     found = {ALL: list(rows)}
     for row in rows:
         found.setdefault(row["workload"], []).append(row)

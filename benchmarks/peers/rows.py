@@ -32,7 +32,7 @@ class Rows:
         self._write({"failure": {name: why}})
 
     def note(self, name: str, about: dict[str, Any]) -> None:
-        """What a worker said it is, or did; later notes add to earlier ones."""
+        """Facts a worker reported of itself; later notes add to earlier ones."""
         self.about[name] = self.about.get(name, {}) | about
         self._write({"about": {name: about}})
 

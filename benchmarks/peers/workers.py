@@ -1,6 +1,6 @@
 """The driver's side of a worker: a process in a peer's environment that answers one request at a time.
 
-Whatever goes wrong with a worker (no environment, a crash, rubbish on its stdout, silence) is a WorkerFailed that says
+Whatever goes wrong with a worker (no environment, a crash, rubbish on its stdout, silence) is a WorkerFailed that tells
 what to do, so that the others' measurements go on. The clock around an answer is the driver's own, the same for all.
 """
 
@@ -30,7 +30,7 @@ GRACE_S = 5.0
 
 
 class WorkerFailed(Exception):
-    """This worker is lost; the message says why and where to look."""
+    """This worker is lost; the message gives the reason and where to look."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Worker:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def ready(self, timeout_s: float = START_S) -> dict[str, Any]:
-        """What the worker says it is, once it has loaded its model."""
+        """The worker's description of itself, once it has loaded its model."""
         about = self._hear(timeout_s).get("ready")
         if not isinstance(about, dict):
             raise WorkerFailed(f"{self.name} did not say it is ready; see {self.log}")

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 class AsyncLLM:
     def __init__(self, model: str | LLM = "smollm2", **options: Any) -> None:
-        """As `LLM`, or over one that is loaded already."""
+        """As `LLM`, or over an existing one."""
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._mail: dict[asyncio.AbstractEventLoop, _Mail] = {}
 
@@ -74,7 +74,7 @@ class AsyncLLM:
 
 
 class _Mail:
-    """From the engine's thread into one event loop: however many streams a step serves, the loop is woken once."""
+    """Events from the engine's thread to one event loop: a step wakes the loop once, however many streams it serves."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -88,7 +88,7 @@ class _Mail:
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._awake = False  # first: what is posted from here on wakes the loop again
+        self._awake = False  # first: an event posted from here on wakes the loop again
         while self._posted:
             self._posted.popleft()()
 
@@ -97,8 +97,8 @@ class AsyncAnswerStream:
     """An answer under way, as chunks. The last chunk of the request carries the whole answer."""
 
     def __init__(self, llm: LLM, request: StreamedRequest, mail: _Mail) -> None:
-        self._llm, self._request = llm, request  # an LLM is not closed while a stream of its is open
-        self._inbox = _AsyncInbox(mail)  # of its own: the engine's thread must not keep a stream that is dropped
+        self._llm, self._request = llm, request  # keeps the LLM alive while the stream is open
+        self._inbox = _AsyncInbox(mail)  # a separate object: the engine's thread must not keep a dropped stream alive
         self._over = False
         llm.thread.submit([request.request], self._inbox)
 
@@ -120,7 +120,7 @@ class AsyncAnswerStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Cancel what is left of the request; its blocks are free when this returns."""
+        """Cancel the request if it is still running; its blocks are free when this returns."""
         done = self._cancel()
         if done is not None:
             await asyncio.wrap_future(done)
@@ -143,7 +143,7 @@ class _AsyncInbox:
         self._woken = asyncio.Event()
 
     def put(self, event: Event, /) -> None:
-        """Of the engine's thread."""
+        """Called on the engine's thread."""
         self._events.append(event)
         self._mail.post(self._woken.set)
 

@@ -30,7 +30,7 @@ class Target:
 
     path: Path
     loaded: LoadedModel
-    note: str | None  # for the user: a fault of the machine that had to be worked around
+    note: str | None  # for the user: a fault of the machine that was worked around
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Built:
     memory: PolicyMemory | None  # None: the policy neither starts from earlier runs nor is kept
 
     def keep(self) -> None:
-        """Store what policy and drafters learnt for the next run."""
+        """Store the state of policy and drafters for the next run."""
         if self.memory is not None:
             self.memory.save(self.policy)
         for drafter in self.engine.drafters.drafters:
@@ -64,7 +64,7 @@ def load(
 def build(
     target: Target, config: EngineConfig, speculation: SpeculationConfig | None = None, *, remember: bool = True
 ) -> Built:
-    """`remember`: the policy starts from what earlier runs of this model on this machine learnt."""
+    """`remember`: the policy starts from the stored state of earlier runs of this model on this machine."""
     wanted = speculation or SpeculationConfig()
     drafters = make_drafters(target.loaded, wanted)
     policy = make_policy(target.loaded, drafters, wanted)
@@ -77,8 +77,8 @@ def build(
 def make_drafters(
     loaded: LoadedModel, speculation: SpeculationConfig, given: Mapping[str, Drafter] | None = None
 ) -> list[Drafter]:
-    """Every method with all it needs: a request can choose its own. `given` drafters, by method, are taken as they are,
-    for engines that share the weights of a draft model."""
+    """Drafters of every method whose needs are given: a request can choose its own. `given` drafters, by method, are
+    used unchanged, for engines that share the weights of a draft model."""
     ready = dict(given or {})
     context = drafter_context(loaded, speculation)
     made = {method.name: method.make(context) for method in available(speculation) if method.name not in ready}

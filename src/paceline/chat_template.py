@@ -19,7 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """One compiled template. Templates come with the model, so they see plain data only and run in a sandbox."""
+    """One compiled template. Templates come with the model, so they get plain data only and run in a sandbox."""
 
     def __init__(self, source: str) -> None:
         try:
@@ -35,7 +35,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for trainers; here it is transparent."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
 

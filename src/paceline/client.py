@@ -1,4 +1,4 @@
-"""How a caller's requests travel to the engine's thread and come back as answers: encode, submit, collect, decode.
+"""The caller's side of requests to the engine's thread: encode, submit, collect, decode.
 
 Everything here runs in the caller's thread or task, except `Job.put`. `LLM` waits for it, `AsyncLLM` awaits it.
 """
@@ -33,9 +33,11 @@ class Encoded(NamedTuple):
 
 class Client:
     def __init__(self, thread: EngineThread, tokenizer: Tokenizer, defaults: Mapping[str, Any], rows: int) -> None:
-        """`defaults` fill what sampling parameters leave open; `rows` is how many sequences share a step."""
+        """`defaults` fill unset sampling parameters; `rows` is how many sequences share a step."""
         self.thread, self.tokenizer, self._defaults = thread, tokenizer, defaults
-        self.window = 2 * rows + GROUP  # requests a job has under way: enough to fill every place that becomes free
+        self.window = (
+            2 * rows + GROUP
+        )  # requests of a job in the engine at once: enough to fill every row that becomes free
         self._request_ids = map(str, itertools.count())
 
     def generate_job(self, prompts: Prompt | Sequence[Prompt], params: Params) -> Job:
@@ -73,10 +75,10 @@ class Client:
 
 
 class Job:
-    """Prompts whose answers are waited for together.
+    """Prompts whose answers the caller waits for together.
 
     They are encoded and submitted in groups while the engine runs, as many as keep it busy. `wake` is called, on the
-    engine's thread, when there is something to do for `advance`.
+    engine's thread, when `advance` has work to do.
     """
 
     wake: Callable[[], None]
@@ -98,33 +100,33 @@ class Job:
         self._failure: PacelineError | None = None
 
     def put(self, event: Event, /) -> None:
-        """Of the engine's thread."""
+        """Called on the engine's thread."""
         if isinstance(event, Ended):
             self._ended.append(event)
         elif isinstance(event, Failed):
             self._failure = self._failure or event.error
         if len(self._ended) >= self._wanted or self._failure is not None:
-            self._wanted = len(self._prompts) + 1  # once, until `advance` has looked
+            self._wanted = len(self._prompts) + 1  # wake once, until `advance` has run
             self.wake()
 
     def advance(self) -> bool:
-        """Submit what there is room for; True: every answer is there. Raises what became of a request that failed."""
+        """Submit as many prompts as the window allows; True: every answer is there. Raises a failed request's error."""
         prompts = len(self._prompts)
         while len(self._ended) < prompts:
             if self._failure is not None:
                 raise self._failure
-            self._take_ended()  # answers are put together while the engine goes on with others
+            self._take_ended()  # answers are assembled while the engine steps other requests
             submitted = len(self._submitted)
             if submitted < prompts and submitted - len(self._ended) <= self._client.window - GROUP:
                 self._submit(submitted)
                 continue
             self._wanted = prompts if submitted == prompts else submitted - self._client.window + GROUP
-            if len(self._ended) < self._wanted and self._failure is None:  # else it came before it was wanted
+            if len(self._ended) < self._wanted and self._failure is None:  # else an event came before `_wanted` was set
                 return False
         return True
 
     def cancel(self) -> Future[None]:
-        """A future that is done once nothing of the job is left in the engine."""
+        """A future that is done once no request of the job is left in the engine."""
         ended = {event.request_id for event in self._ended}
         return self._client.thread.cancel([one for one in self._submitted if one not in ended])
 

@@ -1,4 +1,4 @@
-"""What a model is (`ModelConfig`) and how the engine runs it (`EngineConfig`). Flat, frozen, no torch."""
+"""The shape of a model (`ModelConfig`) and the settings of the engine (`EngineConfig`). Flat, frozen, no torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Which methods may draft, and what each is told. `k` None: the policy decides each step."""
+    """Which methods may draft, and their options. `k` None: the policy decides each step."""
 
     method: str = NONE  # an entry of the METHODS table, NONE or AUTO
     k: int | None = None
@@ -87,7 +87,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How much may happen in one step and how much memory the cache may take."""
+    """Limits of one step and of the cache's memory."""
 
     block_size: int = 16  # tokens per cache block
     num_blocks: int | None = None  # None: from `kv_cache_bytes`

@@ -1,8 +1,8 @@
-"""From the parameters of sequences to the tensors verification takes; drafters that sample use the same for their q.
+"""From the parameters of sequences to the input tensors of verification; drafters that sample use the same for their q.
 
-Parameters that do not change lie in columns by seat (`Sequence.seat`, the small integer a running sequence holds),
-filled in once when the sequence gets its seat; a step gathers them by the seats of its rows, in one operation. Only
-lengths, and the histories of penalties and bad words, are new each step.
+Parameters that do not change lie in columns by seat (`Sequence.seat`, the small integer of a running sequence), filled
+in once when the sequence gets its seat; a step gathers them by the seats of its rows, in one operation. Only lengths,
+and the histories of penalties and bad words, are new each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.verify.host import TokenSampler
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-# Rows of the columns: noise key, `DrawKind`, temperature, top_k, top_p, min_p; then `Form` and what else was asked for.
+# Rows of the columns: noise key, `DrawKind`, temperature, top_k, top_p, min_p; then `Form` and the bits of EXTRA.
 KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
 SENT = FORM  # rows a device reads
 PENALISED, BIASED, BAD_WORDS, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(5))  # of EXTRA
@@ -53,7 +53,7 @@ class Columns:
         top_p, min_p = 1.0 if p.top_p is None else p.top_p, p.min_p or 0.0
         ints[KEY] = sequence.noise_key
         ints[KIND] = DrawKind.GREEDY if p.greedy else DrawKind.COIN if p.seed is None else DrawKind.SEEDED
-        # As float32 they are what verification rounds them to on every device.
+        # As float32, to which verification rounds them on every device.
         floats[TEMPERATURE] = np.float32(temperature and max(temperature, _COLDEST))
         ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
         ints[FORM] = Form.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
@@ -61,7 +61,7 @@ class Columns:
         ints[EXTRA] = sum(1 << bit for bit, one in enumerate(asked) if one)
 
     def seats(self, sequences: SequenceOf[Sequence]) -> Ints:
-        """Filling in those of newcomers."""
+        """The seats of the sequences; columns of new sequences are filled in."""
         for sequence in sequences:
             seat = sequence.seat
             if seat >= len(self._owners) or self._owners[seat] is not sequence:
@@ -93,7 +93,7 @@ class StepParams(NamedTuple):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The most that a sequence asks for."""
+        """The largest `logprobs` of the sequences."""
         if not self.extra & LOGPROBS:
             return None
         return max(one.params.logprobs for one in self.sequences if one.params.logprobs is not None)
@@ -127,8 +127,8 @@ class ControlsBuilder:
     def params(
         self, sequences: SequenceOf[Sequence], lengths: Ints | None = None, seats: Ints | None = None
     ) -> StepParams:
-        """`lengths` where sequences have tokens that the host has not read. `seats`, if every sequence was `fill`ed in,
-        spare a look at each of them."""
+        """`lengths`: given where sequences have tokens that the host has not read. `seats`: given if every sequence was
+        `fill`ed in, so that none need be checked."""
         if seats is None and any(sequence.seat < 0 for sequence in sequences):  # outside of an engine
             columns = Columns()
             for seat, sequence in enumerate(sequences):
@@ -142,7 +142,7 @@ class ControlsBuilder:
         return StepParams(sequences, taken, lengths, Form(form), extra)
 
     def controls(self, sequences: SequenceOf[Sequence]) -> Controls:
-        """At the lengths they have now."""
+        """The controls at the sequences' current lengths."""
         return self.build(self.params(sequences))[0]
 
     def draws(self, sequences: SequenceOf[Sequence]) -> Draws:
@@ -160,7 +160,7 @@ class ControlsBuilder:
         return Controls.of(of.form, *filters, **self._edits(of)), draws
 
     def edits(self, of: StepParams) -> Controls:
-        """What changes single logits, and nothing else."""
+        """Only the controls that change single logits."""
         return Controls.of(Form.GREEDY, **self._edits(of))
 
     def _edits(self, of: StepParams) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """CUDA graphs: work captured once and replayed, one launch instead of one for each kernel.
 
-The graphs of one recorder share memory, so one is replayed at a time, and its result holds until the next replay.
+The graphs of one recorder share memory, so one is replayed at a time, and its result is valid until the next replay.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class GraphRecorder:
 
     @no_collection()
     def capture(self, work: Callable[[], Any]) -> CudaGraph:
-        """The launches of `work`, whose kernels have run before, so that they are compiled. RuntimeError: it cannot be.
+        """Capture the launches of `work`, whose kernels have run before and so are compiled. Raises RuntimeError.
 
         Without `torch.cuda.graph`, which empties the allocator's caches first: that takes longer than the capture.
-        No garbage is collected meanwhile: a graph found in it would be destroyed, which is not permitted during a
-        capture and ends it; the last graph of a recorder would free the memory the next is captured in.
+        No garbage is collected meanwhile: collecting a dead graph would destroy it, which is not permitted during a
+        capture and ends it; destroying a recorder's last graph would free the memory the next is captured in.
         """
         if not self._alive:
-            self._pool = torch.cuda.graph_pool_handle()  # it ends with the last graph that was captured in it
+            self._pool = torch.cuda.graph_pool_handle()  # freed with the last graph that was captured in it
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""Text from tokens as they arrive. What the stream yields, joined, is what decoding all of them at once gives.
+"""Text from tokens as they arrive. The pieces of a stream, joined, equal the decoding of all its tokens at once.
 
 A token is often a fragment: half an emoji, a byte, a word that hides its leading space. Each decoder a tokenizer.json
 can name has a stream here that holds back exactly what later tokens may still change, and does constant work per token.
@@ -34,7 +34,7 @@ StreamFactory = Callable[[], TokenStream]
 
 
 class IncrementalDecoder:
-    """`push` returns the text that has become certain, `flush` what was held back; then it starts anew."""
+    """`push` returns the text that later tokens cannot change, `flush` the rest; then the decoder starts anew."""
 
     def __init__(self, token_of: Callable[[int], str | None], skipped: frozenset[str], streams: StreamFactory) -> None:
         self._token_of, self._skipped, self._new_stream = token_of, skipped, streams
@@ -50,7 +50,7 @@ class IncrementalDecoder:
         return rest
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """What `push` for each and `flush` give, joined."""
+        """The results of `push` for each token and of `flush`, joined."""
         skipped = self._skipped
         tokens = [token for token in map(self._token_of, token_ids) if token is not None and token not in skipped]
         return self._new_stream().decode(tokens)

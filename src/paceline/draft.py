@@ -5,8 +5,8 @@ order they were drawn; parent -1 is the last committed token, the root, which is
 slot i + 1 for node i wherever a tensor is (B, N + 1). Depth is 1-based: the root's children have depth 1.
 Padding (node index >= num_nodes) holds token 0, parent -1, depth 0. Plain decoding is the draft without nodes.
 
-Drafts are made on the host, so that a pass can be laid out; only tokens may lie on the device, unseen, and then padding
-may hold any.
+The shape of a draft is on the host, so that a pass can be laid out; its tokens may be on the device, unseen by the
+host, and then padding may hold any token. Trees whose shape only the device knows are `UNKNOWN` on the host.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -2  # a node whose parent only the device knows
-INVALID = -1  # in place of a token: logits that are no numbers left nothing to draw
+INVALID = -1  # in place of a token: no token can be drawn from logits that are not numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """q, the very tensor the drafted tokens were sampled from. It belongs to the *parent* of those tokens."""
+    """q, the tensor from which the drafted tokens were sampled. A row belongs to the *parent* of those tokens."""
 
     probs: Tensor  # (M, Vq)
     row_of: Tensor  # (B, N + 1) row of probs by slot of the parent; -1: a deterministic proposal, or no children
@@ -47,7 +47,7 @@ class Draft:
     depth: Tensor  # (B, N) int64; 0 in such rows
     num_nodes: Tensor  # (B,) int64
     q: Proposal | None = None  # None: every row is deterministic
-    unseen: bool = False  # the tokens lie where the model is, and the host has not waited for them
+    unseen: bool = False  # the tokens are on the model's device, and the host has not read them
     device_parents: Tensor | None = None  # (B, N) int64 on the device, of the rows that are `UNKNOWN` on the host
     depth_bound: int = 0  # of those rows' trees
 
@@ -57,7 +57,7 @@ class Draft:
 
     @property
     def width(self) -> int:
-        """N: an upper bound of every row's nodes, and of its depth."""
+        """N: an upper bound on every row's nodes, and on its depth."""
         return self.tokens.shape[1]
 
     @property
@@ -82,7 +82,7 @@ class Draft:
     def chains(
         tokens: Tensor, num_nodes: Tensor | None = None, q: Proposal | None = None, *, unseen: bool = False
     ) -> Draft:
-        """(B, K) tokens, the first num_nodes of each row in use (all, if None), every node hanging from the one before.
+        """(B, K) tokens, the first num_nodes of each row in use (all, if None), every node a child of the one before.
 
         In numpy on the host, which takes a fraction of torch's time for small arrays.
         """
@@ -113,7 +113,7 @@ class Draft:
     @staticmethod
     def device_trees(tokens: Tensor, parents: Tensor, num_nodes: Tensor, depth_bound: int) -> Draft:
         """Trees whose tokens and shape (B, N) only the device knows; the host knows each row's number of nodes, and a
-        bound on their depth. Such rows are deterministic: a sampled tree's shape is fixed before anything is drawn."""
+        bound on their depth. Such rows are deterministic: a sampled tree's shape is fixed before any token is drawn."""
         used = np.arange(tokens.shape[1]) < num_nodes.numpy()[:, None]
         return Draft(
             tokens=tokens,
@@ -127,8 +127,8 @@ class Draft:
 
     @staticmethod
     def merge(parts: Sequence[tuple[Sequence[int], Draft]], batch: int, vocab_size: int) -> Draft:
-        """The drafts of several methods as one, on the host: row j of a part becomes row `rows[j]`; rows no part names
-        stay empty.
+        """The drafts of several methods as one, on the host: row j of a part becomes row `rows[j]`; other rows are
+        empty.
 
         Where the parts' draft vocabularies differ, q is spread over the target's: the numbers stay the ones sampled.
         """
@@ -155,7 +155,7 @@ class Draft:
 
     def take(self, rows: Sequence[int], counts: Sequence[int]) -> Draft:
         """Some rows of a planned draft, each with its first `counts` nodes: fewer of a chain, or of a tree whose nodes
-        were not sampled. The choice must not depend on what was drawn."""
+        were not sampled. The choice must not depend on the tokens drawn."""
         at, num_nodes = np.array(rows, np.int64), np.array(counts, np.int64)
         width = int(num_nodes.max(initial=0))
         used = np.arange(width) < num_nodes[:, None]
@@ -182,11 +182,11 @@ class Draft:
 
     @property
     def is_planned(self) -> bool:
-        """All but tokens, unknown trees and q's numbers lie in the host's memory."""
+        """All but tokens, unknown trees and q's numbers are on the host."""
         return self.parents.is_cpu and (self.q is None or self.q.row_of.is_cpu)
 
     def to(self, device: torch.device) -> Draft:
-        """All of it there, its numbers in one copy; trees that only the device knows are filled in."""
+        """The whole draft on the device, its numbers in one copy; trees that only the device knows are filled in."""
         if self.parents.device.type == device.type and self.device_parents is None:
             if self.num_nodes.device.type == device.type:
                 return self
@@ -197,7 +197,7 @@ class Draft:
         if q is not None:
             ids = None if q.ids is None else q.ids.to(device)
             q = Proposal(probs=q.probs.to(device), row_of=row_of, ids=ids)
-        if self.unseen:  # they are there already
+        if self.unseen:  # the tokens are there already
             tokens = self.tokens
         if self.device_parents is not None:
             unknown = parents == UNKNOWN
@@ -220,14 +220,14 @@ class Draft:
         return replace(self.to(device), num_nodes=self.num_nodes, q=self.q)
 
     def sound(self, vocab_size: int) -> Draft:
-        """The same with trees that only the device knows made sound there, tokens and all."""
+        """The same, with trees and tokens that only the device knows made valid there."""
         if self.device_parents is None:
             return self
         tokens, parents, _ = clamp_trees(self.tokens, self.device_parents, vocab_size, self.max_depth)
         return replace(self, tokens=tokens, device_parents=parents)
 
     def on_host(self, vocab_size: int) -> Draft:
-        """The same with tokens and trees read from the device: what a CPU does with any draft."""
+        """The same, with tokens and trees read from the device; on a CPU every draft is read."""
         if self.device_parents is None:
             return self
         host = self.sound(vocab_size)
@@ -238,8 +238,8 @@ class Draft:
         return replace(host, tokens=host.tokens * used, unseen=False, depth_bound=0)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise ValueError unless every row is a tree as this module says. Tokens and trees the host has not seen are
-        not read, so as not to wait for them: they are made sound where they are placed."""
+        """Raise ValueError unless every row is a tree as defined above. Tokens and trees the host has not seen are not
+        read, which would wait for them: they are made valid on the device."""
         counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
         tokens = np.zeros_like(parents) if self.unseen else self.tokens.cpu().numpy()
         _refuse((counts < 0) | (counts > self.width), "row {}: num_nodes is not between 0 and the width")
@@ -280,20 +280,20 @@ class Logprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a step commits: each row's first num_accepted + 1 tokens. Where the last of them is INVALID, the target's
-    logits there held NaN or +inf, or nothing finite: the row's request cannot go on."""
+    """The tokens a step commits: each row's first num_accepted + 1. Where the last of them is INVALID, the target's
+    logits there held NaN or +inf, or nothing finite: the row's request ends with an error."""
 
     tokens: Tensor  # (B, D + 1) int64, -1 beyond
     num_accepted: Tensor  # (B,) int64
     path: Tensor  # (B, D) int64, accepted nodes from the root's child down, -1 beyond
     kinds: Tensor  # (B, D + 1) uint8, of Kind
     logprobs: Logprobs | None = None
-    packed: Tensor | None = None  # (bytes,) all but the logprobs, where they lie side by side: one copy takes them
-    packed_rows: int = 0  # how many, if more than these
+    packed: Tensor | None = None  # (bytes,) all but the logprobs, contiguous: read in one copy
+    packed_rows: int = 0  # rows of `packed`, if more than these
 
     @staticmethod
     def blank(batch: int, depth: int, device: torch.device, packed: Tensor | None = None) -> Verdict:
-        """To be filled in, packed; or what `packed` holds."""
+        """A packed verdict to be filled in; or the content of `packed`."""
         places, size = Verdict.places(batch, depth)
         packed = torch.empty(size, dtype=torch.uint8, device=device) if packed is None else packed
         tokens, num_accepted, path = (packed[place].view(torch.int64) for place in places[:3])
@@ -308,9 +308,9 @@ class Verdict:
     @staticmethod
     @functools.cache
     def places(batch: int, depth: int) -> tuple[list[slice], int]:
-        """Where tokens, num_accepted, path and kinds lie in a packed verdict, and its size, in bytes.
+        """Slices of tokens, num_accepted, path and kinds in a packed verdict, and its size, in bytes.
 
-        Each begins at 16 bytes: kernels are compiled anew for pointers that do not.
+        Each is aligned to 16 bytes: Triton compiles kernels anew for unaligned pointers.
         """
         places, end = [], 0
         for size in (8 * batch * (depth + 1), 8 * batch, 8 * batch * depth, batch * (depth + 1)):
@@ -320,11 +320,11 @@ class Verdict:
 
     @property
     def invalid(self) -> Tensor:
-        """(B,) bool: rows whose request cannot go on; no host sync."""
+        """(B,) bool: rows whose request ends with an error; no host sync."""
         return self.tokens.gather(1, self.num_accepted[:, None])[:, 0] == INVALID
 
     def first(self, rows: int) -> Verdict:
-        """The others are no longer asked for, but stay packed with these."""
+        """The first rows; the others stay in `packed`."""
         packed_rows = 0 if self.packed is None else self.packed_rows or len(self.path)
         parts = {name: getattr(self, name)[:rows] for name in ("tokens", "num_accepted", "path", "kinds")}
         logprobs = None
@@ -333,7 +333,7 @@ class Verdict:
         return Verdict(**parts, logprobs=logprobs, packed=self.packed, packed_rows=packed_rows)
 
     def pack(self) -> Tensor:
-        """All but the logprobs side by side."""
+        """All but the logprobs, contiguous."""
         if self.packed is not None:
             return self.packed
         batch, depth = self.path.shape
@@ -346,7 +346,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadVerdict:
-    """What a step under way commits, where it lies: the host has not waited for it and never branches on its values.
+    """The verdict of a step under way, on the device: the host has not read it and never branches on its values.
 
     Row b commits its first num_accepted + 1 tokens behind the `length` it had. The hidden state of committed position
     length - 1 + i is row node_row - 1 of the pass for i = 0, and row node_row + path[i - 1] for the others.
@@ -355,8 +355,8 @@ class UnreadVerdict:
     tokens: Tensor  # (B, D + 1), as in `Verdict`
     num_accepted: Tensor  # (B,)
     path: Tensor  # (B, D)
-    rows: Sequence[int]  # of these tensors, by row that asks: a drafter sees the rows that are its own
-    length: Tensor | None = None  # (B,) the next three only where some drafter lives on the device
+    rows: Sequence[int]  # row of these tensors for each row of `propose`: those of the drafter
+    length: Tensor | None = None  # (B,) these three only where some drafter is on the device
     node_row: Tensor | None = None  # (B,)
     seat: Tensor | None = None  # (B,)
 
@@ -367,9 +367,9 @@ class UnreadVerdict:
 
 
 def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """int64 tensors of the host on a device, in one copy: there a copy costs more than what it carries.
+    """int64 tensors of the host on a device, in one copy: a copy's overhead exceeds its transfer.
 
-    Each begins at 16 bytes: kernels are compiled anew for pointers that do not.
+    Each is aligned to 16 bytes: Triton compiles kernels anew for unaligned pointers.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -384,7 +384,7 @@ def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same on a device, without waiting for what that is busy with: a copy from ordinary memory would."""
+    """The tensor on a device, without waiting for work under way there: a copy from unpinned memory would wait."""
     pins = device.type == "cuda" and tensor.numel() > 0
     return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
@@ -395,7 +395,7 @@ def ancestors(parents: Tensor, depth: Tensor, max_depth: int) -> Tensor:
     No host sync; padding (depth 0) has no path. `max_depth` bounds the true depth (N always does).
     """
     batch, width = parents.shape
-    path = parents.new_full((batch, width, max_depth + 1), -1)  # the last column swallows what is not there
+    path = parents.new_full((batch, width, max_depth + 1), -1)  # the last column discards nodes without a path
     node = torch.arange(width, device=parents.device).expand(batch, width)
     alive = depth > 0
     for _ in range(max_depth):
@@ -411,7 +411,7 @@ def clamp_trees(tokens: Tensor, parents: Tensor, vocab_size: int, max_depth: int
     """(B, N) tokens, parents and depth of drafts that only the device has seen, made into trees of at most that depth:
     tokens of the vocabulary, parents before their children. A drafter that breaks this costs acceptance only.
 
-    A node at depth max_depth + 1, counted by its parents, hangs from the root, and so on below it. No host sync.
+    A node at depth max_depth + 1, counted by its parents, becomes a child of the root, and so on. No host sync.
     """
     batch, width = tokens.shape
     node = torch.arange(width, device=tokens.device)
@@ -430,7 +430,7 @@ def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:
 
 
 def _merge_tokens(parts: Sequence[tuple[Sequence[int], Draft]], into: Tensor) -> Tensor:
-    """Where the host has not seen some, all lie where those do."""
+    """If the host has not seen some tokens, all go to their device."""
     device = next((draft.tokens.device for _, draft in parts if draft.unseen), None)
     if device is not None:
         return _placed([(rows, draft.tokens) for rows, draft in parts], into.shape, device)
@@ -456,9 +456,9 @@ def _merge_proposals(parts: Sequence[tuple[Tensor, Proposal]], batch: int, width
     for at, q in parts:
         theirs = q.row_of.cpu()
         row_of[at, : theirs.shape[1]] = torch.where(theirs < 0, theirs, theirs + first)
-        blocks.append(q.probs if shared else q.over(vocab_size))  # they stay where they were drawn
+        blocks.append(q.probs if shared else q.over(vocab_size))  # on the device where they were drawn
         first += q.probs.shape[0]
-    # One part keeps its tensor: verification must divide by the very q that was sampled.
+    # One part keeps its tensor: verification must divide by the same q that was sampled from.
     probs = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
     return Proposal(probs=probs, row_of=row_of, ids=ids if shared else None)
 

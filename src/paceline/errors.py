@@ -1,4 +1,4 @@
-"""Errors a user can cause and mend. Each message is one line that says what is wrong and what to do.
+"""Errors a user can cause and fix. Each message is one line with the problem and what to do about it.
 
 PacelineError
 ├── InvalidParameter   a value out of range or in contradiction with another; carries the field's name
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """Base of every error meant for the user's eyes; the command line prints it without a traceback."""
+    """Base of every error meant for the user; the command line prints it without a traceback."""
 
 
 class InvalidParameter(PacelineError):

@@ -1,4 +1,4 @@
-"""When Python looks for garbage: not in the midst of a step, nor of a recording."""
+"""When Python collects garbage: not during a step, nor during a capture."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def no_collection() -> Iterator[None]:
 
 
 def expect_objects(count: int) -> None:
-    """So many new objects at a time are no sign of garbage. Else a large batch has the collector run after each step,
-    and from time to time through all there is, which takes as long as many steps."""
+    """Raise the collector's threshold above `count` new objects. Else, with a large batch, the collector runs after
+    each step, and from time to time over all objects, which takes as long as many steps."""
     young, *older = gc.get_threshold()
     if 0 < young < count:
         gc.set_threshold(count, *older)

@@ -1,7 +1,7 @@
 """Builds a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json) from a GGUF file's tokenizer.ggml.* fields.
 
 Two kinds are known: byte-level BPE ("gpt2") with the pre-tokenisers in PRE_TOKENIZERS, and SentencePiece BPE ("llama").
-Any other is refused: a tokeniser that is nearly right feeds the model text it was never trained on.
+Any other is refused: an approximate tokeniser would feed the model token sequences unlike those of its training.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _tokenizer_config(metadata: Json, tokens: list[str], add_bos_default: bool) 
 
 
 def _post_processor(config: Json, tokens: list[str]) -> Json | None:
-    """Puts bos in front and eos behind where the file asks for it."""
+    """Puts bos in front and eos behind where the file says so."""
     pieces: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
     special: Json = {}
     for name, at in (("bos", 0), ("eos", 2)):

@@ -1,7 +1,7 @@
-"""The offline API: a model, prompts in, answers out. Names and shapes as vLLM users know them.
+"""The offline API: a model, prompts in, answers out. Names and shapes as in vLLM.
 
-An `LLM` owns an engine and the thread that steps it. Any thread may call it: it encodes, submits and waits for its own
-answers; the requests of all callers share the engine's batches, and each answer is what it would be alone.
+An `LLM` owns an engine and the thread that steps it. Any thread may call it: the caller encodes, submits and waits for
+its own answers; the requests of all callers share the engine's batches, and no answer depends on the others.
 """
 
 from __future__ import annotations
@@ -81,16 +81,18 @@ class LLM:
         self.note, self.loaded = target.note, target.loaded
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
         built = build(target, config, speculation)
-        self.engine: Engine = built.engine  # the thread's own: others read it, or send it a `call`
+        self.engine: Engine = built.engine  # owned by the thread: other threads only read it, or use `call`
         self._policy = built.policy
         self.max_model_len = self.engine.max_model_len
         self.thread = EngineThread(self.engine, at_end=built.keep)
         self.client = Client(self.thread, self.tokenizer, self.loaded.generation_defaults, config.max_num_seqs)
-        self._close = weakref.finalize(self, self.thread.close)  # when it is dropped, and at exit at the latest
+        self._close = weakref.finalize(
+            self, self.thread.close
+        )  # runs when the LLM is garbage, and at exit at the latest
         self.load_s = time.perf_counter() - started
 
     def close(self) -> None:
-        """Stop the engine and keep what was learnt for the next run; open requests fail, later ones are refused."""
+        """Stop the engine and store its learned state for the next run; open requests fail, later ones are refused."""
         self._close()
 
     def __enter__(self) -> LLM:
@@ -107,7 +109,7 @@ class LLM:
 
     @property
     def expected_gain(self) -> float | None:
-        """What the last step's plan promised over plain decoding; None before there was one."""
+        """The gain over plain decoding that the last step's plan expected; None before the first plan."""
         return self._policy.expected_gain
 
     @property
@@ -146,7 +148,7 @@ class LLM:
         try:
             while not job.advance():
                 woken.get()
-        except BaseException:  # an error or Ctrl-C leaves nothing running
+        except BaseException:  # after an error or Ctrl-C no request stays running
             job.cancel().result()
             raise
         return job.outputs()
@@ -156,7 +158,7 @@ class AnswerStream:
     """An answer under way, as chunks. The last chunk of the request carries the whole answer."""
 
     def __init__(self, llm: LLM, request: StreamedRequest) -> None:
-        self._llm, self._request = llm, request  # an LLM is not closed while a stream of its is open
+        self._llm, self._request = llm, request  # keeps the LLM alive while the stream is open
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None: closed
         self._over = False
         llm.thread.submit([request.request], self._events)
@@ -183,7 +185,7 @@ class AnswerStream:
             raise
 
     def close(self) -> None:
-        """Cancel what is left of the request; its blocks are free when this returns."""
+        """Cancel the request if it is still running; its blocks are free when this returns."""
         if not self._over:
             self._over = True
             self._events.put(None)  # for another thread that waits for a chunk

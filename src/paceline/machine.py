@@ -1,6 +1,6 @@
-"""What this machine is: its CPU, the cores and the memory it lets us use, and the AMX guard. No torch.
+"""This machine: its CPU, the usable cores and memory, and the AMX guard. No torch.
 
-Some virtual machines announce AMX and then trap on it: the first bf16 product through oneDNN dies with SIGILL. oneDNN
+Some virtual machines announce AMX and then trap on it: the first bf16 product through oneDNN ends in SIGILL. oneDNN
 reads ONEDNN_MAX_CPU_ISA before its first product and never again, so `guard_amx` must run before any model is built.
 """
 
@@ -25,7 +25,7 @@ import torch
 for rows in (1, 256):
     (torch.ones(rows, 256, dtype=torch.bfloat16) @ torch.ones(256, 256, dtype=torch.bfloat16)).sum().item()
 """
-# Worth telling the user about, best first within a family.
+# Reported to the user, best first within a family.
 _NOTABLE_ISA = (
     "amx_tile",
     "amx_bf16",
@@ -78,7 +78,7 @@ def isa(cpuinfo: str | None = None) -> list[str]:
     return [name for name in _NOTABLE_ISA if name in flags]
 
 
-# -- what the container and the scheduler leave us
+# -- limits of the container and the scheduler
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
@@ -129,7 +129,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes; the container's limit counts where it is the tighter one. 0 when unknown."""
+    """Bytes; the container's limit applies where it is the tighter one. 0 when unknown."""
 
     total: int
     available: int
@@ -142,7 +142,7 @@ def memory(root: Path = Path("/")) -> Memory:
         used = _read_words(folder / "memory.current") or _read_words(folder / "memory.usage_in_bytes")
         if not limit or limit[0] == "max" or (total and int(limit[0]) >= total):
             continue
-        # What the kernel would give back under pressure (file pages) counts as free.
+        # Pages the kernel would reclaim under pressure (file pages) count as free.
         stat = _read_words(folder / "memory.stat")
         cached = next((int(v) for k, v in zip(stat[::2], stat[1::2], strict=False) if k == "inactive_file"), 0)
         total = int(limit[0])
@@ -178,7 +178,7 @@ def guard_amx(
     probe: Sequence[str] | None = None,
     timeout_s: float = AMX_TIMEOUT_S,
 ) -> str | None:
-    """Keep oneDNN off AMX where it traps; returns a note for the user when it had to.
+    """Keep oneDNN off AMX where it traps; returns a note for the user if so.
 
     Costs nothing without AMX flags or when the user has set the variable. Otherwise one bf16 product runs in a child
     process, and its outcome is remembered under `cache` until the CPU, the kernel or torch changes.
@@ -203,7 +203,7 @@ def guard_amx(
 
 
 def _dies(command: Sequence[str], timeout_s: float) -> bool | None:
-    """Whether a signal ended it. None for an ordinary failure, which says nothing about AMX."""
+    """Whether a signal ended the command. None for an ordinary failure, which is no evidence about AMX."""
     finished = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=timeout_s
     )

@@ -1,4 +1,4 @@
-"""What comes back to the caller: names and shapes as vLLM users know them, plus speculation's own figures. No torch."""
+"""Results returned to the caller: names and shapes as in vLLM, plus speculation's own figures. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.config import NONE
 
 @dataclass
 class SpeculationStats:
-    """Counted in committed tokens: what a stop cut off does not count as accepted."""
+    """Counted in committed tokens: tokens cut off by a stop do not count as accepted."""
 
     num_drafts: int = 0  # steps that carried a draft
     num_draft_tokens: int = 0
@@ -19,10 +19,10 @@ class SpeculationStats:
     num_target_passes: int = 0  # passes that committed at least one token
     num_committed_tokens: int = 0
     drafted_per_position: list[int] = field(default_factory=list)  # drafts that reached depth 1, 2, ...
-    accepted_per_position: list[int] = field(default_factory=list)  # drafts whose accepted path did
+    accepted_per_position: list[int] = field(default_factory=list)  # drafts accepted to depth 1, 2, ...
     drafts_by_method: dict[str, int] = field(default_factory=dict)
     spent_s: float = 0.0  # in steps that only decoded
-    plain_s: float = 0.0  # what the same tokens would have taken plainly, as the engine measures it
+    plain_s: float = 0.0  # time of the same tokens by plain decoding, as estimated by the engine
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -35,7 +35,7 @@ class SpeculationStats:
 
     @property
     def estimated_speedup(self) -> float | None:
-        """Against a live estimate of plain decoding, and never more than τ; None where nothing could be measured."""
+        """Speed-up over a live estimate of plain decoding, never more than τ; None where nothing was measured."""
         if self.spent_s <= 0 or self.plain_s <= 0 or self.mean_acceptance_length is None:
             return None
         return min(self.plain_s / self.spent_s, self.mean_acceptance_length)
@@ -45,7 +45,7 @@ class SpeculationStats:
         return self.num_draft_tokens / self.num_drafts if self.num_drafts else None
 
     def add(self, nodes: int, depth: int, accepted: int, committed: int, method: str = NONE) -> None:
-        """Note one verified step; its draft had so many nodes, the deepest at `depth`."""
+        """Count one verified step; its draft had so many nodes, the deepest at `depth`."""
         self.num_target_passes += 1
         self.num_committed_tokens += committed
         if nodes:
@@ -97,7 +97,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of the raw distribution, before penalties, temperature and filters. `rank` counts from 1."""
+    """A log-probability under the raw distribution, before penalties, temperature and filters. `rank` starts at 1."""
 
     logprob: float
     rank: int
@@ -124,7 +124,7 @@ class CompletionOutput:
         return output
 
     def __getattr__(self, name: str) -> str:
-        """Asked only for what is not there: a text that was not read yet."""
+        """Called only for a missing attribute: a text that was not decoded yet."""
         decode: Callable[[], str] | None = self.__dict__.get("_decode")
         if name != "text" or decode is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -133,7 +133,7 @@ class CompletionOutput:
         return text
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and copy: the text, not the way to it."""
+        """For pickle and copy: the text, not its decoder."""
         _ = self.text
         return self.__dict__.copy()
 
@@ -166,7 +166,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    num_cached_tokens: int = 0  # prompt tokens whose cache was already there
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 @dataclass(frozen=True)

@@ -54,15 +54,15 @@ def uniform(lane: Lane, *words: Tensor) -> Tensor:
 
 
 def coin(lane: Lane, key: Tensor, committed: Tensor, node: Tensor) -> Tensor:
-    """(R,) uniforms no other step can meet: `committed` is the length when the step started; node -1 is the root.
+    """(R,) uniforms that no other step uses: `committed` is the length when the step started; node -1 is the root.
 
-    Rules that look at later coins before they reject an earlier token need this key: one by position would bias them.
+    Rules that read later coins before they reject an earlier token need this key: a key by position would bias them.
     """
     return uniform(lane, key, committed, node + 1)
 
 
 def bits_of(lane: Lane, *words: int) -> int:
-    """`bits` of one row, unsigned. A handful of plain numbers, where arrays would take longer to make."""
+    """`bits` of one row, unsigned, in plain Python: for a few numbers faster than making arrays."""
     state = words[0] * _GOLDEN + _lane_constant(lane)
     for word in words[1:]:
         state = _mix(state) + word * _GOLDEN
@@ -96,7 +96,7 @@ def gumbel_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
 
 
 def unit_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
-    """(T,) float32: what the same noise is made of. Noise above g takes a unit below exp(-g)."""
+    """(T,) float32: the uniforms behind the same noise. Noise above g needs a unit below exp(-g)."""
     hashed = _numpy_token_bits(key % 2**64, tokens.astype(np.uint32, copy=False))
     return _unit_(torch.from_numpy(hashed.view(np.int32)).to(torch.float32)).numpy()
 
@@ -162,7 +162,7 @@ def _torch_mix(state: Tensor) -> Tensor:
 
 
 def _shift(state: Tensor, by: int, width: int = 64) -> Tensor:
-    """A logical right shift: torch's own drags the sign along."""
+    """A logical right shift: torch's own is arithmetic."""
     return (state >> by).bitwise_and_((1 << (width - by)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""The hashes of rng.py in Triton: the same integers in one kernel, and noise for kernels that draw as they go.
+"""The hashes of rng.py in Triton: the same integers in one kernel, and noise computed inside kernels that draw.
 
 The integers are rng's bit for bit. The two logarithms of Gumbel noise are within 4 units in the last place of the
 CPU's: one token in about a million draws may differ between devices, never between batches.
@@ -38,7 +38,7 @@ def _launch(out: Tensor, lane_constant: int, words: tuple[Tensor, ...], unit: bo
     return out
 
 
-@triton.jit(do_not_specialize=["count"])  # or it is compiled anew for 1, multiples of 16 and others
+@triton.jit(do_not_specialize=["count"])  # else it is compiled separately for 1, multiples of 16 and others
 def _hash(out, first, second, third, count, START: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
@@ -77,7 +77,7 @@ def gumbel(key, token):
     hashed = token_bits(key, token).to(tl.int32, bitcast=True).to(tl.float32)
     unit = tl.abs(hashed + 0.25) * _SCALE
     rest = 1.0 - unit
-    # log1p: what rounding took from 1 - unit comes back as a factor (Kahan).
+    # log1p: the rounding error of 1 - unit is corrected by a factor (Kahan).
     lost = tl.where(rest == 1.0, 1.0, 1.0 - rest)
     waited = tl.where(rest == 1.0, unit, -tl.log(rest) * tl.div_rn(unit, lost))
     return -tl.log(waited)

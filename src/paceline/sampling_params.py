@@ -1,7 +1,7 @@
-"""What a user may ask of one generation: every field is honoured or refused by name, never ignored.
+"""Sampling parameters of one request: every field is honoured or refused by name, never ignored.
 
-Names and meanings are those vLLM users know. None means "the model's default": `resolve` fills it from the model's
-generation_config, so a resolved object holds numbers only. Knows no torch.
+Names and meanings are vLLM's. None means "the model's default": `resolve` fills it from the model's generation_config,
+so a resolved object holds numbers only. No torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEED_LIMIT = 2**63
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """One request's wishes; sequences become tuples and numbers plain Python numbers on the way in."""
+    """One request's parameters; sequences are converted to tuples and numbers to plain Python numbers."""
 
     n: int = 1
     temperature: float | None = None  # 0: greedy
@@ -76,7 +76,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether p depends on which tokens came before, beyond the model's own reading of them."""
+        """Whether a penalty makes p depend on earlier tokens beyond the model's logits."""
         return self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def resolve(self, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -210,7 +210,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _speculation(name: str, value: Any) -> str | dict[str, Any] | None:
-    """A method's name, or {"method": ..., "k": ...}; which methods there are, the engine knows."""
+    """A method's name, or {"method": ..., "k": ...}; the engine checks that the method exists."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""One answer in the making. A sequence has no phases: it knows its tokens and how many of them are computed.
+"""One answer being generated. A sequence has no phases: it has tokens, of which a number are computed.
 
 `tokens[:num_computed]` have their K/V in the cache; a decoding sequence has exactly one token left to compute, the
-last. The scheduler owns `num_computed`, `blocks` and `status`; everyone else reads.
+last. The scheduler owns `num_computed`, `blocks` and `status`; all other code only reads them.
 """
 
 from __future__ import annotations
@@ -36,28 +36,30 @@ class Sequence:
         job: str | None = None,
     ) -> None:
         self.request_id = request_id
-        self.job = request_id if job is None else job  # answers that are waited for together
-        self.index = index  # which of the request's n
+        self.job = request_id if job is None else job  # answers that their caller waits for together
+        self.index = index  # of the request's n answers
         self.key = f"{request_id}/{index}"
         self.params = params
         self.tokens: list[int] = list(prompt)
         self.num_prompt = len(self.tokens)
-        self.max_len = max_len  # tokens it may ever have, the prompt included
+        self.max_len = max_len  # upper bound on its tokens, the prompt included
         self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)  # tokens that end it
         self.bad_words = tuple(tuple(word) for word in bad_words)  # as token ids
         self._edits = bool(params.penalised or bad_words)
         self.sampled = not params.greedy
         self.seed = params.sub_seed(index)
-        self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # what its coins are keyed by
+        self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # key of its coins
 
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.error: str | None = None  # why it ended, where finish_reason is "error"
+        self.error: str | None = None  # the reason, where finish_reason is "error"
         self.num_computed = 0
         self.num_cached = 0  # tokens whose blocks were found in the prefix cache: read, never written
         self.blocks: list[int] = []
-        self.reserved = 0  # tokens it keeps room for until the next step is scheduled: a draft is written there already
+        self.reserved = (
+            0  # tokens whose slots it keeps until the next step is scheduled: a draft is written there already
+        )
         self.seat = -1  # the row of the block manager's tables that holds the same ids; -1: none
         self.num_cached_prompt = 0  # prompt tokens found in the cache when first admitted
         self.num_preemptions = 0
@@ -80,12 +82,12 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Only the last token is left to compute, and it was produced here: a draft may follow it."""
+        """Only the last token is left to compute, and it is output: a draft may follow it."""
         return self.num_uncomputed == 1 and self.num_output > 0
 
     @property
     def looks_back(self) -> bool:
-        """The next token's distribution depends on tokens before it in ways only the host works out."""
+        """The next token's distribution depends on earlier tokens in ways that only the host computes."""
         return self._edits or len(self.tokens) - self.num_prompt < self.params.min_tokens
 
     @property

@@ -1,4 +1,4 @@
-"""vLLM's `--speculative-config '{...}'`, understood. What it cannot mean here is refused by name."""
+"""Reads vLLM's `--speculative-config '{...}'`. Settings without a counterpart here are refused by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(value: str | Mapping[str, Any], base: SpeculationConfig) -> Speculation
     changes: dict[str, Any] = {"method": _method(given, base)}
     for key, setting in given.items():
         if key in LOSSY:
-            raise InvalidParameter(FIELD, f"{key} would change what the model says; paceline is always lossless")
+            raise InvalidParameter(FIELD, f"{key} would change the model's output; paceline is always lossless")
         if key == "model":
             changes[_model_option(changes["method"])] = str(setting)
         elif key in RENAMED:
@@ -64,7 +64,7 @@ def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
 
 
 def _model_option(method: str) -> str:
-    """vLLM names every checkpoint `model`: the one thing the method needs."""
+    """The option that vLLM's `model` sets: the checkpoint the method needs."""
     needs = METHODS[method].needs if method in METHODS else ()
     if len(needs) != 1:
         raise InvalidParameter(FIELD, f"model has no meaning for method {method}; leave it out")

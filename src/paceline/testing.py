@@ -1,7 +1,7 @@
-"""Toys with known distributions, for tests of whatever holds or verifies a cache.
+"""Toy models with known distributions, for tests of the cache and of verification.
 
 `HashModel` is a target whose next-token logits are a hash of the whole context *as read back through the cache*: any
-slip in block tables, slots, compaction, sharing or rollback changes every later token.
+error in block tables, slots, compaction, sharing or rollback changes every later token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def toy_config(vocab_size: int = 11, max_positions: int = 256, eos_token_ids: tu
 
 
 def context_logits(context: SequenceOf[int], vocab_size: int, salt: str = "") -> list[float]:
-    """What `HashModel` says after `context`: normal noise seeded by a hash of every token."""
+    """The logits of `HashModel` after `context`: normal noise seeded by a hash of every token."""
     return [float(x) for x in _noise(context, salt).normal(scale=2.0, size=vocab_size)]
 
 

@@ -1,7 +1,7 @@
-"""Text to tokens and back, chat messages to tokens: what transformers' tokenizers do, without importing transformers.
+"""Text to tokens and back, chat messages to tokens: as transformers' tokenizers, without importing transformers.
 
-That import costs a second at every start, so tokenizer.json goes straight to the tokenizers library, with what
-tokenizer_config.json adds to it. Only folders without a tokenizer.json are left to transformers.
+That import costs a second at every start, so tokenizer.json is read by the tokenizers library directly, with the
+additions of tokenizer_config.json. Only folders without a tokenizer.json are read by transformers.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except TypeError as error:  # what the library makes of half a surrogate pair
+        except TypeError as error:  # the library's error for half a surrogate pair
             raise InvalidPrompt("the prompt is not valid Unicode text") from error
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Several at once take less, and leave Python to other threads meanwhile."""
+        """Faster than one by one, and other Python threads can run meanwhile."""
         if len(texts) == 1:
             return [self.encode(texts[0], add_special_tokens)]
         try:
@@ -100,7 +100,7 @@ class Tokenizer:
         return IncrementalDecoder(self.backend.id_to_token, skipped, self._streams)
 
     def token_text(self, token_id: int) -> str:
-        """What one token alone decodes to, special tokens included; a lone piece of a character shows as �."""
+        """The text of one token alone, special tokens included; part of a character shows as �."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def apply_chat_template(
@@ -111,7 +111,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The conversation as the model was trained to read it; further arguments reach the template as variables."""
+        """The conversation in the model's chat format; further arguments are variables of the template."""
         if not messages:
             raise InvalidPrompt("the conversation is empty; give at least one message")
         for message in messages:
@@ -154,7 +154,7 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _through_transformers(folder: Path) -> tuple[Backend, Json]:
-    """The tokenizer, and the special tokens its class brings along."""
+    """The tokenizer, and the special tokens of its class."""
     try:
         from transformers import AutoTokenizer
 
@@ -170,7 +170,7 @@ def _through_transformers(folder: Path) -> tuple[Backend, Json]:
 
 
 def _templates_in(folder: Path, config: Json) -> dict[str, str]:
-    """Files beside the tokenizer outrank tokenizer_config.json."""
+    """Template files in the folder take precedence over tokenizer_config.json."""
     templates = _templates_of(config)
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}

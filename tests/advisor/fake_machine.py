@@ -90,7 +90,7 @@ class TableModel:
 
 
 class KnowingDrafter(HostDrafter):
-    """Right at a place or wrong, always the same, whoever asks and however far ahead."""
+    """Whether the token at a position is right: always the same, for every drafter and distance."""
 
     name = "knowing"
 

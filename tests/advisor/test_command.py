@@ -60,7 +60,7 @@ def test_the_command_says_what_to_do_and_writes_it_down(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "problem"),
     [
         (("--prompts", "nowhere.jsonl"), "prompts: cannot read nowhere.jsonl"),
         (("--concurrency", "1,64"), "never make 64 requests at once"),
@@ -72,11 +72,11 @@ def test_the_command_says_what_to_do_and_writes_it_down(
         (("--draft-model", "./no-such-folder"), "no-such-folder"),
     ],
 )
-def test_bad_input_is_one_line_that_says_what_to_do(advise: Call, arguments: tuple[str, ...], says: str) -> None:
+def test_bad_input_is_one_line_that_says_what_to_do(advise: Call, arguments: tuple[str, ...], problem: str) -> None:
     code, out, err = advise(*arguments)
     assert code == 1
     assert out == ""
-    assert says in err.splitlines()[-1]
+    assert problem in err.splitlines()[-1]
 
 
 def test_too_few_prompts_are_refused_before_the_model_is_loaded(advise: Call, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_too_few_prompts_are_refused_before_the_model_is_loaded(advise: Call, tm
     assert "3 prompts are too few" in err
 
 
-def test_answers_that_end_at_once_are_said_to_be_too_short(
+def test_answers_that_end_at_once_are_reported_as_too_short(
     advise: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terse = tmp_path / "terse"
@@ -98,7 +98,7 @@ def test_answers_that_end_at_once_are_said_to_be_too_short(
     code = run(["advise", str(terse), "--raw", "--device", "cpu", "--concurrency", "1", "--prompts", prompts])
     assert code == 1
     assert not Path("paceline-advice").exists()
-    assert "fewer than 200 say nothing: give more prompts, or more tokens to each" in capsys.readouterr().err
+    assert "fewer than 200 are not enough: give more prompts, or more tokens to each" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_a_profile_says_what_is_missing(advise: Call, monkeypatch: pytest.MonkeyPatch) -> None:

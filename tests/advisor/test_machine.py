@@ -76,7 +76,7 @@ def test_every_drafter_is_tried_and_the_best_with_every_k(machine: Machine) -> N
 
 
 @pytest.mark.parametrize("problem", ["vocabulary", "memory"])
-def test_a_draft_model_that_cannot_serve_is_left_out_and_said(
+def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(
     problem: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny("llama-tied", tmp_path)

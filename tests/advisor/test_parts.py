@@ -71,7 +71,7 @@ def test_halves_share_no_prompt_and_every_workload_is_in_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "levels", "tokens", "field", "says"),
+    ("count", "levels", "tokens", "field", "problem"),
     [
         (9, [1], 64, "prompts", "9 prompts are too few.*at least 10"),
         (20, [1, 16], 64, "concurrency", r"half of the prompts \(10\) never make 16 requests at once.*at least 32"),
@@ -79,9 +79,9 @@ def test_halves_share_no_prompt_and_every_workload_is_in_both() -> None:
     ],
 )
 def test_a_run_that_could_not_end_in_advice_is_refused(
-    count: int, levels: list[int], tokens: int, field: str, says: str
+    count: int, levels: list[int], tokens: int, field: str, problem: str
 ) -> None:
-    with pytest.raises(InvalidParameter, match=says) as caught:
+    with pytest.raises(InvalidParameter, match=problem) as caught:
         check_halves(halves(prompts(chat=count)), levels, tokens)
     assert caught.value.field == field
 
@@ -144,8 +144,8 @@ def test_a_check_cut_short_leaves_the_predictions_of_the_levels_it_did_not_reach
     found.predicted = predicted
     assert found.stops_at == 16
     assert found.to_json()["choice"]["checked"] == [1]
-    said = " ".join(sentences(found))
-    assert "Measured: 1.40x with one request at a time; Predicted, not checked: 0.70x with 16" in said
+    text = " ".join(sentences(found))
+    assert "Measured: 1.40x with one request at a time; Predicted, not checked: 0.70x with 16" in text
 
 
 def test_a_choice_that_pays_only_from_some_number_on_is_not_switched_off_there() -> None:
@@ -153,8 +153,8 @@ def test_a_choice_that_pays_only_from_some_number_on_is_not_switched_off_there()
     assert found.choice is not None
     assert found.choice.up_to == 4
     assert found.stops_at == 16
-    said = " ".join(sentences(found))
-    assert "With one request at a time it gains nothing. Switch it off from 16 requests at once." in said
+    text = " ".join(sentences(found))
+    assert "With one request at a time it gains nothing. Switch it off from 16 requests at once." in text
     assert advice({**at(1, ngram=1.01), **at(4, ngram=1.5)}).stops_at is None
 
 
@@ -171,7 +171,7 @@ CASE = Case(
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "says"),
+    ("changes", "kind", "problem"),
     [
         ({"figure": figure(1.01, decode_ratio=1.4, tokens_per_answer=6)}, "short-outputs", r"short \(6 tokens"),
         ({"draft_cost": 0.5}, "costly-drafter", "50% of a pass of the model for every token"),
@@ -180,10 +180,10 @@ CASE = Case(
         ({"temperature": 1.2, "figure": figure(0.9, alpha=0.02)}, "temperature", "At temperature 1.2"),
     ],
 )
-def test_the_reason_is_the_condition_that_fails(changes: dict[str, object], kind: str, says: str) -> None:
+def test_the_reason_is_the_condition_that_fails(changes: dict[str, object], kind: str, problem: str) -> None:
     reason = why_off(dataclasses.replace(CASE, **changes))  # type: ignore[arg-type]
     assert reason.kind == kind
-    assert re.search(says, reason.words)
+    assert re.search(problem, reason.words)
 
 
 def test_a_gain_that_may_be_chance_is_called_that_and_nothing_else_is_blamed() -> None:
@@ -259,7 +259,7 @@ def test_what_a_reader_must_know_is_noted() -> None:
     assert any("`paceline bench --seed none` measures ordinary ones" in line for line in notes(found))
 
 
-def test_a_prediction_alone_is_said_to_be_one() -> None:
+def test_a_prediction_alone_is_labelled_as_one() -> None:
     found = advice(at(1, ngram=1.5))
     found.measured = {}
     assert "Predicted, not checked: 1.50x" in sentences(found)[0]

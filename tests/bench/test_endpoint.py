@@ -100,10 +100,10 @@ def test_where_chunks_are_not_counted_their_tokens_go_by_the_text() -> None:
     ("pieces", "usage", "words"),
     [
         ([Piece(0.1, "word")], None, "cannot be counted"),
-        ([Piece(0.1, "word", 1), Piece(0.2, "word", 1)], 20, "usage says 20 tokens, its chunks hold 2"),
+        ([Piece(0.1, "word", 1), Piece(0.2, "word", 1)], 20, "usage is 20 tokens, its chunks hold 2"),
         ([Piece(0.1, "word", 5), Piece(0.2, "word", -3)], 2, "goes down"),
         ([Piece(0.1, "word")] * 9, 3, "came in 9 chunks"),
-        ([Piece(0.1, "word")], 0, "usage says 0"),
+        ([Piece(0.1, "word")], 0, "usage is 0"),
         ([Piece(0.1, "word")], 34, "at most 32"),
         ([Piece(0.1, "word")], 30, "only 4 bytes"),
     ],
@@ -153,7 +153,7 @@ def test_counters_of_several_engines_are_added_and_differences_taken() -> None:
     assert stats.mean_acceptance_length == pytest.approx(88 / 40)
 
 
-def test_drafted_per_position_is_unknown_when_drafts_differ_in_length_and_it_is_not_told() -> None:
+def test_drafted_per_position_is_unknown_when_drafts_differ_in_length_and_no_counter_has_it() -> None:
     totals = {DRAFTS: 10, DRAFTED: 25, ACCEPTED: 12}
     accepted = {f"{ACCEPTED}_per_pos/{place}": count for place, count in enumerate((8, 4, 0))}
     drafted = {f"{DRAFTED}_per_pos/{place}": count for place, count in enumerate((10, 9, 6))}
@@ -171,7 +171,7 @@ def test_an_average_over_several_ranks_is_their_mean() -> None:
 @pytest.mark.parametrize(
     ("counted", "words"),
     [
-        ({"generation_tokens": 300}, "others use it too"),
+        ({"generation_tokens": 300}, "other clients use it too"),
         ({"tokens_predicted": 50}, "usage is wrong"),
         ({DRAFTED: 20, ACCEPTED: 30}, "30 tokens accepted of 20 drafted"),
         ({DRAFTED: 200, ACCEPTED: 150}, "150 accepted ones alone"),
@@ -299,7 +299,7 @@ def test_a_baseline_gives_a_paired_speed_up() -> None:
     assert measured.endpoint["baseline"]["url"] == plain.url + "/v1"
 
 
-def test_answers_that_differ_from_the_baselines_are_said() -> None:
+def test_answers_that_differ_from_the_baselines_are_reported() -> None:
     with FakeServer() as one, FakeServer(wording="another model") as other:
         measured = finished(one, prompts(5), baseline_url=other.url)
     assert cell(measured).identical is False
@@ -367,7 +367,7 @@ def test_more_requests_at_once_than_prompts_are_refused_before_anything_is_asked
 
 def test_of_several_models_one_must_be_named() -> None:
     with FakeServer(models=("a", "b")) as server:
-        with pytest.raises(InvalidParameter, match="serves a, b; say which"):
+        with pytest.raises(InvalidParameter, match="serves a, b; choose one"):
             bench(server)
         assert finished(server, model="b").model == "b"
         assert server.asked[-1]["model"] == "b"
@@ -402,7 +402,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def test_a_server_that_is_not_there_is_said_with_the_url() -> None:
+def test_a_server_that_is_not_there_is_reported_with_its_url() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EndpointDown, match=f"{url}/v1/models: no server answers.*is the server running"):
         measure(url, prompts(1), ONE)
@@ -414,7 +414,7 @@ def test_a_host_that_does_not_exist_is_down(host: str) -> None:
         measure(f"http://{host}", prompts(1), ONE)
 
 
-def test_a_port_that_speaks_no_http_is_found_out() -> None:
+def test_a_port_without_http_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def greet() -> None:
@@ -424,7 +424,7 @@ def test_a_port_that_speaks_no_http_is_found_out() -> None:
                 connection.recv(1000)
 
         threading.Thread(target=greet, daemon=True).start()
-        with pytest.raises(NotOpenAI, match="does not speak HTTP"):
+        with pytest.raises(NotOpenAI, match="does not answer in HTTP"):
             measure(f"http://127.0.0.1:{listener.getsockname()[1]}", prompts(1), ONE)
 
 
@@ -475,9 +475,9 @@ def test_a_fault_of_one_request_ends_those_beside_it() -> None:
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
-        ({"usage_factor": 4}, "at most 24 were asked for"),
+        ({"usage_factor": 4}, "at most 24 were requested"),
         ({"usage_factor": 0.3, "usage": "final"}, "but text came in 24 chunks"),
-        ({"usage_factor": 0}, "usage says 0 tokens"),
+        ({"usage_factor": 0}, "usage is 0 tokens"),
         ({"usage": "final", "token_ids": True, "usage_factor": 0.9}, "its chunks hold 24"),
         ({"usage": "none"}, "cannot be counted"),
     ],
@@ -489,7 +489,7 @@ def test_a_server_that_lies_about_usage_is_found_out(lie: dict[str, Any], words:
 
 def test_counters_that_count_something_else_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "PATIENCE_S", 0.1)
-    said = "usage says 40 tokens, its /metrics counted 80"
+    said = "usage is 40 tokens, its /metrics counted 80"
     with FakeServer(metrics="vllm", metrics_factor=2) as server, pytest.raises(TokenCountMismatch, match=said):
         bench(server)
 

@@ -54,7 +54,7 @@ def measured(tiny: Path) -> Measurement:
     return measurement
 
 
-def test_all_engines_say_the_same_and_tokens_are_counted_where_they_are_committed(measured: Measurement) -> None:
+def test_all_engines_answer_the_same_and_tokens_are_counted_where_they_are_committed(measured: Measurement) -> None:
     found = cells(measured)
     assert {cell.identical for cell in found} == {True}
     for cell in found:
@@ -220,7 +220,7 @@ def test_an_interruption_before_anything_was_measured_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
+def test_answers_too_short_for_a_figure_give_a_sentence_and_exit_code_1(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def brief(self: TimedEngine, prompts: Any, params: Any) -> Run:
@@ -230,7 +230,7 @@ def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
     code, out, err = bench("--methods", "ngram")
     assert code == 1
     assert "x [" not in out
-    assert "16 tokens measured, and fewer than 200 say nothing" in err
+    assert "16 tokens measured, and fewer than 200 are not enough" in err
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ def test_answers_too_short_to_say_anything_give_a_sentence_and_exit_code_1(
         (["--temperature", "-1"], "temperature: must be at least 0"),
         (["--seed", "soon"], "seed: must be a whole number, or none"),
         (["--workloads", "chat"], "workloads: 'chat' is not one of prompts"),
-        (["--timeout", "0"], "timeout: speaks to a server"),
+        (["--timeout", "0"], "timeout: is for servers only"),
         (["--out", "/proc/results"], "out: cannot write to /proc/results"),
-        (["--endpoint", "http://127.0.0.1:9"], "device: speaks to our own engines"),
+        (["--endpoint", "http://127.0.0.1:9"], "device: is for our own engines only"),
     ],
 )
 def test_nonsense_is_refused_in_one_line_and_leaves_nothing(

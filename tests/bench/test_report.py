@@ -81,7 +81,7 @@ def rich() -> Results:
             for label, own in (("ngram k=2", 0.95), ("ngram k=8", 0.9), ("auto", 1.0)):
                 loops = {"looping": 2, "without_loops": WithoutLoops(answers=10)} if workload == "all" else {}
                 cells.append(cell(workload, concurrency, label, gain * factor * own, identical=True, **loops))
-    short = "3 pairs measured, and fewer than 5 say nothing: give more prompts"
+    short = "3 pairs measured, and fewer than 5 are not enough: give more prompts"
     cells.append(cell("sql", 16, "auto", None, too_short=short, tokens_per_s=None))
     return results(*cells, complete=False)
 
@@ -300,35 +300,35 @@ def test_whatever_comes_from_outside_is_escaped() -> None:
     assert not [name for _, attributes in parsed.elements for name in attributes if not re.fullmatch(r"[\w:-]+", name)]
 
 
-def test_an_unfinished_run_and_short_cells_are_said_plainly() -> None:
+def test_an_unfinished_run_and_short_cells_are_reported() -> None:
     text = page(rich()).text
     assert "This run was not finished" in text
     assert "Too little was measured for a figure in 1 cell of 37" in text
-    assert "3 pairs measured, and fewer than 5 say nothing: give more prompts (1 cell)" in text
+    assert "3 pairs measured, and fewer than 5 are not enough: give more prompts (1 cell)" in text
     assert "not finished" not in page(results(plain(), cell())).text
 
 
-def test_changed_answers_are_said_plainly() -> None:
+def test_changed_answers_are_reported() -> None:
     text = page(results(plain(), cell(identical=False))).text
     assert "Some answers differ from those of plain decoding ngram k=4, all, one request at a time" in text
 
 
-def test_prompts_that_were_left_out_are_said() -> None:
+def test_prompts_that_were_left_out_are_reported() -> None:
     text = page(results(plain(), cell(), settings={"left_out": {"4": 3, "16": 1}})).text
     assert "3 prompts with 4 requests at a time and 1 prompt with 16 requests at a time, for they filled" in text
 
 
-def test_seeded_requests_of_a_draft_model_are_said_to_follow_the_seeded_rule() -> None:
+def test_the_report_notes_that_seeded_requests_follow_the_seeded_rule() -> None:
     given = {"draft_model": "small", "temperature": 0.8, "seed": 0}
-    for change, said in (
+    for change, shown in (
         ({}, True),
         ({"temperature": 0.0}, False),
         ({"seed": None}, False),
         ({"draft_model": None}, False),
     ):
         found = results(plain(), cell(), settings={**given, **change})
-        assert ("judged by the seeded rule" in page(found).text) is said
-        assert any("--seed none measures ordinary ones" in line for line in notes(found)) is said
+        assert ("judged by the seeded rule" in page(found).text) is shown
+        assert any("--seed none measures ordinary ones" in line for line in notes(found)) is shown
 
 
 def test_loops_are_shown_apart() -> None:
@@ -345,7 +345,7 @@ def test_a_run_of_nothing_is_still_a_page() -> None:
     assert "Nothing was measured" in found.text
 
 
-def test_an_endpoint_that_tells_little_is_still_a_page() -> None:
+def test_an_endpoint_with_few_figures_still_gives_a_page() -> None:
     bare = Cell(workload="all", concurrency=1, method="endpoint", label="endpoint", answers=1, tokens=0, seconds=0.1)
     found = page(results(bare, endpoint={"url": "http://h/v1", "model": "m", "server": None, "acceptance": None}))
     assert found.open == []

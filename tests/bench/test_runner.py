@@ -52,10 +52,10 @@ def test_every_engine_answers_every_prompt_once_and_in_changing_order() -> None:
     warm = tuple(subject.encode(WARM_UP, []))
     assert [entry[1] for entry in subject.log[:3]] == [(warm,)] * 3
     measured = subject.log[3:]
-    assert len({(who, asked) for who, asked, _ in measured}) == len(measured) == 90
+    assert len({(engine, asked) for engine, asked, _ in measured}) == len(measured) == 90
     rounds = [measured[start : start + 3] for start in range(0, 90, 3)]
     assert all(len({asked for _, asked, _ in group}) == 1 for group in rounds)  # all engines before the next prompt
-    assert len({tuple(who.label for who, *_ in group) for group in rounds}) == 6  # every order occurs
+    assert len({tuple(engine.label for engine, *_ in group) for group in rounds}) == 6  # every order occurs
 
 
 def test_each_concurrency_has_new_engines_and_full_groups() -> None:
@@ -72,7 +72,7 @@ def test_each_concurrency_has_new_engines_and_full_groups() -> None:
     assert found["all", 4, "ngram k=4"].speedup is not None
 
 
-def test_the_next_turn_continues_from_what_plain_decoding_said() -> None:
+def test_the_next_turn_continues_from_plain_decodings_answer() -> None:
     subject = FakeSubject({PLAIN: 1.0, FAST: 1.5})
     subject.answers[PLAIN] = lambda prompt: list(range(7, 57))
     subject.answers[FAST] = lambda prompt: list(range(9, 80))
@@ -92,7 +92,7 @@ def test_unseeded_sampling_is_not_compared_token_by_token() -> None:
         assert (found["all", 1, "ngram k=4"].identical is not None) is known
 
 
-def test_a_cell_says_what_was_measured() -> None:
+def test_a_cell_holds_the_measured_figures() -> None:
     subject = FakeSubject({PLAIN: 1.0, FAST: 2.0}, luck=0.0)
     _, found = bench(subject, prompts(8), plan())
     fast, plain = found["all", 1, "ngram k=4"], found["all", 1, "plain"]

@@ -61,7 +61,7 @@ def features(context, tap):
 
 
 class FunctionModel:
-    """Says what `logits_of(context, vocab_size)` says, the context read through the block tables it was given."""
+    """Its logits are `logits_of(context, vocab_size)`, the context read through the block tables it was given."""
 
     def __init__(self, logits_of, config=None, num_layers=2):
         self.logits_of, self.config = logits_of, config or toy_config(VOCAB)
@@ -120,13 +120,13 @@ class ChainModel(FunctionModel):
         self.picked += 1
         return self._draft(rows, after, pick)
 
-    def _draft(self, rows, said, pick):
-        if said is None:
+    def _draft(self, rows, unread, pick):
+        if unread is None:
             self.asked.append([(row.lag, row.count) for row in rows])
             begun = [(list(row.tokens[-row.lag :]), row.start + READ - row.lag) for row in rows]
         else:
             self.ahead.append([row.count for row in rows])
-            begun = [self._behind(row, said, which) for row, which in zip(rows, said.rows, strict=True)]
+            begun = [self._behind(row, unread, which) for row, which in zip(rows, unread.rows, strict=True)]
         drafts = []
         for depth in range(max(row.count for row in rows)):
             drafts.append(pick(self._logits(begun, rows, depth), depth))
@@ -134,13 +134,13 @@ class ChainModel(FunctionModel):
             begun = [([token], end) for token, end in zip(drafts[-1].tolist(), ends, strict=True)]
         return torch.stack(drafts, 1)
 
-    def _behind(self, row, said, which):
-        more = said.tokens[which, : int(said.num_accepted[which]) + 1].tolist()
+    def _behind(self, row, unread, which):
+        more = unread.tokens[which, : int(unread.num_accepted[which]) + 1].tolist()
         tokens = [*row.tokens, *more]
         return tokens[-READ:], row.start + len(tokens) - READ
 
     def _logits(self, begun, rows, depth):
-        """Where a row has had enough, or comes to the end of its blocks, it says anything."""
+        """Beyond a row's count, or at the end of its blocks, its tokens are arbitrary."""
         logits = torch.zeros(len(rows), self.config.vocab_size)
         going = [
             (at, tokens, start, row.blocks)
@@ -309,14 +309,14 @@ def make_drafter(method, config=None):
 
 
 class Choosing(LearnsNothing):
-    """A policy that learns nothing: `choose(sequence)` says it all."""
+    """A policy that learns nothing: `choose(sequence)` decides."""
 
     def plan(self, sequences, other_rows, others_wait):
         return [self.choose(sequence) for sequence in sequences]
 
 
 class ByRequest(Choosing):
-    """Method and budget by request id, or the same for everyone."""
+    """Method and budget by request id, or the same for all."""
 
     def __init__(self, choices, default=None):
         self.choices, self.default = choices, default or Choice()
@@ -326,7 +326,7 @@ class ByRequest(Choosing):
 
 
 def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, ahead=False, **config):
-    """The first drafter drafts for everyone, unless a policy says otherwise."""
+    """The first drafter drafts for all sequences, unless a policy is given."""
     model = model or FunctionModel(repeating, toy_config(VOCAB, eos_token_ids=eos))
     if policy is None and drafters:
         policy = ByRequest({}, Choice(drafters[0].name, k))
@@ -382,13 +382,13 @@ _PLAIN = {}  # many tests ask for the same answers
 
 def plain(requests, **options):
     """What the same requests get one by one without any drafter, cache sharing or company."""
-    told = {}
+    results = {}
     for _, name, prompt, wanted in requests:
         key = repr((prompt, wanted, options))
         if key not in _PLAIN:
             _PLAIN[key] = run(make_engine(prefix_caching=False, **options), [(0, name, prompt, wanted)])[0][name]
-        told[name] = _PLAIN[key]
-    return told
+        results[name] = _PLAIN[key]
+    return results
 
 
 def exercised(sequences):
@@ -403,13 +403,13 @@ def exact_joint(logits_of, vocab_size, prompt, wanted, length):
     joint = {(): 1.0}
     for _ in range(length):
         longer = {}
-        for said, mass in joint.items():
+        for tokens, mass in joint.items():
             sequence = Sequence("x", prompt, wanted, max_len=1000)
-            sequence.tokens += said
+            sequence.tokens += tokens
             controls = ControlsBuilder(vocab_size, frozenset(), torch.device("cpu")).controls([sequence])
             logits = torch.tensor([logits_of(tuple(sequence.tokens), vocab_size)])
             p = probabilities(process(logits, controls, Nodes.roots(1)).double())[0].tolist()
-            longer |= {(*said, token): mass * share for token, share in enumerate(p) if share > 0}
+            longer |= {(*tokens, token): mass * share for token, share in enumerate(p) if share > 0}
         joint = longer
     return joint
 

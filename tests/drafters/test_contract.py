@@ -1,6 +1,6 @@
 """What every entry of the DRAFTERS table owes: speculation changes when tokens come, never which.
 
-A new method joins by being in the table; `contract_toys.MAKERS` says how it is made for the toy target.
+A new method joins by being in the table; `contract_toys.MAKERS` makes it for the toy target.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ SAMPLED = {
     ("method", "wish"),
     [(method, wish) for method in METHODS for wish in ("temperature", "all")] + [(AHEAD, "filters")],
 )
-def test_unseeded_output_is_distributed_as_the_target_says(method, wish):
+def test_unseeded_output_is_distributed_as_the_target(method, wish):
     """The joint of five tokens (three steps at least) of many answers; a false alarm once in a million times."""
     vocab, length, answered = 3, 5, 1200
     prompt = [0, 1, 2, 0, 1, 2, 0, 1]
@@ -184,11 +184,11 @@ def test_unseeded_output_is_distributed_as_the_target_says(method, wish):
         assert drafter._model.picked > 5
         assert len(drafter._model.ahead) > 5
     exact = exact_joint(repeating, vocab, prompt, wanted, length)
-    said = collections.Counter(tuple(sequence.output_tokens) for sequence in sequences)
-    assert g_test(said, exact) > FALSE_ALARM
+    seen_outputs = collections.Counter(tuple(sequence.output_tokens) for sequence in sequences)
+    assert g_test(seen_outputs, exact) > FALSE_ALARM
     for first in range(length - 1):  # pairs gather a small bias in fewer cells
         pairs, expected = collections.Counter(), collections.defaultdict(float)
-        for tokens, count in said.items():
+        for tokens, count in seen_outputs.items():
             pairs[tokens[first : first + 2]] += count
         for tokens, mass in exact.items():
             expected[tokens[first : first + 2]] += mass
@@ -263,9 +263,9 @@ def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(
             cancel.append((cancelled, str(i)))
     sequences, _ = run(engine, requests, cancel)
     for name, alone in plain(requests).items():
-        told = sequences[name].output_tokens
-        assert told == (
-            alone.output_tokens[: len(told)] if sequences[name].finish_reason == "abort" else alone.output_tokens
+        result = sequences[name].output_tokens
+        assert result == (
+            alone.output_tokens[: len(result)] if sequences[name].finish_reason == "abort" else alone.output_tokens
         )
     assert engine.blocks.num_free == num_blocks
     assert engine.drafters.failures == 0
@@ -279,7 +279,7 @@ def test_preemption_in_mid_draft_loses_nothing(method):
     assert exercised(sequences.values())
 
 
-def test_nobody_gives_way_to_the_draft_of_another():
+def test_no_sequence_is_preempted_for_the_draft_of_another():
     """Answers end long before their limit, so without drafts there is room for all."""
     requests = every([(prompt_of(i, 9), params(max_tokens=120, temperature=0.5, seed=i)) for i in range(8)])
     for choice in (Choice(), Choice("ngram", 12)):
@@ -289,15 +289,15 @@ def test_nobody_gives_way_to_the_draft_of_another():
 
 
 @pytest.mark.parametrize("method", WAYS)
-def test_cancelling_in_mid_draft_frees_everything_and_disturbs_nobody(method):
+def test_cancelling_in_mid_draft_frees_everything_and_changes_no_other_answer(method):
     requests = every([(prompt_of(i, 9), params(max_tokens=30)) for i in range(3)])
     for step in range(1, 9, 2):
         engine = make_engine([make_drafter(method)], ahead=method in DEVICE)
-        told = answers(engine, requests, cancel=[(step, "1")])
+        result = answers(engine, requests, cancel=[(step, "1")])
         alone = plain(requests)
-        assert told["0"] == alone["0"].output_tokens
-        assert told["2"] == alone["2"].output_tokens
-        assert told["1"] == alone["1"].output_tokens[: len(told["1"])]
+        assert result["0"] == alone["0"].output_tokens
+        assert result["2"] == alone["2"].output_tokens
+        assert result["1"] == alone["1"].output_tokens[: len(result["1"])]
         assert engine.blocks.num_free == engine.blocks.num_blocks
         again, _ = run(engine, requests)  # the same names anew
         assert {name: sequence.output_tokens for name, sequence in again.items()} == {
@@ -469,7 +469,7 @@ def real_answers(smollm2):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_real_model_says_the_same(method, smollm2, real_answers):
+def test_a_real_model_answers_the_same(method, smollm2, real_answers):
     requests, expected = real_answers
     engine = Engine(
         smollm2.loaded.decoder,

@@ -1,4 +1,4 @@
-"""A draft model that continues rows without the host: who goes that way, what it is told, what is left behind."""
+"""A draft model that continues rows without the host: which rows do, the chain's inputs, and the state afterwards."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_rows_that_sample_draft_by_the_same_coins_whichever_way_they_go(sampling
     """Step by step the same tokens are committed: no coin is shifted, and none is used in two steps, where a draft was
     begun when only the device knew how many tokens the step under way would commit."""
     requests = [(0, str(i), prompt_of(i, 4 + 7 * i), params(max_tokens=40, **one)) for i, one in enumerate(samplings)]
-    told, models = [], []
+    results, models = [], []
     for model, ahead in (
         (FunctionModel(imitating), False),
         (ChainModel(imitating), False),
@@ -78,9 +78,9 @@ def test_rows_that_sample_draft_by_the_same_coins_whichever_way_they_go(sampling
         sequences, outputs = run(engine, requests)
         assert engine.drafters.failures == 0
         assert exercised(sequences.values())
-        told.append({name: [output.tokens for output in outputs[name]] for name in sequences})
+        results.append({name: [output.tokens for output in outputs[name]] for name in sequences})
         models.append(model)
-    assert told[0] == told[1] == told[2]
+    assert results[0] == results[1] == results[2]
     _, chain, ahead = models
     assert chain.picked > 5
     assert ahead.picked > 5
@@ -90,19 +90,21 @@ def test_rows_that_sample_draft_by_the_same_coins_whichever_way_they_go(sampling
 def test_the_number_of_tokens_a_step_under_way_commits_is_part_of_the_key(monkeypatch):
     """The test above would notice coins of another length: here they are those of the step before."""
 
-    def stale(self, graphs, sequences, count, said):
+    def stale(self, graphs, sequences, count, unread):
         real(self, graphs, sequences, count, None)
 
     requests = [(0, "a", prompt_of(0, 9), params(max_tokens=40, temperature=1.3))]
-    told = []
+    results = []
     for fault in (False, True):
         real, keys = ChainSampler.__init__, random.Random(5)
         with monkeypatch.context() as patched:
             patched.setattr("paceline.sequence.secrets.randbits", keys.getrandbits)
             if fault:
                 patched.setattr(ChainSampler, "__init__", stale)
-            told.append(run(make_engine([DraftModelDrafter(ChainModel(imitating))], k=3, ahead=True), requests)[1]["a"])
-    assert [one.tokens for one in told[0]] != [one.tokens for one in told[1]]
+            results.append(
+                run(make_engine([DraftModelDrafter(ChainModel(imitating))], k=3, ahead=True), requests)[1]["a"]
+            )
+    assert [one.tokens for one in results[0]] != [one.tokens for one in results[1]]
 
 
 def test_drafts_that_are_sampled_may_be_cut_by_what_is_asked_for_next():
@@ -138,7 +140,7 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("asked", [{}, {"seed": 3}, {"top_k": 40, "top_p": 0.9}])
-def test_a_recorded_pick_is_what_its_kernels_say_one_by_one(asked):
+def test_a_captured_pick_equals_its_kernels_one_by_one(asked):
     device, vocab, wanted = torch.device("cuda"), 5000, params(temperature=0.7, **asked)
     graphs = SamplingGraphs(vocab, device)
     for rows in (1, 3, 1):
@@ -165,7 +167,7 @@ class Again:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_picked_does_not_depend_on_whether_it_is_recorded(fails, monkeypatch):
-    """What a replay gives is over with the next one, so q must have been copied; rows nobody needs have no say."""
+    """A replay overwrites the result of the one before, so q must have been copied; padding rows have no effect."""
 
     def record(work):
         graph = work.__self__
@@ -200,7 +202,7 @@ def test_there_is_one_graph_for_each_form_whatever_rows_ask_for():
     assert len(graphs._made) == 3
 
 
-def test_rows_that_look_back_at_what_was_said_go_by_passes():
+def test_rows_that_depend_on_earlier_tokens_go_by_passes():
     model = ChainModel(imitating)
     engine = make_engine([DraftModelDrafter(model)], k=3)
     wishes = [
@@ -213,12 +215,12 @@ def test_rows_that_look_back_at_what_was_said_go_by_passes():
     ]
     requests = [(0, str(i), prompt_of(i, 6), params(max_tokens=16, **wish)) for i, wish in enumerate(wishes)]
     sequences, _ = run(engine, requests)
-    told = plain(requests)
+    results = plain(requests)
     assert model.asked
     assert all(len(asked) == 1 for asked in model.asked), "the first; the last when it may end"
     assert engine.drafters.failures == 0
     for name, sequence in sequences.items():
-        assert sequence.output_tokens == told[name].output_tokens
+        assert sequence.output_tokens == results[name].output_tokens
         assert sequence.stats.num_draft_tokens > 0
 
 
@@ -279,11 +281,11 @@ def test_who_ends_or_comes_or_gives_way_while_drafts_are_under_way_changes_no_an
             for i in range(7)
         ]
         sequences, _ = run(engine, requests, cancel=[(9, "2"), (10, "3")])
-        told = plain(requests, eos=eos)
+        results = plain(requests, eos=eos)
         assert model.ahead
         assert engine.drafters.failures == 0
         for name, sequence in sequences.items():
-            told_tokens = told[name].output_tokens
+            told_tokens = results[name].output_tokens
             if sequence.finish_reason == "abort":
                 told_tokens = told_tokens[: sequence.num_output]
             assert sequence.output_tokens == told_tokens
@@ -310,15 +312,19 @@ def test_what_is_trusted_was_written_whatever_is_asked_for_next(seed):
     other = DRAFTERS["ngram"](DrafterContext(model.config, torch.device("cpu"), SpeculationConfig()))
     policy = Wavering([drafter.name, drafter.name, drafter.name, other.name], seed)
     engine = ahead_engine(drafter, policy=policy, others=[other], max_num_seqs=3)
-    kinds = [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.2}]  # one cannot be told from its answer alone
+    kinds = [
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 1.2},
+    ]  # the last cannot be checked by its answer alone
     requests = [(2 * i, str(i), prompt_of(i, 5 + i), params(max_tokens=40, **kinds[(i + seed) % 3])) for i in range(3)]
     drawn = watch_q(engine)
     sequences, _ = run(engine, requests)
     assert model.ahead
     assert engine.drafters.failures == 0
-    told = plain([request for request in requests if request[3].greedy or request[3].seed is not None])
-    assert len(told) == 2
-    assert all(sequences[name].output_tokens == alone.output_tokens for name, alone in told.items())
+    results = plain([request for request in requests if request[3].greedy or request[3].seed is not None])
+    assert len(results) == 2
+    assert all(sequences[name].output_tokens == alone.output_tokens for name, alone in results.items())
     assert len(drawn) > 20
 
 

@@ -92,7 +92,7 @@ def test_what_was_accepted_is_not_computed_again():
     assert draft.rows_per_pass == [10, 1, 1, 1, 2, 1, 1, 1, 2, 1, 1, 1]
 
 
-def test_a_long_lag_is_read_in_pieces_and_nobody_waits_for_it():
+def test_a_long_lag_is_read_in_pieces_and_no_other_row_waits_for_it():
     draft = FunctionModel(imitating)
     drafter = DraftModelDrafter(draft, catch_up=16)
     engine = make_engine([drafter], k=3, max_num_batched_tokens=128)
@@ -101,9 +101,9 @@ def test_a_long_lag_is_read_in_pieces_and_nobody_waits_for_it():
         (0, "short", prompt_of(1, 4), params(max_tokens=30)),
     ]
     sequences, outputs = run(engine, requests)
-    told = plain(requests)
+    results = plain(requests)
     for name, sequence in sequences.items():
-        assert sequence.output_tokens == told[name].output_tokens
+        assert sequence.output_tokens == results[name].output_tokens
     assert max(draft.rows_per_pass) <= 16
     first = {name: [step.kinds for step in outputs[name]] for name in outputs}
     assert len(first["short"]) < 30
@@ -226,9 +226,9 @@ def test_q_is_what_a_loop_of_single_tokens_under_the_requests_parameters_would_s
                 assert token == int(p.argmax())
 
 
-def one_token_at_a_time(sequence, said):
+def one_token_at_a_time(sequence, more):
     alone = Sequence("alone", sequence.tokens[: sequence.num_prompt], sequence.params, max_len=99)
-    alone.tokens, alone.bad_words = [*sequence.tokens, *said], sequence.bad_words
+    alone.tokens, alone.bad_words = [*sequence.tokens, *more], sequence.bad_words
     controls = ControlsBuilder(VOCAB, frozenset(), torch.device("cpu")).controls([alone])
     logits = torch.tensor([imitating(tuple(alone.tokens), VOCAB)], dtype=torch.float32)
     return probabilities(process(logits, controls, Nodes.roots(1)))[0]
@@ -266,7 +266,7 @@ def test_every_coin_is_drawn_once_and_from_its_own_lane(monkeypatch):
     assert len(set(tossed)) == len(tossed) == sum(sequence.stats.num_draft_tokens for sequence in sequences.values())
 
 
-def test_asked_twice_it_says_the_same():
+def test_two_proposals_for_one_context_are_equal():
     """As after a step that failed elsewhere."""
     drafter = bound(DraftModelDrafter(FunctionModel(imitating)), 8)
     sequence = sequence_of(prompt_of(0, 9), list(range(8)))
@@ -379,10 +379,10 @@ def test_the_table_makes_it_from_a_models_name(tiny):
     config = EngineConfig(block_size=4, num_blocks=64)
     engine = Engine(target.decoder, config, drafters=[drafter], policy=ByRequest({}, Choice("draft-model", 3)))
     request = (0, "a", list(range(20, 40)), params(max_tokens=20))
-    told = run(engine, [request])[0]["a"]
-    assert told.stats.num_drafts > 0
+    results = run(engine, [request])[0]["a"]
+    assert results.stats.num_drafts > 0
     alone = run(Engine(target.decoder, config), [request])[0]["a"]
-    assert told.output_tokens == alone.output_tokens
+    assert results.output_tokens == alone.output_tokens
     assert engine.drafters.failures == 0
 
 

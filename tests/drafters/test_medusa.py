@@ -114,11 +114,11 @@ def test_heads_that_know_the_answer_by_heart_are_always_right():
     decoder, prompt = tiny_decoder(), list(range(12))
     requests = [(0, "a", prompt, params(max_tokens=30, ignore_eos=True))]
     config = EngineConfig(num_blocks=32, max_num_seqs=4)
-    told = answers(Engine(decoder, config), requests)["a"]
-    drafter = MedusaDrafter(overfit_heads(decoder, [[*prompt, *told]]), CONFIG.vocab_size, kernels=decoder.kernels)
+    result = answers(Engine(decoder, config), requests)["a"]
+    drafter = MedusaDrafter(overfit_heads(decoder, [[*prompt, *result]]), CONFIG.vocab_size, kernels=decoder.kernels)
     engine = Engine(decoder, config, drafters=[drafter], policy=ByRequest({}, Choice(MEDUSA, 2)))  # a chain of two
     (sequence,) = run(engine, requests)[0].values()
-    assert sequence.output_tokens == told
+    assert sequence.output_tokens == result
     # Of the last tokens nothing was known.
     assert sequence.stats.num_accepted_tokens >= sequence.stats.num_draft_tokens - 3 > 12
     assert engine.drafters.failures == 0
@@ -137,8 +137,8 @@ def test_random_heads_change_nothing(ahead, sampling):
         return propose(rows, after)
 
     drafter.propose = counting
-    told = answers(engine, requests)
-    assert told == {name: alone.output_tokens for name, alone in plain(requests).items()}
+    result = answers(engine, requests)
+    assert result == {name: alone.output_tokens for name, alone in plain(requests).items()}
     assert engine.drafters.failures == 0
     assert (sum(begun) > 5) == ahead, "drafts are begun behind steps under way where steps run ahead"
 
@@ -294,8 +294,8 @@ def test_a_user_names_the_folder(tmp_path, given):
     wanted = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, speculation={"method": MEDUSA, "k": 5})
     plainly = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, speculation="none")
     with LLM(str(tmp_path / "model"), device="cpu", **given) as llm:
-        (told,), (alone,) = llm.generate([1, 2, 3], wanted), llm.generate([1, 2, 3], plainly)
-        assert told.outputs[0].token_ids == alone.outputs[0].token_ids
+        (result,), (alone,) = llm.generate([1, 2, 3], wanted), llm.generate([1, 2, 3], plainly)
+        assert result.outputs[0].token_ids == alone.outputs[0].token_ids
         assert MEDUSA in [drafter.name for drafter in llm.engine.drafters.drafters]
         assert llm.engine.drafters.failures == 0
 

@@ -277,16 +277,16 @@ def test_an_index_that_could_not_be_made_takes_no_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_every_variant_says_the_same(method, monkeypatch):
-    told = []
+def test_every_variant_proposes_the_same(method, monkeypatch):
+    found_by_variant = []
     for variant in runnable_variants():
         library = open_library(variant)
         for module in (ngram, suffix):
             monkeypatch.setattr(module, "load_library", lambda library=library: library)
         drafter, _ = pair(method)
         sequence = Sequence("0", [1, 2, 3, 4, 1, 2, 5, 1, 2, 3], SamplingParams().resolve({}), max_len=100)
-        told.append((drafter.evidence(sequence), drafter.propose([DraftRow(sequence, 8)]).tokens.tolist()))
-    assert told == told[:1] * len(told)
+        found_by_variant.append((drafter.evidence(sequence), drafter.propose([DraftRow(sequence, 8)]).tokens.tolist()))
+    assert found_by_variant == found_by_variant[:1] * len(found_by_variant)
 
 
 def test_native_code_serves_where_there_is_a_library_and_python_elsewhere(monkeypatch):

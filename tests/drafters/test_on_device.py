@@ -49,10 +49,10 @@ def device(request):
 def plain(device):
     """Answers by way of sampling and request, and heads that have seen them."""
     engine = Engine(tiny_decoder(device), SIZES)
-    told = {asked: outputs(run(engine, requests_of(asked))[0]) for asked in ASKED}
-    texts = [[*prompt, *each[str(at)]] for each in told.values() for at, prompt in enumerate(PROMPTS)]
-    begins = [len(prompt) - 2 for _ in told for prompt in PROMPTS]
-    return told, overfit_heads(tiny_decoder(), texts, begins=begins)
+    expected = {asked: outputs(run(engine, requests_of(asked))[0]) for asked in ASKED}
+    texts = [[*prompt, *each[str(at)]] for each in expected.values() for at, prompt in enumerate(PROMPTS)]
+    begins = [len(prompt) - 2 for _ in expected for prompt in PROMPTS]
+    return expected, overfit_heads(tiny_decoder(), texts, begins=begins)
 
 
 def outputs(sequences):
@@ -86,7 +86,7 @@ def engine_for(drafter, decoder, policy):
 
 @pytest.mark.parametrize("weights", ["random", "overfit"])
 def test_medusa_changes_when_tokens_come_never_which(device, plain, weights):
-    told, heads = plain
+    expected, heads = plain
     decoder = tiny_decoder(device)
     if weights == "random":
         heads = random_heads(CONFIG.hidden_size, CONFIG.vocab_size, layers=2)
@@ -97,7 +97,7 @@ def test_medusa_changes_when_tokens_come_never_which(device, plain, weights):
     for asked in ASKED:
         begun = watch(drafter)
         sequences, _ = run(engine, requests_of(asked))
-        assert outputs(sequences) == told[asked]
+        assert outputs(sequences) == expected[asked]
         assert sum(begun) > 5, "drafts are begun behind steps under way"
         if weights == "overfit":
             assert exercised(sequences.values())
@@ -159,7 +159,7 @@ class DynamicTrees(TappedDrafter):
 
 
 def test_trees_that_only_the_device_knows_change_nothing(device, plain):
-    told, heads = plain
+    expected, heads = plain
     drafter = DynamicTrees(heads, device)
     engine = engine_for(
         drafter, tiny_decoder(device), ByRequest({str(at): Choice(drafter.name, at + 1) for at in range(4)})
@@ -167,7 +167,7 @@ def test_trees_that_only_the_device_knows_change_nothing(device, plain):
     for asked in ASKED:
         begun, drafter.deep = watch(drafter), []
         sequences, _ = run(engine, requests_of(asked))
-        assert outputs(sequences) == told[asked]
+        assert outputs(sequences) == expected[asked]
         assert exercised(sequences.values())
         assert sum(begun) > 5, "drafts are begun behind steps under way"
         assert 0 < sum(map(int, drafter.deep)) < sum(one.stats.num_drafts for one in sequences.values()), "both shapes"

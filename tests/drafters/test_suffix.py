@@ -183,7 +183,7 @@ def test_the_tree_is_the_one_a_naive_count_finds(tokens, past, budget):
     else:
         sure = sum(chance for path, chance in likely.items() if len(path) == 1)
         assert evidence in {sum(sure >= step + close for step in SURE) for close in (-CLOSE, CLOSE)}
-        assert (evidence == 0) == (not likely), "nothing speaks for an empty draft"
+        assert (evidence == 0) == (not likely), "an empty draft has no evidence"
 
 
 def test_it_branches_where_the_evidence_does():

@@ -147,7 +147,7 @@ class TapDrafter(TappedDrafter):
             self.checked_slots += 1
 
     def draft(self, rows, seats, lengths):
-        """Nodes that hang anywhere; at the root what `HashModel` says next, mostly, where the host knows the text."""
+        """Nodes with random parents; at the root mostly the token `HashModel` picks, where the host knows the text."""
         width = max(row.budget for row in rows)
         tokens, parents = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
         for at, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):

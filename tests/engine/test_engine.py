@@ -175,7 +175,7 @@ def test_a_shared_beginning_is_computed_once():
     assert again.output_tokens == greedy_alone([*prompt, 3], 4)
 
 
-def test_after_every_step_nobody_holds_more_than_its_tokens_need_and_full_blocks_are_shared():
+def test_after_every_step_no_sequence_holds_more_than_its_tokens_need_and_full_blocks_are_shared():
     engine = make_engine(drafters=[ChainDrafter("chain")], policy=ByRequest({"a": Choice("chain", 6)}))
     sequences = [engine.add_request(name, prompt_of(i, 5), params(max_tokens=21))[0] for i, name in enumerate("ab")]
     while engine.has_work:

@@ -58,7 +58,7 @@ def make_draft(noise: random.Random, batch: int, width: int, *, trees: bool) -> 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(0, 6), st.booleans(), st.booleans())
-def test_every_row_is_what_the_definition_says(seed, num_rows, width, decodes, trees):
+def test_every_row_matches_the_definition(seed, num_rows, width, decodes, trees):
     noise = random.Random(seed)
     batch = make_batch(noise, num_rows, decodes=decodes, budget=width)
     sampled = [index for index, row in enumerate(batch.rows) if row.samples]

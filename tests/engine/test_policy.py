@@ -62,7 +62,7 @@ class Model(Lookup):
 
 
 class Uneven(Lookup):
-    """Sure of some sequences, lost in the others, and its evidence says so."""
+    """Right on some sequences, wrong on the others, and its evidence shows it."""
 
     def __init__(self, sure):
         super().__init__("uneven", 0.0)
@@ -108,9 +108,11 @@ def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=Fal
         outputs.append(StepOutput(one, committed, "", [], ended, choice.method, choice.budget, accepted, choice.budget))
     nodes = sum(choice.budget for choice in choices)
     taken = seconds(len(sequences), nodes, resting) + sum(each for _, each in drafting.values())
-    told = taken * noise.uniform(0.9, 1.1) if noise else taken
+    reported = taken * noise.uniform(0.9, 1.1) if noise else taken
     rows = len(sequences) + nodes
-    policy.observe(StepReport(len(sequences), rows, told, drafting, StepOutputs.of(outputs), retired, ahead=resting))
+    policy.observe(
+        StepReport(len(sequences), rows, reported, drafting, StepOutputs.of(outputs), retired, ahead=resting)
+    )
     return sum(len(output.tokens) for output in outputs), taken, choices
 
 
@@ -559,7 +561,7 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
     assert (config.method, config.k, config.ngram_max) == ("ngram", 6, 4)
     assert read({"model": "smollm2"}, base).method == "draft-model"
     assert read({"prompt_lookup_max": 1}, base).ngram_min == 1
-    for wrong, says in (
+    for wrong, problem in (
         ({"posterior_threshold": 0.1}, "posterior_threshold would change"),
         ({"method": "mlp_speculator"}, "mlp_speculator"),
         ({"method": ["ngram"]}, "ngram"),
@@ -571,5 +573,5 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
         ("{", "not JSON"),
         ("[]", "JSON object"),
     ):
-        with pytest.raises(InvalidParameter, match=says):
+        with pytest.raises(InvalidParameter, match=problem):
             read(wrong, base)

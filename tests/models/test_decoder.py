@@ -126,7 +126,7 @@ def test_rotary_tables_grow_with_the_passes_and_keep_their_bits(tmp_path, monkey
         assert all(torch.equal(one, full[:length]) for one, full in zip(tables, longest, strict=True))
 
 
-def test_smollm2_says_what_transformers_says(smollm2):
+def test_smollm2_logits_equal_those_of_transformers(smollm2):
     """Greedy, fp32, token for token, through two very different implementations."""
     from paceline import SamplingParams
 

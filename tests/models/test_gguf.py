@@ -297,7 +297,7 @@ def _overriding(extra: Any) -> Any:
     return apply
 
 
-def test_an_unknown_architecture_is_told_what_is_supported(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_those_supported(tmp_path: Path) -> None:
     close(gguf.GGUFWriter(tmp_path / "m.gguf", "mamba"))
     with pytest.raises(UnsupportedModel, match=r"'mamba' is not supported; supported in GGUF: llama, qwen2, qwen3"):
         load_config(tmp_path / "m.gguf")

@@ -73,7 +73,7 @@ def test_a_path_that_does_not_exist_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "smollm", "llama", "a b/c", "-/x"])
-def test_an_unknown_word_is_told_what_is_accepted(name: str) -> None:
+def test_an_unknown_name_is_refused_with_what_is_accepted(name: str) -> None:
     with pytest.raises(ModelNotFound, match=r"alias \(smollm2\), a folder, a .gguf file or a hub id") as caught:
         resolve(name)
     assert ("did you mean smollm2?" in str(caught.value)) == (name == "smollm")
@@ -403,7 +403,7 @@ def named(name: str) -> Exception:
         (named("RepositoryNotFoundError"), ModelNotFound, "check the spelling"),
     ],
 )
-def test_no_network_and_no_access_are_told_apart(
+def test_no_network_and_no_access_are_distinct_errors(
     error: Exception, kind: type[PacelineError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing_hub(monkeypatch, error)
@@ -607,7 +607,7 @@ def test_the_hub_module_does_not_import_torch() -> None:
 # --- the real one
 
 
-def test_smollm2_is_what_it_says(smollm2_path: Path) -> None:
+def test_smollm2_matches_its_manifest(smollm2_path: Path) -> None:
     config = load_config(smollm2_path)
     assert (config.vocab_size, config.hidden_size, config.num_layers, config.eos_token_ids) == (49152, 576, 30, (2,))
     assert len(load_weights(smollm2_path, config)) == 272

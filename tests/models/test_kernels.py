@@ -65,7 +65,7 @@ class Scene:
     cache: LayerCache
     tables: Tensor
     tokens: list[tuple[Tensor, Tensor]]  # per sequence: K, V (len, Hkv, D)
-    free: list[int]  # blocks nobody uses
+    free: list[int]  # blocks that no sequence uses
 
     def plan(self, rows: list[tuple[int, int]]) -> PassPlan:
         """Rows (sequence, position), each reading everything through the block table."""

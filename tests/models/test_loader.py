@@ -147,7 +147,7 @@ def test_what_the_decoder_would_ignore_is_refused(keys: dict[str, Any], named: s
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_architecture_is_told_what_is_supported() -> None:
+def test_an_unknown_architecture_is_refused_with_those_supported() -> None:
     with pytest.raises(UnsupportedModel, match=r"supported: Llama.*, Mistral.*, Qwen2.*, Qwen3"):
         parse_config(RAW | {"architectures": ["MambaForCausalLM"]}, "config.json")
 

@@ -63,7 +63,7 @@ def staged(library: Library, monkeypatch: pytest.MonkeyPatch) -> Staging:
     return staging
 
 
-def test_the_runtime_copies_both_ways_and_is_told_when_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runtime_copies_both_ways_and_an_event_marks_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     staging, there = staged(library, monkeypatch), torch.full((4,), 7, dtype=torch.int32)
     buffer = staging.buffer(4)
@@ -81,7 +81,7 @@ def test_the_runtime_copies_both_ways_and_is_told_when_that_is_over(monkeypatch:
 
 
 class Late(Library):
-    """A device that does nothing before somebody waits for it."""
+    """A device that does nothing before the host waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,15 +132,15 @@ def test_no_buffer_is_filled_or_given_away_before_its_last_copy_is_over(
             if noise.random() < 0.5:
                 staging.mark()
         else:
-            said = torch.arange(step, step + size, dtype=torch.int32)
-            buffer = staging.fetch(said)
-            if noise.random() < 0.7:  # else nobody reads it
+            values = torch.arange(step, step + size, dtype=torch.int32)
+            buffer = staging.fetch(values)
+            if noise.random() < 0.7:  # else it is never read
                 buffer.over.synchronize()
-                read.append((buffer.ints[:size].tolist(), said.tolist()))
-            kept.append(said)
+                read.append((buffer.ints[:size].tolist(), values.tolist()))
+            kept.append(values)
     library.wait()
-    assert all(there[: len(said)].tolist() == said for there, said in sent)
-    assert all(there == said for there, said in read)
+    assert all(there[: len(values)].tolist() == values for there, values in sent)
+    assert all(there == values for there, values in read)
 
 
 @pytest.mark.parametrize("failing", ["copy", "record"])

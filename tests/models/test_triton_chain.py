@@ -1,6 +1,6 @@
 # ruff: noqa: E402
-"""Greedy chains, in one launch and by passes, through Triton's interpreter: one program then, so nobody waits for
-anybody. Tokens and K/V against passes by the reference. That programs find each other is checked on a GPU, by
+"""Greedy chains, in one launch and by passes, through Triton's interpreter: with one program, so none waits for
+another. Tokens and K/V against passes by the reference. That programs find each other is checked on a GPU, by
 benchmarks/gpu_chain.py."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Scene:
         ]
         for cache in self.caches:
             for layer in cache.layers:
-                layer.k.fill_(7.0)  # a slot nobody wrote must be nobody's
+                layer.k.fill_(7.0)  # a slot that was not written must not be read
                 layer.v.fill_(7.0)
         self.free = torch.randperm(24).tolist()
         at_once, passes = self.decoder.greedy_chains(self.caches[1].layers, BLOCK)
@@ -105,10 +105,10 @@ class Scene:
             mine.v.copy_(theirs.v)
         return ChainRow(tokens[-READ:], length - READ, lag, count, blocks)
 
-    def judge(self, row: ChainRow, said: list[int]) -> None:
+    def judge(self, row: ChainRow, after: list[int]) -> None:
         """Each token is the most probable one, or as good as that: columns of the residual stream travel as bf16."""
         tokens, start = list(row.tokens)[READ - row.lag :], row.start + READ - row.lag
-        for token in said[: row.count]:
+        for token in after[: row.count]:
             logits = self._pass(tokens, start, list(row.blocks))
             assert float(logits[token]) > float(logits.max()) - 0.05, "where logits have a deviation of 1.4"
             tokens, start = [token], start + len(tokens)
@@ -128,9 +128,9 @@ class Scene:
         return self.reference.forward(torch.tensor(tokens), plan, self.caches[0].layers, rows).logits[0]
 
     def check(
-        self, rows: list[ChainRow], known: list[ChainRow] | None = None, said: UnreadVerdict | None = None
+        self, rows: list[ChainRow], known: list[ChainRow] | None = None, after: UnreadVerdict | None = None
     ) -> None:
-        drafted = self.chain.draft(known or rows, said)
+        drafted = self.chain.draft(known or rows, after)
         self.chain.check()
         assert drafted.shape == (len(rows), max(row.count for row in rows))
         for row, tokens in zip(rows, drafted.tolist(), strict=True):
@@ -141,7 +141,7 @@ class Scene:
 
 
 @pytest.mark.parametrize(("length", "lag"), [(2, 1), (2, 2), (16, 2), (17, 1), (65, 1)])
-def test_it_says_what_passes_say_and_writes_what_they_write(length: int, lag: int) -> None:
+def test_its_tokens_and_kv_equal_those_of_passes(length: int, lag: int) -> None:
     scene = Scene()
     scene.check([scene.row(length, lag, 3)])
 
@@ -158,14 +158,14 @@ def test_rows_of_different_lengths_lags_and_counts_share_a_launch(by_passes: boo
 def test_it_goes_on_behind_what_only_the_device_knows(by_passes: bool) -> None:
     scene = Scene(SHALLOW, by_passes=by_passes)
     rows = [scene.row(length, 2, 3) for length in (20, 18, 33)]
-    said, accepted, known = torch.full((4, 4), 77), torch.full((4,), 9), []
+    after, accepted, known = torch.full((4, 4), 77), torch.full((4,), 9), []
     for row, (which, more) in zip(rows, ((2, 1), (0, 4), (3, 2)), strict=True):
         tokens = [5, 6, 7, *row.tokens] if more > READ else [11, *row.tokens]
-        said[which, :more], accepted[which] = torch.tensor(tokens[-more:]), more - 1
+        after[which, :more], accepted[which] = torch.tensor(tokens[-more:]), more - 1
         before = tokens[: len(tokens) - more][-READ:]
         start = row.start + READ - more - len(before)
         known.append(replace(row, tokens=[0] * (READ - len(before)) + before, start=start - READ + len(before)))
-    scene.check(rows, known, UnreadVerdict(tokens=said, num_accepted=accepted, path=said[:, 1:], rows=[2, 0, 3]))
+    scene.check(rows, known, UnreadVerdict(tokens=after, num_accepted=accepted, path=after[:, 1:], rows=[2, 0, 3]))
 
 
 def test_tokens_may_be_picked_between_passes() -> None:
@@ -239,7 +239,7 @@ def test_a_launch_that_gave_up_raises() -> None:
     scene.chain.check()
     buffers = scene.chain._buffers
     buffers.state[0] = 1
-    buffers.fill([row], 1, 1, None)  # nobody who has given up begins anew
+    buffers.fill([row], 1, 1, None)  # a program that has given up does not begin anew
     for _ in range(LOOK_EVERY):
         buffers.drafted([row])
     with pytest.raises(ChainFailed):

@@ -25,7 +25,7 @@ PRODUCT = SimpleNamespace(verify=sys.modules["paceline.verify"], rng=sys.modules
 
 
 class Toy:
-    """Next-token logits that are a fixed random function of everything said so far."""
+    """Next-token logits that are a fixed random function of all tokens so far."""
 
     def __init__(self, seed, vocab, spread=1.5):
         self.seed, self.vocab, self.spread, self._known = seed, vocab, spread, {}
@@ -41,7 +41,7 @@ class Toy:
 
 
 class Fixed:
-    """The same distribution at the same depth, whatever was said; zeros allowed."""
+    """The same distribution at the same depth, whatever the tokens before; zeros allowed."""
 
     def __init__(self, *rows):
         self.rows = torch.tensor(rows, dtype=torch.float64)
@@ -58,7 +58,7 @@ class Fixed:
 
 
 def chains(length):
-    """Every node hangs from the one before."""
+    """Every node is a child of the one before."""
     return list(range(-1, length - 1))
 
 
@@ -340,13 +340,13 @@ def boxes_of(setting, contexts):
 
 def _corners(batch):
     """Every combination of the two sides of every acceptance coin's threshold, coins in the middle of their side."""
-    everyone = torch.arange(len(batch.rows))
-    _, asked = batch.judge(everyone, {})
+    all_rows = torch.arange(len(batch.rows))
+    _, asked = batch.judge(all_rows, {})
     accept = [key for key in asked if key[0] == Lane.ACCEPT]
     thresholds = _thresholds(batch, accept)
     corners = list(itertools.product((0, 1), repeat=len(accept)))
-    index = everyone.repeat_interleave(len(corners))
-    above = torch.tensor(corners, dtype=torch.bool).view(len(corners), len(accept)).repeat(len(everyone), 1)
+    index = all_rows.repeat_interleave(len(corners))
+    above = torch.tensor(corners, dtype=torch.bool).view(len(corners), len(accept)).repeat(len(all_rows), 1)
     low, high = torch.where(above, thresholds[index], 0), torch.where(above, 1, thresholds[index])
     some = ((high - low) > 0).all(1)
     index, low, high = index[some], low[some], high[some]
@@ -358,7 +358,7 @@ def _corners(batch):
 
 def sampled_boxes(batch):
     index, coins, low, high, verdict, asked = _corners(batch)
-    # What is said last depends on where the row stopped: one representative each.
+    # The last token depends on where the row stopped: one representative each.
     stops = torch.stack((index, verdict.path.amax(1)), 1)  # the node accepted last: nodes stand parents first
     kinds, which = stops.unique(dim=0, return_inverse=True)
     first = torch.full((len(kinds),), len(index)).scatter_reduce_(0, which, torch.arange(len(index)), "amin")
@@ -440,14 +440,14 @@ def _locate(same, guess, matters, near):
 
 def walked_boxes(batch):
     """The walk: a coin matters through the stretch of cumulative p it falls in, tried at both ends of every stretch."""
-    everyone = torch.arange(len(batch.rows))
+    all_rows = torch.arange(len(batch.rows))
     slots, vocab = batch.width + 1, batch.setting.target.vocab
     temperature = batch.setting.temperature or 1.0
     ends = torch.softmax(batch.logits / temperature, -1).cumsum(-1)  # (B, N + 1, V)
     starts = torch.cat((torch.zeros_like(ends[..., :1]), ends[..., :-1]), -1)
     corners = torch.tensor(list(itertools.product(range(vocab), repeat=slots)))
-    index = everyone.repeat_interleave(len(corners))
-    cell = corners.repeat(len(everyone), 1)[..., None]
+    index = all_rows.repeat_interleave(len(corners))
+    cell = corners.repeat(len(all_rows), 1)[..., None]
     low, high = (x[index].gather(2, cell)[..., 0] for x in (starts, ends))
 
     def judge(inside):
@@ -475,7 +475,7 @@ def walked_boxes(batch):
         if any(int(cell[box, slot, 0]) for slot in unasked) or any(
             int(cell[box, slot, 0]) for slot in range(len(batch.rows[row][1]) + 1, slots)
         ):
-            continue  # a coin nobody asked for: one of its cells stands for all
+            continue  # a coin that was not drawn: one of its cells stands for all
         found.append(Box(said, weight, intervals, tuple(tokens[box][: count[box] + 1]), count[box]))
     return found
 

@@ -212,7 +212,7 @@ def test_the_first_of_equal_logits_wins_across_splits(kernels, small_splits, a_r
     assert draw(logits, draws, Nodes.roots(2)).tolist() == [33, 0]
 
 
-def test_coins_at_the_very_ends_pick_tokens_that_can_be_said(kernels, small_splits, a_row_a_program):
+def test_coins_at_the_very_ends_pick_tokens_of_positive_probability(kernels, small_splits, a_row_a_program):
     logits = torch.full((4, 60), -math.inf, dtype=torch.float64)
     logits[:, 20], logits[:, 37], logits[:, 41] = 0.0, -200.0, 1.0
     ends = torch.tensor([2.0**-53, 1 - 2.0**-53, 0.1, 0.9], dtype=torch.float64)
@@ -221,7 +221,7 @@ def test_coins_at_the_very_ends_pick_tokens_that_can_be_said(kernels, small_spli
     assert said.tolist() == [20, 41, 20, 41]
 
 
-def test_a_drafter_says_what_it_says_on_the_host(kernels_alone, monkeypatch):
+def test_a_drafter_proposes_what_it_proposes_on_the_host(kernels_alone, monkeypatch):
     size, vocab = 24, 90
     logits = torch.randn(size, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 3
     nodes = replace(Nodes.roots(size), node=torch.arange(size) % 4, depth=torch.arange(size) % 4 + 1)

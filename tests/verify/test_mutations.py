@@ -152,7 +152,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 
 def ours():
-    """What is imported afresh: the modules a mutation may touch, and whoever imports those."""
+    """What is imported afresh: the modules a mutation may touch, and the modules that import those."""
     return [m for m in sys.modules if m.startswith(("paceline.rng", "paceline.verify"))]
 
 

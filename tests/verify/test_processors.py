@@ -119,7 +119,7 @@ def flush_right(tokens, width):
 
 
 def controls_of(requests, vocab=VOCAB, plain_parts=False):
-    """`plain_parts`: leave out what nobody asked for, as the engine does."""
+    """`plain_parts`: leave out parts that no sequence uses, as the engine does."""
     counts = torch.zeros(len(requests), vocab, dtype=torch.int32)
     in_prompt = torch.zeros(len(requests), vocab, dtype=torch.bool)
     for row, asked in enumerate(requests):
@@ -267,7 +267,7 @@ def test_a_node_is_processed_as_by_a_loop_of_one_token_calls(asked, drafted, par
         assert torch.equal(in_tree[row : row + 1], process(rows[row : row + 1], controls_of([alone]), Nodes.roots(1)))
 
 
-def test_parts_nobody_asked_for_cost_nothing_and_change_nothing():
+def test_unused_parts_cost_nothing_and_change_nothing():
     logits = torch.randn(3, VOCAB, dtype=torch.float64)
     assert process(logits, Controls(), Nodes.roots(3)) is logits
     asked = [Asked(temperature=t) for t in (0.0, 0.7, 1.0)]
@@ -292,7 +292,7 @@ def test_ties_with_the_last_token_kept_are_kept():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_where_every_token_is_banned_the_fallback_is_said(temperature):
+def test_where_every_token_is_banned_the_fallback_is_drawn(temperature):
     asked = Asked(temperature=temperature, bad_words=tuple((token,) for token in range(VOCAB)), top_p=0.5)
     p = p_of(torch.randn(1, VOCAB), controls_of([asked]), Nodes.roots(1))
     assert p.tolist() == [[float(token == EOS) for token in range(VOCAB)]]

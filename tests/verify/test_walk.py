@@ -288,7 +288,7 @@ def check_host_against_the_long_way(host, native=None, filters=FILTERS["unfilter
 
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("variant", [None, *runnable_variants()])
-def test_the_walk_on_the_host_says_what_the_long_way_says(variant, filters):
+def test_the_walk_on_the_host_equals_the_general_walk(variant, filters):
     native = None if variant is None else native_draw(library(variant))
     check_host_against_the_long_way(inspect.getmodule(walk_on_host), native, FILTERS[filters])
 
@@ -302,7 +302,7 @@ def library(variant):
 
 @pytest.mark.parametrize("variant", runnable_variants())
 @pytest.mark.parametrize("size", [1, 7, 300, 5003])
-def test_the_kernel_that_says_a_token_names_the_one_numpy_finds_or_none(variant, size):
+def test_the_native_draw_returns_the_token_of_numpy_or_none(variant, size):
     """Flat, peaked, tied and banned rows; and it must not give up where nothing is near a boundary."""
     native, noise = native_draw(library(variant)), np.random.default_rng(size)
     rows = [(noise.standard_normal(size) * spread).astype(np.float32) for spread in (0.0, 1.0, 3.0, 9.0) for _ in "ab"]
@@ -447,7 +447,7 @@ def hashed_chain(said):
     return [hash((said, i)) % 6 for i in range(length)], list(range(-1, length - 1)), list(range(1, length + 1))
 
 
-def test_a_seeded_or_greedy_request_says_the_same_under_any_draft_and_in_any_batch():
+def test_a_seeded_or_greedy_request_commits_the_same_under_any_draft_and_in_any_batch():
     toy, length = Toy(seed=8, vocab=6), 40
     mixed = ["seeded", "greedy", "coins", "seeded", "greedy", "seeded"]
     plainly = generate(toy, mixed, nothing, length)
@@ -476,7 +476,7 @@ def test_a_perfect_draft_is_accepted_whole_and_a_hostile_one_not_at_all():
         assert verdict.tokens[0, : min(accepted + 1, 4)].tolist() == chain[: accepted + 1]
 
 
-def test_coins_at_the_very_ends_pick_tokens_that_can_be_said():
+def test_coins_at_the_very_ends_pick_tokens_of_positive_probability():
     logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]])
     for coin, token in ((2.0**-53, 1), (1 - 2.0**-53, 3)):
         assert pick(logits, torch.tensor([coin], dtype=torch.float64)).tolist() == [token]

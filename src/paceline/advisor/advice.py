@@ -1,4 +1,4 @@
-"""What the advisor found, as advice.json holds it, and the choice as settings for paceline and for vLLM. No torch."""
+"""The advisor's findings, as in advice.json, and the choice as settings for paceline and for vLLM. No torch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Found = dict[tuple[int, Contender], Figure]
 
 @dataclass(kw_only=True)
 class Advice:
-    """Grows as the run goes on; whatever ends it, what is in it stands, and `missing` says what is not."""
+    """Grows as the run goes on; if the run is interrupted, the content remains valid, and `missing` lists the rest."""
 
     model: str
     settings: Mapping[str, Any]
     where: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)  # draft model -> why
+    refused: Mapping[str, str] = field(default_factory=dict)  # draft model -> reason
     cost: PassCost | None = None
     drafters: Sequence[DrafterCost] = ()
     predicted: Found = field(default_factory=dict)  # on the half of the prompts that the choice is made on
@@ -52,7 +52,7 @@ class Advice:
 
     @property
     def known(self) -> Figures:
-        """What the choice rests on: both halves, or the first alone."""
+        """The figures behind the choice: both halves, or the first alone."""
         return combined(self.predicted, self.measured)
 
     @property
@@ -80,7 +80,7 @@ class Advice:
 
     @property
     def not_yet(self) -> list[int]:
-        """Concurrencies asked about at which the choice does not pay, though it does at higher ones."""
+        """Concurrencies at which the choice does not pay, though it does at higher ones."""
         highest, asked = self.choice.up_to if self.choice else 0, levels_of(self.known)
         mine = self._of_choice.items()
         return sorted(level for level, figure in mine if level in asked and level < highest and not figure.pays)
@@ -168,7 +168,7 @@ def _as_json(found: Figures) -> list[dict[str, object]]:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """`speculative_config` is None where vLLM has nothing that fits; `note` says why, or what to know."""
+    """`speculative_config` is None where vLLM has nothing that fits; `note` is the reason, or a caveat."""
 
     speculative_config: dict[str, Any] | None
     note: str | None = None

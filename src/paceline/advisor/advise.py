@@ -1,8 +1,8 @@
 """From prompts to advice: time passes, choose on one half of the prompts, check the best on the other.
 
 Both halves are measured by the benchmark's own runner, interleaved with plain decoding. The best of many is partly the
-luckiest, so what the first half says of it is called a prediction and the second half, on which nothing was chosen,
-measures it. Whatever ends the run, what was found until then stands.
+luckiest, so its figure on the first half is called a prediction, and the second half, on which nothing was chosen,
+measures it. If the run is interrupted, the findings until then remain valid.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Advisor:
     rival: bool = True  # whether a second drafter that is close on the first half is measured further
 
     def run(self) -> BaseException | None:
-        """What ended the run early, if anything did; the advice then says what is missing."""
+        """The error that ended the run early, if any; the advice then lists what is missing."""
         advice = self.advice
         self._first, self._second = halves(self.prompts)
-        stages: list[tuple[str, Callable[[], None], Callable[[], object]]] = [  # name, work, what it has found so far
+        stages: list[tuple[str, Callable[[], None], Callable[[], object]]] = [  # name, work, its findings so far
             ("the profile", self._profile, lambda: advice.cost),
             ("the prediction", self._choose, lambda: advice.predicted),
             ("the check", self._check, lambda: advice.measured),
@@ -45,7 +45,7 @@ class Advisor:
         for at, (name, work, found) in enumerate(stages):
             try:
                 work()
-            except BaseException as reason:  # Ctrl-C, no memory: what was found is not thrown away
+            except BaseException as reason:  # Ctrl-C, no memory: keep the findings so far
                 later = [each for each, _, _ in stages[at + 1 :]]
                 advice.missing = [f"the rest of {name}" if found() else name, *later]
                 return reason
@@ -74,7 +74,7 @@ class Advisor:
             self._measure(others, self._first, levels, self.advice.predicted, self._part(0.4, 0.3))
 
     def _check(self) -> None:
-        """On prompts nothing was chosen on; then, where the choice stops paying, the concurrencies between."""
+        """Measure on the other prompts; then, where the choice stops paying, the concurrencies between."""
         advice = self.advice
         checked = to_check(advice.predicted, rival=self.rival)
         self._measure(checked, self._second, self.plan.concurrencies, advice.measured, self._part(0.7, 0.25))

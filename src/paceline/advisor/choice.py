@@ -1,7 +1,7 @@
 """From measured speed-ups to a choice: pure functions, the same for either half of the prompts. No torch.
 
-One setting serves all the concurrencies asked about. A fixed method is switched off where it does not pay, so there it
-counts as plain decoding; `auto` is left on and counts as what it gives. The score is the mean logarithm of the
+One setting serves all the given concurrencies. A fixed method is switched off where it does not pay, so there it counts
+as plain decoding; `auto` is left on and counts with its measured speed-up. The score is the mean logarithm of the
 speed-up, so that twice as fast at one concurrency and half as fast at another cancel.
 """
 
@@ -18,7 +18,7 @@ from paceline.bench.results import PLAIN, Cell
 from paceline.theory import alpha_for, survival_from_counts, tokens_from_survival
 
 PAYS = 1.03  # a speed-up below that is not worth a setting
-AS_GOOD = 0.98  # what `auto` may lack of the best fixed choice and still be the better advice: it adapts
+AS_GOOD = 0.98  # share of the best fixed choice's speed-up from which `auto` is preferred: it adapts
 RIVAL = 0.92  # a second method this close on the first half is measured on the second half too
 CHOSEN_ERROR = 0.05  # standard error added to a figure that was chosen for being the highest: part of it is luck
 UNKNOWN_ERROR = 0.08  # standard error of a figure without an interval
@@ -45,13 +45,13 @@ def draft_model_of(contender: Contender) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A speed-up over plain decoding, and what explains it."""
+    """A speed-up over plain decoding, and the figures that explain it."""
 
     ratio: float
     low: float | None = None  # 95 % interval; None where groups share prompts
     high: float | None = None
     groups: int
-    decode_ratio: float | None = None  # of what comes after every request's first token
+    decode_ratio: float | None = None  # of the time after every request's first token
     tau: float | None = None
     acceptance_rate: float | None = None  # accepted tokens over drafted ones
     alpha: float | None = None  # the constant acceptance that gives the same tokens per draft, counted by depth
@@ -81,7 +81,7 @@ class Figure:
 
     @property
     def surely_pays(self) -> bool:
-        """Unlikely to be chance: of several choices that gain nothing, one always looks a little better."""
+        """Pays beyond chance: of several choices that gain nothing, one always looks a little better."""
         return self.pays and self.bounds[0] > 1
 
     @property
@@ -192,7 +192,7 @@ def _drafter(contender: Contender) -> tuple[str, str | None]:
 
 
 def decide(found: Figures) -> Choice:
-    """The best of what is known; `auto` where it is as good; off where nothing pays."""
+    """The best contender; `auto` where it is as good; off where nothing pays."""
     least = math.log(PAYS) / max(len(levels_of(found)), 1)  # paying at one concurrency is enough
     fixed = ranked(found)
     best = fixed[0] if fixed and pays_somewhere(found, fixed[0]) else OFF

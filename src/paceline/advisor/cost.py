@@ -1,4 +1,4 @@
-"""What a step takes on this machine, by what is in it, and what each drafter takes and holds. No torch.
+"""The time of a step on this machine, by its content, and each drafter's time and memory. No torch.
 
 Times of steps leave drafting out: pass, verification and bookkeeping. They were measured within the same minute, so
 their ratios hold although the machine may be faster or slower by the time they are used.
@@ -41,7 +41,7 @@ class DrafterCost:
     seconds: Mapping[int, float]  # for each token drafted ahead, by sequences that draft together
     memory_bytes: int
     kv_bytes: int = 0  # more for every token of context
-    most_bytes: int = 0  # the bound of what it holds of earlier answers; 0: it keeps none
+    most_bytes: int = 0  # upper bound of its store of earlier answers; 0: it has none
 
     def serves(self, contender: Contender) -> bool:
         return (self.method, self.draft_model) == (contender.method, draft_model_of(contender))

@@ -2,7 +2,7 @@
 
 Of every workload each half has every other prompt, so that neither is all code and the other all chat. Where a half
 fills fewer than five groups, further rounds group its prompts anew, each with new engines, so that no suffix store has
-seen their answers. Such groups share prompts: the figure stands, its interval would be too narrow and is not given.
+seen their answers. Such groups share prompts: the figure is valid, but its interval would be too narrow and is omitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_ROUNDS = 5
 
 
 def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """The second has a prompt less at most, for each workload in which they do not come out even."""
+    """The second half has one prompt less for each workload with an odd number of prompts."""
     alike: dict[tuple[str, int], list[Prompt]] = {}
     for prompt in prompts:
         alike.setdefault((prompt.workload, len(prompt.turns)), []).append(prompt)
@@ -38,14 +38,14 @@ def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def check_halves(halves: Sequence[Sequence[Prompt]], levels: Sequence[int], max_tokens: int) -> None:
-    """Refuse, before minutes are spent, a run that could not end in advice."""
+    """Refuse, before the run, one that could not end in advice."""
     for half in halves:
         if len(half) < MIN_PAIRS:
             total = sum(map(len, halves))
             raise InvalidParameter(
                 "prompts",
                 f"{total} prompts are too few: half of them are to choose on and half to check on, and fewer than "
-                f"{MIN_PAIRS} in a half say nothing; give at least {2 * MIN_PAIRS}",
+                f"{MIN_PAIRS} in a half are not enough; give at least {2 * MIN_PAIRS}",
             )
         for level in levels:
             if not make_groups(half, level)[0]:
@@ -57,8 +57,8 @@ def check_halves(halves: Sequence[Sequence[Prompt]], levels: Sequence[int], max_
         if len(half) * max_tokens < MIN_TOKENS:
             raise InvalidParameter(
                 "max_tokens",
-                f"at most {len(half) * max_tokens} tokens would be measured, and fewer than {MIN_TOKENS} say nothing: "
-                "raise it or give more prompts",
+                f"at most {len(half) * max_tokens} tokens would be measured, and fewer than {MIN_TOKENS} are not "
+                "enough: raise it or give more prompts",
             )
 
 
@@ -70,7 +70,7 @@ def measure_half(
     found: dict[tuple[int, Contender], Figure],
     on_progress: OnProgress,
 ) -> None:
-    """Add the figures of `contenders` to `found`; an interruption leaves those of what was measured until then."""
+    """Add the figures of `contenders` to `found`; an interruption leaves those measured until then."""
     measurement = Measurement(list(contenders))
     rounds = [(level, turn) for level in plan.concurrencies for turn in range(_rounds(prompts, level))]
     try:

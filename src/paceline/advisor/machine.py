@@ -1,4 +1,4 @@
-"""What is advised on: a loaded model whose engines can be measured and probed, and the draft models given.
+"""The subject of advice: a loaded model whose engines can be measured and probed, and the draft models given.
 
 A draft model is loaded once and shared by all engines that use it. One that cannot serve this target is left out with
 its reason; one that does not exist is an error, like any other name that is wrong.
@@ -30,7 +30,7 @@ class Machine(Engines):
         super().__init__(model, [OFF], progress=progress, **options)
         self.clock: Callable[[], float] = time.perf_counter
         self.draft_models: list[DraftModel] = []
-        self.refused: dict[str, str] = {}  # draft model -> why it is left out
+        self.refused: dict[str, str] = {}  # draft model -> reason why it is left out
         for name in dict.fromkeys(draft_models):
             try:
                 self.draft_models.append(load_draft_model(name, resolve(name, progress), self.loaded))
@@ -43,7 +43,7 @@ class Machine(Engines):
 
     @property
     def methods(self) -> list[str]:
-        """Those that need no model of their own."""
+        """The methods that need no model of their own."""
         return [drafter.name for drafter in self.drafters(Contender(AUTO))]
 
     def draft_model_for(self, contender: Contender) -> DraftModel | None:

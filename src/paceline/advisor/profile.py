@@ -1,8 +1,8 @@
-"""What this machine takes: a step by sequences, drafted tokens and context, and what each drafter takes and holds.
+"""Times on this machine: of a step by sequences, drafted tokens and context, and each drafter's time and memory.
 
 Steps are timed whole, on the real engine, with drafts of a chosen size that are rejected. The sizes are measured in
-turn, round after round in an order drawn anew, and the median of each counts: a machine that is slow for a second makes
-none of them look dear.
+turn, round after round in a new random order, and the median of each counts: a machine that is slow for a second does
+not make one size look expensive.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def profile(
         on_progress(done, len(sequences) + 1, f"timing passes, {count} at once")
         rejected = RejectedDrafter(subject.config.vocab_size)
         times = _decode_times(subject, rejected, count, SHORT, drafted_sizes(count), plan)
-        # More rows never take less: where they seem to, it is noise.
+        # More rows never take less time: where they seem to, it is noise.
         decode[count] = dict(zip(times, itertools.accumulate(times.values(), max), strict=True))
     on_progress(len(sequences), len(sequences) + 1, "timing prompts and long contexts")
     rounds = len(drafted_sizes(1)) * MOST_ROUNDS / 2
@@ -90,7 +90,7 @@ def profile(
 
 
 def probed_levels(most: int) -> list[int]:
-    """1, 4, 16, ... and the highest concurrency asked about."""
+    """1, 4, 16, ... and the highest concurrency given."""
     return sorted({most, *(4**power for power in range(5) if 4**power < most)})
 
 
@@ -103,7 +103,7 @@ def drafted_sizes(sequences: int) -> list[int]:
 def _decode_times(
     subject: Machine, drafter: Drafter, sequences: int, context: int, sizes: Sequence[int], plan: Plan
 ) -> dict[int, float]:
-    """Seconds of a step by the tokens drafted in it; empty where the drafter is never done reading the prompts."""
+    """Seconds of a step by the tokens drafted in it; empty where the drafter never finishes reading the prompts."""
     policy, steps = FixedPlan(drafter.name, sequences), len(sizes) * (MOST_ROUNDS + 1)
     reading = 4 + 2 * sequences * context // CATCH_UP  # steps: all sequences go on while the last are being read
     length = context + 2 * reading + (steps + 1) * (1 + -(-max(sizes) // sequences))
@@ -156,7 +156,7 @@ def _interleaved(clock: Callable[[], float], sizes: Sequence[int], run: Callable
 
 
 def _context_slope(subject: Machine, short: Mapping[int, float], longest: int, plan: Plan) -> float:
-    """Seconds per row and token of context; 0 where requests are too short to tell."""
+    """Seconds per row and token of context; 0 where requests are too short to measure it."""
     context = min(longest, subject.config.max_positions - 4 * (MOST_ROUNDS + 1) - 9)
     if context < 4 * SHORT:
         return 0.0
@@ -182,7 +182,7 @@ def _prompt_times(subject: Machine, longest: int, plan: Plan) -> dict[int, float
 
 
 def host_drafter(subject: Machine, method: str, tokens: Sequence[int]) -> DrafterCost:
-    """A drafter without a model: what it holds after reading a prompt, and what drafting takes then."""
+    """A drafter without a model: its memory after reading a prompt, and its time to draft then."""
     drafter = next(each for each in subject.drafters(Contender(method)) if each.name == method)
     sequence = TokenSequence("0", tokens[:1], SamplingParams().resolve(subject.defaults), max_len=len(tokens))
     tracemalloc.start()
@@ -202,9 +202,9 @@ def host_drafter(subject: Machine, method: str, tokens: Sequence[int]) -> Drafte
 
 
 def model_drafter(subject: Machine, model: DraftModel, cost: PassCost, plan: Plan) -> DrafterCost:
-    """What a step takes longer with its drafts than with free ones of the same size.
+    """How much longer a step takes with its drafts than with free ones of the same size.
 
-    A number of sequences whose prompts it never gets through reading is left out: it is extrapolated from fewer.
+    Numbers of sequences for which it never finishes reading the prompts are left out and extrapolated from fewer.
     """
     seconds: dict[int, float] = {}
     for count in cost.decode:

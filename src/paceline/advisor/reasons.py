@@ -1,7 +1,7 @@
-"""Why speculation does not pay, in words: which of its conditions fails, by theory, with measured numbers. No torch.
+"""Why speculation does not pay, in sentences: which condition fails, by theory, with measured numbers. No torch.
 
-The conditions are tried in the order in which they can be mended: answers too short to matter, a drafter too dear,
-passes that are full already, drafts that are rejected too often.
+The conditions are tried in the order in which they can be fixed: answers too short to matter, a drafter too expensive,
+passes that are already compute-bound, drafts that are rejected too often.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.theory import break_even, speedup
 
 WARM = 0.5  # temperature from which it is named as a cause
 MOST_OF_IT = 0.5  # decoding's share of the time from which answers are not called short
-WOULD_PAY = 1.1  # a condition is to blame if without it there were this much to gain
+WOULD_PAY = 1.1  # a condition is the cause if the speed-up without it would be this high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def why_off(case: Case) -> Reason:
 
 
 def uncertain(label: str, figure: Figure) -> Reason:
-    """It would pay, were it sure."""
+    """The figure would pay, but may be chance."""
     low, high = figure.bounds
     words = f"{label} looks best, but its {figure.ratio:.2f}x [{low:.2f}, {high:.2f}] may be chance: give more prompts."
     return Reason("uncertain", words)

@@ -1,11 +1,11 @@
-"""Benchmark of any server that speaks OpenAI's protocol, alone or against a second one without speculation.
+"""Benchmark of any server with OpenAI's protocol, alone or against a second one without speculation.
 
-Servers are measured by the runner of our own engines, so the same report reads both. Of a server there is text, not
-token ids, and counters of whole groups, not of answers.
+Servers are measured by the runner of our own engines, so one report serves both. A server returns text, not token ids,
+and counts tokens by whole groups, not by answers.
 
-Servers differ in what they take. The first question finds out (`Dialect`): running usage in every chunk if it can be
-had, else usage at the end, else none; `max_completion_tokens` where `max_tokens` is refused; /completions where there
-is no /chat/completions. Everything after speaks that dialect only, so that all that is timed is asked in one way.
+Servers differ in the requests they accept. The first request finds out (`Dialect`): running usage in every chunk if
+available, else usage at the end, else none; `max_completion_tokens` where `max_tokens` is refused; /completions where
+there is no /chat/completions. All timed requests use that dialect, so that they are alike.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Dialect:
     length_field: str = "max_tokens"
 
     def after(self, refusal: EndpointRefused) -> Dialect | None:
-        """What to try next once a server refused this; None when that would not help."""
+        """The dialect to try next after a refusal; None when no other would help."""
         if refusal.status in (404, 405, 501) and self.chat and "model" not in refusal.reason.lower():
             return dataclasses.replace(self, chat=False)
         if refusal.status not in (400, 422):
@@ -83,14 +83,14 @@ class Target:
     total: Counters = field(default_factory=Counters)
 
     def body(self, messages: Messages, params: SamplingParams) -> dict[str, Any]:
-        asked: dict[str, Any] = {"model": self.model, "stream": True, "temperature": params.temperature}
-        asked[self.dialect.length_field] = params.max_tokens
-        asked |= {"messages": list(messages)} if self.dialect.chat else {"prompt": flat(messages)}
+        body: dict[str, Any] = {"model": self.model, "stream": True, "temperature": params.temperature}
+        body[self.dialect.length_field] = params.max_tokens
+        body |= {"messages": list(messages)} if self.dialect.chat else {"prompt": flat(messages)}
         if (options := USAGE[self.dialect.usage]) is not None:
-            asked["stream_options"] = options
+            body["stream_options"] = options
         if params.seed is not None and params.temperature:
-            asked["seed"] = params.seed % SEEDS
-        return asked
+            body["seed"] = params.seed % SEEDS
+        return body
 
     def ask(self, talks: Sequence[Messages], params: Sequence[SamplingParams]) -> tuple[Answer, ...]:
         """All at once."""
@@ -102,7 +102,7 @@ class Target:
         return tuple(self.wire.run(exchanges))
 
     def settle(self, params: SamplingParams) -> None:
-        """Find the dialect it takes: asks until there is an answer."""
+        """Find the dialect the server accepts: send requests until one is answered."""
         while True:
             try:
                 self.ask([WARM_UP.messages([])], [params])
@@ -126,12 +126,12 @@ class Target:
         return Run(answers, counted=counted)
 
     def described(self) -> dict[str, Any]:
-        """What it seems to be, by its counters or by the model's owner."""
+        """The kind of server, by its counters or by the model's owner."""
         server = (self.counters or self.total).server or self.owner
         return {"url": self.wire.url, "model": self.model, "server": server}
 
     def acceptance(self) -> dict[str, Any] | None:
-        """By its own counters, over the whole run; None where it has none."""
+        """Acceptance by the server's own counters, over the whole run; None where it has none."""
         values = self.total.values
         if DRAFTED not in values:
             return None
@@ -177,7 +177,7 @@ def measure(
     counters: bool = True,
     on_progress: OnProgress = lambda done, total, what: None,
 ) -> tuple[Results, BaseException | None]:
-    """Raises what keeps it from beginning; a later reason to stop is returned beside the results."""
+    """Raises an error that prevents the run; a later one is returned beside the results."""
     if not timeout_s > 0:
         raise InvalidParameter("timeout", f"must be more than 0 seconds; got {timeout_s:g}")
     if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
@@ -188,7 +188,7 @@ def measure(
             raise InvalidParameter("concurrency", problem)
 
     def reach(text: str, option: str) -> Target:
-        """Find out whether it is there, which model it serves and how it wants to be asked."""
+        """Find out whether the server is there, which model it serves and its dialect."""
         wire = Wire(url=base_url(text, option), timeout_s=timeout_s, api_key=api_key)
         target = Target(wire, *served_model(wire, model), counters)
         target.settle(SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=WARM_UP_TOKENS))
@@ -199,7 +199,7 @@ def measure(
     if baseline_url is not None:
         targets = {BASELINE: reach(baseline_url, "baseline_endpoint"), ENDPOINT: endpoint}
     measurement, stopped = collect(Servers(targets), prompts, plan, list(targets), on_progress)
-    measurement.comparable = plan.temperature == 0  # a seed means something else to every server
+    measurement.comparable = plan.temperature == 0  # the same seed gives other tokens on every server
     described = {**endpoint.described(), "acceptance": endpoint.acceptance()}
     if BASELINE in targets:
         described["baseline"] = targets[BASELINE].described()
@@ -209,7 +209,7 @@ def measure(
 
 
 def served_model(wire: Wire, wanted: str | None) -> tuple[str, str | None]:
-    """The model to ask for and the owner the server names. A server without a list of models is believed `wanted`."""
+    """The model to request and its owner by the server's list. Without such a list `wanted` is used unchecked."""
     exchange = Exchange(wire, wire.url + "/models", Exchange.read)
     try:
         body = wire.run([exchange])[0]
@@ -225,7 +225,7 @@ def served_model(wire: Wire, wanted: str | None) -> tuple[str, str | None]:
     owners = {str(entry.get("id")): entry.get("owned_by") for entry in found["data"] if isinstance(entry, dict)}
     if wanted is None and len(owners) != 1:
         names = ", ".join(wire.clean(name) for name in owners)
-        raise InvalidParameter("model", f"{wire.url} serves {names or 'no model'}; say which")
+        raise InvalidParameter("model", f"{wire.url} serves {names or 'no model'}; choose one")
     chosen = wanted if wanted is not None else next(iter(owners))
     owner = owners.get(chosen)
     return chosen, wire.clean(owner) if isinstance(owner, str) else None

@@ -23,13 +23,13 @@ from paceline.errors import InvalidParameter, PacelineError
 
 LONGEST_QUOTE = 300  # characters of a server's message
 LONGEST_BODY = 16 << 20  # bytes of an answer read at once
-CONNECT_S = 10.0  # a server that takes longer to pick up is not there
+CONNECT_S = 10.0  # a server that takes longer to accept counts as down
 ADVICE = {
     400: "it does not take the request: see its message",
     401: "give its key with --api-key or in OPENAI_API_KEY",
     403: "the key is not allowed to do this",
     404: "check the path of the URL and the model's name",
-    429: "it limits how much may be asked: lower --concurrency, or use a server of your own",
+    429: "it limits the rate of requests: lower --concurrency, or use a server of your own",
 }
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class EndpointRefused(EndpointError):
 
     def __init__(self, url: str, status: int | None, reason: str) -> None:
         heading = "an error in the stream" if status is None else f"HTTP {status}"
-        advice = "its own log says more" if status is None or status >= 500 else ADVICE.get(status, "see its message")
+        advice = "see its own log" if status is None or status >= 500 else ADVICE.get(status, "see its message")
         super().__init__(url, f"{heading}: {reason or 'no reason given'} ({advice})")
         self.status, self.reason = status, reason
 
@@ -102,7 +102,7 @@ class Wire:
         return self.run([Exchange(self, url, Exchange.read)])[0]
 
     def run(self, exchanges: Sequence[Exchange[T]]) -> list[T]:
-        """All at once: none is sent before every connection is open. The first that fails speaks for all."""
+        """All at once: none is sent before every connection is open. The first error is raised for all."""
         return asyncio.run(self._run(exchanges))
 
     async def _run(self, exchanges: Sequence[Exchange[T]]) -> list[T]:
@@ -134,7 +134,7 @@ class Wire:
 
 
 class Gate:
-    """Opens when as many as expected have come to it."""
+    """Opens when the expected number of exchanges wait at it."""
 
     def __init__(self, expected: int) -> None:
         self._expected, self._open = expected, asyncio.Event()
@@ -148,7 +148,7 @@ class Gate:
 
 @dataclass
 class Exchange(Generic[T]):
-    """One request and what `read_with` makes of its response."""
+    """One request and the result of `read_with` on its response."""
 
     wire: Wire
     url: str
@@ -220,7 +220,7 @@ class Exchange(Generic[T]):
         if isinstance(cause, ssl.SSLError):
             return EndpointDown(self.url, f"no secure connection: {words}; is it http instead?")
         if isinstance(error, httpx.RemoteProtocolError):
-            return NotOpenAI(self.url, f"what answers there does not speak HTTP; check the port ({words})")
+            return NotOpenAI(self.url, f"the server there does not answer in HTTP; check the port ({words})")
         return EndpointDown(self.url, f"no server answers ({words}); is the server running, and its address right?")
 
 

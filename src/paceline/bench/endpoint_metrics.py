@@ -1,7 +1,7 @@
 """A server's own counters, read from /metrics before and after: tokens it generated, tokens drafted and accepted.
 
-vLLM's names, under any prefix (vllm:, paceline:); SGLang tells only a running average of tokens per pass. Counters of
-several engines or models behind one server are added up.
+vLLM's names, under any prefix (vllm:, paceline:); SGLang has only a running average of tokens per pass. Counters of
+several engines or models behind one server are summed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ DRAFTS, DRAFTED, ACCEPTED = (f"spec_decode_num_{what}" for what in ("drafts", "d
 AT_DEPTH = "_per_pos"
 BY_DEPTH = (DRAFTED + AT_DEPTH, ACCEPTED + AT_DEPTH)  # a sample for each position
 LENGTH = "spec_accept_length"  # SGLang's gauge: an average over the latest passes, the bonus included
-PASSES, USAGE = "passes", "usage"  # of a stretch of time, worked out from the others
+PASSES, USAGE = "passes", "usage"  # of an interval, computed from the others
 PAUSE_S, PATIENCE_S = 0.05, 1.0  # counters may lag behind the answers they count
 TOLERANCE = 0.01  # of the tokens; besides, one for each answer, since some count EOS and some do not
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Of a server since its start, or of a stretch of time as the difference of two. Positions count from 0."""
+    """Counters of a server since its start, or of an interval as the difference of two. Positions count from 0."""
 
     server: str = ""  # the prefix of its metrics
     values: Mapping[str, float] = field(default_factory=dict)  # by name; of a position, by name and position
@@ -66,8 +66,8 @@ class Counters:
         return self if passes is None else self.plus(Counters(values={PASSES: passes, USAGE: tokens}))
 
     def stats(self) -> SpeculationStats:
-        """As an engine counts. Steps that drafted a depth are known where they are told (paceline's own server), or
-        where every draft had the same length; where not, nothing is said by position."""
+        """As an engine counts. The number of steps that drafted to a depth is known where the server counts it
+        (paceline's own), or where every draft had the same length; else there are no figures by position."""
         drafts, drafted = self.values.get(DRAFTS, 0.0), self.values.get(DRAFTED, 0.0)
         accepted_at, drafted_at = self.at_depth(ACCEPTED), self.at_depth(DRAFTED)
         if not drafted_at and drafts and drafted == drafts * len(accepted_at):
@@ -113,7 +113,7 @@ def _number(text: str) -> float | None:
 
 
 def read(wire: Wire) -> Counters | None:
-    """None where the server has no /metrics, or none of ours in it."""
+    """None where the server has no /metrics, or none of these counters in it."""
     try:
         found = parse(wire.get(wire.metrics_url).decode("utf-8", "replace"))
     except (EndpointRefused, NotOpenAI):
@@ -149,14 +149,14 @@ def read_after(wire: Wire, before: Counters, tokens: int, answers: int) -> Count
 
 
 def disagreement(counted: Counters, tokens: int, answers: int) -> str | None:
-    """Between a server's counters and its usage, which says that the answers held `tokens`."""
+    """The contradiction between a server's counters and its usage, by which the answers held `tokens`; None: none."""
     slack = answers + TOLERANCE * tokens
     generated, drafted, accepted = counted.generated, counted.values.get(DRAFTED), counted.values.get(ACCEPTED)
     if generated is not None and abs(generated - tokens) > slack:
-        why = "others use it too" if generated > tokens else "it was restarted or usage is wrong"
-        return f"usage says {tokens} tokens, its /metrics counted {generated:.0f}: {why}; measure it alone"
+        why = "other clients use it too" if generated > tokens else "it was restarted or usage is wrong"
+        return f"usage is {tokens} tokens, its /metrics counted {generated:.0f}: {why}; measure it alone"
     if accepted is not None and drafted is not None and accepted > drafted:
-        return f"its /metrics say {accepted:.0f} tokens accepted of {drafted:.0f} drafted"
+        return f"its /metrics count {accepted:.0f} tokens accepted of {drafted:.0f} drafted"
     if accepted is not None and accepted > tokens + slack:
-        return f"usage says {tokens} tokens, its /metrics {accepted:.0f} accepted ones alone"
+        return f"usage is {tokens} tokens, its /metrics {accepted:.0f} accepted ones alone"
     return None

@@ -1,7 +1,7 @@
 """A streamed answer, from the bytes of server-sent events to tokens and the moments they came.
 
 Servers put several tokens into one chunk when speculation gives them several at once, so chunks are not tokens: token
-ids, log-probabilities or usage say how many there were, and that count is held against the text.
+ids, log-probabilities or usage give their number, and that number is checked against the text.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Malformed(ValueError):
 
 
 class Disagreement(ValueError):
-    """Between a server and itself, in words."""
+    """A contradiction in a server's own figures, as a sentence."""
 
 
 class EventReader:
     """The data of each event, out of bytes that arrive in pieces of any size. Stricter than a browser: a line that is
-    no field of the protocol is an error rather than skipped, since it means that something else is talking."""
+    no field of the protocol is an error rather than skipped, since it means that the server has another protocol."""
 
     def __init__(self) -> None:
         self._rest = b""  # of a line not yet ended
@@ -70,7 +70,7 @@ class Piece:
 
     at: float
     text: str
-    tokens: int | None = None  # as the server says for this very chunk
+    tokens: int | None = None  # by the server's count for this chunk
 
 
 class Stream:
@@ -95,7 +95,7 @@ class Stream:
                 break
             self._take(exchange, at, data)
         if not self._finished:
-            raise EndpointDropped(exchange.url, "the stream ended before the answer did; its own log says more")
+            raise EndpointDropped(exchange.url, "the stream ended before the answer did; see its own log")
         hidden = 0 if self._thought else self._hidden
         try:
             return answer(self._pieces, self._usage, hidden, self._max_tokens, exchange.sent, self._ended)
@@ -109,7 +109,7 @@ class Stream:
             event = json.loads(data)
             usage = self._new_tokens(event)
             choice = event["choices"][0] if event["choices"] else None
-            text, tokens = ("", None) if choice is None else (self._text(choice), _told(choice))
+            text, tokens = ("", None) if choice is None else (self._text(choice), _counted(choice))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             if isinstance(event, dict) and ("error" in event or event.get("object") == "error"):
                 raise exchange.refused(None, data.encode()) from error
@@ -158,7 +158,7 @@ async def _events(exchange: Exchange[Answer]) -> AsyncIterator[tuple[float, str]
         raise exchange.not_openai("server-sent events", error.args[0]) from error
 
 
-def _told(choice: dict[str, Any]) -> int | None:
+def _counted(choice: dict[str, Any]) -> int | None:
     """Tokens in this chunk by its token ids or log-probabilities, where the server sends them."""
     if isinstance(ids := choice.get("token_ids"), list):
         return len(ids)
@@ -170,7 +170,7 @@ def _told(choice: dict[str, Any]) -> int | None:
 def answer(
     pieces: Sequence[Piece], usage: int | None, hidden: int, max_tokens: int, sent: float, ended: float
 ) -> Answer:
-    """`usage` is the server's last word on the whole answer, `hidden` of it tokens whose text it keeps to itself."""
+    """`usage` is the server's final count of the whole answer, `hidden` of it tokens whose text it does not send."""
     total = _total(pieces, usage)
     _compare_with_text(total, hidden, pieces, max_tokens)
     counts = _per_piece(pieces, max(total - hidden, 0))
@@ -180,33 +180,33 @@ def answer(
 
 
 def _total(pieces: Sequence[Piece], usage: int | None) -> int:
-    told = [piece.tokens for piece in pieces if piece.tokens is not None]
-    complete = bool(pieces) and len(told) == len(pieces)
-    if any(count < 0 for count in told):
+    counts = [piece.tokens for piece in pieces if piece.tokens is not None]
+    complete = bool(pieces) and len(counts) == len(pieces)
+    if any(count < 0 for count in counts):
         raise Disagreement("its usage goes down from one chunk to the next")
     if usage is None and not complete:
         raise Disagreement(
             "it sends neither usage nor token ids nor log-probabilities, so its tokens cannot be counted; "
             "start it with usage switched on"
         )
-    if usage is not None and complete and abs(usage - sum(told)) > UNCOUNTED:
-        raise Disagreement(f"usage says {usage} tokens, its chunks hold {sum(told)}")
-    return sum(told) if usage is None else usage
+    if usage is not None and complete and abs(usage - sum(counts)) > UNCOUNTED:
+        raise Disagreement(f"usage is {usage} tokens, its chunks hold {sum(counts)}")
+    return sum(counts) if usage is None else usage
 
 
 def _compare_with_text(total: int, hidden: int, pieces: Sequence[Piece], max_tokens: int) -> None:
     chunks = sum(bool(piece.text) for piece in pieces)
     size = sum(len(piece.text.encode()) for piece in pieces)
     if total > max_tokens + UNCOUNTED:
-        raise Disagreement(f"usage says {total} tokens where at most {max_tokens} were asked for")
+        raise Disagreement(f"usage is {total} tokens where at most {max_tokens} were requested")
     if chunks and (total == 0 or total + SPLIT < chunks):
-        raise Disagreement(f"usage says {total} tokens, but text came in {chunks} chunks of at least one token each")
+        raise Disagreement(f"usage is {total} tokens, but text came in {chunks} chunks of at least one token each")
     if total - hidden > size + UNSEEN:
-        raise Disagreement(f"usage says {total} tokens, but the text has only {size} bytes")
+        raise Disagreement(f"usage is {total} tokens, but the text has only {size} bytes")
 
 
 def _per_piece(pieces: Sequence[Piece], total: int) -> list[int]:
-    """As told; where not told, one token each and the rest in proportion to the text: the best guess there is."""
+    """By the server's count; without one, one token each and the rest in proportion to the text, an estimate."""
     if all(piece.tokens is not None for piece in pieces):
         return [piece.tokens or 0 for piece in pieces]
     spare, size = max(total - len(pieces), 0), sum(len(piece.text) for piece in pieces) or 1

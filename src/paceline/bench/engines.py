@@ -1,8 +1,8 @@
 """The engines under comparison, all over the same loaded weights, each with drafters, policy and cache of its own.
 
-An engine is what `LLM(method=...)` would make, so what is measured is what a user gets; only what earlier runs taught
-the policy is left out, since it would not be the same for all. Every concurrency gets new engines: the prompts come
-again, and a suffix store must not have seen their answers.
+An engine is built as by `LLM(method=...)`, so the figures are those a user gets; only the policy's state of earlier
+runs is left out, since it would not be the same for all. Every concurrency gets new engines: the prompts are repeated,
+and a suffix store must not have seen their answers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TURN_SLACK = 16  # tokens a chat template and a second tokenisation may add to a
 
 
 class TimedEngine:
-    """Answers groups of requests and notes when each token was committed."""
+    """Answers groups of requests and records when each token was committed."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine, self._clock = engine, clock
         on_cpu = engine.model.device.type == "cpu"
-        # A device that computes while the host goes on, or a drafter with a model, hides where the time went.
+        # With an asynchronous device, or a drafter with a model, the time outside the models cannot be measured.
         self._knows_outside = on_cpu and not any(drafter.kv_layers for drafter in engine.drafters.drafters)
 
     def answer(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Run:
@@ -67,7 +67,7 @@ class TimedEngine:
 
 
 class Engines:
-    """A model, loaded once, and the contenders made of it."""
+    """A model, loaded once, and the contenders that share its weights."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Engines:
         return make_drafters(self.loaded, wanted, shared)
 
     def where(self) -> dict[str, Any]:
-        """What the figures depend on besides the model."""
+        """The machine and settings that the figures depend on."""
         loaded, device = self.loaded, self.loaded.decoder.device
         return {
             **machine_facts(),

@@ -1,8 +1,8 @@
-"""What a benchmark may claim, in words, for the terminal and the report alike: the verdict, and what to be wary of.
+"""The conclusions of a benchmark in sentences, for the terminal and the report alike: the verdict, and its caveats.
 
 Answers that loop flatter every method that copies, so where some do, the figure without them counts. The best of
-several is often only the luckiest: a method counts as faster where its whole interval lies above 1, after that is
-widened for the number compared (Bonferroni). Of several that do, the one with the highest ratio is named. No torch.
+several is often only the luckiest: a method counts as faster where its whole interval, widened for the number compared
+(Bonferroni), lies above 1. Of several such methods the one with the highest ratio is named. No torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Best:
 
     @property
     def may_be_chance(self) -> bool:
-        """It would pay, had nothing else been tried."""
+        """It would count as faster if it were the only one compared."""
         return self.speedup.low > 1 and not self.pays
 
     @property
@@ -67,7 +67,7 @@ class Best:
 
 
 def judged(cell: Cell) -> Speedup | None:
-    """The figure a claim rests on; None where too little is left of it."""
+    """The figure that conclusions use; None where too little was measured without loops."""
     if not cell.looping:
         return cell.speedup
     return cell.without_loops.speedup if cell.without_loops else None
@@ -109,8 +109,8 @@ def verdict(results: Results) -> Verdict:
     else:
         switch = "Leave it off" if results.endpoint is None else "No gain"
         sentence = f"{switch}: {_no_gain(head, all(found.speedup.high < 1 for found in best), over)}."
-    told = {cell.concurrency for cell in cells if judged(cell)}
-    silent = dict.fromkeys(cell.concurrency for cell in cells if cell.speedup and cell.concurrency not in told)
+    known = {cell.concurrency for cell in cells if judged(cell)}
+    silent = dict.fromkeys(cell.concurrency for cell in cells if cell.speedup and cell.concurrency not in known)
     return Verdict(
         tone=BAD if not paying else MIXED if len(paying) < len(best) else GOOD,
         sentence=sentence,
@@ -193,5 +193,5 @@ def notes(results: Results) -> list[Note]:
 def left_out(results: Results) -> str | None:
     """Prompts that filled no group."""
     counts = results.settings.get("left_out") or {}
-    told = [f"{words.count(n, 'prompt')} with {words.at_once(int(level))}" for level, n in counts.items() if n]
-    return f"{words.listed(told)}, for they filled no group" if told else None
+    parts = [f"{words.count(n, 'prompt')} with {words.at_once(int(level))}" for level, n in counts.items() if n]
+    return f"{words.listed(parts)}, for they filled no group" if parts else None

@@ -1,4 +1,4 @@
-"""Which engines are compared: plain decoding always, and each method with each k it was asked to be tried with."""
+"""Which engines are compared: plain decoding always, and each method with each k that was given."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which prompts are asked at once. A group is answered as a whole by every engine, and is one pair of the statistics.
+"""Which prompts run at once. A group is answered as a whole by every engine, and is one pair of the statistics.
 
-Groups are filled from one workload as far as its prompts go; what is left over fills mixed groups, which count for
-"all" only. Conversations in a group have the same number of turns, so that it stays full from turn to turn. What fills
-no group is left out, and the report names how many.
+Groups are filled from one workload as far as its prompts go; the remaining prompts fill mixed groups, which count for
+"all" only. Conversations in a group have the same number of turns, so that it stays full from turn to turn. Prompts
+that fill no group are left out, and the report gives their number.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def make_groups(prompts: Sequence[Prompt], concurrency: int, seed: int = 0) -> t
 
 
 def check_enough(prompts: Sequence[Prompt], concurrencies: Sequence[int], max_tokens: int) -> None:
-    """Refuse, before minutes are spent, a run that could not end in a figure."""
+    """Refuse, before the run, one that could not give a figure."""
     for concurrency in concurrencies:
         groups, _ = make_groups(prompts, concurrency)
         if len(groups) < MIN_PAIRS:
             raise InvalidParameter(
                 "concurrency" if concurrency > 1 else "prompts",
                 f"{len(prompts)} prompts fill {len(groups)} groups of {concurrency}, and a speed-up needs {MIN_PAIRS} "
-                f"or more to say anything: give at least {MIN_PAIRS * concurrency} prompts with equally many turns"
+                f"or more: give at least {MIN_PAIRS * concurrency} prompts with equally many turns"
                 + (", or lower the concurrency" if concurrency > 1 else ""),
             )
         most = sum(concurrency * group.turns * max_tokens for group in groups)
         if most < MIN_TOKENS:
             raise InvalidParameter(
                 "max_tokens",
-                f"at most {most} tokens would be measured, and fewer than {MIN_TOKENS} say nothing: "
+                f"at most {most} tokens would be measured, and fewer than {MIN_TOKENS} are not enough: "
                 "raise it or give more prompts",
             )

@@ -1,4 +1,4 @@
-"""A benchmark of our own engines, from the wishes to the results."""
+"""A benchmark of our own engines, from the user's settings to the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Wish:
 
 
 def choose(wish: Wish) -> list[Contender]:
-    """Before the model is loaded: refuses what does not exist."""
+    """Checked before the model is loaded: refuses unknown methods and files."""
     methods = f"{next(iter(METHODS))},{AUTO}" if wish.methods is None else wish.methods
     k = wish.k if wish.k is not None else K if wish.methods is None else AUTO
     given = {"draft_model": wish.draft_model, "drafter": wish.drafter}

@@ -1,5 +1,5 @@
-"""When which tokens of every answer came, and the cells worked out from that: one per workload, concurrency and
-contender, and the workload "all" for all of them together.
+"""When the tokens of every answer came, and the cells computed from that: one per workload, concurrency and contender,
+and the workload "all" for all of them together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Answer:
     tokens: tuple[Any, ...]  # token ids; of a server, the pieces of its text
     commits: tuple[tuple[float, int], ...]  # (seconds, tokens that came then), on the clock of `sent`
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    sent: float = 0.0  # 0 is the moment an engine is handed the group
+    sent: float = 0.0  # 0 is the moment an engine receives the group
     ended: float | None = None  # None: with the last commit
     usage: int | None = None  # tokens by a server's own count
 
@@ -49,7 +49,7 @@ class Run:
     """One contender's answers to one group at one turn."""
 
     answers: tuple[Answer, ...]
-    outside_s: float | None = None  # of the time, outside the models; None where it cannot be told apart
+    outside_s: float | None = None  # of the time, outside the models; None where it cannot be measured
     counted: Counters | None = None  # growth of a server's own counters
 
     @property
@@ -83,7 +83,7 @@ class Row:
 
 @dataclass
 class Measurement:
-    """Grows as the run goes on; a row in it was measured whole, whenever the run ends."""
+    """Grows as the run goes on; every row in it is complete, even if the run is interrupted."""
 
     contenders: list[Contender]
     rows: list[Row] = field(default_factory=list)
@@ -184,7 +184,7 @@ def _identical(rows: Sequence[Row], contender: Contender, plain: Contender) -> b
 
 
 def _speculation(runs: Sequence[Run]) -> SpeculationStats:
-    """Of the engines by request; of a server by its counters, over the runs that were counted."""
+    """From the engines' requests, or from a server's counters over the runs that were counted."""
     merged = SpeculationStats()
     for run in runs:
         for answer in run.answers:

@@ -21,7 +21,7 @@ MARGIN = 0.03  # of the width, left free on both sides
 MIDDLE = 14  # of a track, in pixels from its top
 RATIO_TICKS = (0.1, 0.2, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 30)
 CLOSE_TICKS = tuple(tick / 10 for tick in range(1, 30))  # where all is within a factor of two
-SHAPES = (  # circle, square, diamond, triangle, cross: told apart without colour
+SHAPES = (  # circle, square, diamond, triangle, cross: distinct without colour
     "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0z",
     "M-4.4,-4.4h8.8v8.8h-8.8z",
     "M0,-6.2L6.2,0L0,6.2L-6.2,0z",

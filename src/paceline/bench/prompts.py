@@ -1,8 +1,8 @@
-"""What is asked: the workloads that ship with the package, or a file of the user's. No torch.
+"""The prompts of a benchmark: the workloads that ship with the package, or a file of the user's. No torch.
 
 A file is jsonl, one object a line: `{"prompt": text}`, `{"messages": [...]}` or `{"turns": [text, ...]}`, with an
 optional "workload" (or "category"); or plain text with one prompt a line. In a conversation of several turns every
-engine continues from plain decoding's answer, so that all are asked the same.
+engine continues from plain decoding's answer, so that all have the same prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """`before` is the conversation so far, or a system message; each turn is then asked, and answered."""
+    """`before` is the conversation so far, or a system message; each turn is then answered in order."""
 
     workload: str
     turns: tuple[str, ...]
@@ -46,7 +46,7 @@ class Prompt:
 
 
 def shipped(workloads: Sequence[str] = WORKLOADS, per_workload: int | None = None) -> list[Prompt]:
-    """Ours, in the order of the workloads."""
+    """The package's prompts, in the order of the workloads."""
     prompts: list[Prompt] = []
     for name in _chosen(workloads, WORKLOADS):
         text = (resources.files("paceline.bench") / "workloads" / f"{name}.jsonl").read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def shipped(workloads: Sequence[str] = WORKLOADS, per_workload: int | None = Non
 
 
 def from_file(path: Path, workloads: Sequence[str] | None = None, per_workload: int | None = None) -> list[Prompt]:
-    """The user's; `workloads` and `per_workload` choose among them."""
+    """The user's prompts; `workloads` and `per_workload` choose among them."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -107,7 +107,7 @@ def _read_json(line: str, origin: str, workload: str) -> Prompt:
     return Prompt(workload=name.strip(), turns=turns, before=before, origin=origin)
 
 
-_Talk = tuple[tuple[Message, ...], tuple[str, ...]]  # the conversation so far, and the turns to ask
+_Talk = tuple[tuple[Message, ...], tuple[str, ...]]  # the conversation so far, and the turns to answer
 
 
 def _from_prompt(value: Any, origin: str) -> _Talk:

@@ -1,5 +1,5 @@
 """report.html: one file that needs nothing else, neither a network nor scripts; JavaScript only adds sorting and the
-switch between light and dark. Whatever comes from outside is escaped by the template, and a content security policy
+switch between light and dark. All text from outside is escaped by the template, and a content security policy
 keeps the page from loading or running anything that is not in it.
 """
 
@@ -45,7 +45,7 @@ def render(results: Results) -> str:
 
 
 def facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values, without what is not known."""
+    """Names and values of the known facts."""
     return [(name.replace("_", " "), _text(value)) for name, value in found.items() if value not in (None, "", [], {})]
 
 

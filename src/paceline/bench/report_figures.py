@@ -122,7 +122,7 @@ class Figures:
         return [(cell, cell.tokens_per_s) for cell in self.overall if cell.tokens_per_s]
 
     def throughput(self) -> Markup | None:
-        """Lines over concurrency; None where there are no two to draw a line between (then `rates` says it)."""
+        """Lines over concurrency; None where there are no two to draw a line between (then `rates` shows it)."""
         rated = self.rated
         if len({cell.concurrency for cell, _ in rated}) < 2:
             return None
@@ -152,8 +152,8 @@ class Figures:
 
     def drafting(self) -> list[Cell]:
         """The contenders whose drafts are known, with the least concurrency."""
-        told = (cell for cell in self.overall if cell.concurrency == self.levels[0] and not cell.plain)
-        return [cell for cell in told if cell.tau is not None or any(cell.drafted_per_position)]
+        cells = (cell for cell in self.overall if cell.concurrency == self.levels[0] and not cell.plain)
+        return [cell for cell in cells if cell.tau is not None or any(cell.drafted_per_position)]
 
     def acceptance(self) -> Markup | None:
         """By depth: of the steps that drafted so far, the share accepted so far. None where that is not known."""

@@ -21,7 +21,7 @@ def interval(speedup: Speedup) -> str:
 
 
 def outcome(speedup: Speedup) -> str:
-    """What the interval allows to say."""
+    """The conclusion the interval supports."""
     return FASTER if speedup.low > 1 else SLOWER if speedup.high < 1 else LEVEL
 
 
@@ -70,7 +70,7 @@ def unchanged(cell: Cell) -> str:
 
 
 def seeded(settings: Mapping[str, Any]) -> str | None:
-    """What a draft model's figures hold for where answers are sampled; None where it makes no difference."""
+    """Which requests a draft model's figures hold for where answers are sampled; None where it makes no difference."""
     drafting = settings.get("draft_model") or settings.get("draft_models")
     if not drafting or not settings.get("temperature") or settings.get("seed") is None:
         return None

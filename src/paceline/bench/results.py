@@ -1,7 +1,7 @@
-"""What a benchmark found, as results.json holds it: one Cell per workload, concurrency and engine. No torch.
+"""The results of a benchmark, as in results.json: one Cell per workload, concurrency and engine. No torch.
 
-A figure that could not be measured is None, never zero; a speed-up that too little was measured for is None and
-`too_short` says why. Everything else (the table, the report, the advisor) reads these and nothing more.
+A figure that could not be measured is None, never zero; where too little was measured for a speed-up it is None and
+`too_short` holds the reason. Everything else (the table, the report, the advisor) reads these and nothing more.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Cell:
     tokens_per_s: float | None = None
     speedup: Speedup | None = None
     decode_speedup: Speedup | None = None  # of what came after every request's first token
-    too_short: str | None = None  # why there is no speed-up
+    too_short: str | None = None  # the reason why there is no speed-up
     tau: float | None = None  # committed tokens per target pass
     acceptance_rate: float | None = None
     drafted_per_position: tuple[int, ...] = ()  # by depth, from 1

@@ -1,8 +1,8 @@
 """The run itself: every group of prompts is answered by every contender before the next group is begun.
 
-So a machine that slows down slows all of them, and what is compared was measured within the same moments. The order of
+So a machine that slows down slows all of them, and compared figures were measured at about the same time. The order of
 the contenders is drawn anew for every group. Each prompt is answered once by each. A row is kept when all have
-answered: whatever ends the run, the rows so far stand.
+answered: if the run is interrupted, the rows so far remain valid.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(
         measurement.left_out[concurrency] = len(left_out)
         work.begin("warming up")
         answerers = subject.open(concurrency)
-        for answerer in answerers.values():  # the first passes fault pages in and teach the policy what a step costs
+        for answerer in answerers.values():  # the first passes fault pages in and give the policy the cost of a step
             warm = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=WARM_UP_TOKENS)
             answerer.answer([subject.encode(WARM_UP, [])] * concurrency, [warm.resolve(subject.defaults)] * concurrency)
         for group in groups:
@@ -88,7 +88,7 @@ def collect(
     measurement = Measurement(list(contenders))
     try:
         measure(subject, prompts, plan, measurement, on_progress)
-    except BaseException as reason:  # Ctrl-C, no memory, a server gone: minutes of measurement are not thrown away
+    except BaseException as reason:  # Ctrl-C, no memory, a server gone: keep the rows measured so far
         if not measurement.rows:
             raise
         return measurement, reason
@@ -124,7 +124,7 @@ def _rows(
 
 
 def _params(plan: Plan, defaults: Mapping[str, Any], pair: int, turn: int, index: int) -> SamplingParams:
-    """The same for every contender; seeded differently for every request, so that none shares its luck."""
+    """The same for every contender; with a different seed for every request, so that their samples are independent."""
     seed = None
     if plan.seed is not None and plan.temperature > 0:
         seed = random.Random(f"{plan.seed}/{pair}/{turn}/{index}").getrandbits(62)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from paceline.bench.results import Speedup, Spread
 
-MIN_PAIRS = 5  # fewer say next to nothing: t has 3 degrees of freedom, and an outlier cannot be seen
+MIN_PAIRS = 5  # with fewer, t has 3 degrees of freedom, and an outlier cannot be seen
 MIN_TOKENS = 200  # of plain decoding
 LOOP = 16  # tokens
 Z = 1.959963984540054  # 97.5 % of the normal distribution
@@ -42,10 +42,10 @@ def paired(parts: Iterable[tuple[int, tuple[float, int], tuple[float, int]]]) ->
 
 
 def why_too_short(pairs: Sequence[Pair]) -> str | None:
-    """A sentence where the pairs are too few to give a figure; None where they are enough."""
+    """The reason where the pairs are too few to give a figure; None where they are enough."""
     if len(pairs) < MIN_PAIRS:
         counted = "1 pair" if len(pairs) == 1 else f"{len(pairs)} pairs"
-        return f"{counted} measured, and fewer than {MIN_PAIRS} say nothing: give more prompts"
+        return f"{counted} measured, and fewer than {MIN_PAIRS} are not enough: give more prompts"
     return too_few_tokens(int(sum(pair.plain_tokens for pair in pairs)))
 
 
@@ -53,13 +53,13 @@ def too_few_tokens(tokens: int) -> str | None:
     if tokens >= MIN_TOKENS:
         return None
     return (
-        f"{tokens} token{'s' * (tokens != 1)} measured, and fewer than {MIN_TOKENS} say nothing: "
+        f"{tokens} token{'s' * (tokens != 1)} measured, and fewer than {MIN_TOKENS} are not enough: "
         "give more prompts, or more tokens to each"
     )
 
 
 def speedup(pairs: Sequence[Pair]) -> Speedup | None:
-    """With its interval; None where there is too little to say anything."""
+    """The speed-up with its interval; None where too little was measured."""
     if why_too_short(pairs) is not None:
         return None
     sums = [sum(column) for column in zip(*pairs, strict=True)]
@@ -99,6 +99,6 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def loops(tokens: Sequence[Hashable]) -> bool:
-    """Whether a run of 16 comes twice. Methods that copy are fast on loops, and no reader wants them."""
+    """Whether a run of 16 tokens occurs twice. Methods that copy are fast on loops, which are no useful answers."""
     runs = [tuple(tokens[start : start + LOOP]) for start in range(len(tokens) - LOOP + 1)]
     return len(set(runs)) < len(runs)

@@ -1,7 +1,7 @@
 """`paceline advise`: whether to draft on this machine with these prompts, how, and up to how many requests at once.
 
-Everything that can be refused is refused before the model is loaded. Whatever ends a run early, what was found until
-then is printed and written, with what is missing.
+Everything that can be refused is refused before the model is loaded. If a run ends early, the results until then are
+printed and written, with a list of what is missing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def advise(
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the advice as one JSON object and nothing else.")] = False,
 ) -> int:
-    """Say whether drafting pays here, with which method and k: chosen on half of the prompts, checked on the rest."""
+    """Find out whether drafting pays here, with which method and k: chosen on half the prompts, checked on the rest."""
     levels = sorted(concurrencies(concurrency or (QUICK_CONCURRENCY if quick else CONCURRENCY)))
     if max_tokens is None:
         max_tokens = QUICK_MAX_TOKENS if quick else MAX_TOKENS
@@ -111,7 +111,7 @@ def run(
         stopped = Advisor(subject, prompts, plan, advice, bar.work, lengths, rival=not quick).run()
     if stopped is not None and (advice.cost is None or isinstance(stopped, InvalidParameter)):
         if isinstance(stopped, KeyboardInterrupt):
-            print_note(f"stopped before anything could be said; missing: {', '.join(advice.missing)}")
+            print_note(f"stopped before there was a result; missing: {', '.join(advice.missing)}")
         raise stopped
     return advice, stopped
 
@@ -120,7 +120,7 @@ def run(
 
 
 def choose_prompts(file: Path | None, *, quick: bool, raw: bool, most: int) -> list[Prompt]:
-    """The user's, or ours; a quick run takes some of them, spread over the file, as many as the halves need."""
+    """The user's prompts, or the package's; a quick run takes as many as the halves need, spread over the file."""
     if file is not None:
         prompts = from_file(file)
         return prompts[:: max(len(prompts) // max(QUICK_PROMPTS, 2 * most), 1)] if quick else prompts

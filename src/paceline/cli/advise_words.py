@@ -1,4 +1,4 @@
-"""Advice on the terminal: what to do in a sentence, predicted beside measured, the settings, and what it rests on."""
+"""Advice on the terminal: a sentence, predicted beside measured figures, the settings, and the evidence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.bench.report_words import at_once, listed, seconds, seeded
 from paceline.cli.output import human_bytes, print_note
 from paceline.config import AUTO
 
-OFF_BY = 0.15  # a prediction further off than that is said to be
+OFF_BY = 0.15  # a larger error of a prediction is reported
 
 
 def print_advice(advice: Advice) -> None:
@@ -26,7 +26,7 @@ def print_advice(advice: Advice) -> None:
 
 
 def sentences(advice: Advice) -> list[str]:
-    """What to do, and why not more."""
+    """The advice, and the reasons against more."""
     choice = advice.choice
     if choice is None:
         return ["Nothing can be advised yet: the run ended before a prediction."]
@@ -59,7 +59,7 @@ def _what(advice: Advice, choice: Choice) -> str:
 
 
 def _gains(advice: Advice, choice: Choice) -> str:
-    """What the check measured, and what only the half chosen on has shown."""
+    """The gains that the check measured, and those known from the first half only."""
     checked = set(levels_of(advice.measured))
     rest = {key: figure for key, figure in advice.predicted.items() if key[0] not in checked}
     lines = []

@@ -1,4 +1,4 @@
-"""`paceline`: the table of commands, and what becomes of an error.
+"""`paceline`: the table of commands, and the handling of errors.
 
 A PacelineError is one line on stderr and exit code 1, a usage error one line and 2, an interruption 130; with --json an
 error is an object on stdout instead. A traceback is shown only when PACELINE_DEBUG is set.
@@ -27,7 +27,7 @@ from paceline.cli.theory import theory
 from paceline.errors import PacelineError
 
 app = typer.Typer(
-    help="Language models that answer several times sooner without changing what they say.",
+    help="Language models that answer several times sooner without changing their output.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Known before parsing, because parsing is one of the things that can fail."""
+    """Found before parsing, since parsing itself can fail."""
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in flags
 

@@ -1,7 +1,7 @@
-"""`paceline bench`: what each method gives on this model, on this machine, on one's own prompts.
+"""`paceline bench`: the speed-up of each method on this model, on this machine, on the user's own prompts.
 
-Everything that can be refused is refused before the model is loaded, the folder for the results included. Whatever ends
-a run early, the table is printed and the files are written of what was measured.
+Everything that can be refused is refused before the model is loaded, the folder for the results included. If a run ends
+early, the table is printed and the files are written from what was measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OURS = (
     "threads",
     "raw",
 )  # flags that shape our own engines
-THEIRS = ("baseline_endpoint", "api_key", "timeout", "no_counters")  # flags that speak to a server
+THEIRS = ("baseline_endpoint", "api_key", "timeout", "no_counters")  # flags for servers
 FILES = ("results.json", "report.html")
 
 
@@ -80,7 +80,7 @@ def bench(
     baseline_endpoint: Annotated[Text, flag("--baseline-endpoint", "The same without speculation.", "URL")] = None,
     api_key: Annotated[Text, flag("--api-key", "Of the server.", "KEY", envvar="OPENAI_API_KEY")] = None,
     timeout: Annotated[float | None, flag("--timeout", "Seconds a request may take; 300 if unset.")] = None,
-    no_counters: Annotated[bool, flag("--no-counters", "Leave /metrics alone: others use the server too.")] = False,
+    no_counters: Annotated[bool, flag("--no-counters", "Do not read /metrics: other clients use it too.")] = False,
     json: Annotated[bool, flag("--json", "Print the results as one JSON object and no table.")] = False,
 ) -> int:
     """Measure what drafting gives: speed-up over plain decoding with its interval, acceptance, latency."""
@@ -186,14 +186,14 @@ def choose_prompts(
 
 
 def choose_folder(out: Path | None, model: str, home: str = "paceline-bench", files: Sequence[str] = FILES) -> Path:
-    """Where the files will go: made when there is something to put there, but known now to be possible."""
+    """The folder for the files: created when there is something to write, but checked now to be writable."""
     slug = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
     folder = out or Path(home) / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}"
     for name in files:
         if (folder / name).exists():
             raise InvalidParameter("out", f"{folder} already holds {name}; choose another folder, or remove it")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:  # tried, not asked for: permissions do not know of full disks and file systems that hold no files
+    try:  # write a file: permission bits do not show full disks or read-only file systems
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"results")
@@ -212,7 +212,7 @@ def refuse_idle_flags(flags: dict[str, Any], *, given_to_server: bool) -> None:
         if name == "api_key" and flags[name] == os.environ.get("OPENAI_API_KEY"):
             continue
         if flags[name] is not None and flags[name] is not False:
-            why = "speaks to our own engines, not to a server" if given_to_server else "speaks to a server"
+            why = "is for our own engines only" if given_to_server else "is for servers only"
             raise InvalidParameter(name, f"{why}; leave it out" + ("" if given_to_server else ", or give --endpoint"))
 
 
@@ -238,5 +238,5 @@ def finish(results: Results, folder: Path, *, as_json: bool) -> None:
 
 
 def says_something(results: Results) -> bool:
-    """Whether one figure came of it; an endpoint alone has no speed-up to give."""
+    """Whether the run gave a figure; an endpoint alone has no speed-up."""
     return any(cell.speedup is not None or (results.endpoint and cell.tokens_per_s) for cell in results.cells)

@@ -88,7 +88,7 @@ def title(results: Results, cell: Cell) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """The verdict, what a reader must know to trust the figures, and what keeps some from being there."""
+    """The verdict, what a reader must know to trust the figures, and why some are missing."""
     verdict, cells = findings.verdict(results), findings.overall(results)
     figure = f" ({verdict.figure} {verdict.caption})" if verdict.figure else ""
     lines = [verdict.sentence + figure, *verdict.details]
@@ -117,7 +117,7 @@ def _without_loops(cell: Cell) -> list[str]:
     if cell.without_loops is None:
         return []
     answers, speedup = words.count(cell.without_loops.answers, "answer"), cell.without_loops.speedup
-    figure = "too little left to say" if speedup is None else figure_words(speedup)
+    figure = "too little left to measure" if speedup is None else figure_words(speedup)
     return [f"{cell.label}, {words.at_once(cell.concurrency)}: {figure} ({answers})"]
 
 

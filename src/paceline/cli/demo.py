@@ -1,7 +1,7 @@
-"""`paceline demo`: the same answer speculatively and plainly, and whether it is the same.
+"""`paceline demo`: the same prompt answered speculatively and plainly, and whether the answers are equal.
 
-Each prompt is answered speculatively first: the suffix drafter learns from finished answers, and one it has already
-seen would be a memory, not a speed-up. No prefix is shared, both are greedy, and tokens are compared, not text.
+Each prompt is answered speculatively first: the suffix drafter learns from finished answers, and copying an answer it
+has already seen would be no speed-up. No prefix is shared, both are greedy, and tokens are compared, not text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DRAFTED = 0  # draft.Kind.DRAFTED, without importing torch for it
 NOTICEABLE = 1.03
-BUSY = 1.1  # times τ; a pass commits τ tokens, so this much more was the clock
+BUSY = 1.1  # times τ: a pass commits τ tokens, so a higher speed-up is an error of timing
 ACCEPTED_STYLE = "bold green"
 
 # A chat answer, where little can be guessed, and two tasks that repeat what they were given.
@@ -94,7 +94,7 @@ def demo(
 
 def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool) -> list[Round]:
     shown = Nothing() if as_json else Screen(llm)
-    run(llm, "Count to ten.", 8, speculation=NONE, shown=Nothing())  # a process's first steps are slow: in neither side
+    run(llm, "Count to ten.", 8, speculation=NONE, shown=Nothing())  # warm-up: a process's first steps are slow
     rounds = [compare(llm, name, text, max_tokens, shown) for name, text in prompts.items()]
     shown.summary(rounds)
     if as_json:
@@ -137,7 +137,7 @@ class Round:
 
     @property
     def first_difference(self) -> int | None:
-        """Where the answers part; None: nowhere."""
+        """The first token at which the answers differ; None: they are equal."""
         ours, theirs = token_ids(self.speculative), token_ids(self.plain)
         if ours == theirs:
             return None
@@ -194,7 +194,7 @@ def timing(tally: Tally) -> dict[str, Any]:
 
 
 class Nothing:
-    """What --json shows meanwhile, and the interface of what is shown."""
+    """Shows nothing, for --json; the interface of `Screen`."""
 
     def prompt(self, name: str, text: str) -> None: ...
     def heading(self, how: str) -> None: ...
@@ -205,14 +205,14 @@ class Nothing:
 
 
 class Screen(Nothing):
-    """Colours on a terminal, the same words without them elsewhere."""
+    """Coloured text on a terminal, plain text elsewhere."""
 
     def __init__(self, llm: LLM) -> None:
         from rich.console import Console
 
         reconfigure = getattr(sys.stdout, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="replace")  # what the encoding cannot say becomes a question mark
+            reconfigure(errors="replace")  # characters the encoding lacks become question marks
         self._console: Console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._decoder = llm.tokenizer.incremental_decoder(True)
         self._at_line_start = True
@@ -271,7 +271,7 @@ def verdict_lines(one: Round) -> list[str]:
     if stats.acceptance_rate is not None:
         tau = stats.mean_acceptance_length or 1.0
         words += [f"{one.method}: {stats.acceptance_rate:.0%} of drafts accepted", f"τ {tau:.1f}"]
-    same = "yes" if one.identical else f"NO, they part at token {one.first_difference}"
+    same = "yes" if one.identical else f"NO, they differ at token {one.first_difference}"
     lines = [" · ".join(words), f"identical output: {same}"]
     if one.speedup is not None and one.speedup < NOTICEABLE:
         why = "drafts were made and did not pay" if stats.num_drafts else "there was nothing worth drafting"
@@ -279,7 +279,7 @@ def verdict_lines(one: Round) -> list[str]:
     if one.speedup is not None and one.speedup > BUSY * (stats.mean_acceptance_length or 1.0):
         lines.append("the machine was busy with something else: no speed-up above τ comes from speculation")
     if one.loops:
-        lines.append(f"the answer goes round in circles (the same {LOOP} tokens twice), which flatters lookup")
+        lines.append(f"the answer loops (the same {LOOP} tokens twice), which flatters lookup")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`paceline doctor`: what this machine is, what paceline will use on it, and what is wrong. It downloads nothing."""
+"""`paceline doctor`: this machine, what paceline will use on it, and its problems. It downloads nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LITTLE_MEMORY = 1 << 30  # torch, the default model in fp32 and a small cache
 
 @dataclass(frozen=True)
 class Finding:
-    """`fatal` is what keeps every model from running; only that makes the exit code 1."""
+    """`fatal`: no model can run; only then is the exit code 1."""
 
     problem: str
     advice: str
@@ -30,7 +30,7 @@ class Finding:
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
-    """Say what this machine is, what will be used, and what is wrong."""
+    """Show this machine, what will be used, and any problems."""
     report = examine()
     if json:
         print_json(report)
@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
         findings.append(Finding(f"only {free} of memory is free", "close something, or raise the container's limit"))
     cache = cache_folder(findings)
     if note := machine.guard_amx(Path(cache["path"]) if cache["path"] else None):  # before torch computes anything
-        findings.append(Finding(note, "nothing to do, paceline sees to it at every start"))
+        findings.append(Finding(note, "nothing to do, paceline handles it at every start"))
     torch = torch_build(findings)
     return {
         "paceline": __version__,
@@ -92,7 +92,7 @@ def cache_folder(findings: list[Finding]) -> dict[str, Any]:
 
 
 def _why_unwritable(folder: Path) -> str | None:
-    """Tried out rather than asked: permissions do not know about read-only mounts. Leaves nothing behind."""
+    """Writes a file and removes it: permission bits do not show read-only mounts."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -116,7 +116,7 @@ def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
 
 
 def choices(findings: list[Finding]) -> dict[str, Any]:
-    """What `auto` stands for here."""
+    """The values that `auto` stands for on this machine."""
     from paceline.models.kernels import kernels_for
     from paceline.models.native_kernels import library_status
     from paceline.models.runtime import choose_device

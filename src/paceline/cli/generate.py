@@ -80,7 +80,7 @@ def messages(system: str | None, text: str) -> list[dict[str, Any]]:
 
 
 def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
-    """The seam to the engine, and the first moment torch is imported."""
+    """The seam to the engine; torch is first imported here."""
     with progress(plain=False) as report:
         if report is not None:
             report(f"loading {options.model}", 0, None)
@@ -128,7 +128,7 @@ def answer(
 
 @contextmanager
 def closing(chunks: Iterator[StreamChunk]) -> Iterator[Iterator[StreamChunk]]:
-    """Closing the iterator is what cancels the request."""
+    """Closes the iterator, which cancels the request."""
     try:
         yield chunks
     finally:
@@ -157,7 +157,7 @@ class AnswerPrinter:
             self._heading_and_text(self.printed)
 
     def end(self) -> None:
-        """Also after an interruption: what there is of the remaining answers stays."""
+        """Also called after an interruption: partial answers are printed."""
         for index in sorted(i for i in self.pending if i >= self.printed):
             self._heading_and_text(index)
         if not self.at_line_start:

@@ -1,4 +1,4 @@
-"""`paceline pull` and `paceline models`: what lies in the cache."""
+"""`paceline pull` and `paceline models`: the models in the cache."""
 
 from __future__ import annotations
 

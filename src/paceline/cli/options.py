@@ -24,8 +24,8 @@ def _flag(*names: str, help: str, panel: str, metavar: str | None = None) -> Any
 
 
 _model = functools.partial(_flag, panel="Model")
-_drafting = functools.partial(_flag, panel="Speculation (never changes what the model says)")
-_sampling = functools.partial(_flag, panel="Sampling (unset: what the model's own generation config says)")
+_drafting = functools.partial(_flag, panel="Speculation (never changes the model's output)")
+_sampling = functools.partial(_flag, panel="Sampling (unset: the model's own generation config)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RunOptions:
         str,
         _drafting(
             "--method",
-            help=f"What drafts; {AUTO} takes what pays, step by step, and {NONE} decodes plainly.",
+            help=f"Drafting method; {AUTO} chooses at each step, {NONE} decodes plainly.",
             metavar="|".join((AUTO, *method_names())),
         ),
     ] = AUTO

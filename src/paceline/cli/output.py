@@ -1,4 +1,4 @@
-"""What a command prints: the last line, the JSON object, errors. Answers go to stdout, everything else to stderr."""
+"""The output of a command: the last line, the JSON object, errors. Answers go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Tally:
-    """What has been seen of one request: enough for the last line even when it is cut short."""
+    """The progress of one request: enough for the last line even when it is interrupted."""
 
     llm: LLM
     arrival: float = field(default_factory=time.monotonic)
@@ -29,7 +29,7 @@ class Tally:
     last: float | None = None
     tokens: dict[int, int] = field(default_factory=dict)  # by answer
     text: str = ""  # of the first answer
-    output: RequestOutput | None = None  # the engine's own account, once the request is finished
+    output: RequestOutput | None = None  # the engine's result, once the request is finished
 
     def add(self, chunk: StreamChunk) -> None:
         self.last = time.monotonic()
@@ -85,7 +85,7 @@ def rate_words(tokens_per_second: float | None) -> str:
 
 
 def drafting_words(llm: LLM, stats: SpeculationStats) -> str:
-    """`suffix k≈4 · τ 2.4 · est. 1.7x`, or why there was no draft."""
+    """`suffix k≈4 · τ 2.4 · est. 1.7x`, or the reason why there was no draft."""
     if llm.method == NONE:
         return NONE
     if not stats.num_drafts:
@@ -106,7 +106,7 @@ def method_words(stats: SpeculationStats) -> str:
 
 
 def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
-    """The object `--json` prints; its keys are part of the interface. `top` is how many logprobs were asked for."""
+    """The object `--json` prints; its keys are part of the interface. `top` is the number of logprobs requested."""
     llm, output = tally.llm, tally.output
     assert output is not None, "the request is not finished"
     return {
@@ -138,7 +138,7 @@ def _choice(answer: CompletionOutput, top: int) -> dict[str, Any]:
 
 
 def _position(token: int, seen: dict[int, Logprob], top: int) -> dict[str, Any]:
-    """The chosen token, and as many of the likeliest as were asked for."""
+    """The chosen token, and the `top` likeliest."""
     ranked = sorted(seen.items(), key=lambda item: item[1].rank)[:top]
     return {**_logprob(token, seen[token]), "top_logprobs": [_logprob(*item) for item in ranked]}
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(*, plain: bool) -> Iterator[ProgressCallback | None]:
-    """Of downloads and loads alone. `plain` asks for lines where there is no terminal; without it there is silence."""
+    """Progress of downloads and loads. `plain`: lines where there is no terminal; else nothing is printed there."""
     if plain or sys.stderr.isatty():
         with live() as display:
             yield display.load
@@ -65,7 +65,7 @@ class Bar:
         self._task = display.add_task("", total=None, left="")
 
     def stage(self, what: str) -> None:
-        """Something without a measure is under way."""
+        """Work without a measure of progress has begun."""
         self._display.update(self._task, description=what)
 
     def load(self, stage: str, done: int, total: int | None) -> None:

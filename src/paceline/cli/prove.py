@@ -1,4 +1,4 @@
-"""`paceline prove`: is the output really unchanged, on this model and this machine."""
+"""`paceline prove`: checks that the output is unchanged, on this model and this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prove(
     threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> int:
-    """Check that drafting changes nothing about what the model says."""
+    """Check that drafting does not change the model's output."""
     with progress(plain=False) as report:
         if report is not None:
             report(f"loading {model}", 0, None)

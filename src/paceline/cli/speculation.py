@@ -1,4 +1,4 @@
-"""The drafting flags: read, and refused where one would have no effect beside another."""
+"""Reads the drafting flags; a flag that would have no effect beside another is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline theory`: what drafting is worth by the formulas of docs/theory.md, before anything is run."""
+"""`paceline theory`: the speed-up of drafting by the formulas of docs/theory.md, without running a model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def theory(
     plot: Annotated[Path | None, _flag("--plot", "Draw the curves into a .png or .svg.", "FILE")] = None,
     json: Annotated[bool, _flag("--json", "Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Say what drafting would be worth, by the formulas."""
+    """Compute the speed-up of drafting by the formulas."""
     asked = read(dict(locals()))
     case, roofline = asked.case, asked.case.roofline
     if plot is not None:

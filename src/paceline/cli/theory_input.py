@@ -1,4 +1,4 @@
-"""What `paceline theory` was asked, as numbers: every value is used or refused by the name of its flag."""
+"""The flags of `paceline theory` as numbers: every value is used or refused by the name of its flag."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
 @dataclass(frozen=True)
 class Question:
     case: Case
-    k: int  # the one asked about, or the best; 0: none pays
+    k: int  # the given k, or the best; 0: none pays
     memory: MemoryUse | None
     batch: int
 
@@ -78,7 +78,7 @@ def _acceptance(flags: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     if sum(source is not None for source in (alpha, acceptance, siblings)) != 1:
         raise InvalidParameter("--alpha", "give one of --alpha, --acceptance and --siblings")
     if flags["conditional"] and acceptance is None:
-        raise InvalidParameter("--conditional", "says how --acceptance is meant; give that too")
+        raise InvalidParameter("--conditional", "changes the meaning of --acceptance; give that too")
     if acceptance is not None:
         return _measured(checks.probabilities("--acceptance", _numbers("--acceptance", acceptance)), flags), []
     ranks = [] if siblings is None else checks.probabilities("--siblings", _numbers("--siblings", siblings))

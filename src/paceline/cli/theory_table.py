@@ -1,4 +1,4 @@
-"""The answer of `paceline theory` on a terminal: a row for each k, and what follows from them in sentences."""
+"""The result of `paceline theory` on a terminal: a row for each k, and the conclusions in sentences."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sentences(case: Case, asked: int, use: MemoryUse | None, batch: int) -> list
             f"a tree of {tree.k} nodes is best: {tree.tree_tokens_per_pass:.2f} tokens a pass, {tree.tree_speedup:.2f}x"
         )
     if case.limited:
-        lines.append(f"k = {case.max_k} is as far as was looked: more may be better still")
+        lines.append(f"k = {case.max_k} is the largest tried: more may be better still")
     if case.roofline is not None:
         rows_free = case.roofline.ridge(batch)
         lines.append(f"at batch {batch} arithmetic, not memory, bounds a pass from {rows_free:.0f} rows on")

@@ -1,16 +1,15 @@
-"""The drafter's side of the bargain: one `propose` for every method.
+"""The contract of a drafter: one `propose` for every method.
 
-A drafter guesses what follows a sequence; the engine verifies. It may read hidden states of the target (`taps`) and
-keep K/V of its own (`kv_layers`): these are extra layers under the target's block table, so compaction, preemption
-and prefix sharing move both.
+A drafter proposes tokens that may follow a sequence; the engine verifies them. It may read hidden states of the target
+(`taps`) and keep K/V of its own (`kv_layers`): these are extra layers under the target's block table, so compaction,
+preemption and prefix sharing move both.
 
-**Slots.** What a drafter computes from the pair (hidden state of t, token t + 1) it stores in slot t + 1, and what it
-computes from token t alone in slot t. Then no slot depends on a later token, blocks can be shared whole, and after a
-prefix hit the one missing pair is supplied by recomputing the last shared token (the engine does so for drafters with
-taps and K/V).
+**Slots.** K/V computed from the pair (hidden state of t, token t + 1) are stored in slot t + 1, and K/V computed from
+token t alone in slot t. Then no slot depends on a later token, blocks can be shared whole, and after a prefix hit the
+engine supplies the one missing pair of a drafter with taps and K/V by recomputing the last shared token.
 
 **Host and device.** A drafter on the host proposes from committed tokens. One on the device launches and never waits:
-it may begin the next draft behind a step that is not read yet, from the verdict where it lies.
+it may begin the next draft behind a step that is not read yet, from that step's verdict on the device.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.weights import StoredWeight
 from paceline.sequence import Sequence
 
-LEARNED = 6  # evidence of a trained drafter: it always has an opinion, and mostly a good one
+LEARNED = 6  # evidence of a trained drafter: it always proposes, and most proposals are good
 
 
 class DraftRow(NamedTuple):
-    """A sequence that asks for a draft of at most `budget` nodes. Room for them is reserved behind its tokens."""
+    """A sequence that needs a draft of at most `budget` nodes. Slots for them are reserved behind its tokens."""
 
     sequence: Sequence
     budget: int
@@ -50,12 +49,12 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What the target hands over when a drafter is made; fields with a default may be absent in tests."""
+    """What a drafter is built from; fields with a default may be absent in tests."""
 
     config: ModelConfig  # the target's
     device: torch.device
     speculation: SpeculationConfig
-    dtype: str = "auto"  # how a model of its own should store its weights
+    dtype: str = "auto"  # in which a drafter with a model of its own stores weights
     encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
     token_texts: Callable[[int], str] | None = None  # a token's own text, to compare vocabularies
     embedding: Tensor | None = None  # (V, H), the target's own
@@ -66,17 +65,17 @@ class DrafterContext:
 
 
 class Drafter(Protocol):
-    name: str  # the method, as users write it
-    version: str  # changes whenever its K/V for the same tokens would: weights, taps, layers
-    on_device: bool  # it launches and never waits; the methods that only such a drafter has come last
+    name: str  # of the method, as users write it
+    version: str  # changes whenever the drafter's K/V for the same tokens change: weights, taps, layers
+    on_device: bool  # True: a `DeviceDrafter`, which launches and never waits
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
-        """Receive the cache layers asked for; called once, before anything else."""
+        """Receive the cache layers of `kv_layers`; called once, before anything else."""
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
-        """One draft row for each row asked, in order; any may be empty. Never more nodes than the row's budget."""
+        """One draft row for each of `rows`, in order; any may be empty. Never more nodes than the row's budget."""
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         """The sequence enters (again) with `end` tokens cached; the drafter's own K/V are valid from `start` on."""
@@ -85,31 +84,31 @@ class Drafter(Protocol):
         """The sequence left (finished, cancelled or preempted): forget it."""
 
     def evidence(self, sequence: Sequence) -> int:
-        """How much speaks for the draft it would make now: 0 nothing, so it would be empty. Committed tokens only."""
+        """How well a draft made now is supported; 0: it would be empty. Depends on committed tokens only."""
 
     def lag(self, sequence: Sequence) -> int:
-        """Tokens it has to read before it can draft."""
+        """Tokens the drafter has to read before it can draft."""
 
     def close(self) -> None:
-        """The engine is done: keep what is worth keeping."""
+        """The engine is closing: save what later runs can use."""
 
 
 class DeviceDrafter(Drafter, Protocol):
     device: torch.device
-    warm: bool  # the last draft took what its like will take again
+    warm: bool  # False: the last draft compiled or captured something, so its time is not typical
 
     def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
-        """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Room
-        for `budget` nodes behind all that it may commit is reserved. Such a draft need not be used."""
+        """`after`: begin behind a step that is not read yet, whose drafts for these rows were this drafter's own. Slots
+        for `budget` nodes behind all tokens the step may commit are reserved. Such a draft need not be used."""
 
     def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
-        """A step was read. `judged`: its own drafts in it; `begun`: sequences it has begun drafts for behind it."""
+        """A step was read. `judged`: this drafter's drafts in it; `begun`: sequences with a draft begun behind it."""
 
     def adopt(self, rows: SequenceOf[DraftRow]) -> None:
-        """Begun drafts are used, of each row so many nodes."""
+        """Drafts begun behind the step are used: the first `budget` nodes of each row."""
 
     def absorbed(self, sequence: Sequence) -> tuple[int, int]:
-        """The slots [start, end) of its own K/V that are valid now."""
+        """The slots [start, end) of the drafter's own K/V that are valid now."""
 
     # Of drafters with taps:
     def bind_taps(self, ring: Any, columns: list[int]) -> None: ...
@@ -118,14 +117,14 @@ class DeviceDrafter(Drafter, Protocol):
 
 
 class HostDrafter:
-    """What a drafter without taps and K/V of its own leaves empty."""
+    """Defaults of a drafter without taps and K/V of its own."""
 
     version = "1"
     on_device = False
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
-    covers: tuple[str, ...] = ()  # methods that look in the same texts and find less
-    idle = False  # hardly asked: it follows only sequences that it was asked about
+    covers: tuple[str, ...] = ()  # methods that search the same texts and find less
+    idle = False  # rarely used: only sequences that need a draft are indexed
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass
@@ -134,7 +133,7 @@ class HostDrafter:
         """tokens[:end] of a prompt were computed."""
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[int] | None:
-        """The evidence of all, where finding it at once takes less; None: they are to be asked one by one."""
+        """The evidence of all sequences, where one call is cheaper; None: call `evidence` for each."""
         return None
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
@@ -154,7 +153,7 @@ class HostDrafter:
 
 
 def excluded(sequence: Sequence, method: str) -> bool:
-    """The request asked for another method, or for none."""
+    """The request chooses another method, or none."""
     own = sequence.params.speculation
     wanted = own if own is None or isinstance(own, str) else own.get("method")
     return wanted not in (None, AUTO, method)

@@ -1,9 +1,9 @@
 """How the rows of a chain draw their tokens on the device, pass by pass, and the drafts made of them.
 
 Coins and noise are keyed by the length a row has when its draft begins. Behind a verdict that is not read yet only the
-device knows it: the tokens before that step, those it accepts, and one. Drawing is dozens of small kernels, so for few
-rows it is captured as a CUDA graph, whose inputs lie in fixed places; for more rows the device takes so long that the
-launches hide behind it.
+device knows this length: the tokens before that step, those it accepts, and one more. Drawing takes dozens of small
+kernels, so for few rows it is captured as a CUDA graph with inputs at fixed addresses; for more rows the kernels take
+longer than their launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.verify import Controls, DrawKind, Draws, Form, Nodes, propose
 
 log = logging.getLogger("paceline")
 MOST_ROWS = 16  # of a graph
-KINDS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"top_k": 20})  # of the warm-up: one of each form
+KINDS: tuple[dict[str, float], ...] = ({}, {"top_p": 0.9}, {"top_k": 20})  # sampling parameters of the warm-up
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Drafted:
     coins: tuple[int, ...] = ()  # the indices of those rows
 
     def chains(self, rows: list[int], counts: list[int]) -> Draft:
-        """Some of the rows, each to its own length. A length must not depend on the tokens drawn."""
+        """Drafts of some rows, each cut to its own length. A length must not depend on the tokens drawn."""
         width, tokens = max(counts), self.tokens
         if rows != list(range(len(tokens))):
             (index,) = packed_to(tokens.device, torch.tensor(rows))
@@ -55,16 +55,16 @@ class Drafted:
 
 
 class ChainSampler:
-    """The `pick` of one chain of up to `count` tokens, each row's under its request's parameters; q is kept."""
+    """Picks the tokens of one chain of up to `count` tokens, each row under its request's parameters; keeps q."""
 
     def __init__(
-        self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, said: UnreadVerdict | None
+        self, graphs: SamplingGraphs, sequences: SequenceOf[Sequence], count: int, after: UnreadVerdict | None
     ) -> None:
         params = graphs.builder.params(sequences)
         self._controls, self._draws = graphs.builder.build(params)
-        if said is not None:
-            (rows,) = packed_to(said.num_accepted.device, torch.tensor(said.rows))
-            committed = self._draws.committed + said.num_accepted[rows] + 1
+        if after is not None:
+            (rows,) = packed_to(after.num_accepted.device, torch.tensor(after.rows))
+            committed = self._draws.committed + after.num_accepted[rows] + 1
             self._draws = replace(self._draws, committed=committed)
         self._coins = tuple(np.flatnonzero(params.columns[KIND] == DrawKind.COIN).tolist())
         self._seq = torch.arange(len(sequences), device=graphs.device)
@@ -81,7 +81,7 @@ class ChainSampler:
         return tokens
 
     def _propose(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
-        """A logit that is no number counts as 0: q is finite, and what was drawn from, without a look at the values."""
+        """A logit that is not a number counts as 0, so q is finite without a check on the host."""
         depths = torch.full_like(self._seq, depth)
         nodes = Nodes(seq=self._seq, node=depths - 1, depth=depths, path=depths.new_empty(len(depths), 0))
         return propose(logits.nan_to_num(), self._controls, self._draws, nodes)
@@ -91,7 +91,7 @@ class ChainSampler:
 
 
 class SamplingGraphs:
-    """One for each number of rows, rounded up, and form; captured when it first occurs, which is in the warm-up."""
+    """One graph for each form and rounded number of rows, captured on first use, normally during the warm-up."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.builder = ControlsBuilder(vocab_size, frozenset(), device)
@@ -113,7 +113,7 @@ class SamplingGraphs:
 
 
 class SamplingGraph:
-    """`propose` for up to so many rows. Padding rows draw too, and are ignored."""
+    """`propose` for up to `rows` rows. Padding rows draw too, and their tokens are ignored."""
 
     def __init__(self, logits: Tensor, form: Form, recorder: GraphRecorder) -> None:
         self._logits, rows = logits, len(logits)
@@ -127,7 +127,7 @@ class SamplingGraph:
         self._captured: CudaGraph | None = None
 
     def begin(self, controls: Controls, draws: Draws) -> None:
-        """The next tokens belong to these requests, and nothing is drafted yet."""
+        """Start drafts for these requests, at depth 0."""
         rows = len(draws.key)
         pairs = [(self._controls, controls, name) for name in ("temperature", "top_k", "top_p", "min_p")]
         for mine, theirs, name in (*pairs, *((self._draws, draws, name) for name in ("key", "committed", "kind"))):
@@ -136,7 +136,7 @@ class SamplingGraph:
         self._depth.zero_()
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `propose`, one token further with each call. The result holds until the next call."""
+        """As `propose`, one depth further with each call. The result is valid until the next call."""
         rows = len(logits)
         torch.nan_to_num(logits, out=self._logits[:rows])
         if self._captured is not None:
@@ -151,13 +151,13 @@ class SamplingGraph:
     def _propose(self) -> tuple[Tensor, Tensor | None]:
         depth = self._depth.clone()
         nodes = Nodes(seq=self._every, node=depth - 1, depth=depth, path=depth.new_empty(len(depth), 0))
-        controls = replace(self._controls)  # which keep, on a host, the numbers they held when first read
+        controls = replace(self._controls)  # a copy: controls cache host values on first read
         drawn = propose(self._logits, controls, self._draws, nodes)
         self._depth += 1
         return drawn
 
     def _capture(self) -> None:
-        """The kernels have just run, so they are compiled and loaded. Where capturing fails, they run one by one."""
+        """The kernels have run once, so they are compiled and loaded. If capturing fails, they run one by one."""
         self._captures = False
         try:
             self._captured = self._recorder.capture(self._propose)
@@ -167,10 +167,11 @@ class SamplingGraph:
 
 
 def warmup(graphs: SamplingGraphs) -> bool:
-    """Draw by made-up logits in every common way, so that no request waits for it; False: it does not work here."""
+    """Draw from made-up logits with every common kind of parameters, so that no request waits for compiling; False: it
+    failed, and rows that sample are drafted pass by pass."""
     try:
         _warmup(graphs)
-    except Exception as problem:  # drafts by passes with the host between them serve
+    except Exception as problem:  # drafting by passes with the host between them still works
         log.warning("rows that sample are drafted pass by pass: %r", problem)
         return False
     return True
@@ -199,6 +200,6 @@ def _warmup(graphs: SamplingGraphs) -> None:
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Nothing it asked for depends on the tokens before: temperature and filters are the same at every node."""
+    """Sampling does not depend on earlier tokens: temperature and filters are the same at every node."""
     params = sequence.params
     return not (params.penalised or params.logit_bias or sequence.bad_words or sequence.num_output < params.min_tokens)

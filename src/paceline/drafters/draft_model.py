@@ -1,13 +1,13 @@
 """A smaller model of the same vocabulary drafts a chain, token by token, under the request's own sampling parameters.
 
-The K/V of token t stand in slot t of the drafter's layers and depend on tokens 0..t only. So rolling back is lowering a
-length: what was drafted and committed alike stays, the next pass writes over the rest. Nothing behind the committed
-tokens is ever trusted, for the engine may have lent those blocks to others between two steps.
+The K/V of token t stand in slot t of the drafter's layers and depend on tokens 0..t only. So a rollback lowers a
+length: the K/V of drafted tokens that were committed stay, the next pass overwrites the rest. K/V behind the committed
+tokens are never reused, for the engine may have given those blocks to other sequences between two steps.
 
-Greedy and seeded rows draft what the drafter itself would say (law 3: with the request's own Gumbel noise); other rows
-sample from q, and q goes to verification (Leviathan et al. 2023, Chen et al. 2023). Where the model offers chains,
-rows are drafted without the host, unless they look back at what was said (penalties and the like): tokens and q stay on
-the device, and the next draft may begin behind a step that is still under way (`draft_ahead`).
+Greedy and seeded rows propose the draft model's own choice (law 3: with the request's own Gumbel noise); other rows
+sample from q, and q goes to verification (Leviathan et al. 2023, Chen et al. 2023). Where the model offers chains, rows
+are drafted without the host, unless their sampling depends on earlier tokens (penalties and the like): tokens and q
+stay on the device, and the next draft may begin behind a step that is still under way (`propose` with `after`).
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ from paceline.models.warmup import drafting
 from paceline.sequence import Sequence
 from paceline.verify import Nodes, propose
 
-PREPARED = 128  # sequences drafted for at once, whose passes are compiled and recorded beforehand
+PREPARED = 128  # largest batch of sequences for which passes are compiled and captured beforehand
 CATCH_UP = 512  # tokens the drafter reads in one step before it drafts; a longer lag takes several steps
 FAST_CATCH_UP = 2048  # the same where passes are prepared, as on a GPU
 
 
 @dataclass
 class _State:
-    """What of one sequence is in the drafter's layers."""
+    """Which K/V of one sequence are in the drafter's layers."""
 
     valid: int = 0  # slots [0, valid) hold the K/V of the sequence's tokens
-    shared: tuple[int, int] = (0, 0)  # slots further on that are whole too: a prefix hit on blocks the drafter has seen
+    shared: tuple[int, int] = (0, 0)  # later slots that are valid too: a prefix hit on blocks the drafter filled
     drafted: list[int] = field(default_factory=list)  # tokens whose K/V follow in slots valid, valid + 1, ...
-    unseen: int | None = None  # the same where the host has not seen them: how many; None: it has
+    unseen: int | None = None  # number of such tokens where the host has not seen them; None: it has
 
 
 class _Chains:
-    """Drafts in the making. The longest come first, so that whoever is still drafting is a prefix of the rows."""
+    """Drafts under construction, longest first, so that the rows still drafting are a prefix."""
 
     def __init__(self, rows: list[int], sequences: list[Sequence], counts: list[int], device: torch.device) -> None:
-        self.rows, self.sequences = rows, sequences  # rows: which of those that asked
-        self.counts = counts  # nodes of each, fixed before anything is drawn
+        self.rows, self.sequences = rows, sequences  # rows: indices into the rows of `propose`
+        self.counts = counts  # nodes of each row, fixed before any token is drawn
         self.lengths = [len(sequence.tokens) for sequence in sequences]
         self.index = torch.arange(len(rows), device=device)
         self.owners = torch.arange(len(rows))  # the same on the host, where passes are planned
         self.ends = torch.tensor(self.lengths)  # (S,) position of the first node
         self.tokens = self.index.new_zeros(len(rows), max(counts, default=0))  # (S, K)
-        self.probs: list[Tensor] = []  # q, a tensor for every depth at which somebody sampled
+        self.probs: list[Tensor] = []  # q, a tensor for every depth at which a row sampled
         self.drawn: list[tuple[int, int]] = []  # (row, depth) of each row of q
 
     def active(self, depth: int) -> int:
         return sum(count > depth for count in self.counts)
 
     def nodes(self, active: int, depth: int) -> Nodes:
-        """The nodes at this depth: parents of what is drawn next. At depth 0 the last committed tokens."""
+        """The nodes at this depth: parents of the tokens drawn next. At depth 0 the last committed tokens."""
         seq = self.index[:active]
         depths = torch.full_like(seq, depth)
         return Nodes(seq=seq, node=depths - 1, depth=depths, path=self.tokens[:active, :depth])
@@ -89,7 +89,7 @@ class DraftModelDrafter:
         version: str | None = None,
         catch_up: int = CATCH_UP,
     ) -> None:
-        """`eos_token_ids` are the target's: they end an answer, whatever the draft model thinks ends one."""
+        """`eos_token_ids` are the target's: they end an answer, not those of the draft model."""
         config = model.config
         self.version = version or f"{self.name}/{_digest(repr(config))}"
         self.kv_layers: tuple[KVSpec, ...] = tuple(model.kv_specs)
@@ -101,7 +101,7 @@ class DraftModelDrafter:
         self._caches: SequenceOf[LayerCache] = ()
         self._block_size = 0
         self._chains: list[GreedyChain] = []
-        self._picking: list[PicksTokens] = []  # those of them that serve rows that sample
+        self._picking: list[PicksTokens] = []  # those of `_chains` that serve rows that sample
         self.device, self.warm = model.device, True
 
     @classmethod
@@ -130,15 +130,15 @@ class DraftModelDrafter:
                 self._picking = []
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
-        # Where only later blocks are known, the ones before are filled although others may share them: whoever did so
-        # before us wrote the same values.
+        # Where only later blocks are valid, the ones before are filled although other sequences may share them: a
+        # drafter that filled them before wrote the same values.
         self._states[sequence.key] = _State(end) if start == 0 else _State(0, (start, end))
 
     def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
-        """Keep the K/V of what was drafted and committed alike. Everything else is read when a draft is next asked."""
+        """Keep the K/V of drafted tokens that were committed. Other tokens are read when a draft is next needed."""
         for sequence, computed in judged:
             state = self._states[sequence.key]
-            if state.unseen is not None:  # as far as it was accepted it is in the cache
+            if state.unseen is not None:  # the accepted part is in the cache
                 state.valid = max(min(computed, state.valid + state.unseen), state.valid)
                 state.unseen = None
             elif state.drafted:
@@ -161,11 +161,11 @@ class DraftModelDrafter:
         pass
 
     def lag(self, sequence: Sequence) -> int:
-        """Tokens it has to read before it can draft for the sequence: 1 or 2 while it drafts every step."""
+        """Tokens the draft model has to read before it drafts for the sequence: 1 or 2 while it drafts every step."""
         return len(self._missing(sequence))
 
     def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
-        """Rows that only look at the logits need no host between their tokens; the others do."""
+        """Rows whose sampling needs only the logits are drafted without the host between tokens; the others with it."""
         self.warm = True
         if after is not None:
             return self._behind(rows, after)
@@ -179,7 +179,7 @@ class DraftModelDrafter:
         return Draft.merge(parts, len(rows), self._model.config.vocab_size)
 
     def _behind(self, rows: SequenceOf[DraftRow], after: UnreadVerdict) -> Draft:
-        """Drafts behind what a step under way commits, for rows whose draft by this drafter is judged in it."""
+        """Drafts behind the tokens a step under way commits, for rows with a draft by this drafter in that step."""
         at = [index for index, row in enumerate(rows) if self._may_go_on(row)]
         going = [rows[index] for index in at]
         chain = self._chain_for([row.sequence for row in going])
@@ -192,8 +192,8 @@ class DraftModelDrafter:
         return Draft.merge([(at, draft)], len(rows), self._model.config.vocab_size)
 
     def _may_go_on(self, row: DraftRow) -> bool:
-        """Its K/V are whole up to the step under way, and its draft is this drafter's, so at most one token is missing
-        behind what that step commits."""
+        """The row's K/V are complete up to the step under way, and its draft there is this drafter's, so at most one
+        token is missing behind those that step commits."""
         state = self._states.get(row.sequence.key)
         return (
             state is not None
@@ -204,12 +204,12 @@ class DraftModelDrafter:
         )
 
     def adopt(self, rows: SequenceOf[DraftRow]) -> None:
-        """Drafts begun behind a step are used: the K/V of all nodes but the last are computed."""
+        """Drafts begun behind a step are used: the K/V of all their nodes but the last are computed."""
         for row in rows:
             self._drafted(row.sequence, row.budget)
 
     def _by_chain(self, rows: SequenceOf[DraftRow]) -> Draft:
-        """Drafted from the beginning, by whichever chain is the fastest for so many."""
+        """Drafts behind committed tokens, by the fastest chain for so many rows."""
         if any(not self._is_close(row.sequence) for row in rows):
             self._read(rows)
         counts = [self._num_nodes(row) if self._is_close(row.sequence) else 0 for row in rows]
@@ -230,25 +230,25 @@ class DraftModelDrafter:
         return Draft.merge([(ready, draft)], len(rows), self._model.config.vocab_size)
 
     def _drafted(self, sequence: Sequence, count: int) -> None:
-        """A chain whose tokens the host has not seen; the K/V of all but the last are computed."""
+        """The host has not seen the chain's tokens; the K/V of all but the last are computed."""
         state = self._states[sequence.key]
         state.valid, state.drafted = len(sequence.tokens), []
         state.unseen = max(min(count - 1, self._room(sequence)), 0)
 
     def _ask(
-        self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], said: UnreadVerdict | None
+        self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], after: UnreadVerdict | None
     ) -> Drafted:
         try:
             chain.check()
             if all(sequence.params.greedy for sequence in sequences):
-                drafted = Drafted(chain.draft(rows, said))
+                drafted = Drafted(chain.draft(rows, after))
             else:
                 assert isinstance(chain, PicksTokens)
-                sampler = ChainSampler(self._graphs, sequences, max(row.count for row in rows), said)
-                drafted = sampler.drafted(chain.draft_by(sampler, rows, said))
+                sampler = ChainSampler(self._graphs, sequences, max(row.count for row in rows), after)
+                drafted = sampler.drafted(chain.draft_by(sampler, rows, after))
             self.warm = chain.warm
             return drafted
-        except Exception:  # whatever it wrote is not to be trusted
+        except Exception:  # K/V that the chain wrote may be invalid
             self._chains.remove(chain)
             self._picking = [other for other in self._picking if other is not chain]
             for state in self._states.values():
@@ -271,11 +271,11 @@ class DraftModelDrafter:
         return len(self._blocks(sequence)) * self._block_size - len(sequence.tokens)
 
     def _blocks(self, sequence: Sequence) -> list[int]:
-        """As many as the draft model's context needs: the target's may be longer."""
+        """The blocks within the draft model's context: the target's may be longer."""
         return sequence.blocks[: -(-self._model.config.max_positions // self._block_size)]
 
     def _is_close(self, sequence: Sequence) -> bool:
-        """Whether so little is missing, and in one piece, that a chain reads it itself."""
+        """Whether the missing tokens are few and contiguous, so that a chain can read them itself."""
         missing = self._missing(sequence)
         return len(missing) <= READ <= len(sequence.tokens) and missing[-1] - missing[0] < len(missing)
 
@@ -298,12 +298,12 @@ class DraftModelDrafter:
         return self._finish(chains, len(rows))
 
     def _read(self, rows: SequenceOf[DraftRow]) -> tuple[_Chains, Tensor]:
-        """Bring the rows up to their last tokens in one pass; those that get there draft, by the logits returned."""
+        """Read missing tokens of all rows in one pass; rows that reach their last token draft from the logits."""
         counts = [self._num_nodes(row) for row in rows]
         missing = [self._missing(row.sequence) if count else [] for row, count in zip(rows, counts, strict=True)]
         now: dict[int, list[int]] = {}  # by row: the positions to read in this step
         left = self._catch_up
-        for row in sorted(range(len(rows)), key=lambda row: len(missing[row])):  # nobody waits for a longer lag
+        for row in sorted(range(len(rows)), key=lambda row: len(missing[row])):  # short lags are read first
             now[row] = missing[row][:left]
             left -= len(now[row])
         ready = [row for row, count in enumerate(counts) if count and len(now[row]) == len(missing[row])]
@@ -337,7 +337,7 @@ class DraftModelDrafter:
         return chains, logits
 
     def _extend(self, chains: _Chains, active: int, depth: int, tables: Tensor) -> Tensor:
-        """One pass over the tokens drawn last, which stand behind the committed ones."""
+        """One pass over the tokens drawn last."""
         return self._forward(
             chains.tokens[:active, depth - 1],
             chains.ends[:active] + (depth - 1),
@@ -361,7 +361,7 @@ class DraftModelDrafter:
         return Draft.chains(tokens_of, num_nodes, q=Proposal(probs=probs, row_of=self._ints(row_of)))
 
     def _keep(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """A token that ends the answer ends its chain: what follows it cannot matter."""
+        """A token that ends the answer ends its chain: tokens behind it could never be committed."""
         self._states[sequence.key].drafted = tokens[:-1]  # the last one's K/V were never computed
         ends = {*sequence.params.stop_token_ids, *(() if sequence.params.ignore_eos else self._eos)}
         return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))]
@@ -382,9 +382,9 @@ class DraftModelDrafter:
     def _forward(
         self, tokens: Tensor, positions: Tensor, owners: Tensor, tables: Tensor, logit_rows: Tensor, max_len: int
     ) -> Tensor:
-        """(len(logit_rows), V). `owners` says whose row of the block tables each token belongs to.
+        """(len(logit_rows), V). `owners` is each token's row of the block tables.
 
-        All of it comes from the host but tokens drawn a moment ago.
+        All inputs are on the host, except tokens just drawn.
         """
         blocks = tables[owners, positions // self._block_size]
         slots = blocks * self._block_size + positions % self._block_size
@@ -411,14 +411,14 @@ def _padded(rows: list[int], chains: list[list[int]], batch: int) -> tuple[Tenso
 
 
 def _finite(draft: Draft) -> Draft:
-    """Beside drafts the host has not seen nobody else will look."""
+    """Check q here: a draft merged with drafts the host has not seen is not checked later."""
     if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
         raise ValueError("q is not finite")
     return draft
 
 
 def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:
-    """Refuse a draft model whose token ids mean something else than the target's."""
+    """Refuse a draft model whose token ids stand for other texts than the target's."""
     theirs, ours = loaded.config.vocab_size, context.config.vocab_size
     advice = "a draft model must share the target's vocabulary, as smaller models of its family do"
     if theirs != ours:

@@ -1,7 +1,7 @@
-"""What lookup methods share: they index texts as these grow, and look all rows of a step up at once.
+"""Common parts of the lookup methods: texts are indexed as they grow, and all rows of a step are looked up at once.
 
-A text is looked up once for each length it has: whoever asks afterwards reads what was found. *How* is a form: native
-code where there is a library (`native_lookup`), else Python, which finds the same.
+A text is looked up once for each length it has; later calls at the same length read the stored result. The lookup
+itself is a form: native code where there is a library (`native_lookup`), else Python, which finds the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from paceline.sequence import Sequence
 
 
 class State:
-    """What is known of one sequence."""
+    """The lookup state of one sequence."""
 
     __slots__ = ("at", "evidence", "sequence")
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self.at = -1  # length of the text when it was looked up
-        self.evidence = 0  # that was found then
+        self.evidence = 0  # found by that lookup
 
 
 S = TypeVar("S", bound=State)
@@ -30,7 +30,7 @@ S = TypeVar("S", bound=State)
 
 class Form(Protocol[S]):
     def new(self, sequence: Sequence) -> S:
-        """Nothing of it is taken in yet."""
+        """A state with no tokens indexed yet."""
 
     def take_in(self, state: S, end: int) -> None:
         """Index tokens[:end]."""
@@ -39,16 +39,16 @@ class Form(Protocol[S]):
         """Look up the texts as they are now."""
 
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
-        """From what was found."""
+        """Drafts from what `find` found."""
 
     def guess(self, state: S, count: int) -> list[int]:
         """The likeliest path of such a draft."""
 
     def match(self, state: S) -> int:
-        """Tokens of context that the best place found shares."""
+        """Tokens of context shared with the best place found."""
 
     def drop(self, state: S) -> None:
-        """It is not needed any more."""
+        """Free the state."""
 
 
 class LookupDrafter(HostDrafter, Generic[S]):
@@ -60,7 +60,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
         return [state.evidence for state in self.looked_up(sequences)]
 
     def evidence(self, sequence: Sequence) -> int:
-        """Of the proposal it would make now: a function of the committed tokens and of past answers."""
+        """Evidence for a draft made now: a function of the committed tokens and of past answers."""
         state = self.states.get(sequence.key)
         if state is None or state.at != len(sequence.tokens) or state.sequence is not sequence:
             (state,) = self.looked_up([sequence])
@@ -74,12 +74,12 @@ class LookupDrafter(HostDrafter, Generic[S]):
         return self.form.guess(state, count)
 
     def match_length(self, sequence: Sequence) -> int:
-        """Tokens of context that the best place found last shares; 0: nothing was found."""
+        """Tokens of context shared with the best place that the last lookup found; 0: nothing was found."""
         state = self.states.get(sequence.key)
         return 0 if state is None else self.form.match(state)
 
     def read_prompt(self, sequence: Sequence, end: int) -> None:
-        """Index what was computed; what decoding commits is indexed when a draft is asked for."""
+        """Index the computed part of a prompt; tokens that decoding commits are indexed when a draft is needed."""
         if not self.idle or sequence.key in self.states:
             self.form.take_in(self.state_of(sequence), end)
 
@@ -110,7 +110,7 @@ class LookupDrafter(HostDrafter, Generic[S]):
         return state
 
     def _forget(self, sequence: Sequence) -> bool:
-        """Whether it was known."""
+        """Whether the sequence was known."""
         state = self.states.pop(sequence.key, None)
         if state is not None:
             self.form.drop(state)

@@ -1,6 +1,6 @@
-"""Medusa (Cai et al. 2024): heads on the target's last hidden state, each of which guesses one position further ahead.
+"""Medusa (Cai et al. 2024): heads on the target's last hidden state, each of which predicts one position further ahead.
 
-Head i sees the hidden state from which the last token was picked and ranks the tokens i + 1 positions behind that one.
+Head i reads the hidden state from which the last token was picked and ranks the tokens i + 1 positions behind it.
 The tree is static: its nodes stand in order of how likely paths of such ranks are accepted, so the first n of them are
 the tree for a budget of n, and its shape is known on the host. Proposals are deterministic, so any target distribution
 is kept. There are no K/V: a draft reads one hidden state of each row, also behind a step that is not read yet.
@@ -41,12 +41,12 @@ RANKS = 10  # tokens considered at each position: the published trees look no fu
 # How likely the r-th token (from 0) of head i is right where the tokens before it are: FIRST * LATER**i / (r + 1)**2.
 # It gives the first head 60 % at rank 0 and 88 % within rank 4, about as published; the order of nodes follows from it.
 FIRST, LATER = 0.6, 0.8
-MOST_ROWS = 128  # that the heads look at together: of more, 128 at a time, so that few shapes are met
-SAMPLED = 4096  # values of a tensor that its digest is made of
+MOST_ROWS = 128  # rows of one pass of the heads; larger batches are split, so that few shapes occur
+SAMPLED = 4096  # values of a tensor that enter its digest
 
 
 class Tree(NamedTuple):
-    """Nodes in the order in which they are worth a place, a parent before its children."""
+    """Nodes in order of probability, a parent before its children."""
 
     parents: Ints
     depth: Ints  # from 1
@@ -85,8 +85,8 @@ class MedusaDrafter(TappedDrafter):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`output`: the target's own head, in the form its kernels like, for heads without one. `dtype`: that weights
-        are stored in; None: as they are."""
+        """`output`: the target's own head, packed for its kernels, for heads without one. `dtype`: in which weights
+        are stored; None: unchanged."""
         super().__init__()
         self.device = device or torch.device("cpu")
         self.version = f"{self.name}/{digest(heads)}"
@@ -130,7 +130,7 @@ class MedusaDrafter(TappedDrafter):
 
     @torch.inference_mode()
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
-        """On a GPU every shape is computed, which compiles it, and captured, so that no draft waits for either."""
+        """On a GPU every shape is run once, which compiles it, and captured, so that no draft waits for either."""
         super().bind(caches, block_size)
         if self._inputs is None:
             return
@@ -170,7 +170,7 @@ class MedusaDrafter(TappedDrafter):
         )
 
     def _ranked(self, hidden: Tensor, depth: int) -> Tensor:
-        """(B, depth * ranks): the likeliest tokens of each head. Of a captured shape it stands until the next."""
+        """(B, depth * ranks): the likeliest tokens of each head. A graph's result is valid until the next call."""
         if self._inputs is None:
             return self._rank(hidden, depth)
         rows = up(len(hidden))
@@ -193,7 +193,7 @@ class MedusaDrafter(TappedDrafter):
 
 
 def digest(heads: SequenceOf[MedusaHead]) -> str:
-    """Of values spread over every tensor: training changes them all."""
+    """Digest of values spread over every tensor: training changes all of them."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in (part for head in heads for part in head.tensors):
         found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())

@@ -1,7 +1,7 @@
 """The table of drafting methods: the one file that spells their names, options, needs and vLLM's names for them.
 
-A new method is one file beside this one and one entry here; nothing outside asks which method it is. The table is read
-without torch, so that the command line can check its flags first: a drafter is imported when one is made.
+A new method is one file beside this one and one entry here; no code outside tests which method is in use. The table is
+read without torch, so that the command line can check its flags first: a drafter is imported when one is made.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def method_names() -> tuple[str, ...]:
 
 
 def by_vllm_name(name: object) -> Method | None:
-    """The method vLLM calls so; our own spelling is understood too."""
+    """The method of this name in vLLM; our own spelling is accepted too."""
     return next((method for method in METHODS.values() if name in (method.vllm, method.name)), None)
 
 
@@ -88,7 +88,7 @@ def given_options(speculation: SpeculationConfig) -> list[str]:
 
 
 def available(speculation: SpeculationConfig) -> list[Method]:
-    """Methods with all they need. A request may choose its own, whichever is the engine's."""
+    """Methods whose needs are all given. A request may choose its own, whichever is the engine's."""
     if speculation.method == NONE:
         return []
     return [each for each in METHODS.values() if all(getattr(speculation, need) is not None for need in each.needs)]

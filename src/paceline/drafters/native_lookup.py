@@ -1,7 +1,7 @@
 """Lookup drafters in native code (models/native/lookup.h): all rows of a step in one call.
 
-The arrays are numpy's, and C sees them through views, kept up to date where arrays are replaced. Of the texts only
-tokens that are new cross over.
+The arrays are numpy's; C reads and writes them through views, which are updated when an array is replaced. Only the new
+tokens of each text are passed in a call.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class NativeState(State):
     def __init__(self, sequence: Sequence, view: ctypes.Structure) -> None:
         super().__init__(sequence)
         self.view, self.address = view, ctypes.addressof(view)
-        self.indexed = 0  # tokens taken in
-        self.room = 0  # tokens it may have before room is to be made
+        self.indexed = 0  # tokens
+        self.room = 0  # tokens that fit before the arrays must grow
 
 
 S = TypeVar("S", bound=NativeState)
 
 
 class NativeForm(ABC, Generic[S]):
-    """`method` has functions of its own to find and to draft; `shared` is what both are given besides."""
+    """`method` names a pair of native functions, to find and to draft; `shared` are further arguments of both."""
 
     def __init__(self, library: Library, method: str, *shared: int | None) -> None:
         self._find, self._draft = library.function(f"{method}_find"), library.function(f"{method}_draft")
         self._shared = shared
-        self._out, self._out_at = np.empty(0, np.int64), 0  # what was drafted last, and its address
+        self._out, self._out_at = np.empty(0, np.int64), 0  # the last drafts, and the buffer's address
 
     def find(self, states: SequenceOf[S]) -> None:
-        states = list(dict.fromkeys(states))  # what is new of a text is sent once
+        states = list(dict.fromkeys(states))  # the new tokens of a text are passed once
         asked = [state.address for state in states]
         new: list[int] = []
         lengths = []
@@ -59,7 +59,7 @@ class NativeForm(ABC, Generic[S]):
             lengths.append(length)
         packed, rows = array("q", asked + new), len(states)
         self._find(packed.buffer_info()[0], rows, *self._shared)
-        # Not before: there may be no room for one of them, and then nothing was taken in.
+        # Only now: making room may have failed for one of them, and then no text was indexed.
         for state, found, length in zip(states, packed[rows : 2 * rows].tolist(), lengths, strict=True):
             state.evidence, state.at, state.indexed = found, length, length
 
@@ -80,7 +80,7 @@ class NativeForm(ABC, Generic[S]):
         return tokens, parents, depths
 
     def _drafted(self, addresses: list[int], budgets: SequenceOf[int]) -> tuple[int, bool]:
-        """Into `_out`: the numbers of nodes, and the planes. Returns their width, and if all are chains of it."""
+        """Write node counts and planes into `_out`. Returns the width, and whether all rows are chains of it."""
         rows, width = len(addresses), max(budgets, default=0)
         needed = rows * (1 + PLANES * width)
         if needed > len(self._out):

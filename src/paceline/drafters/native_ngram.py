@@ -1,4 +1,4 @@
-"""Prompt lookup in native code (models/native/ngram.h), with the arrays it works on."""
+"""Prompt lookup in native code (models/native/ngram.h), and the arrays it uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NativeNgrams(NativeForm[NgramState]):
         return NgramState(sequence, self._min, self._max)
 
     def take_in(self, state: NgramState, end: int) -> None:
-        if end <= state.indexed:  # what was found stands, so its positions must
+        if end <= state.indexed:  # the last lookup holds positions, which must stay valid
             return
         if len(state.sequence.tokens) > state.room:
             self._make_room(state, len(state.sequence.tokens))

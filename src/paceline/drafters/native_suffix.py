@@ -107,7 +107,7 @@ class NativeSuffixes(NativeForm[SuffixState]):
         return SuffixState(sequence, self._memory.new_index())
 
     def take_in(self, state: SuffixState, end: int) -> None:
-        if end <= state.indexed:  # what was found stands, so its positions must
+        if end <= state.indexed:  # the last lookup holds positions, which must stay valid
             return
         if len(state.sequence.tokens) > state.room:
             self._make_room(state, len(state.sequence.tokens))

@@ -2,8 +2,8 @@
 
 For n from `ngram_max` down to `ngram_min` the most recent earlier occurrence of the last n tokens wins. The index maps
 every n-gram to where its most recent continuation begins, exactly: a step costs the same however long the context is.
-Invariant: it holds the n-grams that end before the last indexed token, so the end of the text never finds itself. What
-a step committed is indexed when somebody asks, or while the next pass is under way.
+Invariant: it holds the n-grams that end before the last indexed token, so the end of the text never finds itself.
+Tokens that a step committed are indexed when a draft is needed, or while the next pass is under way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.drafters.native_ngram import NativeNgrams
 from paceline.models.native_kernels import load_library
 from paceline.sequence import Sequence
 
-MATCH_LIMIT = 16  # matches longer than this are not told apart
-FEW = 16  # tokens that are looked through rather than indexed on the spot
+MATCH_LIMIT = 16  # longer matches count as this long
+FEW = 16  # so many tokens or fewer are scanned rather than indexed at once
 
 
 class NgramIndex:
@@ -53,7 +53,7 @@ class NgramIndex:
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
         """(n, where the continuation begins) of the longest n-gram that ends the text and was seen before; (0, 0) if
-        there is none. The last few tokens need not be indexed for it, unless one of them equals the very last: then a
+        there is none. The last few tokens need not be indexed, unless one of them equals the very last: then a
         continuation may begin among them.
         """
         end, indexed = len(tokens), self.length
@@ -64,7 +64,7 @@ class NgramIndex:
         for token in tokens[self.length :]:
             key = (key << bits | token) & longest
         _, mask, table = self._tables[-1]
-        if key & mask in table:  # else no longer one was seen either
+        if key & mask in table:  # else no longer n-gram was seen either
             for n, mask, table in self._tables:
                 if end > n and (at := table.get(key & mask)) is not None:
                     return n, at
@@ -72,7 +72,7 @@ class NgramIndex:
 
 
 def continuation(tokens: SequenceOf[int], start: int, count: int) -> list[int]:
-    """What followed from `start` on; where the text ends the draft follows itself, so a repetition goes on."""
+    """The tokens from `start` on; past the end of the text the draft continues from itself, so a repetition goes on."""
     piece = list(tokens[start : start + count])
     while len(piece) < count:
         piece += piece[: count - len(piece)]
@@ -99,7 +99,7 @@ class _State(State):
 
 
 class PlainNgrams:
-    """In Python: where there is no library, and to compare with."""
+    """In Python: where there is no native library, and as the reference in tests."""
 
     def __init__(self, ngram_min: int, ngram_max: int, vocab_size: int) -> None:
         self._new_index = partial(NgramIndex, ngram_min, ngram_max, vocab_size)
@@ -135,12 +135,12 @@ class PlainNgrams:
 
 
 class NgramDrafter(LookupDrafter[Any]):
-    """Evidence is how many tokens of context the place found shares, up to `MATCH_LIMIT`."""
+    """Evidence is the number of context tokens shared with the place found, up to `MATCH_LIMIT`."""
 
     name = NGRAM
 
     def __init__(self, context: DrafterContext, native: bool = True) -> None:
-        """`native`: with the library's help, where there is one."""
+        """`native`: use the native library where there is one."""
         lengths = context.speculation.ngram_min, context.speculation.ngram_max
         library = load_library() if native else None
         if library is None:

@@ -1,4 +1,4 @@
-"""How long a device was busy with something, without waiting for it."""
+"""Measures how long a device was busy with launched work, without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Stopwatch:
-    """`with` it around what is launched; `seconds` may be asked for once that is known to be over."""
+    """Use `with` around the launches; `seconds` may be called once the launched work is known to be finished."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in "ab"] if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Suffix decoding (2411.04975): draft what followed the last tokens elsewhere in this text, or in past answers.
+"""Suffix decoding (2411.04975): propose what followed the last tokens elsewhere in this text, or in past answers.
 
 Each sequence has an index over its prompt and output; one store over finished answers serves all. Together they keep
 within `suffix_bytes`: the store may take three quarters, and a sequence that finds no room left forgets its oldest
-tokens. Aborted and preempted sequences teach the store nothing, so nothing is learned twice.
+tokens. Aborted and preempted sequences add nothing to the store, so nothing is learned twice.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class _State(State):
     def __init__(self, sequence: Sequence, index: SuffixIndex | None) -> None:
         super().__init__(sequence)
         self.index = index  # None: there was no memory left for it
-        self.indexed = 0  # tokens taken in
-        self.places: list[Place] = []  # that foretell the next tokens
+        self.indexed = 0  # tokens
+        self.places: list[Place] = []  # that vote for the next tokens
 
 
 class PlainSuffixes:
-    """In Python: where there is no library, and to compare with."""
+    """In Python: where there is no native library, and as the reference in tests."""
 
     def __init__(self, memory: Memory[SuffixIndex], store: SuffixStore) -> None:
         self._memory, self._store = memory, store
@@ -73,7 +73,7 @@ class PlainSuffixes:
         lists = [([tree.tokens for tree in trees], 0), ([tree.parents for tree in trees], -1)]
         lists.append(([tree.depths for tree in trees], 0))
         table = [[one + [filler] * (width - len(one)) for one in each] for each, filler in lists]
-        # Through numpy: after a pass has swept the caches, torch.tensor takes several times as long.
+        # Through numpy: after a pass has evicted the CPU caches, torch.tensor takes several times as long.
         tokens, parents, depth = map(torch.from_numpy, np.array(table, np.int64).reshape(3, len(states), width))
         num_nodes = torch.from_numpy(np.array(counts, np.int64))
         return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
@@ -93,7 +93,7 @@ class SuffixDrafter(LookupDrafter[Any]):
     covers = METHODS[SUFFIX].covers
 
     def __init__(self, context: DrafterContext, native: bool = True) -> None:
-        """`native`: with the library's help, where there is one."""
+        """`native`: use the native library where there is one."""
         settings = context.speculation
         for_store = settings.suffix_bytes // 4 * 3
         library = load_library() if native else None
@@ -117,7 +117,7 @@ class SuffixDrafter(LookupDrafter[Any]):
                 state.at = -1  # more may be found now
 
     def save(self) -> None:
-        """Keep what was learned in `suffix_store`, if one was named."""
+        """Write the learned answers to `suffix_store`, if it is set."""
         self.store.save()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Every place of a growing text where its last tokens occurred before, in flat arrays of known size.
 
-The text is a ring: when it is full the oldest tokens give way, one by one. Beside it stand hash chains, as in LZ77:
+The text is a ring: when it is full, new tokens overwrite the oldest. It is indexed by hash chains, as in LZ77:
 for each n of `LEVELS` a table of heads (hash of n tokens -> where its most recent continuation begins) and, for each
 position, the previous position with the same hash. Hashes may collide; a position counts only once the tokens before it
 have been compared. `END` separates texts and is never proposed.
@@ -17,9 +17,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-DEPTH = 24  # longest match told apart
+DEPTH = 24  # longer matches count as this long
 LEVELS = (5, 2, 1)  # match lengths that have chains of their own
-LIMIT = 6  # most recent occurrences looked at for each level
+LIMIT = 6  # most recent occurrences examined for each level
 END = -1  # after the last token of a text
 MIN_ROWS = 64
 
@@ -27,14 +27,14 @@ _PRIME = 1_858_537_381  # hashes are packed tokens modulo this; below 2**31, so 
 _BASE = (1 << 32) % _PRIME
 _STRANGER = -2  # equal to no token and not to END
 _BULK = 48  # more new tokens than this are worth numpy's overhead
-_CHUNK = 16_384  # tokens indexed at once, which bounds what is needed meanwhile
-_LAST_POSITION = (1 << 31) - (1 << 27)  # positions are 32-bit; past this the ring is numbered afresh
+_CHUNK = 16_384  # tokens indexed at once, which bounds the temporary memory
+_LAST_POSITION = (1 << 31) - (1 << 27)  # positions are 32-bit; past this the ring is renumbered
 
 Ints = npt.NDArray[np.int32]
 
 
 class Context:
-    """The last tokens of a text, ready to be looked up."""
+    """The last tokens of a text, packed and hashed for lookup."""
 
     def __init__(self, tokens: SequenceOf[int]) -> None:
         tail = tokens[-DEPTH:]
@@ -43,7 +43,7 @@ class Context:
         for token in self.newest_first[: min(LEVELS[0], len(tail))]:
             value = (value * _BASE + token) % _PRIME
             values.append(value)
-        self.hashes = [values[n] if n < len(values) else None for n in LEVELS]  # None: there are not so many tokens
+        self.hashes = [values[n] if n < len(values) else None for n in LEVELS]  # None: the text has fewer than n tokens
 
     @functools.cached_property
     def packed(self) -> memoryview:
@@ -51,7 +51,7 @@ class Context:
         return memoryview(array("i", self.newest_first[-2::-1])).cast("B")
 
     def before(self) -> Context:
-        """The context of the last token, to be looked up by two tokens alone."""
+        """The context without its last token, hashed for the level of two tokens only."""
         shorter = Context.__new__(Context)
         shorter.newest_first = tail = self.newest_first[1:]
         shorter.hashes = [(tail[0] * _BASE + tail[1]) % _PRIME if n == 2 and len(tail) > 2 else None for n in LEVELS]
@@ -75,7 +75,7 @@ class SuffixIndex:
         self._work_on(rows, text, heads, links)
 
     def _work_on(self, rows: int, text: Ints, heads: list[Ints], links: list[Ints]) -> None:
-        """These from now on, all at once: where memory for one of them is missing, nothing has changed.
+        """Switch to these arrays, all at once: where allocating one of them failed, the old ones are still in use.
 
         Single elements are read and written through memoryviews, several times faster than through numpy.
         """
@@ -106,7 +106,8 @@ class SuffixIndex:
         return self.nbytes - before
 
     def _grow(self, rows: int) -> None:
-        """Nothing is hashed again: a head stands for every bucket its own splits into, chains keep a few strangers."""
+        """Without rehashing: each head is copied to every bucket that its bucket splits into, so chains keep some
+        positions of another hash, which the comparison of tokens rejects."""
         text: Ints = np.full(rows + DEPTH, END, np.int32)
         text[: self.rows] = self._text[: self.rows]
         text[rows:] = text[:DEPTH]
@@ -134,11 +135,11 @@ class SuffixIndex:
 
     @property
     def room(self) -> int:
-        """Tokens that may be appended before there is room to be made or positions are to be numbered afresh."""
+        """Tokens that may be appended before the ring must grow or positions must be renumbered."""
         return (self.rows if self.end <= self.rows else _LAST_POSITION) - self.end
 
     def number_afresh(self) -> None:
-        """Where positions have become too large."""
+        """Renumber positions from the start, where they have become too large."""
         if self.end > _LAST_POSITION:
             kept = self.tokens()
             self._clear()
@@ -212,10 +213,10 @@ class SuffixIndex:
         return tokens[: tokens.index(END)] if END in tokens else tokens
 
     def occurrences(self, level: int, context: Context, known: dict[int, int]) -> list[int]:
-        """Where the last LEVELS[level] tokens occurred, newest first: positions of what followed.
+        """Positions that followed an occurrence of the last LEVELS[level] tokens, newest first.
 
-        `known` gives and receives the match length of every position. A full ring does not look at its oldest tokens,
-        whose own context is half overwritten.
+        `known` caches the match length of every position. The oldest tokens of a full ring are skipped: their own
+        context is partly overwritten.
         """
         value = context.hashes[level]
         if value is None:
@@ -233,7 +234,7 @@ class SuffixIndex:
             match = known.get(position, -1)
             if match < 0:
                 slot = position & mask
-                if slot <= DEPTH:  # what is before the longest match is looked at too
+                if slot <= DEPTH:  # the token before the longest match is read too
                     slot += rows
                 if n >= LEVELS[0] and self._bytes[4 * (slot - DEPTH) : 4 * slot] == context.packed:
                     match = DEPTH  # a loop, most likely: one comparison in place of many
@@ -254,7 +255,7 @@ Index = TypeVar("Index", bound=SuffixIndex)
 
 
 class Memory(Generic[Index]):
-    """Indexes that keep within so many bytes together: who comes when all are taken gets none."""
+    """Indexes with a common byte limit; `new_index` returns None once it is reached."""
 
     def __init__(self, max_bytes: int, make: Callable[[], Index]) -> None:
         self._max_bytes, self._make = max_bytes, make

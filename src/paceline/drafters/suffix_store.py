@@ -1,7 +1,7 @@
-"""What the model said before, to all who asked: a suffix index over finished answers, oldest forgotten first.
+"""Past answers of all requests: a suffix index over finished answers, from which the oldest are dropped first.
 
 It can be seeded from text files and kept in a file between runs: one line of JSON (format, vocabulary, a fingerprint
-of the tokenizer, length, checksum) and then the tokens. The seed is not kept: it comes again with the files.
+of the tokenizer, length, checksum) and then the tokens. The seed is not saved: every run reads the files again.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class SuffixStore:
         return 0 if self.index is None else self.index.nbytes
 
     def learn(self, tokens: SequenceOf[int]) -> None:
-        """Take in one answer."""
+        """Append one answer."""
         if len(tokens) > 1:
             self._append(np.array([*tokens, END], np.int32))
             self._num_learned += len(tokens) + 1
             self._unsaved = True
 
     def seed(self, files: SequenceOf[str]) -> None:
-        """Take in text files, before anything else: they are forgotten first."""
+        """Append text files, before anything else: they are dropped first."""
         for file in files:
             for piece in self._encoded(file):
                 self._append(np.array(piece, np.int32))
@@ -90,7 +90,7 @@ class SuffixStore:
     # -- kept between runs ---------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Start from the file if there is one. What cannot be used is said, and never in the way."""
+        """Start from the file if there is one. A file that cannot be used is logged, and the store starts empty."""
         if self._path is None or not self._path.exists():
             return
         try:
@@ -129,7 +129,7 @@ class SuffixStore:
         }
 
     def _read(self, path: Path) -> Ints:
-        """The stored tokens; ValueError says why not. A file of someone else's is never overwritten either."""
+        """The stored tokens; ValueError gives the reason why not. A file of another kind is never overwritten."""
         self._may_write = False
         if not path.is_file():
             raise ValueError("not a regular file, left as it is")

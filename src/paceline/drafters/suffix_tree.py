@@ -1,12 +1,12 @@
-"""Which tree to draft from the places where the last tokens occurred before (after suffix decoding, 2411.04975).
+"""The draft tree, grown from the places where the last tokens occurred before (after suffix decoding, 2411.04975).
 
-Every place votes for what followed it, twice as much for each token of context it shares; one in a past answer counts
-less than one in this text. A node's probability is its parent's, times how often some place has the next token right
-(`FORETOLD`, by the longest context shared), times its share of the votes. The most probable nodes are taken, best
-first, down to `THRESHOLD`.
+Every place votes for the token that followed it; each shared token of context doubles the vote, and a place in a past
+answer counts less than one in this text. A node's probability is its parent's, times how often any place has the next
+token right (`FORETOLD`, by the longest context shared), times its share of the votes. The most probable nodes are
+taken, best first, down to `THRESHOLD`.
 
-A copy that strays leaves nothing to match: the token that came instead is new in its place. Where the last token was
-seen at most alone, but those before it together, the copy may go on behind the token it left out, or with it.
+Where a copy deviates from its source, the last token has no match in this context. If the tokens before it match, the
+copy may continue behind the source token it replaced, or with that token.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline.drafters.suffix_index import DEPTH, LEVELS, Context, SuffixIndex
 
 THRESHOLD = 0.1  # nodes less likely than this are not drafted
 FORETOLD = (0.0, 0.38, 0.6, 0.75, 0.78, 0.83, *[0.86] * 3, *[0.91] * 7, *[0.93] * (DEPTH - 15))  # by tokens shared
-ELSEWHERE = 0.2  # what a vote from another text counts
-BEHIND, WITH = 0.2, 0.14  # how often a copy goes on behind the token it left out, and with it
+ELSEWHERE = 0.2  # weight of a vote from another text
+BEHIND, WITH = 0.2, 0.14  # how often a deviating copy continues behind the source token it replaced, and with it
 
 COPY = LEVELS.index(2)  # one token shared is no copy
-SURE = (THRESHOLD, 0.25, 0.45, 0.65)  # where one degree of evidence ends and the next begins
+SURE = (THRESHOLD, 0.25, 0.45, 0.65)  # probabilities at which evidence rises by one
 
-Place = tuple[int, float, int, SuffixIndex]  # tokens shared, votes, position of what followed, where
+Place = tuple[int, float, int, SuffixIndex]  # tokens shared, votes, position of the token that followed, index
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Tree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    score: float = 0.0  # the sum of the probabilities: how many tokens it expects to see accepted
-    match: int = 0  # tokens of context behind it
+    score: float = 0.0  # the sum of the probabilities: the expected number of accepted tokens
+    match: int = 0  # longest context shared, in tokens
 
     def add(self, token: int, parent: int, depth: int, probability: float) -> int:
         self.tokens.append(token)
@@ -65,7 +65,7 @@ class Tree:
 
 
 class Lookup:
-    """What one index knows of one context, level by level and only as far as it is asked."""
+    """Occurrences of one context in one index, searched level by level and only as far as needed."""
 
     def __init__(self, index: SuffixIndex, context: Context, votes: float = 1.0) -> None:
         self.index, self._context, self._votes = index, context, votes
@@ -77,7 +77,7 @@ class Lookup:
         while len(self._levels) <= level:
             above = self._levels[-1] if self._levels else []
             found = self.index.occurrences(len(self._levels), self._context, self.matches)
-            # What only the longer match found is older than all of these, or the chain would have it too.
+            # Positions found only by the longer match are older than all of these, else this chain would hold them.
             self._levels.append(found + [position for position in above if position < found[-1]] if found else above)
         return self._levels[level]
 
@@ -87,9 +87,9 @@ class Lookup:
 
 
 def places_of(lookups: SequenceOf[Lookup], own: SuffixIndex | None, context: Context) -> list[Place]:
-    """All places with a long context in common; or else all there are, and those where a copy that strayed may go on.
+    """All places that share a long context; if there are none, all places, and those where a deviating copy may go on.
 
-    Ordered by context, then index, then newest first; the votes of all are the probability that one of them is right.
+    Ordered by context, then index, then newest first; all votes sum to the probability that one of the places is right.
     """
     places: list[Place] = []
     for level in (0, len(LEVELS) - 1):
@@ -104,7 +104,7 @@ def places_of(lookups: SequenceOf[Lookup], own: SuffixIndex | None, context: Con
 
 
 def _strayed(index: SuffixIndex, context: Context) -> list[tuple[int, float]]:
-    """Where the text may go on with what it copied until the last token, and how often that happens."""
+    """Positions where a copy that deviated at the last token may continue, and how often that happens."""
     matches: dict[int, int] = {}
     found = index.occurrences(COPY, context.before(), matches)
     found = [position for position in found if position < index.end - 1]  # its own end is there too
@@ -115,7 +115,7 @@ def _strayed(index: SuffixIndex, context: Context) -> list[tuple[int, float]]:
 
 
 def evidence_of(places: SequenceOf[Place]) -> int:
-    """The tokens shared where they are many; else a lower number, by how likely it is that a node is right."""
+    """The number of tokens shared, where large; else a lower number, by the probability that a node is right."""
     if not places or places[0][0] >= LEVELS[0]:
         return places[0][0] if places else 0
     votes: dict[int, float] = {}
@@ -131,7 +131,7 @@ def _votes(places: list[Place]) -> float:
 
 
 def _total(numbers: list[float]) -> float:
-    """One after the other, as native code adds: since Python 3.12 `sum` corrects its rounding."""
+    """Added in order, as native code does: since Python 3.12 `sum` compensates for rounding."""
     total = 0.0
     for number in numbers:
         total += number
@@ -139,12 +139,14 @@ def _total(numbers: list[float]) -> float:
 
 
 def grow(places: list[Place], budget: int) -> Tree:
-    """The most probable nodes, in the order of `places_of`; fewer are the first of more."""
+    """The most probable nodes, from the places of `places_of`; a smaller budget gives a prefix of a larger one's."""
     tree = Tree(match=places[0][0] if places else 0)
     waiting: list[tuple[float, int, int, int, int, list[Place]]] = []  # -probability, order, parent, depth, token, ...
     parent, depth, order, worth = -1, 0, 0, 1.0  # `worth`: what a vote of the places adds to a child's probability
     while places and len(tree.tokens) < budget:
-        if not waiting and (len(places) == 1 or places[0][0] + depth >= LEVELS[0]):  # no rivals, and maybe no dispute
+        if not waiting and (
+            len(places) == 1 or places[0][0] + depth >= LEVELS[0]
+        ):  # one candidate node, and perhaps one continuation
             probability = worth * _votes(places)
             run = _agreed(places, depth, probability, budget - len(tree.tokens))
             for token in run:
@@ -157,7 +159,7 @@ def grow(places: list[Place], budget: int) -> Tree:
         children: dict[int, list[Place]] = {}
         for place in places:
             at, index = place[2] + depth, place[3]
-            # Where the text ends the draft follows itself, so a repetition goes on.
+            # Past the end of the text the draft continues from itself, so a repetition goes on.
             token = index.text[at & index.rows - 1] if at < index.end else tree.path(parent)[at - index.end]
             children.setdefault(token, []).append(place)
         for token, those in children.items():
@@ -174,7 +176,7 @@ def grow(places: list[Place], budget: int) -> Tree:
 
 
 def _agreed(places: list[Place], depth: int, probability: float, room: int) -> list[int]:
-    """What follows all places alike, as far as it is likely; nothing where they lie in different texts."""
+    """The tokens that follow all places alike, as far as likely enough; empty where places lie in different texts."""
     match, _, _, index = places[0]
     if any(place[3] is not index for place in places[1:]):
         return []

@@ -1,9 +1,9 @@
-"""What every drafter that reads the target's hidden states shares: the ring they wait in, and absorbing them.
+"""Common parts of drafters that read the target's hidden states: the ring that buffers them, and absorbing them.
 
 Behind every pass the hidden states of committed positions, and the token after each, are written into a ring by seat,
 on the device, from a verdict the host has not read. A drafter with K/V of its own absorbs them in one batch for all
-rows: the pair (hidden state of t, token t + 1) into slot t + 1. It does so when it drafts, when its ring would run
-over, and for prompts at once. So a plain step costs the ring's write only, and a drafter may lag behind the target.
+rows: the pair (hidden state of t, token t + 1) into slot t + 1. It does so when it drafts, when its ring would
+overflow, and for prompts at once. So a plain step costs the ring's write only, and a drafter may lag behind the target.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.drafters.base import LEARNED, DraftRow, Judged, excluded
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.sequence import Sequence
 
-CAPACITY = 64  # positions of a sequence that may wait: a lag of 64 plain steps, absorbed at once
+CAPACITY = 64  # positions of a sequence in the ring: a lag of 64 plain steps, absorbed at once
 
 
 class TapRing:
@@ -33,7 +33,7 @@ class TapRing:
         self._tokens = torch.empty(0, dtype=torch.int64)  # (S * R + 1,)
 
     def store(self, unread: UnreadVerdict, taps: Tensor, seats: int) -> None:
-        """The taps (M, T, H) of a pass as far as its verdict commits them; seats are below `seats`."""
+        """Write the taps (M, T, H) of the rows that the pass's verdict commits; seats are below `seats`."""
         assert unread.length is not None
         assert unread.node_row is not None
         assert unread.seat is not None
@@ -42,7 +42,7 @@ class TapRing:
         rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)
         at = unread.seat[:, None] * self.capacity + (unread.length[:, None] - 1 + step) % self.capacity
         at = torch.where(step <= unread.num_accepted[:, None], at, len(states) - 1).flatten()
-        states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # of padding any row
+        states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # padding copies any row
         self._tokens[at] = unread.tokens.flatten()
 
     def load(self, seats: Tensor, positions: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class TapRing:
 
 
 class TapBatch(NamedTuple):
-    """Pairs to absorb, of all rows at once; A of them, a bound the host knows."""
+    """Pairs of all rows, to be absorbed in one batch; A is an upper bound that the host knows."""
 
     taps: Tensor  # (A, T, H) hidden states of positions t
     tokens: Tensor  # (A,) t + 1
@@ -103,12 +103,12 @@ class TappedDrafter:
     def __init__(self) -> None:
         self._states: dict[str, TapState] = {}
         self._block_size = 0
-        self._columns = torch.empty(0, dtype=torch.int64)  # on the device: an index from the host is waited for
+        self._columns = torch.empty(0, dtype=torch.int64)  # on the device: indexing with a host tensor synchronises
         self._ring = TapRing()
         self.device = torch.device("cpu")
 
     def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
-        """Drafts behind sequences of these lengths, on the device. All their pairs are absorbed."""
+        """Drafts for sequences of these lengths, which are on the device. All their pairs are absorbed."""
         raise NotImplementedError
 
     def absorb(self, batch: TapBatch) -> None:
@@ -137,7 +137,7 @@ class TappedDrafter:
         return self.draft(rows, seats, lengths)
 
     def _where(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[Tensor, Tensor]:
-        """(B,) seats and committed lengths, behind the verdict that is not read yet, if there is one."""
+        """(B,) seats and committed lengths; with `after`, including what the unread verdict commits."""
         if after is not None:
             assert after.length is not None
             assert after.seat is not None
@@ -148,11 +148,11 @@ class TappedDrafter:
         return seats, lengths
 
     def _catch_up(self, sequences: list[Sequence], seats: Tensor, lengths: Tensor, unread: int) -> None:
-        """Absorb all that waits: known to the host, and up to `unread` positions more."""
+        """Absorb all positions in the ring: those the host knows, and up to `unread` more."""
         ends, most = [], 0
         for sequence in sequences:
             state, length = self._states[sequence.key], len(sequence.tokens)
-            if length + unread - state.end > self._ring.capacity:  # the ring lost what lies between
+            if length + unread - state.end > self._ring.capacity:  # the pairs between were overwritten
                 state.start = state.end = length + unread - self._ring.capacity
             ends.append(state.end)
             most = max(most, length + unread - state.end)
@@ -207,7 +207,7 @@ class TappedDrafter:
         self.absorb(TapBatch(taps[row].index_select(1, self._columns), token, position, slot))
 
     def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
-        """The step behind which drafts were begun was read: all it committed is absorbed."""
+        """The step behind which drafts were begun was read: all tokens it committed are absorbed."""
         self._caught_up(begun)
 
     def adopt(self, rows: SequenceOf[DraftRow]) -> None:

@@ -1,7 +1,7 @@
-"""The shapes passes are padded to: few, since each is recorded once, and apart where padding would cost time.
+"""The shapes that passes are padded to: few, since each is captured once, but close enough that padding costs little.
 
-Products take up to 16, 32, 64, 128 and 192 rows in one tile and more in several, so numbers of rows between are padded
-for next to nothing; attention skips tiles without rows, and the width of a tree's paths is only memory.
+Products take up to 16, 32, 64, 128 and 192 rows in one tile and more in several, so padding to the next of these costs
+almost nothing; attention skips tiles without rows, and the width of a tree's paths costs memory only.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import functools
 from typing import NamedTuple
 
 STEPS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-BEYOND = 512  # of more rows: multiples of this
+BEYOND = 512  # more rows are padded to multiples of this
 TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PATHS = (0, 64)
-FEW = 64  # up to here products choose their tiles by powers of two
+FEW = 64  # rows up to which products choose their tiles by powers of two
 
 
 class Bucket(NamedTuple):
@@ -22,12 +22,12 @@ class Bucket(NamedTuple):
     tiles: int
     tile: int
     path: int
-    logits: int  # 0: of every row
+    logits: int  # rows with logits; 0: every row
     taps: tuple[int, ...]
-    from_hidden: bool = False  # its rows begin with hidden states, not with tokens
+    from_hidden: bool = False  # the input is hidden states, not tokens
 
     def kernels(self, direct: bool, tails: int) -> tuple[object, ...]:
-        """A key: buckets with the same one are computed by the same kernels."""
+        """A key: buckets with equal keys use the same kernels."""
         return alike(self.rows), self.tile, direct, tails, alike(self.logits), self.taps
 
 
@@ -44,5 +44,5 @@ def path_up(width: int) -> int:
 
 
 def alike(rows: int) -> int:
-    """The same number for padded numbers of rows that the same kernels compute, as far as that is known: up to FEW."""
+    """A number that is equal for padded numbers of rows known to use the same kernels: those up to FEW."""
     return rows if rows > FEW or not rows else max(1 << (rows - 1).bit_length(), 16)

@@ -1,6 +1,6 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3, driven by `ModelConfig`; the arithmetic is the kernels'.
 
-A pass takes any mix of rows (see `PassPlan`) and returns logits for the rows asked for. q, k and v are one product,
+A pass takes any mix of rows (see `PassPlan`) and returns logits for `logit_rows`. q, k and v are one product,
 and so are gate and up: at one row the time of a pass is the time to read the weights.
 """
 
@@ -37,21 +37,20 @@ class Model(Protocol):
     kv_specs: tuple[KVSpec, ...]
     device: torch.device
     cache_dtype: torch.dtype
-    torch_threads: int | None  # what torch's own operations should use beside its kernels; None: leave it
+    torch_threads: int | None  # threads for torch's own operations beside its kernels; None: unchanged
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
-        """`tokens` may lie on the host or on the device, `plan` and `logit_rows` (ascending) come from the host.
+        """`tokens` may be on the host or on the device, `plan` and `logit_rows` (ascending) are on the host.
 
-        Logits and taps stand until the next pass: keep a copy to keep them longer.
+        Logits and taps are valid until the next pass: copy them to keep them longer.
         """
 
     def prepare(
         self, caches: Sequence[LayerCache], block_size: int, taps: Sequence[int], shapes: Iterable[PassShape]
     ) -> bool:
-        """Do beforehand what first passes of these shapes would wait for; False where there is no such thing. Writes no
-        cache slot."""
+        """Compile and capture passes of these shapes beforehand; False where nothing needs it. Writes no cache slot."""
 
 
 class Decoder:
@@ -81,7 +80,7 @@ class Decoder:
         def packed(*names: str) -> Packed:
             parts = [stored(f"{name}.weight") for name in names]
             biases = [vector(f"{name}.bias") for name in names if f"{name}.bias" in weights]
-            # One of several may lack a bias only if all do: the loader checks names against the config.
+            # Either all of these have a bias or none has: the loader checks names against the config.
             return kernels.pack(joined(parts), torch.cat(biases) if biases else None)
 
         def layer(index: int) -> Layer:
@@ -110,7 +109,7 @@ class Decoder:
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
-        """`tokens`: (M,), or in their place (M, H) hidden states that enter the first layer; those are not changed."""
+        """`tokens`: (M,), or instead (M, H) hidden states that enter the first layer and are not overwritten."""
         if self.graphs is not None:
             return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
         device = self.device
@@ -134,7 +133,7 @@ class Decoder:
 
     @property
     def logits_buffer(self) -> Tensor:
-        """The whole of where captured passes leave their logits, once they are prepared."""
+        """The whole buffer into which captured passes write their logits, once they are prepared."""
         assert self.graphs is not None
         return self.graphs.logits
 
@@ -153,7 +152,7 @@ class Decoder:
             return [chain for chain in chains if warmup(chain, self.device)]
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """(M, H) of its own for `run` to overwrite: of (M,) tokens, or of (M, H) hidden states."""
+        """A new (M, H) for `run` to overwrite: embeddings of (M,) tokens, or a copy of (M, H) hidden states."""
         if inputs.dim() == 2:
             return inputs.to(self.dtypes.compute, copy=True)
         return self.embedding[inputs].to(self.dtypes.compute)
@@ -170,12 +169,12 @@ class Decoder:
     ) -> ModelOutput:
         """The pass itself, everything on the device: from `residual` (M, H), which it overwrites, to the logits of all
         rows or the chosen ones, in `out` where given, and tap j of row m in `out_taps[m, j]` where given."""
-        assert len(set(taps)) == len(taps), "a tap is asked for once"
+        assert len(set(taps)) == len(taps), "taps must not repeat"
         stack = self._bound_to(caches, plan.max_len)
         if taps and out_taps is None:
             out_taps = residual.new_empty(len(residual), len(taps), residual.shape[1])
         tapped = {} if out_taps is None else {tap: out_taps[:, at] for at, tap in enumerate(taps)}
-        added: Tensor | None = None  # what the layers so far have still to add to the residual stream
+        added: Tensor | None = None  # output of the last layer, not yet added to the residual stream
         first = 0
         for last in self._stops(taps):
             if last > first:
@@ -206,8 +205,8 @@ class Decoder:
         return self._shape
 
     def _bound_to(self, caches: Sequence[LayerCache], length: int) -> Stack:
-        """Layers, caches and rotary tables are bound once, and again where the caches change or the tables grow: not
-        where passes are recorded, for a recording points into them."""
+        """Layers, caches and rotary tables are bound once, and again when the caches change or the tables grow, but
+        never once passes are captured: a graph points into them."""
         shape = self.shape(caches[0].k.shape[0] if self.graphs is not None else length)
         stack, bound = self._stack
         if stack is None or stack.caches is not caches or shape is not bound:
@@ -216,7 +215,7 @@ class Decoder:
         return stack
 
     def _stops(self, taps: Sequence[int]) -> list[int]:
-        """Where the run through the layers is interrupted to look at the residual stream; the last is its end."""
+        """Layers before which the run stops to read the residual stream; the last entry is the end of the run."""
         return sorted({tap for tap in taps if tap != FINAL} | {self.config.num_layers})
 
     def _norm(self, added: Tensor | None, residual: Tensor) -> Tensor:

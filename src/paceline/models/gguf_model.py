@@ -88,7 +88,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 def gguf_names(file: GGUFFile) -> dict[str, str]:
-    """Hugging Face name -> name in the file; a tensor without one keeps its own name, to be refused by it."""
+    """Hugging Face name -> name in the file; an unknown tensor keeps its own name, which the loader refuses."""
     names = {}
     for name in file.tensors:
         if name == ROPE_DIVISORS:  # read by gguf_config
@@ -119,7 +119,7 @@ def uninterleave(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
 
 
 def llama3_divisors(theta: float, factor: float, head_dim: int) -> npt.NDArray[np.float32]:
-    """What Llama 3's scaling divides each rotary frequency by."""
+    """The divisors of Llama 3's scaling, one for each rotary frequency."""
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = (LLAMA3_ORIGINAL / wavelength - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
     smooth = np.clip(smooth, 0.0, 1.0)

@@ -2,8 +2,8 @@
 
 A pass is padded to a bucket of (rows, tiles, path, logits). Everything that changes from pass to pass lies in one
 packed int32 buffer of the bucket: filled in pinned memory, copied in one go, read by the kernels through fixed views.
-Padding rows write to no cache slot and belong to no tile, so they change no other row's bits. The first pass that
-takes some set of kernels runs eagerly, which compiles them; buckets are captured when they first occur after that.
+Padding rows write to no cache slot and belong to no tile, so they change no other row's bits. The first pass with a new
+set of kernels runs eagerly, which compiles them; after that a bucket is captured when it first occurs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from paceline.models.decoder import Decoder
 
 log = logging.getLogger("paceline")
-MAX_GRAPHS = 384  # about twice what start-up captures (test_warmup.py); the least recently used goes
-KNOWN = 256  # assignments of rows to sequences whose tiles are remembered: the steps of a few answers
-SEQUENCES = 512  # block tables a bucket has room for at first, if it has that many rows
+MAX_GRAPHS = 384  # about twice what start-up captures (test_warmup.py); the least recently used is dropped
+KNOWN = 256  # assignments of rows to sequences whose tiles are cached: the steps of a few answers
+SEQUENCES = 512  # initial capacity of a bucket in block tables, if it has that many rows
 SEQUENCE = ROW_FIELDS.index("sequence")
 ALIGNED = 4  # ints: every view starts at 16 bytes, for vector loads
 
@@ -46,7 +46,7 @@ class Placed:
 
         self.bucket = bucket
         self.graph: CudaGraph | None = None
-        self.kept: list[object] = []  # memory it points into
+        self.kept: list[object] = []  # tensors the graph points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
         sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)}
@@ -61,7 +61,7 @@ class Placed:
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
         self._blank = np.zeros(self.at["tables"].start, np.int32)
         self._blank[self.at["slots"]] = -1
-        self._blank[self.at["reach"]] = 1  # a padding row sees a key, so that its result is a number
+        self._blank[self.at["reach"]] = 1  # a padding row reads one key, so that its result is a number
         view = {name: self.device_ints[place] for name, place in self.at.items()}
         kv_heads = decoder.config.num_kv_heads
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
@@ -120,14 +120,14 @@ class _Stage:
         at, rows = of.at, of.bucket.rows
         self.blank = ints[: at["tables"].start]
         self.header, self.tiles = ints[at["header"]], ints[at["tiles"]]
-        # Each of them as wide as the others: rows, and what aligns the next.
+        # All row fields have the same width: the rows, and the alignment of the next field.
         self.rows = ints[at["positions"].start : at["logit_rows"].start].reshape(len(ROW_FIELDS) + 1, -1)
         self.logit_rows, self.path = ints[at["logit_rows"]], ints[at["path"]].reshape(rows, -1)
         self.tables = ints[at["tables"]]
 
 
 class PassGraphs:
-    """`decoder.run` by bucket. One pass at a time: its logits and taps stand until the next."""
+    """`decoder.run` by bucket. One pass at a time: its logits and taps are valid until the next."""
 
     def __init__(self, decoder: Decoder, *, capture: bool = True) -> None:
         self._decoder, self.capture = decoder, capture
@@ -163,14 +163,14 @@ class PassGraphs:
         logit_rows: Tensor,
         taps: tuple[int, ...] = (),
     ) -> Placed:
-        """A pass where its bucket's kernels will read it, to be run once or more; kernels may write into it."""
+        """Copy a pass into its bucket's buffers, to be run once or more; kernels may write into it."""
         of, tiles = self._pass(plan, caches, logit_rows, taps, tokens.dim() == 2)
         of.fill(tokens, plan, logit_rows, tiles, self._staging)
         return of
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Graphs captured meanwhile are not late."""
+        """Graphs captured inside do not count as late."""
         self._starting = True
         try:
             yield
@@ -216,8 +216,8 @@ class PassGraphs:
                 self._compute(of)
 
     def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...], from_hidden: bool) -> tuple[Bucket, Any]:
-        """The bucket, and first row and number of rows of each tile. Kept by how rows belong to sequences: that mostly
-        stays from step to step."""
+        """The bucket, and first row and number of rows of each tile. Cached by the assignment of rows to sequences,
+        which mostly stays from step to step."""
         sequence = plan.each[SEQUENCE]
         key = sequence.tobytes(), plan.path.shape[1], wanted, taps, from_hidden
         known = self._known.get(key)
@@ -227,7 +227,7 @@ class PassGraphs:
             config = self._decoder.config
             tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
             rows, num_tiles = plan.each.shape[1], up(len(begin), TILES)
-            # The bucket's numbers may be equal where those asked for are not.
+            # Compare unpadded numbers: padded ones may be equal although not every row has logits.
             logits = 0 if wanted == rows else up(wanted)
             tiles = np.zeros((2, num_tiles), np.int32)
             tiles[0, : len(begin)], tiles[1, : len(begin)] = begin, count
@@ -265,7 +265,7 @@ class PassGraphs:
 
     @property
     def logits(self) -> Tensor:
-        """Where all passes leave their logits, which moves only when a larger pass than any before comes."""
+        """The buffer into which all passes write their logits; replaced only for a pass larger than any before."""
         assert self._logits is not None, "no pass was prepared"
         return self._logits
 
@@ -274,11 +274,11 @@ class PassGraphs:
         return self._decoder.device
 
     def is_warm(self, of: Placed) -> bool:
-        """It will not be captured first."""
+        """The pass will not be captured first."""
         return of.graph is not None or not self.capture
 
     def run(self, of: Placed) -> ModelOutput:
-        """The result of the bucket, padding included."""
+        """The output of the bucket, padding included."""
         if of.graph is None and of.kernels in self._compiled and self._captures:
             self._capture(of)
         if of.graph is not None:

@@ -1,7 +1,7 @@
-"""Turns a Hugging Face config.json into a ModelConfig, or says why it cannot.
+"""Turns a Hugging Face config.json into a ModelConfig, or raises an error with the reason why it cannot.
 
-The defaults are transformers'. What the decoder would have to ignore is refused, so a model that loads is the model
-that was trained.
+The defaults are transformers'. Options that the decoder does not implement are refused, so a model that loads is the
+model that was trained.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MOST_LAYERS = 10_000  # beyond any model; a damaged file must not make us build lists for hours
+MOST_LAYERS = 10_000  # more than any model has; a damaged file must not cost hours of building lists
 ROPE_KINDS = ("default", "linear", "llama3")
-MISTRAL_WINDOW = 4096  # what transformers takes when the key is absent
+MISTRAL_WINDOW = 4096  # transformers' default when the key is absent
 QWEN_WINDOW, QWEN_FULL_LAYERS, QWEN3_HEAD_DIM = 4096, 28, 128
 
-# keys of related architectures that change the arithmetic, with the value that leaves it alone
+# keys of related architectures that change the arithmetic, with the value that does not
 NEUTRAL: dict[str, Any] = {
     "quantization_config": None,
     "compression_config": None,

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder or file on this machine, fetching it where needed.
+"""From the name of a model to a folder or file on this machine, downloading it where needed.
 
 A name is an alias, a path, or a hub id (organisation/name), tried in that order. Nothing here imports torch.
 """

@@ -1,7 +1,7 @@
-"""The hardware seam: the few operations a decoder is made of. Nothing above this file asks what device it runs on.
+"""The hardware seam: the operations a decoder is made of. No code above this file depends on the kind of device.
 
 `TorchKernels` works everywhere and is the reference. `NativeKernels` (CPU) and `TritonKernels` (CUDA) keep one order of
-summation for every row, so a row's bits do not depend on what shares its pass, and read weights as fast as memory does.
+summation for every row, so a row's bits do not depend on the other rows of its pass, and read weights at memory speed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.models.weights import StoredWeight
 
 KERNELS = ("auto", "native", "triton", "torch")
 NUMERICS = ("exact", "fast")
-Packed = Any  # a `Linear` in the layout of its kernels, which alone look into it
+Packed = Any  # a `Linear` in the layout of its kernels, opaque to all other code
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,20 @@ class Stack(Protocol):
     caches: Sequence[LayerCache]
 
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
-        """Layers [first, last): `added` is what the layer before adds to the residual stream (None before layer 0).
+        """Layers [first, last): `added` is the output of the layer before, not yet in `residual` (None before layer 0).
 
-        `residual` is kept up to date in place; returned is what the last of these layers adds to it.
+        `residual` is updated in place; the last layer's output, not yet added to it, is returned.
         """
 
 
 class Kernels(Protocol):
     name: str
     exact: bool  # a row's result has the same bits whatever rows share the pass
-    captures: bool  # a pass may be recorded as a graph and replayed
-    torch_threads: int | None  # what torch's own operations should use beside them; None: leave it
+    captures: bool  # a pass may be captured as a graph and replayed
+    torch_threads: int | None  # threads for torch's own operations beside these kernels; None: unchanged
 
     def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> Packed:
-        """Take a (N, K) weight once, at load, widened where these kernels cannot compute with its kind."""
+        """Lay out a (N, K) weight, once, at load; widened where these kernels cannot compute with its kind."""
 
     def linear(self, x: Tensor, weight: Packed) -> Tensor:
         """(M, K) -> (M, N), in the activation dtype."""
@@ -120,16 +120,16 @@ class Kernels(Protocol):
         """(M, 2 I) -> (M, I): silu(first half) * second half."""
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
-        """Bind a model's layers to their caches. `LayerByLayer` serves wherever nothing better exists."""
+        """Bind a model's layers to their caches. `LayerByLayer` is the default implementation."""
 
     def greedy_chain(
         self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
     ) -> GreedyChain | None:
-        """A way to draft several tokens in one go; None where these kernels have none for such a model."""
+        """A chain that drafts several tokens in one launch; None where these kernels have none for such a model."""
 
 
 class LayerByLayer:
-    """A stack as the sequence of kernel calls it stands for."""
+    """A stack that calls the kernels one by one."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> None:
         self.kernels, self.layers, self.caches, self.shape = kernels, layers, caches, shape
@@ -152,9 +152,9 @@ class LayerByLayer:
 
 
 def kernels_for(device: torch.device, threads: int | None = None, numerics: str = "exact") -> Kernels:
-    """The best kernels this machine can run, or those PACELINE_KERNELS asks for.
+    """The best kernels this machine can run, or those named by PACELINE_KERNELS.
 
-    `numerics` fast gives up that a row's bits never depend on its pass, where that is faster; on a CPU nothing is.
+    `numerics` fast lets a row's bits depend on its pass, where that is faster; on a CPU it changes nothing.
     """
     if numerics not in NUMERICS:
         raise InvalidParameter("numerics", f"{numerics!r} is not one of {', '.join(NUMERICS)}")
@@ -197,7 +197,7 @@ def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None
 
 
 def draw_of(device: torch.device) -> Callable[..., int | None] | None:
-    """The native call that draws one token of a row of logits, for `verify.host`; None where there is none."""
+    """The native function that draws one token from a row of logits, for `verify.host`; None where there is none."""
     if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
         return None
     from paceline.models.native_kernels import load_library, native_draw

@@ -46,7 +46,7 @@ class KVCache:
             self.layers += [LayerCache(pair[0], pair[1]) for pair in self._storage[-1]]
 
     def compact(self, nodes: Tensor, path: Tensor) -> None:
-        """Move accepted paths to where block tables expect them, in every layer; on a device without the host.
+        """Move the K/V of accepted paths to the slots of their positions, in every layer; on a GPU without the host.
 
         `nodes` (T, 1 + N): a row of `path`, then the slots of its nodes. `path` (B, D): the nodes accepted at each
         depth, -1 beyond; each moves to the slot of the node whose number is its depth.

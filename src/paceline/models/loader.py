@@ -1,6 +1,6 @@
 """Reads a model from a Hugging Face folder or a .gguf file: its config, its weights, its generation defaults.
 
-Weights come under the names of a Hugging Face Llama, whatever the file calls them. Presence and shape of every tensor
+Weights have the names of a Hugging Face Llama, whatever their names in the file. Presence and shape of every tensor
 are checked against the config from the files' headers, before the first value is read.
 """
 
@@ -28,7 +28,7 @@ REDUNDANT = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cac
 NUMERIC_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Shape = tuple[int, ...]
-Declared = Callable[[str], bool]  # whether some drafter claims a tensor that is not the decoder's, by its name
+Declared = Callable[[str], bool]  # whether a drafter declares the tensor of this name, which is not the decoder's
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def load_generation_defaults(path: Path) -> dict[str, Any]:
-    """What generation_config.json sets of: eos_token_id (a list), do_sample and the sampling numbers."""
+    """Those of eos_token_id (a list), do_sample and the sampling numbers that generation_config.json sets."""
     file = path / "generation_config.json"
     if is_gguf(path) or not file.exists():
         return {}
@@ -92,12 +92,12 @@ def load_generation_defaults(path: Path) -> dict[str, Any]:
 
 
 def load_weights(path: Path, config: ModelConfig) -> Weights:
-    """The decoder's; a checkpoint with others is refused."""
+    """The decoder's weights; a checkpoint with other tensors is refused."""
     return load_all_weights(path, config, lambda name: False)[0]
 
 
 def load_all_weights(path: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
-    """The decoder's weights, and those it has no use for that a drafter declares; any other is refused."""
+    """The decoder's weights, and those that a drafter declares; a checkpoint with any other tensor is refused."""
     if is_gguf(path):
         return _gguf_weights(_open_gguf(path), config, declared)
     return _safetensors_weights(path, config, declared)
@@ -206,7 +206,7 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _instead(folder: Path) -> str:
-    """What the user may have meant, from what lies in the folder."""
+    """A suggestion, from the files in the folder."""
     if any(folder.glob("*.gguf")):
         return f"; name the file itself: {sorted(folder.glob('*.gguf'))[0]}"
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):

@@ -1,4 +1,4 @@
-"""How much memory the K/V cache may take, and what to say when it does not fit."""
+"""How much memory the K/V cache may take, and the error when it does not fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESERVED = 2 << 30  # of a GPU: graphs, logits, scratch of attention
 
 
 def cache_bytes(device: torch.device, fraction: float) -> int:
-    """What is left of the device's share once everything that is there already, and what passes need, is taken off."""
+    """The given fraction of the device's memory, less what is already in use and what passes need."""
     if device.type != "cuda":
         return ON_CPU
     torch.cuda.empty_cache()
@@ -30,7 +30,7 @@ def cache_bytes(device: torch.device, fraction: float) -> int:
 
 @contextmanager
 def says_what_to_lower() -> Iterator[None]:
-    """An allocation of the cache or of a pass that fails is the user's to mend."""
+    """Turns a failed allocation into an error that names the options to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,6 +1,6 @@
 """CPU kernels of our own, from native/kernels.cpp: a row's bits do not depend on the rows or threads beside it.
 
-The libraries are plain C, opened by path, with threads of their own (native/pool.h says why not OpenMP's).
+The libraries are plain C, opened by path, with threads of their own (native/pool.h has the reason against OpenMP).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Library:
 
 
 def load_library() -> Library | None:
-    """The library for this processor, or None; `library_status` says why."""
+    """The library for this processor, or None; `library_status` gives the reason."""
     return _best_library()[0]
 
 
@@ -123,7 +123,7 @@ def native_draw(library: Library | None) -> Callable[..., int | None] | None:
 
 
 class PlanView(ctypes.Structure):
-    """A PassPlan as C sees it. Built once per pass: a plan serves every layer."""
+    """A PassPlan as a C structure. Built once per pass: a plan serves every layer."""
 
     _fields_ = (
         *((name, c_void_p) for name in PLAN_TENSORS),
@@ -139,7 +139,7 @@ class PlanView(ctypes.Structure):
 
 
 class HeadsView(ctypes.Structure):
-    """What all layers of a model share, as C sees it."""
+    """What all layers of a model share, as a C structure."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("cos", "sin")),
@@ -151,7 +151,7 @@ class HeadsView(ctypes.Structure):
     def of(cls, cos: Tensor, sin: Tensor, q_heads: int, cache: LayerCache, eps: float, scale: float) -> HeadsView:
         num_slots, kv_heads, dim = _check_in_place(cache.k)
         _check_in_place(cache.v)
-        for table in (cos, sin):  # pointed into, so what is here must be what stays
+        for table in (cos, sin):  # C keeps pointers to them, so they must not be copies
             _check_in_place(table)
         return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
 
@@ -300,7 +300,7 @@ class NativeKernels:
         q_heads = width // dim - 2 * kv_heads
         heads = HeadsView.of(rope.cos, rope.sin, q_heads, cache, rope.eps, 1.0)
         q = qkv.new_empty((rows, q_heads, dim))
-        view = self.view(plan, rows)  # held here: another thread may be given another plan meanwhile
+        view = self.view(plan, rows)  # held here: another thread may pass another plan meanwhile
         status = self._rope_and_store(
             ctypes.addressof(view),
             ctypes.addressof(heads),
@@ -318,7 +318,7 @@ class NativeKernels:
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         q = _fp32(q)
         rows, q_heads, dim = q.shape
-        heads = HeadsView.of(q, q, q_heads, cache, 0.0, scale)  # attention looks at no rotary table
+        heads = HeadsView.of(q, q, q_heads, cache, 0.0, scale)  # attention reads no rotary table
         out = q.new_empty((rows, q_heads * dim))
         view = self.view(plan, rows)
         status = self._attention(
@@ -370,7 +370,7 @@ def _optional(x: Tensor | None) -> Tensor | None:
 
 
 def _check_in_place(x: Tensor) -> torch.Size:
-    """What is written through its pointer must be what the caller holds."""
+    """A tensor written through its pointer must not be a copy: contiguous float32 only."""
     if x.dtype is not torch.float32 or not x.is_contiguous():
         raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
     return x.shape

@@ -1,8 +1,8 @@
 """Chains by ordinary passes, one after the other, without the host between them.
 
-The first pass reads the last tokens of every row, the others one token each; between them a kernel picks the most
-probable token, or takes the one picked before it, and moves the row on. Passes are replayed from the decoder's own
-graphs, so drafting k tokens for any number of rows is k launches of each, and nothing is waited for.
+The first pass reads the last tokens of every row, the others one token each; between them a kernel picks each row's
+most probable token, or takes the token that `pick` drew, and advances the row. Passes are replayed from the decoder's
+own graphs, so drafting k tokens for any number of rows takes k launches of each, and the host never waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PassChain:
     def __init__(self, graphs: PassGraphs, config: ModelConfig, caches: Sequence[LayerCache], block_size: int) -> None:
         self._graphs, self._caches, self._block_size = graphs, caches, block_size
         self._most_positions = config.max_positions
-        self.warm = True  # the last draft met no shape of a pass for the first time
+        self.warm = True  # every pass of the last draft had a shape that occurred before
 
     def draft(self, rows: Sequence[ChainRow], after: UnreadVerdict | None = None) -> Tensor:
         return self._draft(rows, after, None)
@@ -70,7 +70,7 @@ class PassChain:
         pass
 
     def _reading(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
-        """READ rows for each sequence; those it has in the cache are computed again and not written."""
+        """READ rows for each sequence; tokens whose K/V are in the cache are computed again and not written."""
         owners = torch.arange(len(rows)).repeat_interleave(READ)
         tokens = torch.tensor([token for row in rows for token in row.tokens])
         positions = torch.tensor([row.start + at for row in rows for at in range(READ)])

@@ -1,6 +1,6 @@
-"""How the time of a pass grows with its rows, before any was timed: what kind of machine it runs on.
+"""How the time of a pass grows with its rows, by the kind of machine, before any pass was timed.
 
-The policy starts from it and learns the rest.
+The policy starts from it and corrects it by measured times.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from paceline.models.decoder import Decoder
 @dataclass(frozen=True)
 class PassPrior:
     times: tuple[tuple[int, float], ...]  # (rows, time against one row), linear between, proportional to rows beyond
-    padded_to: tuple[int, ...] = ()  # a pass of fewer rows takes what the next of these takes; (): no padding
+    padded_to: tuple[int, ...] = ()  # numbers of rows that passes are padded to; (): no padding
 
 
-# A memory-bound CPU, as measured on two cores in steps of the engine, which does a little for each row besides. Where a
-# pass takes a step (after twelve rows with AVX-512) differs from one machine to the next, so there is none.
+# A memory-bound CPU, as measured on two cores in engine steps, which include a little work for each row. The number of
+# rows at which the time jumps (twelve with AVX-512) differs between machines, so the prior has no jump.
 CPU = PassPrior(
     (
         *((1, 1.0), (2, 1.03), (4, 1.07), (8, 1.15), (12, 1.25), (16, 1.5), (24, 1.8), (32, 2.15)),
@@ -35,7 +35,7 @@ GPU = PassPrior(
 
 
 def prior_of(decoder: Decoder) -> PassPrior:
-    """Passes that are replayed from graphs are padded to the rows of one."""
+    """Passes that are replayed from graphs are padded to the graph's rows."""
     if decoder.device.type == "cpu":
         return CPU
     return GPU if decoder.graphs is None else replace(GPU, padded_to=STEPS)

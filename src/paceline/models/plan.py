@@ -22,13 +22,13 @@ ROW_FIELDS = ("positions", "prefix", "slots", "sequence", "reach")  # one number
 
 
 def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
-    """Cache slots of positions of sequences, by their row of the block tables (S, W): the one place that knows how."""
+    """Cache slots of positions, by their sequence's row of the block tables (S, W): the only slot arithmetic."""
     block = position // block_size
     return tables.reshape(-1).take(owner * tables.shape[1] + block) * block_size + position % block_size
 
 
 class DeviceTrees(NamedTuple):
-    """Drafts of a pass whose shape only the device knows; T of them, N nodes at the most."""
+    """Drafts of a pass whose shape only the device knows; T trees of at most N nodes."""
 
     rows: Tensor  # (T,) of `parents`
     at: Tensor  # (T, N) rows of the pass, -1: no node
@@ -44,14 +44,14 @@ class HostPlan(NamedTuple):
     each: Ints  # (6, M) as ROW_FIELDS, then the tokens
     path: Ints
     block_tables: Ints
-    tokens: Tensor | None = None  # those, where they are among them
+    tokens: Tensor | None = None  # the tokens of `each`, where it holds them
 
 
 @dataclass(frozen=True)
 class PassPlan:
     """Built once per pass, on the host, shared by all layers. All tensors are int32; M rows, S sequences.
 
-    The model takes it to its device; kernels only ever see it there.
+    The model copies it to its device, where kernels read it.
     """
 
     positions: Tensor  # (M,) logical position, for RoPE and for where a sliding window begins
@@ -64,11 +64,11 @@ class PassPlan:
     block_size: int
     max_len: int  # no reach is larger; known on the host
     trees: DeviceTrees | None = None  # written into the pass on the device
-    work: object = None  # how the kernels cut the pass, where they prepared that beforehand; theirs alone
+    work: object = None  # how the kernels divide the pass, where prepared beforehand; owned by the kernels
 
     @staticmethod
     def on_host(host: HostPlan, block_size: int, max_len: int, trees: DeviceTrees | None = None) -> PassPlan:
-        """Of arrays: tensors are made of them on first access, which does not happen on a GPU."""
+        """A plan from arrays: tensors are made on first access, which does not happen on a GPU."""
         plan = object.__new__(PassPlan)
         plan.__dict__.update(host=host, block_size=block_size, max_len=max_len, trees=trees)
         return plan
@@ -84,7 +84,7 @@ class PassPlan:
 
     @functools.cached_property
     def host(self) -> HostPlan:
-        """Of a plan that lies there."""
+        """The arrays of a plan that is on the host."""
         each = torch.stack([*(getattr(self, name) for name in ROW_FIELDS), torch.zeros_like(self.positions)])
         return HostPlan(each.numpy(), self.path.numpy(), self.block_tables.numpy())
 
@@ -92,7 +92,7 @@ class PassPlan:
     def in_order(
         positions: Tensor, slots: Tensor, sequence: Tensor, block_tables: Tensor, block_size: int, max_len: int
     ) -> PassPlan:
-        """Of rows without drafted ancestors: each sees what stands before it through the block table."""
+        """A plan of rows without drafted ancestors: each reads all earlier keys through the block table."""
         positions = positions.int()
         return PassPlan(
             positions=positions,
@@ -116,5 +116,5 @@ class PassPlan:
 @dataclass(frozen=True)
 class ModelOutput:
     logits: Tensor  # (R, V) fp32, one row per entry of logit_rows
-    taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order asked for
-    warm: bool = True  # not the first pass of its shape, which takes longer than any that follow
+    taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order of `taps`
+    warm: bool = True  # False: the first pass of its shape, which takes longer than later ones

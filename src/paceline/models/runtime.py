@@ -1,4 +1,4 @@
-"""From a path to a model ready to run: where, in what precision, with how many threads."""
+"""From a path to a model ready to run: its device, precision and number of threads."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Tokenizer
     generation_defaults: dict[str, Any]
-    extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # what drafters declared; read on access
+    extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # tensors that drafters declared; read on access
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored weights; `decoder.dtypes` has the others."""
+        """The dtype of the stored weights; `decoder.dtypes` has the others."""
         return self.decoder.dtypes.stored.dtype
 
 
@@ -46,7 +46,7 @@ def load_model(
     numerics: str = "exact",
     declared: Declared = lambda name: False,
 ) -> LoadedModel:
-    """`declared`: which tensors that are not the decoder's drafters claim, by name; any other is refused."""
+    """`declared`: whether a drafter declares a tensor that is not the decoder's, by name; any other is refused."""
     place = choose_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")

@@ -1,6 +1,7 @@
-"""Copies between arrays of the host and a CUDA device: pinned buffers used in turn, each again once its copy is over.
+"""Copies between arrays of the host and a CUDA device: pinned buffers used in turn, each reused once its copy is done.
 
-The device waits for these copies between passes, so the runtime is called directly: by torch they take twice as long.
+The device waits for these copies between passes, so the runtime is called directly: through torch they take twice as
+long.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Buffer:
         self.turn, self.pinned = turn, torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.ints: np.ndarray[Any, np.dtype[np.int32]] = self.pinned.numpy()
         self.address = self.pinned.data_ptr()
-        self.over: Any = None  # event: its last copy is over
+        self.over: Any = None  # event: its last copy is done
         if device.type == "cuda":
             self.over = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.over.record()  # torch creates the event at its first record
@@ -35,7 +36,7 @@ class Staging:
         self._runtime = Runtime.of(device) if device.type == "cuda" else None
 
     def buffer(self, size: int) -> Buffer:
-        """One of at least `size` ints, with no copy under way."""
+        """A buffer of at least `size` ints, with no copy under way."""
         self.mark()
         turn = self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[turn]
@@ -46,7 +47,7 @@ class Staging:
         return buffer
 
     def send(self, buffer: Buffer, to: Tensor, size: int) -> None:
-        """Copy its first `size` ints, in stream order."""
+        """Copy the buffer's first `size` ints, in stream order."""
         if self._runtime is None:
             to[:size].copy_(buffer.pinned[:size], non_blocking=True)
         else:
@@ -83,7 +84,7 @@ class Runtime:
 
     @staticmethod
     def of(device: torch.device) -> Runtime | None:
-        """None where it is not to be found."""
+        """None where the library is not found."""
         try:
             library = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
         except OSError:

@@ -1,8 +1,8 @@
 """The cache of pulled models: one folder each under `cache_home()/models`, complete or absent.
 
-A pull builds its folder beside the target and renames it into place, so whatever interrupts it leaves the target
-untouched; the leftovers go at the next pull. A lock per model makes a second pull wait for the first. Every kept folder
-holds MANIFEST, written last, that says what it is.
+A pull builds its folder beside the target and renames it into place, so an interrupted pull leaves the target
+untouched; the next pull deletes the leftovers. A lock per model makes a second pull wait for the first. Every complete
+folder holds MANIFEST, written last, which describes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STALE_SECONDS = 24 * 3600  # where locks do not work, leftovers of this age are 
 
 
 class Progress(Protocol):
-    """Told what is going on; `total` is None while it is unknown. Units are bytes."""
+    """Called as a pull advances; `total` is None while it is unknown. Units are bytes."""
 
     def __call__(self, stage: str, done: int, total: int | None) -> None: ...
 
@@ -76,7 +76,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def add_model(model: str, build: Callable[[Path], dict[str, Any]], progress: Progress) -> Path:
-    """Has `build` fill a folder and keeps it; returns the manifest's fields from it. Returns at once if it is there."""
+    """`build` fills a folder and returns the manifest's fields. Returns at once if the model is in the cache."""
     models = _writable(cache_home()) / "models"
     target = models / folder_name(model)
     with _disk_errors(models):
@@ -92,7 +92,7 @@ def add_model(model: str, build: Callable[[Path], dict[str, Any]], progress: Pro
                 _flush_to_disk(staging)
                 _publish(staging, target)
             finally:
-                shutil.rmtree(staging, ignore_errors=True)  # gone already when it became the target
+                shutil.rmtree(staging, ignore_errors=True)  # absent if it became the target
     return target
 
 
@@ -101,12 +101,12 @@ def _publish(staging: Path, target: Path) -> None:
     try:
         staging.rename(target)
     except OSError as error:
-        if not (target / MANIFEST).is_file():  # else: another pull was faster, and its folder is as good
+        if not (target / MANIFEST).is_file():  # else another pull was faster, and its folder is equal
             raise error
 
 
 def _remove_leftovers(models: Path, target: Path, alone: bool) -> None:
-    """Of dead pulls. Holding the lock, every staging folder of this model is one; without locks, only an old one."""
+    """Remove folders of dead pulls: with the lock held, every staging folder of this model; without locks, old ones."""
     for folder in models.glob(_prefix(target) + "*"):
         if alone or time.time() - folder.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
@@ -120,7 +120,7 @@ def _prefix(target: Path) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path, model: str, progress: Progress) -> Iterator[bool]:
-    """Yields whether we are the only pull of this model. The lock dies with the process, however it dies."""
+    """Yields whether this is the only pull of the model. The system frees the lock when the process ends."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -178,7 +178,7 @@ def _flush_to_disk(folder: Path) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """What the files add up to; those that vanish while we look count for nothing."""
+    """The sum of the files' sizes; files that vanish meanwhile count as 0."""
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:

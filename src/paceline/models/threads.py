@@ -1,4 +1,4 @@
-"""How many threads torch's own operations may use for a while.
+"""Limits the threads of torch's own operations for the duration of a block.
 
 Between passes the engine works on small tensors: a row of logits, a few indices. Waking a second thread for them saves
 little on a quiet machine and costs milliseconds on a busy one, and torch's idle threads spin beside those of the native
@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """None: as many as there are now."""
+    """None: unchanged."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield

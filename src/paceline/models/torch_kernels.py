@@ -1,4 +1,4 @@
-"""The reference kernels: plain torch, any device, any float dtype, the oracle the others are tested against.
+"""The reference kernels: plain torch, any device, any float dtype; the other kernels are tested against them.
 
 Sums are taken in fp32 at least. torch's products may round differently for different numbers of rows, so these are
 lossless in distribution but not bit-exact across passes.
@@ -19,7 +19,7 @@ from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Linear, StoredWeight, WeightKind
 
-GATHER_LIMIT = 1 << 24  # elements of K copied at once; more rows than fit take turns
+GATHER_LIMIT = 1 << 24  # elements of K copied at once; rows beyond are processed in further parts
 
 
 class TorchKernels:

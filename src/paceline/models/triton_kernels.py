@@ -77,7 +77,7 @@ class TritonKernels:
             made = TritonChain(weights, shape, caches, block_size, config, programs)
             if not INTERPRETED:
                 made.launch()  # compiles it
-        except Exception as problem:  # a chip it does not fit: passes serve
+        except Exception as problem:  # it does not fit this GPU: drafts are made by passes
             log.warning("drafting by passes: %r", problem)
             return None
         return made
@@ -94,7 +94,7 @@ class TritonKernels:
 
 
 class TritonStack:
-    """The layers as a stream of kernels, eight to a layer: RoPE, the cache write and SiLU * up are ends of products."""
+    """The layers as a stream of kernels, eight to a layer: RoPE, cache write and SiLU * up are fused into products."""
 
     def __init__(
         self, kernels: TritonKernels, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape

@@ -1,7 +1,7 @@
 """Passes run when an engine starts, so that no answer waits for kernels to be compiled or graphs to be captured.
 
-They write to no cache slot and their logits are not read. They cover every shape that decoding meets, plainly and with
-drafts, alone and in batches as they shrink, and prompts of common lengths; other shapes are captured when they first
+They write to no cache slot and their logits are not read. They cover every shape of decoding, with and without drafts,
+for one sequence and for shrinking batches, and prompts of common lengths; other shapes are captured when they first
 occur.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from paceline.models.buckets import PATHS, STEPS, TILES, up
 from paceline.models.plan import PassPlan
 
-CHAIN = 64  # rows of a lone sequence
-LAG = 8  # tokens a draft model has to read of a sequence that others drafted for
-TREES = 256  # rows of a pass with trees: attention keeps parts of each
+CHAIN = 64  # rows of a single sequence
+LAG = 8  # tokens a draft model has to read of a sequence for which another method drafted
+TREES = 256  # rows of a pass with trees: attention keeps partial results of each row
 JOINING = 4  # rows of a pass for each sequence, where some read prompts beside others that decode
 PROMPT, PROMPTS = 128, (1, 4, 16, 64)  # tokens of a prompt, and how many are read together
 
@@ -74,14 +74,14 @@ def reading(sequences: int, most_rows: int) -> Iterator[PassShape]:
 
 
 def _sizes(sequences: int, most_rows: int) -> list[int]:
-    """Numbers of sequences, fewest and most of each number of tiles."""
+    """Numbers of sequences: the fewest and the most for each number of tiles."""
     most = min(sequences, most_rows)
     ends = [(below + 1, min(tiles, most)) for below, tiles in zip((0, *TILES), TILES, strict=False)]
     return sorted({count for pair in ends for count in pair if count <= most})
 
 
 def _totals(least: int, most: int) -> list[int]:
-    """Numbers of rows from least to most, one for each they are padded to."""
+    """Numbers of rows from least to most, one for each padded size."""
     padded = [rows for rows in STEPS if up(least) <= rows <= up(most)] if least <= most else []
     return [max(min(rows, most), least) for rows in padded]
 

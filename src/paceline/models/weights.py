@@ -1,6 +1,6 @@
-"""How a weight is stored, what is computed in and what the K/V cache holds: three things, each chosen by itself.
+"""Three dtypes, each chosen separately: of stored weights, of the computation, and of the K/V cache.
 
-A checkpoint is read as `StoredWeight`s. Kernels take them once (`Kernels.pack`) into the layout they read best, which
+A checkpoint is read as `StoredWeight`s. Kernels pack them once (`Kernels.pack`) into the layout they read best, which
 is a `StoredWeight` again.
 """
 
@@ -24,7 +24,7 @@ class WeightKind(enum.IntEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored numbers."""
+        """The dtype of the stored numbers."""
         return _DTYPES[self]
 
     @staticmethod
@@ -89,6 +89,6 @@ class Dtypes:
 
     @staticmethod
     def of(stored: torch.dtype, device: torch.device) -> Dtypes:
-        """A CPU computes in fp32, a GPU in what its weights are stored in; the cache holds what is computed."""
+        """A CPU computes in fp32, a GPU in the dtype of its weights; the cache has the dtype of the computation."""
         compute = torch.float32 if device.type == "cpu" else stored
         return Dtypes(WeightKind.of(stored), compute, compute)

@@ -1,1 +1,1 @@
-"""The instrument for the sceptical: is the output really unchanged, on this model and this hardware."""
+"""Proof on this model and this hardware that speculation does not change the output."""

@@ -1,4 +1,4 @@
-"""Token for token: greedy and seeded answers, and what ends an answer, against plain decoding by the same engine."""
+"""Greedy and seeded answers, and all ways an answer can end, compared by token with plain decoding by the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def alone(subject: Subject, method: str, *, seeded: bool) -> Row:
 
 
 def batched(subject: Subject, *, seeded: bool, changing: bool = False) -> Row:
-    """In batches of mixed methods and k; `changing`: and others from step to step within an answer, as `auto` may."""
+    """In batches of mixed methods and k; `changing`: which also change from step to step within an answer."""
     kind, answers = _words(seeded)
     name, how = (
         ("changing", "method and k new at every step,")
@@ -69,7 +69,7 @@ def _compare(subject: Subject, row: Row, prompts: SequenceOf[list[int]], params:
 
 
 class ChangingPolicy(LearnsNothing):
-    """Another method and k at every step, by a hash of the committed length: a policy may look at committed tokens."""
+    """Another method and k at every step, by a hash of the committed length: a policy may use committed tokens."""
 
     def __init__(self, methods: SequenceOf[str]) -> None:
         self._choices = [NONE, *[method for method in methods for _ in range(3)]]
@@ -97,7 +97,7 @@ def _changing_policy(subject: Subject) -> Iterator[None]:
 
 
 def lengths(subject: Subject) -> Row:
-    """Every remainder: a draft of k must never lead past the limit, nor fall short of it."""
+    """Every remainder: a draft of k must never exceed the limit, nor fall short of it."""
     row = Row("ends · max_tokens", f"1 to {K + 2} tokens more, at k {K}, with plain decoding's")
     for i, prompt in subject.each(row, subject.effort.few):
         method = subject.methods[i % len(subject.methods)]
@@ -150,7 +150,7 @@ def stops(subject: Subject) -> Row:
 
 
 def _compare_anew(subject: Subject, row: Row, prompt: list[int], params: SamplingParams) -> CompletionOutput:
-    """With a plain answer by the engine as it is patched now."""
+    """Compare with a new plain answer by the engine as patched now."""
     plain = subject.llm.generate(prompt, replace(params, speculation=NONE))[0].outputs[0]
     (answer,) = subject.ask([prompt], [params], row)
     subject.compare(row, prompt, params, plain, answer)

@@ -1,4 +1,4 @@
-"""Faults on purpose: what `prove --inject` breaks, at run time and inside `prove` only, to show that it is caught."""
+"""Deliberate faults of `prove --inject`, at run time and inside `prove` only, to show that they are caught."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def injected(llm: LLM, fault: str | None) -> Iterator[Verify]:
 def _biased(
     draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws, **rest: Any
 ) -> Verdict:
-    """Where the likeliest token came first, commit the next likeliest instead, in 3 of 100 steps altogether."""
+    """Where the likeliest token was committed first, commit the second likeliest instead, in 3 of 100 steps overall."""
     verdict = verify(draft, logits, row_of, nodes, controls, draws, **rest)
     p = probabilities(process(logits[row_of[:, 0]], controls, nodes.take(row_of[:, 0])))
     best = p.topk(2, -1)
@@ -68,7 +68,7 @@ def _biased(
 
 
 def _wrong_bonus(draft: Draft, logits: Tensor, row_of: Tensor, *args: Any, **rest: Any) -> Verdict:
-    """The logits of a leaf serve the bonus only: put its parent's in their place."""
+    """The logits of a leaf are used for the bonus only: replace them by its parent's."""
     if draft.width:
         used = torch.arange(draft.width, device=row_of.device) < draft.num_nodes[:, None]
         leaf = used & ~has_children(draft)[:, 1:]
@@ -87,7 +87,7 @@ def _reused_coins(*args: Any, **rest: Any) -> Verdict:
 
 
 def _off_by_one(engine: Engine) -> Any:
-    """`launch`; then, where something was rejected, the last slot kept holds what should have been dropped."""
+    """`launch`; then, where a draft was rejected, the last slot kept gets the K/V of a rejected token."""
     launch, cache = engine.runner.launch, engine.runner.cache
     layer = cache.layers[len(engine.model.kv_specs) // 2]
 

@@ -73,7 +73,7 @@ def prove(
 
 @contextmanager
 def _policy_untouched(llm: LLM) -> Iterator[None]:
-    """What is kept between runs must not learn from faults, nor from drafts no policy would have made."""
+    """The stored policy must not learn from faults, nor from drafts that no policy would have made."""
     policy = on_engine(llm, lambda engine: engine.policy)
     if not isinstance(policy, AdaptivePolicy):
         yield
@@ -86,7 +86,7 @@ def _policy_untouched(llm: LLM) -> Iterator[None]:
 
 
 def _checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """What is about to be checked, and how."""
+    """The name of each check, and its function."""
     steps: dict[str, list[Step]] = {}
 
     def recorded(*methods: str) -> list[Step]:

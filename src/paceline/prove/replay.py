@@ -1,14 +1,15 @@
-"""The real verifier, called again and again on what a real step recorded, each time with fresh coins.
+"""The real verifier, called repeatedly on the recorded inputs of a real step, each time with fresh coins.
 
-Only the columns of the vocabulary are kept that top_k leaves, or q, somewhere in the step: p and q are the same numbers
-as over the whole vocabulary, and a replay costs microseconds. Most replays start from p as the processors left it; some
-(`processed` false) from the raw logits, which takes the engine's own way through the processors, a row at a time on a
+Only columns of the vocabulary that top_k keeps, or that have positive q, somewhere in the step are kept: p and q are
+the same numbers as over the whole vocabulary, and a replay costs microseconds. Most replays start from processed
+logits; some (`processed` false) from the raw logits, through the same processors as in the engine, a row at a time on a
 CPU. Two shapes:
 
-- `Fixed`: a deterministic draft as it was drafted, p exact at each of its nodes. What a step commits is known exactly.
+- `Fixed`: a deterministic draft as recorded, with exact p at each of its nodes. The law of the committed tokens is
+  known exactly.
 - `Stream`: drafts are drawn anew from q each time, so p and q are needed wherever a draft may lead. The p and q
-  recorded at successive positions are taken to hold whatever came before; steps go on until enough tokens are
-  committed, through the real keys, so coins used twice show in the joint distribution.
+  recorded at successive positions are used whatever the tokens before; steps go on until enough tokens are committed,
+  with the real keys, so coins used twice show in the joint distribution.
 """
 
 from __future__ import annotations
@@ -59,14 +60,16 @@ class Fixed:
         reach = torch.zeros(len(self.tokens) + 1, dtype=torch.float64)
         reach[0] = 1
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            reach[node + 1] = reach[parent + 1] * left[parent + 1, token]  # of equal siblings only the first is reached
+            reach[node + 1] = (
+                reach[parent + 1] * left[parent + 1, token]
+            )  # of equal siblings only the first can be reached
             left[parent + 1, token] = 0
         return reach[:, None] * left
 
     def replay(
         self, verify: Verify, times: int, generator: torch.Generator, seen: Seen, *, processed: bool = True
     ) -> list[GTest]:
-        """Of the first committed token against p at the root, and of all the step commits against its exact law."""
+        """Tests of the first committed token against p at the root, and of all committed tokens against their law."""
         device, columns = self.logits.device, self.p.shape[1]
         first, whole = np.zeros(columns), np.zeros(self.p.numel())
         for start in range(0, times, CHUNK):
@@ -126,7 +129,7 @@ class Stream:
         tokens: int = 2,
         processed: bool = True,
     ) -> list[GTest]:
-        """Of the first token, and of the first `tokens` together. `k` is the depth of every draft."""
+        """Tests of the first token, and of the first `tokens` jointly. `k` is the depth of every draft."""
         columns = self.p.shape[1]
         first, whole = np.zeros(columns), np.zeros(columns**tokens)
         for start in range(0, times, CHUNK):
@@ -197,7 +200,7 @@ TOY_Q = [[0.26, 0.30, 0.44], [0.22, 0.73, 0.05], [0.95, 0.04, 0.01]]
 
 
 def toy(device: torch.device) -> Stream:
-    """Three tokens, p and q far apart: coins used in two steps change what comes out by several percent."""
+    """Three tokens, p and q far apart: coins used in two steps change the joint distribution by several percent."""
     p = torch.tensor(TOY_P, dtype=torch.float64, device=device)
     q = torch.tensor(TOY_Q, device=device)
     return Stream(p.log().float(), p, q, SamplingParams(temperature=1.0), markov=True)
@@ -217,7 +220,7 @@ def exact_p(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _left_by_top_k(logits: Tensor, params: SamplingParams) -> Tensor:
-    """(V,) bool: the columns that matter. top_p counts the mass of what top_k left, so all of that stays."""
+    """(V,) bool: the columns that matter. top_p sums over all tokens that top_k keeps, so all of those stay."""
     return (exact_p(logits, replace(params, top_p=1.0)) > 0).any(0)
 
 

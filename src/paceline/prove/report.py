@@ -1,4 +1,4 @@
-"""What was checked, what was seen while checking, and what came of it; as rows, and as the object `--json` prints."""
+"""The checks, the drafts seen during each, and the outcomes; as rows, and as the object `--json` prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Row:
     comparisons: int = 0
     failures: list[str] = field(default_factory=list)
     tests: list[GTest] = field(default_factory=list)
-    missing: str | None = None  # what else it had to see and did not
+    missing: str | None = None  # a further case the check needed and did not see
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def alpha(self) -> float:
-        """Of one test: all of a run together raise a false alarm with probability FALSE_ALARM at most (Bonferroni)."""
+        """Level of one test: a whole run raises a false alarm with probability FALSE_ALARM at most (Bonferroni)."""
         return FALSE_ALARM / max(sum(len(row.tests) for row in self.rows), 1)
 
     def result(self, row: Row) -> str:

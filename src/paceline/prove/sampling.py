@@ -15,7 +15,7 @@ from paceline.prove.subject import Subject
 from paceline.prove.tap import Step
 from paceline.sampling_params import SamplingParams
 
-TEMPERATURE, TOP_K, TOP_P = 1.0, 8, 0.95  # few tokens are left, so cells are full and replays cheap
+TEMPERATURE, TOP_K, TOP_P = 1.0, 8, 0.95  # few tokens are kept, so cells are full and replays cheap
 K = 3
 RAW_SHARE = 10  # one replay in so many goes through the processors again
 FIRST_TOKENS = 3  # of whole generations
@@ -34,7 +34,7 @@ def record(subject: Subject, method: str) -> list[Step]:
 
 
 def replayed(subject: Subject, method: str, steps: list[Step]) -> Row:
-    """The verifier on what was recorded. Steps are chosen by p and q alone, those that leave the most open first."""
+    """The verifier on recorded steps. Steps are chosen by p and q alone, those of the highest entropy first."""
     sampled = [step for step in steps if step.q is not None and len(step.tokens) > 1]
     if sampled:
         row = Row(f"sampling · {method} replayed", "tokens of recorded p and q, drafts redrawn from q, with exact p")

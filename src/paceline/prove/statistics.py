@@ -22,7 +22,7 @@ POOLED = 5.0  # cells that expect less are counted as one
 
 @dataclass(frozen=True)
 class GTest:
-    """The outcome of one test. `cells` are those left after pooling; `impossible` counts what cannot happen."""
+    """The outcome of one test. `cells` are those left after pooling; `impossible` counts outcomes of probability 0."""
 
     g: float
     cells: int
@@ -74,7 +74,7 @@ def g_test(counts: Sequence[float], probabilities: Sequence[float]) -> GTest:
 
 
 def tail(g: float, df: int, smallest: float) -> float:
-    """P(G >= g) when nothing is wrong: by chi-square, or an upper bound where some cell expects little."""
+    """P(G >= g) under the null hypothesis: by chi-square, or an upper bound where some cell expects little."""
     if df < 1:
         return 1.0
     if smallest >= ENOUGH:

@@ -1,4 +1,4 @@
-"""The model under proof: prompts, methods, how much to do, ways to ask it plainly and speculatively.
+"""The model under proof: prompts, methods, the amount of work, and its answers with and without speculation.
 
 All access to the engine inside an LLM goes through `on_engine`, and every change to it through `patched`.
 """
@@ -57,7 +57,7 @@ class Effort:
     """How much is done."""
 
     prompts: int
-    few: int  # prompts of the checks that say little more with more of them
+    few: int  # prompts of the checks that gain little from more of them
     max_tokens: int
     replays: int
     steps: int  # recorded steps replayed for each method
@@ -73,7 +73,7 @@ class Effort:
 @dataclass
 class Subject:
     llm: LLM
-    verify: Verify  # what the engine uses too: the real one unless a fault was injected
+    verify: Verify  # also used by the engine: the real one unless a fault was injected
     methods: tuple[str, ...]
     effort: Effort
     prompts: list[list[int]]
@@ -103,7 +103,7 @@ class Subject:
     def ask(
         self, prompts: SequenceOf[SequenceOf[int]], params: SequenceOf[SamplingParams], row: Row
     ) -> list[CompletionOutput]:
-        """The answers of requests sent all at once; what became of drafts goes into the row."""
+        """The answers of requests sent all at once; accepts, rejects and bonuses are counted in the row."""
         with self.tapped() as tap:
             outputs = self.llm.generate([list(prompt) for prompt in prompts], list(params))
         row.seen.merge(tap.seen)
@@ -117,7 +117,7 @@ class Subject:
         plain: CompletionOutput,
         other: CompletionOutput,
     ) -> None:
-        """Note in the row whether two answers are the same in everything a user sees."""
+        """Record in the row whether two answers are equal in everything a user sees."""
         facts = ("token_ids", "text", "finish_reason", "stop_reason")
         differs = next((name for name in facts if getattr(plain, name) != getattr(other, name)), None)
         if differs == "token_ids" and not self.exact and self._is_near_tie(prompt, params, plain, other):
@@ -167,7 +167,7 @@ T = TypeVar("T")
 
 
 def on_engine(llm: LLM, call: Callable[[Engine], T]) -> T:
-    """What `call` returns of the LLM's engine, run between two steps: the only place that reaches for it."""
+    """The result of `call(engine)`, run between two steps: the only access to the LLM's engine."""
     return llm.call(call)
 
 
@@ -191,7 +191,7 @@ def patched(llm: LLM, part: Callable[[Engine], object], **values: object) -> Ite
 
 
 def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
-    """As a user's chat would send them, or as text to go on with where the model has no chat template."""
+    """The prompts as chat messages, or as plain text where the model has no chat template."""
     tokenizer = llm.tokenizer
     chosen = [PROMPTS[i % len(PROMPTS)] + (f"\n({i})" if i >= len(PROMPTS) else "") for i in range(count)]
     if not tokenizer.has_chat_template:

@@ -1,4 +1,4 @@
-"""Watch an engine verify: what was accepted, rejected and added, and the p and q of real steps, kept for replay."""
+"""Observes an engine's verification: counts accepts, rejects and bonuses, and keeps p and q of steps for replay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_STEPS = 48  # kept of one generation: a step's logits take megabytes
 
 @dataclass
 class Seen:
-    """What became of drafts. A check that lacks one of the three has not tested what it is named for."""
+    """The fate of drafts. A check that lacks one of the three has not tested its subject."""
 
     accepts: int = 0  # drafted tokens
     rejects: int = 0  # steps that ended in a recovered token
@@ -62,7 +62,7 @@ class Tap:
     runs: dict[str, list[int]] = field(default_factory=dict)  # by sequence: accepted tokens of each step
 
     def watching(self, inner: Callable[..., Verdict]) -> Callable[..., Verdict]:
-        """The sampler's `verify`, noted."""
+        """The sampler's `verify`, observed."""
 
         def verify(
             sequences: SequenceOf[Sequence], draft: Draft, logits: Tensor, row_of: Tensor, **options: Any

@@ -1,4 +1,4 @@
-"""What speculation is worth, in closed form: pure functions of acceptance and cost, without torch.
+"""The speed-up of speculation in closed form: pure functions of acceptance and cost, without torch.
 
 Costs are in plain target passes, so a speed-up of 1 is plain decoding. docs/theory.md derives every formula here.
 """

@@ -17,7 +17,7 @@ from paceline.theory import checks
 
 
 def token_acceptance(p: float, q: float) -> float:
-    """How likely a drafted token is kept to which the target gives p, drawn from a drafter that gave it q."""
+    """The probability that a drafted token is accepted: the target gives it p, the drafter drew it with q."""
     checks.probability("p", p)
     if not checks.probability("q", q):
         raise InvalidParameter("q", "must be above 0: the drafter drew this token")

@@ -1,7 +1,7 @@
 """From tokens per pass to speed-up.
 
 A step drafts k tokens at `draft_cost` each and checks them in one pass that costs v(k) plain passes; plain decoding
-pays 1 for every token. So speed-up = tau / (k * c + v(k)), and nothing keeps it above 1 but the choice of k = 0.
+pays 1 for every token. So speed-up = tau / (k * c + v(k)), which may fall below 1; k = 0 gives exactly 1.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def cost_at(verify_cost: Cost, k: int) -> float:
 
 
 def step_cost(k: int, draft_cost: float, verify_cost: Cost = 1.0) -> float:
-    """Of a whole step, in plain passes."""
+    """The cost of a whole step, in plain passes."""
     return k * checks.cost("draft_cost", draft_cost) + cost_at(verify_cost, k)
 
 
 def speedup_from_survival(survival: Sequence[float], draft_cost: float, verify_cost: Cost = 1.0) -> float:
-    """Of drafts as long as `survival`, which was measured or assumed."""
+    """The speed-up of drafts as long as `survival`, which was measured or assumed."""
     return tokens_from_survival(survival) / step_cost(len(survival), draft_cost, verify_cost)
 
 

@@ -1,4 +1,4 @@
-"""What the formulas say about one drafter on one machine: a row for every k, the best of them, the memory it takes.
+"""The formulas for one drafter on one machine: a row for every k, the best of them, the memory it takes.
 
 The command line prints it, the plot draws it; neither computes.
 """
@@ -16,7 +16,7 @@ from paceline.theory.tree import best_tree, tree_speedup
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`survival` reaches as far as k is looked at; `siblings` are the rates of the first, second, ... guess."""
+    """`survival` has an entry for every k tried; `siblings` are the rates of the first, second, ... guess."""
 
     survival: Sequence[float]
     draft_cost: float
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def limited(self) -> bool:
-        """Whether the best k is merely the last one looked at."""
+        """Whether the best k is merely the largest one tried."""
         return self.best.k == self.max_k
 
     def at_alpha(self, alpha: float) -> Case:
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Fields that were not asked about are None; `break_even_alpha` is None where no acceptance would pay."""
+    """Fields without input are None; `break_even_alpha` is None where no acceptance would pay."""
 
     k: int
     tokens_per_pass: float

@@ -56,7 +56,7 @@ def tree_tokens(parents: Sequence[int], conditional: Sequence[float]) -> float:
     children: dict[int, float] = {}
     for node, (parent, rate) in enumerate(zip(parents, checks.probabilities("conditional", conditional), strict=True)):
         if not -1 <= parent < node:
-            raise InvalidParameter("parents", f"node {node} hangs from {parent}; parents come before their children")
+            raise InvalidParameter("parents", f"node {node} has parent {parent}; parents come before their children")
         children[parent] = children.get(parent, 0.0) + rate
         _check_siblings(children[parent])
         reach.append(rate * (reach[parent] if parent >= 0 else 1.0))

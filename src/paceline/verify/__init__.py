@@ -1,7 +1,8 @@
 """Verification: logits of a draft's nodes in, the tokens a step commits out. Pure functions of tensors and keys.
 
-The walk (laws 1 and 3) is lossless for any draft. Rows that were sampled from q and carry no seed go through the rules
-that accept more of such a draft (law 2): block verification on chains, traversal on trees. `verify` picks by row.
+The walk (laws 1 and 3) is lossless for any draft. Rows that were sampled from q and carry no seed are verified by the
+rules that accept more of such a draft (law 2): block verification on chains, traversal on trees. `verify` chooses the
+rule by row.
 """
 
 from __future__ import annotations
@@ -78,12 +79,11 @@ def verify(
     only_chains: bool = False,
     source: CoinSource = coin,
 ) -> Verdict:
-    """Judge a batch of drafts by the raw logits (R, V) of their nodes.
+    """The verdict on a batch of drafts, from the raw logits (R, V) of their nodes.
 
-    `row_of` (B, N + 1) gives each slot (0 the root, i + 1 node i) its row of logits, -1 for padding; `nodes` is that
-    the other way round. `max_depth` bounds every depth; the verdict is that wide plus one. `rule` is for sampled
-    chains; `routes`, where the host knows them, and `only_chains`, where it knows that no row branches, spare some
-    work; `source` is where coins come from.
+    `row_of` (B, N + 1) is each slot's (0 the root, i + 1 node i) row of logits, -1 for padding; `nodes` is its inverse.
+    `max_depth` bounds every depth; the verdict is that wide plus one. `rule` is for sampled chains; `routes`, where the
+    host knows them, and `only_chains`, where it knows that no row branches, save some work; `source` returns coins.
     """
     given = (draft, logits, row_of, nodes, controls, draws)
     if (kernels := seam.kernels(logits)) is not None:
@@ -96,7 +96,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Judge:
-    """The arguments of `verify`. On a CPU only those nodes are processed that a rule looks at."""
+    """The arguments of `verify`. On a CPU only nodes that a rule reads are processed."""
 
     draft: Draft
     logits: Tensor
@@ -120,7 +120,7 @@ class _Judge:
         return verdicts[0][1] if len(verdicts) == 1 else _merge(verdicts, self.draft.batch)
 
     def walk(self, rows: Tensor | None) -> Verdict:
-        """Of these rows; None: of all."""
+        """The walk of these rows; None: of all."""
         if self.logits.is_cpu and self.draft.width and not self.controls.neutral:
             rows = torch.arange(self.draft.batch) if rows is None else rows
             return descend(
@@ -155,10 +155,10 @@ class _Judge:
         return outcome(sampled.draft, path, num_accepted, self._last(stop, sampled), stop.leaf)
 
     def _sampled(self, rows: Tensor, *, siblings: bool) -> _Sampled:
-        """p where something was drafted below, and what else the rules take."""
+        """p of slots with children, and the other inputs of the rules."""
         draft, row_of = take(self.draft, rows), self.row_of[rows]
         key, committed = self.draws.key[rows], self.draws.committed[rows]
-        if not self.logits.is_cpu:  # how many slots have children is not for the host to know
+        if not self.logits.is_cpu:  # the host does not know which slots have children
             p = probabilities(self._processed(row_of.clamp_min(0).flatten()))
             index = torch.arange(row_of.numel(), device=rows.device).view_as(row_of)
             return _Sampled(draft, row_of, (draft, p, index, key, committed))
@@ -195,7 +195,7 @@ class _Judge:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """Some rows of the draft as the rules for sampled drafts take them."""
+    """Some rows of the draft, as inputs of the rules for sampled drafts."""
 
     draft: Draft
     row_of: Tensor  # (B', N + 1) slot -> row of logits
@@ -226,7 +226,7 @@ def _merge(parts: list[tuple[Tensor, Verdict]], batch: int) -> Verdict:
 
 
 def with_logprobs(verdict: Verdict, logits: Tensor, row_of: Tensor, top: int) -> Verdict:
-    """And those of every committed token; what stands beyond num_accepted is not meant to be read."""
+    """The verdict with logprobs of every committed token; values beyond num_accepted are undefined."""
     slots = torch.cat((torch.zeros_like(verdict.tokens[:, :1]), verdict.path + 1), 1).clamp_min(0)  # (B, D + 1)
     rows = row_of.gather(1, slots).clamp_min(0)
     chosen = verdict.tokens.clamp(0, logits.shape[1] - 1)  # padding may hold anything

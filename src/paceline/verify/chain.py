@@ -1,8 +1,8 @@
-"""Law 2 on chains: how much of a chain drawn from q to keep, so that what is committed is distributed as p.
+"""Law 2 on chains: how much of a chain drawn from q to accept, so that the committed tokens are distributed as p.
 
-Block verification (Sun et al., 2403.10444) judges the chain as a whole and keeps at least as much as the token-level
-rule (Leviathan et al. 2023, Chen et al. 2023), which judges one token after another and is here to compare with.
-Lengths differ by row; where a chain ends may depend on the tokens before, never on those left out.
+Block verification (Sun et al., 2403.10444) judges the chain as a whole and accepts at least as much as the token-level
+rule (Leviathan et al. 2023, Chen et al. 2023), which judges one token after another and is kept for comparison.
+Lengths differ by row; a chain's length may depend on its own tokens, never on tokens left out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def chain(
     else:
         scale = _scales(ratio)
         passed = (coins <= _block_acceptance(scale, length, p, q, p_row, q_row)) & (node < length[:, None])
-        stop = torch.where(passed, node + 1, 0).amax(1)  # the last that passes; an earlier failure does not matter
+        stop = torch.where(passed, node + 1, 0).amax(1)  # the last node that passes; earlier failures do not matter
     at = stop[:, None]
     residual = excess(scale.gather(1, at), p[p_row.gather(1, at)[:, 0]], q[q_row.gather(1, at)[:, 0]])
     return Stop(slot=stop, leaf=stop == length, residual=residual)
@@ -86,7 +86,7 @@ def _block_acceptance(scale: Tensor, length: Tensor, p: Tensor, q: Tensor, p_row
     surplus = torch.zeros_like(a)
     surplus[:, :-1] = (p[p_row[:, inner]] * scale[:, inner, None]).sub_(q[q_row[:, inner]]).clamp_min_(0).sum(-1)
     total = surplus + 1 - a
-    # total = 0: p is q and a is 1. Not a number: q is broken, and the chain ends here as far as we know.
+    # total = 0: p is q and a is 1. Not a number: q is broken, and the chain is taken to end here.
     keep = torch.where(total > 0, surplus / total, a)
     last = torch.arange(1, scale.shape[1], device=a.device) == length[:, None]
     return torch.where(last, a, keep)

@@ -1,10 +1,10 @@
-"""Verification of a step as one CUDA graph, captured at start-up for every form and size that serving can meet.
+"""Verification of a step as one CUDA graph, captured at start-up for every form and size that can occur in serving.
 
-A step is padded: its rows of logits, its sequences and the width of its drafts to sizes that are few, and the columns
-of its controls to a `Form`. All its numbers lie in one buffer of that size, which one copy from pinned memory fills;
-tokens, trees and q that only the device knows are copied there from where they lie. Padding rows belong to sequence -1
-and are skipped by the kernels, so they cost next to nothing and change no other row's bits. Logits are read where every
-pass leaves them. What is outside of these sizes runs kernel by kernel, and nothing is captured while serving.
+A step is padded: its rows of logits, its sequences and the width of its drafts to one of few sizes, and the columns of
+its controls to a `Form`. All its numbers lie in one buffer of that size, which one copy from pinned memory fills;
+tokens, trees and q that only the device knows are copied into it on the device. Padding rows belong to sequence -1 and
+are skipped by the kernels, so they cost next to nothing and change no other row's bits. Logits are read from the buffer
+that all passes share. Steps outside of these sizes run kernel by kernel, and no graph is captured while serving.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.verify.walk import Draws
 log = logging.getLogger("paceline")
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Verify = Callable[..., Verdict]
-WIDTHS = (0, 16, 64)  # nodes of a row's draft, and the depth its verdict has room for
+WIDTHS = (0, 16, 64)  # nodes of a row's draft, and the depth of its verdict
 SAMPLED_WIDTH = 16  # of drafts with a q
 COLUMNS = ("key", "kind", "temperature", "top_k", "top_p", "min_p", "committed")
 FLOATS = ("temperature", "top_p", "min_p")
@@ -52,8 +52,8 @@ class Staging(Protocol):
 
 
 class StepInputs:
-    """Where the graphs of one size read a step: int64, each part at 16 bytes, since kernels are compiled anew for
-    pointers that are not."""
+    """The input buffer of the graphs of one size: int64, each part aligned to 16 bytes, since Triton compiles kernels
+    anew for unaligned pointers."""
 
     def __init__(self, rows: int, batch: int, width: int, device: torch.device) -> None:
         even, nodes, slots = batch + batch % 2, (batch, width), (batch, width + 1)
@@ -62,7 +62,7 @@ class StepInputs:
         shapes |= {"tokens": nodes, "parents": nodes, "depth": nodes}
         self._at: dict[str, tuple[slice, tuple[int, ...]]] = {}
         self._views: dict[int, tuple[Ints, dict[str, Ints]]] = {}  # by the address of a pinned buffer
-        self._plain = -1  # rows of the plain greedy step it holds; -1: another step
+        self._plain = -1  # rows of the plain greedy step in the buffer; -1: another step
         end = 0
         for name, shape in shapes.items():
             size = math.prod(shape)
@@ -83,7 +83,7 @@ class StepInputs:
         return {name: ints[place].reshape(shape) for name, (place, shape) in self._at.items()}
 
     def fill(self, columns: Ints, draft: Draft, row_of: Tensor, plain: bool, staging: Staging) -> None:
-        """`columns` (7, B) as `COLUMNS`. A plain greedy step is known by the number of its rows."""
+        """`columns` (7, B) as `COLUMNS`. A plain greedy step is determined by the number of its rows."""
         batch, width = draft.batch, draft.width
         if plain and batch == self._plain:
             return
@@ -128,7 +128,7 @@ class GraphCache:
         return len(self._graphs)
 
     def key(self, form: Form, draft: Draft, logits: Tensor, only_chains: bool) -> StepKey | None:
-        """Of a step that was captured; None: it has to run without."""
+        """The key of the step's graph; None: none was captured."""
         if not self.enabled or logits.data_ptr() != self._logits.data_ptr() or not logits.is_contiguous():
             return None
         rows, width = len(logits), next((width for width in WIDTHS if draft.width <= width), -1)
@@ -139,7 +139,7 @@ class GraphCache:
         return key if key in self._graphs and draft.batch <= key.batch else None
 
     def verify(self, key: StepKey, columns: Ints, draft: Draft, row_of: Tensor) -> Verdict:
-        """Of a step with this key; what it gives stays when the next is verified."""
+        """Verify a step with this key; the verdict stays valid when the next step is verified."""
         inputs = self._inputs[key[1:4]]
         plain = key.form is Form.GREEDY and not key.width
         inputs.fill(columns, draft, row_of, plain, self._staging)
@@ -152,14 +152,14 @@ class GraphCache:
         return verdict if draft.batch == key.batch else verdict.first(draft.batch)
 
     def prepare(self, logits: Tensor, sequences: int, rows: int, q_rows: int) -> None:
-        """For up to so many sequences and rows of logits in a step, and rows of q (0: no drafter has a q). `logits` is
-        the whole of where passes leave theirs."""
+        """Capture for up to so many sequences and rows of logits in a step, and rows of q (0: no drafter has a q).
+        `logits` is the whole buffer that passes write to."""
         self._logits, self._most = logits, rounded(sequences)
         self._q = torch.empty(q_rows, logits.shape[1], device=self._device)
         self._rows = min(max(rows, sequences), len(logits))
 
     def keys(self) -> Iterator[StepKey]:
-        """What serving can meet, the largest first: the graphs share scratch memory."""
+        """The keys that can occur in serving, the largest first: the graphs share scratch memory."""
         keys: dict[StepKey, None] = {}
         for rows in range(self._rows, 0, -1):
             for form, width in itertools.product(Form, WIDTHS):
@@ -180,7 +180,7 @@ class GraphCache:
         return self._work(key, verify)()
 
     def capture(self, key: StepKey, verify: Verify) -> None:
-        """After a `run`."""
+        """Called after a `run`."""
         work = self._work(key, verify)
         self._graphs[key] = self._recorder.capture(lambda: work().pack())
 
@@ -238,6 +238,6 @@ class GraphCache:
 
 
 def rounded(rows: int) -> int:
-    """Up to a power of two, or one and a half of it."""
+    """Rounded up to a power of two, or one and a half of it."""
     step = 1 << max((rows - 1).bit_length() - 2, 0)
     return -(-rows // step) * step

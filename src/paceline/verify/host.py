@@ -1,8 +1,8 @@
-"""The walk on the host where no penalty, bias or ban changes the logits: a token is drawn only at the nodes it reaches.
+"""The walk on the host where no penalty, bias or ban changes the logits: tokens are drawn only at nodes it reaches.
 
-A step's other work runs from caches the pass has emptied, where a small tensor operation takes many times as long as
-it should; this is the most common step, so it takes few of them. Every token is the one `walk.draw` draws, also by the
-native call, which gives no token where its rounding might change it.
+After a pass the CPU caches are cold, and a small tensor operation takes many times as long as usual; this is the most
+common step, so it uses few of them. Every token equals that of `walk.draw`, also by the native function, which returns
+none where its rounding might change the token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TokenSampler:
         info = np.finfo(logits.dtype)
         temperature = min(max(self.temperature, float(info.tiny)), float(info.max))
         coin, key = -1.0, 0
-        if self.seeded:  # the noise belongs to the position the token will take
+        if self.seeded:  # the noise is keyed by the token's position
             key = bits_of(Lane.GUMBEL, self.key, self.committed + depth)
         else:
             coin = coin_of(Lane.WALK, self.key, self.committed, node)
@@ -62,7 +62,7 @@ class TokenSampler:
         return int(pick(torch.from_numpy(tempered)[None], torch.tensor([coin], dtype=torch.float64)))
 
     def _tempered(self, logits: Row, temperature: float) -> Row:
-        """-inf where a filter leaves a token out."""
+        """-inf where a filter drops the token."""
         tempered: Row = logits - logits.max()
         if temperature != 1:
             tempered /= tempered.dtype.type(temperature)
@@ -80,7 +80,7 @@ def walk_on_host(
     samplers: Sequence[TokenSampler] | None,
     native: NativeDraw | None = None,
 ) -> Verdict:
-    """`walk` by tokens drawn from raw logits (R, V) in the host's memory; of equal siblings the first one counts.
+    """`walk` by tokens drawn from raw logits (R, V) in the host's memory; of equal siblings the first is taken.
 
     `samplers` by row of the draft; None: all are greedy.
     """
@@ -114,7 +114,7 @@ def walk_on_host(
 def _tokens_by_node(
     values: Row, at: Sequence[int], best: Row | None, sampler: TokenSampler | None, native: NativeDraw | None
 ) -> Callable[[int, int], int]:
-    """The token drawn at a node of a certain depth; `at`: the row of logits of each slot."""
+    """A function that draws the token at a node of a given depth; `at`: each slot's row of logits."""
     if sampler is None:
         assert best is not None
         return lambda node, depth: int(best[at[node + 1]])

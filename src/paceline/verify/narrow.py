@@ -1,8 +1,8 @@
-"""The part of the target's p that matters to a sampled draft when filters leave tokens out. It reads values: for a CPU.
+"""The part of the target's p that matters to a sampled draft when filters drop tokens. It reads values: for CPUs only.
 
 A drafted token of probability 0 is never accepted, so its descendants need not be processed. A token of probability 0
-everywhere cannot be recovered either: the tokens that are left and those drafted stand for the whole vocabulary, a few
-hundred columns with the same numbers; of the rest of q only the sum counts.
+everywhere cannot be recovered either: the tokens kept and those drafted represent the whole vocabulary, a few hundred
+columns with the same numbers; of the rest of q only the sum matters.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from paceline.verify.processors import probabilities
 def narrow(
     draft: Draft, row_of: Tensor, processed: Callable[[Tensor], Tensor], max_depth: int, *, remainder: bool
 ) -> tuple[Draft, Tensor, Tensor, Tensor]:
-    """The draft over few columns, p (R, C + 1), where each slot's row of it is (B, N + 1; -1: nowhere), and which
-    tokens the columns (C,) are. `processed` gives the logits of some rows. The last column holds what else is in q,
-    where the `remainder` is asked for."""
+    """The draft over few columns, p (R, C + 1), each slot's row of p (B, N + 1; -1: none), and the tokens (C,) of the
+    columns. `processed` returns the logits of some rows. With `remainder` the last column holds the rest of q."""
     assert draft.q is not None
     index, blocks = reach(draft, row_of, processed, max_depth)
     vocab = blocks[0].shape[1]
@@ -52,7 +51,7 @@ def narrow(
 def reach(
     draft: Draft, row_of: Tensor, processed: Callable[[Tensor], Tensor], max_depth: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Process, level by level, the slots that have children and that p can get to: slot -> row, and the rows."""
+    """Process, level by level, the slots that have children and positive probability: slot -> row, and the rows."""
     tokens, above, parents = draft.tokens.numpy(), draft.parents.numpy() + 1, has_children(draft).numpy()
     rows, whose, index = row_of.numpy(), np.arange(draft.batch)[:, None], np.full(row_of.shape, -1)
     here, blocks, count = np.zeros_like(parents), [], 0
@@ -71,7 +70,7 @@ def reach(
 
 
 def _columns(q: Proposal, rows: Tensor, columns: Tensor, vocab: int) -> Tensor:
-    """(R, C) of the very tensor that was sampled, 0 where the drafter has no such token."""
+    """(R, C) of the tensor that was sampled from, 0 where the drafter has no such token."""
     if q.ids is None:
         return q.probs[rows[:, None], columns]
     place = torch.full((vocab,), -1)

@@ -1,4 +1,4 @@
-"""Where a rule stopped, as a Verdict."""
+"""From the slot at which a rule stopped to a Verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stop:
 
     slot: Tensor  # (B,) int64, 0 = the root
     leaf: Tensor  # (B,) bool: nothing was drafted below, the bonus comes from p
-    residual: Tensor  # (B, V) weights of the recovered token; not meant to be read at a leaf
+    residual: Tensor  # (B, V) weights of the recovered token; undefined at a leaf
 
 
 def outcome(draft: Draft, path: Tensor, num_accepted: Tensor, last: Tensor, leaf: Tensor) -> Verdict:
@@ -34,7 +34,7 @@ def climb(draft: Draft, slot: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
     """(B, D) the nodes from the root's child down to the slot (B,), -1 beyond, and (B,) how many."""
     node = slot - 1
     height = torch.where(node >= 0, draft.depth.gather(1, node.clamp_min(0)[:, None])[:, 0], 0)
-    path = node.new_full((draft.batch, max_depth + 1), -1)  # the last column swallows what is above the root
+    path = node.new_full((draft.batch, max_depth + 1), -1)  # the last column discards what is above the root
     for up in range(max_depth):
         column = torch.where(height > up, height - 1 - up, max_depth)
         path.scatter_(1, column[:, None], node[:, None])

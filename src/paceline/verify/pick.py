@@ -1,8 +1,8 @@
-"""From numbers to one token a row: by a coin against cumulative weights, or by a seed's Gumbel noise.
+"""From logits or weights to one token a row: by a coin against cumulative weights, or by a seed's Gumbel noise.
 
-On a CPU with a vocabulary of some size rows go one by one through numpy, looking only at tokens of p > 0;
-elsewhere all rows at once, without reading a value. Both give the token whose stretch of the cumulative sum holds the
-coin, and never one of weight 0; INVALID where the numbers are none.
+On a CPU with a vocabulary of some size rows are processed one by one in numpy, reading only tokens of p > 0;
+elsewhere all rows at once, without reading a value. Both return the token whose interval of the cumulative sum contains
+the coin, and never one of weight 0; INVALID where the values are not numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.rng import Lane, bits, gumbel, gumbel_from, unit_row
 from paceline.verify.processors import argmax, probabilities
 
 BLOCK = 256
-SLACK = np.float32(1.001)  # for the rounding of what is left out: too many are no harm
+SLACK = np.float32(1.001)  # against rounding: keeping too many candidates does no harm
 
 
 def pick(logits: Tensor, coins: Tensor) -> Tensor:
-    """(R,) the token whose stretch of cumulative p = softmax(logits) holds the coin."""
+    """(R,) the token whose interval of cumulative p = softmax(logits) contains the coin."""
     if not _row_by_row(logits):
         return _pick_batch(probabilities(logits), coins)
     return torch.tensor([_pick(*row) for row in zip(logits.numpy(), coins.tolist(), strict=True)])
@@ -59,7 +59,7 @@ def _pick_batch(weights: Tensor, coins: Tensor) -> Tensor:
 
 
 def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
-    """Of the tokens left of one row (V,)."""
+    """The token of one row (V,), among those of positive probability."""
     highest = logits.max()
     if not -math.inf < highest < math.inf:
         return INVALID
@@ -70,7 +70,7 @@ def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
 
 
 def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
-    """Of one row (V,): first the block of tokens that holds the coin, then the token."""
+    """The token of one row (V,): first the block of tokens that contains the coin, then the token."""
     ends = np.add.reduceat(weights, np.arange(0, weights.shape[0], BLOCK), dtype=np.float64).cumsum()
     if not 0 < ends[-1] < math.inf:
         return INVALID
@@ -79,13 +79,13 @@ def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
     inside = weights[block * BLOCK : (block + 1) * BLOCK]
     rest = point - (ends[block - 1] if block else 0.0)
     offset = int(inside.cumsum(dtype=np.float64).searchsorted(rest, "right"))
-    # A block's total may round above the sum of its tokens in turn: the last one of weight > 0 then holds the coin.
+    # A block's total may round above its tokens' running sum: then the last token of weight > 0 is taken.
     return block * BLOCK + min(offset, int(np.flatnonzero(inside)[-1]))
 
 
 def pick_seeded_row(logits: np.ndarray[Any, Any], key: int) -> int:
-    """`pick_seeded` of one row (V,). Logarithms are the costly part: only tokens that can beat the likeliest one's sum
-    need theirs."""
+    """`pick_seeded` of one row (V,). Logarithms are the costly part: they are computed only for tokens that can beat
+    the likeliest token's sum."""
     best = int(logits.argmax())
     if not -math.inf < logits[best] < math.inf:
         return INVALID

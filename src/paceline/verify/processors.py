@@ -1,11 +1,11 @@
 """From the model's logits to p, exactly, at every node of a draft.
 
 In this order, as vLLM: repetition penalty (prompt and output), frequency and presence penalties (output), logit_bias,
-bans (bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p, top_k, top_p, each over what
-the one before left. A node sees its sequence's committed tokens and its own drafted ancestors, so a tree of nodes gives
-what a loop of one-token calls would.
+bans (bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p, top_k, top_p, each over the
+tokens that the one before kept. A node's history is its sequence's committed tokens and its own drafted ancestors, so a
+tree of nodes gives the same result as a loop of one-token calls.
 
-A row's result is the same bits whatever shares the batch: nothing here sums across rows or along a row in an order that
+A row's result has the same bits in any batch: no sum here runs across rows, or along a row in an order that
 depends on their number. The three filters keep every token at or above one threshold, so tokens tied with the last one
 kept are kept too, and the result does not depend on any order of equal logits.
 """
@@ -30,7 +30,7 @@ CANDIDATES = 1024  # how many of the highest logits are sorted before a row is s
 
 @dataclass(frozen=True, kw_only=True)
 class Penalties:
-    """Of S sequences; neutral values (1, 0, 0) where a sequence has none."""
+    """Penalties of S sequences; neutral values (1, 0, 0) where a sequence has none."""
 
     repetition: Tensor  # (S,)
     presence: Tensor  # (S,)
@@ -65,17 +65,17 @@ class MinTokens:
 
 
 class Form(IntEnum):
-    """Which columns the controls of a step have. Neutral values stand where a sequence did not ask: they change no bit
-    of its result, so a row's token does not depend on the form its step has."""
+    """Which columns the controls of a step have. A sequence without such a parameter has a neutral value, which changes
+    no bit of its result, so a row's token does not depend on the form of its step."""
 
     GREEDY = 0  # none
     DRAWS = 1  # temperature
     FILTERS = 2  # temperature, top_p, min_p
-    TOP_K = 3  # and top_k: apart, since on a device it takes a search of its own, as long as the one for top_p
+    TOP_K = 3  # and top_k: separate, since on a device it needs a search of its own, as long as the one for top_p
 
     @staticmethod
     def of(*, greedy: bool, top_k: bool, filters: bool) -> Form:
-        """The least that serves a sequence."""
+        """The smallest form that has a sequence's parameters."""
         return Form.GREEDY if greedy else Form.TOP_K if top_k else Form.FILTERS if filters else Form.DRAWS
 
 
@@ -113,7 +113,7 @@ class Controls:
 
     @property
     def filters(self) -> bool:
-        """Some sequence may leave tokens out."""
+        """Some sequence has a filter, which drops tokens."""
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
 
     @functools.cached_property
@@ -133,13 +133,13 @@ class Controls:
 
     @property
     def neutral(self) -> bool:
-        """Processing would hand the logits back as they are."""
+        """Processing would return the logits unchanged."""
         return self.temperature is None and not self.edits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """What each of R rows of logits is: the root or a node of one sequence's draft."""
+    """The origin of each of R rows of logits: the root or a node of one sequence's draft."""
 
     seq: Tensor  # (R,) int64, index into the controls
     node: Tensor  # (R,) int64, -1 = the root
@@ -156,7 +156,7 @@ class Nodes:
     def of(draft: Draft, seq: Tensor, node: Tensor, max_depth: int, *, with_path: bool = True) -> Nodes:
         """Rows that stand for node `node` (-1 = the root) of row `seq` of the draft.
 
-        Only penalties and bad words look at the path; without them it need not be found.
+        Only penalties and bad words read the path; without them it need not be computed.
         """
         if draft.width == 0 or max_depth == 0:
             empty = torch.zeros_like(seq)
@@ -180,13 +180,13 @@ class Nodes:
 
 
 def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
-    """(R, V) logits whose softmax is p; of a greedy row the argmax is what counts. Never writes into its input."""
+    """(R, V) logits whose softmax is p; of a greedy row only the argmax matters. Never writes into its input."""
     edited = edit(logits, controls, nodes)
     if controls.temperature is None:
         return edited
     if (kernels := seam.kernels(logits)) is not None:
         return kernels.process(edited, controls, nodes)  # type: ignore[no-any-return]
-    # The first writing step makes the copy the later ones may write into.
+    # The first step that writes makes a copy; later ones write into it.
     out = torch.empty_like(edited) if edited is logits else edited
     if logits.is_cpu:
         return _sharpen_rows(edited, controls, nodes, out)
@@ -194,9 +194,9 @@ def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
 
 
 def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
-    """Penalties, biases and bans: what a greedy row takes its argmax of. The logits themselves where there are none."""
+    """Logits after penalties, biases and bans, of which a greedy row takes the argmax; the input if there are none."""
     if controls.edits and logits.dtype.itemsize < 4:
-        logits = logits.float()  # half the bits do not hold the sum of a logit and a bias
+        logits = logits.float()  # half precision cannot hold the sum of a logit and a bias
     if controls.penalties is not None:
         penalise = _penalise_rows if logits.is_cpu else _penalise
         logits = penalise(logits, controls.penalties, nodes)
@@ -228,7 +228,7 @@ def logprobs(raw: Tensor, tokens: Tensor, top: int) -> Logprobs:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """(R,) the first of the highest; INVALID where that is no number. numpy's is thirty times faster on a CPU."""
+    """(R,) the first of the highest; INVALID where that is NaN or infinite. numpy is thirty times faster on a CPU."""
     if not logits.is_cpu:
         best = logits.argmax(-1)
         return torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), best, INVALID)
@@ -277,7 +277,7 @@ def _penalise_rows(logits: Tensor, penalties: Penalties, nodes: Nodes) -> Tensor
 
 
 def _penalised(logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Logits of tokens seen before, `counts` times in the output. What is banned stays banned."""
+    """Logits of tokens seen before, `counts` times in the output. Banned tokens stay banned."""
     info = torch.finfo(logits.dtype)
     rate = repetition.clamp(info.tiny, info.max)
     repeated = torch.where(logits > 0, logits / rate, logits * rate).clamp(info.min, info.max)
@@ -286,7 +286,7 @@ def _penalised(logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Te
 
 
 def _add(logits: Tensor, tokens: Tensor, values: Tensor) -> Tensor:
-    """Add (R, K) values at (R, K) tokens, padding aside. Adding 0 at token 0 is how padding does nothing."""
+    """Add (R, K) values at (R, K) tokens. Padding adds 0 at token 0, which changes nothing."""
     return logits.scatter_add(1, tokens.clamp_min(0), torch.where(tokens >= 0, values, 0))
 
 
@@ -320,8 +320,8 @@ def _allow_fallback_(logits: Tensor, fallback: Tensor | None, nodes: Nodes) -> T
 
 
 def _temper(logits: Tensor, temperature: Tensor, out: Tensor) -> Tensor:
-    """The distance to the row's highest logit, over the temperature: no temperature overflows, and no filter below can
-    take the highest away, not even from the greedy rows (only shifted, which leaves their argmax alone)."""
+    """The distance to the row's highest logit, over the temperature: no temperature overflows, and no filter can drop
+    the highest. Greedy rows are only shifted, which does not change their argmax."""
     info = torch.finfo(logits.dtype)
     scale = torch.where(temperature > 0, temperature, 1).clamp_(info.tiny, info.max)
     return torch.sub(logits, logits.amax(-1, keepdim=True), out=out).div_(scale)
@@ -334,7 +334,7 @@ def _sharpen_rows(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor)
         temperature, top_k, top_p, min_p = controls.on_host[seq]
         peak = float(source.amax())
         torch.sub(source, peak, out=target)
-        if temperature == 0 or not math.isfinite(peak):  # no number in the row is left one
+        if temperature == 0 or not math.isfinite(peak):  # greedy, or a row that is not finite
             continue
         if temperature != 1:
             target.div_(min(max(temperature, info.tiny), info.max))
@@ -356,14 +356,14 @@ def _filter_(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
 
 
 def _keep_(logits: Tensor, threshold: float) -> None:
-    """-inf below the threshold of one row, several times faster than a mask: the kernel keeps what is above."""
+    """-inf below the threshold of one row, several times faster than with a mask."""
     if threshold > -math.inf:
         under = np.nextafter(logits.numpy().dtype.type(threshold), -math.inf)
         torch.threshold_(logits, float(under), -math.inf)
 
 
 def threshold(logits: np.ndarray[Any, Any], top_k: int, top_p: float, min_p: float) -> float:
-    """The lowest logit of one row (V,) that stays, on the host, where numpy selects and sorts faster than torch."""
+    """The lowest logit of one row (V,) that is kept; on the host, where numpy selects and sorts faster than torch."""
     vocab = logits.shape[0]
     lowest = float(logits.dtype.type(math.log(min_p))) if min_p > 0 else -math.inf
     if 0 < top_k < vocab:
@@ -374,7 +374,7 @@ def threshold(logits: np.ndarray[Any, Any], top_k: int, top_p: float, min_p: flo
     weights = np.exp(kept)
     total = float(weights.sum())
     goal = top_p * total
-    # Tokens this rare are worth less than 1 - top_p all together: the rest reaches the goal without them.
+    # Tokens below this sum to less than 1 - top_p: the others reach top_p without them.
     candidates = kept[np.flatnonzero(weights >= (1 - top_p) * total / vocab)]
     for values, count in ((candidates, CANDIDATES), (candidates, vocab), (kept, vocab)):  # the last: against rounding
         highest = _falling(values, count)

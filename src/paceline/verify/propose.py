@@ -1,6 +1,6 @@
 """The tokens of a drafter that samples, and the q they were drawn from, under the same parameters as verification.
 
-Rows drawn by a coin use a lane of their own; seeded and greedy rows draw what the target would if q were p.
+Rows drawn by a coin use a lane of their own; seeded and greedy rows draw the target's token if q equals p.
 """
 
 from __future__ import annotations

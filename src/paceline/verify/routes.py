@@ -1,4 +1,4 @@
-"""Which rule judges which row: rows drawn from q throughout, by requests without a seed, go to the rules for them."""
+"""Which rule verifies which row: rows wholly drawn from q, of requests without a seed, use the rules for those."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.verify.walk import DrawKind, Draws
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """The rows of a draft each rule judges, ascending. None: no row. On a CUDA device -1 in between: none here."""
+    """The rows of a draft that each rule verifies, ascending. None: no row. On a CUDA device -1 entries are skipped."""
 
     walk: Tensor | None
     chain: Tensor | None = None
@@ -21,7 +21,7 @@ class Routes:
 
 
 def route(draft: Draft, draws: Draws) -> Routes:
-    """Without -1. It reads device values."""
+    """Routes without -1. Reads device values."""
     if draft.q is None:
         return Routes(walk=torch.arange(draft.batch, device=draft.tokens.device))
     sampled, is_chain = _sort(draft, draws)

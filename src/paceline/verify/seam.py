@@ -1,4 +1,4 @@
-"""Where verification meets hardware: the kernels for a tensor's device, or None: torch and numpy compute it.
+"""The hardware seam of verification: the kernels for a tensor's device; None: torch and numpy are used.
 
 Called only by the pure functions of this package: verify, process, probabilities, draw, propose.
 """

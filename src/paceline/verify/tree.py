@@ -1,9 +1,9 @@
 """Law 2 on trees: traversal verification (2505.12398) of trees whose siblings were drawn from q without replacement.
 
-Leaves are judged first, in depth-first order; a rejected one is deleted, which leaves its parent with what p has in
-excess of q, and with a q that no longer holds it. The first node accepted ends the step with its whole path. A parent
-is judged once its last child is gone, so the order is the tree's postorder, known before any coin falls. On a chain
-this is block verification.
+Leaves are judged first, in depth-first order; a rejected one is deleted: its parent's p becomes the excess of p over q,
+and its parent's q loses that token. The first accepted node ends the step with its whole path. A parent is judged once
+its last child is deleted, so the order is the tree's postorder, known before any coin is drawn. On a chain this is
+block verification.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def tree(
     above, order = draft.parents + 1, _postorder(draft, max_depth)
     coins = node_coins(source, key, committed, width)
     a = p.new_ones(batch, width + 1)  # by slot
-    settled = torch.zeros_like(a, dtype=torch.bool)  # slots that lost a child: their a no longer follows from above
+    settled = torch.zeros_like(
+        a, dtype=torch.bool
+    )  # slots with a deleted child: their a is no longer computed from the parent's
     settled[:, 0] = True
     slot = torch.zeros_like(draft.num_nodes)
     done = draft.num_nodes == 0
@@ -72,7 +74,7 @@ def _descend(a: Tensor, settled: Tensor, p: Tensor, q: Tensor, draft: Draft, abo
 
 
 def _without(token: Tensor, a: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """p (B, V), q (B, V) and a (B,) of a parent that has lost a child."""
+    """p (B, V), q (B, V) and a (B,) of a parent after a child was deleted."""
     excess = (p * a[:, None]).sub_(q).clamp_min_(0)
     surplus = excess.sum(-1)
     total = surplus + 1 - a
@@ -81,7 +83,7 @@ def _without(token: Tensor, a: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Te
     rest = q.scatter(1, token[:, None], 0)
     mass = rest.sum(-1, keepdim=True)
     new_q = rest / torch.where(mass > 0, mass, 1)
-    # total = 0: p is q and a is 1. Not a number: q is broken, and nothing was drafted here as far as we know.
+    # total = 0: p is q and a is 1. Not a number: q is broken, and the slot is taken to have no draft.
     return new_p, new_q, torch.where(total > 0, surplus / total, a)
 
 
@@ -99,5 +101,5 @@ def _postorder(draft: Draft, max_depth: int) -> Tensor:
     preorder = (on_path * (before + 1)[:, None, :]).sum(-1)
     rank = (
         preorder + size - draft.depth
-    )  # of those judged before v, its own descendants stand in place of its ancestors
+    )  # judged before v: the preorder count with v's descendants in place of its ancestors
     return torch.where(used, rank, 2 * width + 1).argsort(dim=1, stable=True)

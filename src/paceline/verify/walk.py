@@ -71,7 +71,7 @@ def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) 
         )
     if seeded.shape[0]:
         seq = nodes.seq[seeded]
-        # The noise belongs to the position the token will take, whichever step or node draws it.
+        # The noise is keyed by the token's position, whichever step or node draws it.
         position = draws.committed[seq] + nodes.depth[seeded]
         tokens[seeded] = pick_seeded(_rows(logits, seeded), draws.key[seq], position)
     return tokens
@@ -112,7 +112,7 @@ def descend(
         here = nodes.take(at)
         drawn = draw(process(logits[at], controls, here), draws, here, source).numpy()
         children = used[owner] & (parents[owner] == node[:, None])
-        agrees = children & (tokens[owner] == drawn[:, None])  # of equal siblings the first one counts
+        agrees = children & (tokens[owner] == drawn[:, None])  # of equal siblings the first is taken
         last[live], leaf[live] = drawn, ~children.any(1)
         goes = agrees.any(1)
         live, owner, node = live[goes], owner[goes], agrees.argmax(1)[goes]
@@ -127,7 +127,7 @@ def _rows(logits: Tensor, at: Tensor) -> Tensor:
 
 
 def walk_chains(draft: Draft, drawn: Tensor, row_of: Tensor) -> Verdict:
-    """`walk` where every row is known to be a chain: a row is followed up to its first token that was not drawn."""
+    """`walk` where every row is known to be a chain: a row is followed up to the first token that was not drawn."""
     by_slot = drawn[row_of.clamp_min(0)]  # (B, N + 1) by slot
     index = torch.arange(draft.width, device=by_slot.device)
     agrees = (draft.tokens == by_slot[:, :-1]) & (index < draft.num_nodes[:, None])
@@ -138,7 +138,7 @@ def walk_chains(draft: Draft, drawn: Tensor, row_of: Tensor) -> Verdict:
 
 
 def _plain(tokens: Tensor, max_depth: int) -> Verdict:
-    """One token a row. Every plain step ends here, from cold caches, so it takes few operations."""
+    """One token a row. Every plain step runs this with cold CPU caches, so it uses few operations."""
     batch = tokens.shape[0]
     kinds = torch.full((batch, max_depth + 1), int(Kind.PAD), dtype=torch.uint8, device=tokens.device)
     kinds[:, 0] = int(Kind.BONUS)
@@ -153,7 +153,7 @@ def _accepted(draft: Draft, by_slot: Tensor, max_depth: int) -> Tensor:
     valid = index < draft.num_nodes[:, None]
     above = draft.parents + 1  # the parent's slot
     agrees = valid & (draft.tokens == by_slot.gather(1, above))
-    # Of equal siblings the first one counts.
+    # Of equal siblings the first is taken.
     first = torch.full_like(by_slot, draft.width).scatter_reduce_(
         1, above, torch.where(agrees, index, draft.width), "amin"
     )
@@ -166,8 +166,8 @@ def _accepted(draft: Draft, by_slot: Tensor, max_depth: int) -> Tensor:
 
 
 def _path(draft: Draft, accepted: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-    """The accepted nodes stand on one path, one for each depth."""
+    """The path of the accepted nodes, one for each depth."""
     index = torch.arange(draft.width, device=accepted.device).expand_as(draft.tokens)
-    column = torch.where(accepted, draft.depth - 1, max_depth)  # the last column swallows the rest
+    column = torch.where(accepted, draft.depth - 1, max_depth)  # the last column discards the rest
     path = draft.tokens.new_full((draft.batch, max_depth + 1), -1).scatter_(1, column, index)
     return path[:, :max_depth], accepted.sum(-1)

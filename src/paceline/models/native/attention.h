@@ -1,5 +1,5 @@
-// Attention over a paged cache, for prefill chunks, decoded tokens and token trees alike. A row walks the keys it sees
-// in order, in splits at absolute multiples of SPLIT merged first to last, wherever its keys lie in the cache.
+// Attention over a paged cache, for prefill chunks, decoded tokens and token trees alike. A row's keys are taken in order,
+// in splits at absolute multiples of SPLIT, merged first to last, wherever the keys lie in the cache.
 
 #pragma once
 
@@ -20,7 +20,7 @@ struct Attention : Plan {  // one call
     long begin(long row) const { return window && positions[row] >= window ? positions[row] - window + 1 : 0; }
     long end(long row) const { return reach[row]; }
 
-    // The slots of a row's positions [from, to). A position it cannot have read is a bug upstream: reported, not followed.
+    // The slots of a row's positions [from, to). A slot outside the cache is a bug of the caller: reported, not read.
     void find_slots(long row, long from, long to, long* out) {
         const int32_t* table = tables + sequence[row] * table_width;
         const long paged = to < prefix[row] ? to : prefix[row];
@@ -137,7 +137,7 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
     auto score = [&](long first, long rows, long block, long from, long to, const float* const* from_keys) {
         if (from_keys) {
             const float* columns[NT];
-            for (long j = 0; j < NT; j++) {  // a column no row sees may hold anything
+            for (long j = 0; j < NT; j++) {  // a column that no row reads may hold any value
                 const long p = block + j < from ? from : block + j < to ? block + j : to - 1;
                 columns[j] = from_keys[p];
             }
@@ -241,8 +241,9 @@ int attend(Attention& a, float* out, int threads) {
         work += (a.end(row) - a.begin(row)) * a.q_heads * D;
     }
     if (work < SERIAL) threads = 1;
-    // Enough tiles: each goes through its splits itself. Else the splits are dealt out too and merged afterwards, by the
-    // same function in the same order. With enough items either way, one takes all heads: they are neighbours in memory.
+    // With enough tiles, an item is a tile and takes all its splits. Else the splits are items too and are merged
+    // afterwards, by the same function in the same order. With enough items either way, an item takes all heads, which
+    // are neighbours in memory.
     const long splits = end_split - first_split;
     const bool deal = threads > 1 && splits > 1 && num_tiles * a.kv_heads < 4 * threads;
     const long span = threads == 1 || num_tiles * (deal ? splits : 1) >= 4 * threads ? a.kv_heads : 1;

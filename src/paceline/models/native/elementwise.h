@@ -1,4 +1,4 @@
-// What happens to one row between the products: norm, rotation, the gated activation.
+// The operations on one row between the products: norm, rotation, the gated activation.
 
 #pragma once
 

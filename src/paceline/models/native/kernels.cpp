@@ -1,7 +1,7 @@
 // The CPU kernels behind `paceline.models.native_kernels`, as plain C functions: row-major, contiguous, fp32 unless named
 // otherwise; `threads` is an upper bound.
 //
-// The law: a row's result has the same bits whatever rows share the call, however many threads run it, and wherever its
+// Invariant: a row's result has the same bits whatever rows share the call, however many threads run it, and wherever its
 // keys lie in the cache. So every sum has one order, fixed by logical index alone; tiles and threads only choose which
 // rows are computed together.
 
@@ -23,7 +23,7 @@ EXPORT void paceline_linear(const Product* product, const float* x, float* out, 
     multiply(x, *product, out, M, threads);
 }
 
-// residual may be null; otherwise it becomes residual + x and is what is normed.
+// residual may be null; otherwise it becomes residual + x, and that sum is normed.
 EXPORT void paceline_rms_norm(const float* x, float* residual, const float* weight, float* out, long M, long H, float eps,
                               int threads) {
     rms_norm(x, residual, weight, out, M, H, eps, threads);
@@ -63,7 +63,7 @@ EXPORT void paceline_ngram_extend(ngram::Text* text, const int64_t* tokens, long
     ngram::extend(*text, tokens, count);
 }
 
-// From the beginning, with tables that are empty again.
+// Index the text from the beginning, with tables that are empty again.
 EXPORT void paceline_ngram_index(ngram::Text* text, long count) {
     text->length = 0;
     ngram::extend(*text, text->tokens, count);

@@ -1,5 +1,5 @@
 // A run of decoder layers in one call. At one row a layer's small steps take a few microseconds each; calling them one by
-// one from Python would take longer than the steps, and the memory would stand idle meanwhile.
+// one from Python would take longer than the steps, with the memory idle meanwhile.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct Layer {  // native_kernels.LayerView
     Product qkv, output, gate_up, down;
 };
 
-// `added` is what the layer before adds to the residual stream (ignored when `first`), and afterwards what the last one adds.
+// `added` is the output of the layer before, not yet in `residual` (ignored when `first`), and on return that of the last.
 int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long count, float* residual, float* added,
                int first, int threads) {
     const long M = plan.rows, H = count ? layers->qkv.inputs : 0, Q = heads.q_heads * heads.dim;

@@ -1,8 +1,8 @@
-// What lookup drafters ask of all rows of a step at once: take in what is new and find, then draft.
+// The two calls of lookup drafters for all rows of a step: index new tokens and find, then draft.
 //
-// What is asked comes as one array, so that it is made in few operations. Drafts are `counts` of nodes and behind them
-// (rows, width) tokens, parents and depths, as `paceline.draft.Draft` wants them, packed to the width that was needed. That is
-// returned; or, where every row is a chain of all the width, -1 - that.
+// A call's input is one array, so that Python builds it in few operations. Drafts are `counts` of nodes and behind them
+// (rows, width) tokens, parents and depths, as in `paceline.draft.Draft`, packed to the width used. The return value is that
+// width; or, where every row is a chain of the full width, -1 - width.
 
 #pragma once
 
@@ -14,14 +14,14 @@ namespace lookup {
 struct Ngrams {
     using Text = ngram::Text;
 
-    // Takes tokens in and returns the evidence that is found behind them.
+    // Indexes the tokens, looks up the end of the text and returns the evidence found.
     int64_t find(Text& text, const int64_t* tokens, int64_t count) const {
         ngram::extend(text, tokens, count);
         ngram::find(text);
         return text.match;
     }
 
-    // Writes a tree of at most `budget` nodes from what was found and returns its size.
+    // Writes a tree of at most `budget` nodes from the last lookup and returns its size.
     int64_t draft(const Text& text, int64_t budget, int64_t* tokens, int64_t* parents, int64_t* depths) const {
         int64_t size = ngram::draft(text, budget, tokens);
         for (int64_t node = 0; node < size; node++) parents[node] = node - 1, depths[node] = node + 1;
@@ -52,7 +52,7 @@ inline typename Method::Text& text_at(int64_t address) {
     return *reinterpret_cast<typename Method::Text*>(address);
 }
 
-// `asked`: the rows' texts, where the new tokens of each end, and the tokens. The evidence found takes the place of the ends.
+// `asked`: the rows' texts, the end of each row's new tokens, and the tokens. The evidence found overwrites the ends.
 template <typename Method>
 inline void find_all(const Method& method, int64_t* asked, long rows) {
     int64_t *ends = asked + rows, *tokens = ends + rows;
@@ -62,7 +62,7 @@ inline void find_all(const Method& method, int64_t* asked, long rows) {
     }
 }
 
-// Rows of `counts` numbers, `width` apart, come to lie `packed` apart.
+// Moves rows of `counts` numbers from a stride of `width` to a stride of `packed`.
 inline void pack(const int64_t* from, int64_t* to, const int64_t* counts, long rows, long width, long packed, int64_t filler) {
     for (long row = 0; row < rows; row++, from += width, to += packed) {
         memmove(to, from, counts[row] * sizeof(int64_t));

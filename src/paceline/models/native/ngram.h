@@ -1,8 +1,8 @@
-// Prompt lookup for many texts in one call, as `paceline.drafters.ngram` says it: where the longest of the last n-grams was
-// seen most recently.
+// Prompt lookup for many texts in one call, as defined by `paceline.drafters.ngram`: the most recent occurrence of the
+// longest n-gram that ends the text.
 //
-// For each n a table of open addresses: a slot holds where the latest continuation of some n-gram begins, and the n-gram is
-// read from the text before it. So the tables hold no keys and are exact. All memory is the caller's.
+// For each n a hash table with open addressing: a slot holds the position of an n-gram's latest continuation, and the n-gram
+// is read from the text before it. So the tables hold no keys and are exact. All memory is the caller's.
 
 #pragma once
 
@@ -10,15 +10,15 @@
 
 namespace ngram {
 
-constexpr int64_t MATCH_LIMIT = 16;  // matches longer than this are not told apart
+constexpr int64_t MATCH_LIMIT = 16;  // longer matches count as this long
 
 struct Text {
     int32_t* tokens;
     int32_t* tables;              // (most - least + 1, slots), -1 where empty
     int64_t slots;                // a power of two, twice the tokens there is room for
     int64_t least, most;          // n
-    int64_t length;               // tokens taken in
-    int64_t match, start;         // what was found: tokens shared, 0 for nothing, and where the continuation begins
+    int64_t length;               // tokens indexed
+    int64_t match, start;         // the last lookup: tokens shared (0: nothing found), and position of the continuation
 };
 
 static inline uint64_t mixed(uint64_t hash, int32_t token) {
@@ -60,7 +60,7 @@ static void find(Text& text) {
         hash = mixed(hash, text.tokens[end - n]);
         if (n < text.least) continue;
         int32_t seen = *slot_of(text, n, end, hash);
-        if (seen < 0) break;  // then no longer one was seen either
+        if (seen < 0) break;  // then no longer n-gram was seen either
         start = seen;
     }
     text.match = 0;
@@ -70,7 +70,7 @@ static void find(Text& text) {
     while (text.match < most && text.tokens[start - 1 - text.match] == text.tokens[end - 1 - text.match]) text.match++;
 }
 
-// What followed; where the text ends the draft follows itself, so a repetition goes on.
+// The continuation; past the end of the text the draft continues from itself, so a repetition goes on.
 static int64_t draft(const Text& text, int64_t budget, int64_t* tokens) {
     if (!text.match) return 0;
     for (int64_t i = 0; i < budget; i++) {

@@ -1,4 +1,4 @@
-// What the rows of a pass are (paceline.models.plan.PassPlan) and what the layers' heads look like.
+// The rows of a pass (paceline.models.plan.PassPlan) and the shape of the layers' heads.
 
 #pragma once
 

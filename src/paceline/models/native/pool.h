@@ -1,10 +1,10 @@
 // Threads that share the items of one loop. An item is claimed when a thread is ready for it, and the loop ends when the
-// last item is done, not when the last thread has looked in: on a busy machine a thread the system keeps waiting costs only
-// the item it holds. (OpenMP waits for every thread at every loop; two hundred loops a token made that several times slower.)
+// last item is done, not when the last thread has arrived: on a busy machine a thread that is not scheduled delays only the
+// item it holds. (OpenMP waits for every thread at every loop; with two hundred loops a token it was several times slower.)
 //
 // The whole state of a loop is one word (its number, how many items it has, which comes next), so a late thread can never
-// claim an item of a loop it does not know. Between loops threads spin for a moment, since the next comes in microseconds,
-// and then sleep.
+// claim an item of a loop that has ended. Between loops threads spin for a moment, since the next starts within
+// microseconds, and then sleep.
 
 #pragma once
 
@@ -69,7 +69,7 @@ class Pool {
     std::condition_variable wake_;
 
     Pool() {
-        // A forked child has none of these threads, and whatever they held is locked for ever: it starts anew.
+        // A forked child has none of these threads, and locks they held stay locked: it starts with a new pool.
         pthread_atfork(nullptr, nullptr, [] { new (&instance()) Pool(Forked{}); });
     }
     struct Forked {};
@@ -95,7 +95,7 @@ class Pool {
         int worker;
     };
 
-    // False where the system grants no more threads: the work is then done by those there are.
+    // False where the system grants no more threads: the existing ones then do the work.
     bool start(int worker) {
         pthread_t thread;
         Start* arguments = new Start{this, worker};
@@ -118,7 +118,7 @@ class Pool {
         uint64_t state = state_.load(std::memory_order_acquire);
         while (next(state) < items(state) && worker < limit_.load(std::memory_order_relaxed)) {
             if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
-            // The loop cannot end before this item is done, so what it points to stands.
+            // The loop cannot end before this item is done, so its context is still valid.
             body_(context_, (long)next(state), worker);
             left_.fetch_sub(1, std::memory_order_release);
             state = state_.load(std::memory_order_acquire);

@@ -45,7 +45,7 @@ struct Product {  // native_kernels.ProductView
 
 // The right-hand sides of a product tile: where its k-th pair of vectors comes from.
 template <class T>
-struct Weights {  // streamed from memory: ask for it ahead, and further where a tile of few rows is soon through
+struct Weights {  // streamed from memory: prefetched, further ahead for tiles of few rows, which finish sooner
     const T* panel;
     template <int M>
     static constexpr long AHEAD = (M <= 4 ? 8192 : 2048) / sizeof(T);
@@ -58,7 +58,7 @@ struct Weights {  // streamed from memory: ask for it ahead, and further where a
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
 };
-struct Keys {  // a panel in L1; meanwhile the values of the same positions may be asked for, a line at a time
+struct Keys {  // a panel in L1; meanwhile the values of the same positions may be prefetched, a line at a time
     const float* panel;
     const float* const* ahead = nullptr;
     template <int>
@@ -172,7 +172,7 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
     auto compute = [=](long item) {
         const long p = item / num_chunks, row = item % num_chunks * chunk;
         const long rows = M - row < chunk ? M - row : chunk;
-        // Several tiles read the same panel: let them do it while that part of it is in L2.
+        // Several tiles read the same panel: cut it so that a part stays in L2 until all have read it.
         const long depth = rows > MT ? 2048 : K;
         float* to = out + row * N + p * NT;
         const long columns = N - p * NT < NT ? N - p * NT : NT;
@@ -184,7 +184,7 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
             output.start = to, output.start_stride = N, k = end;
         } while (k < K);
     };
-    // Neighbouring panels in one claim: what is asked for ahead of a panel's end is then the thread's own next panel.
+    // Neighbouring panels in one claim: the prefetch at a panel's end is then for the thread's own next panel.
     const long items = num_panels * num_chunks, run = items / (4 * threads) > 1 ? items / (4 * threads) : 1;
     parallel((items + run - 1) / run, threads, [=](long claim, int) {
         for (long item = claim * run; item < (claim + 1) * run && item < items; item++) compute(item);

@@ -1,8 +1,8 @@
-// One token of one row of logits, as `paceline.verify.host` draws it: temperature, min_p, top_k, top_p, then a coin against
-// cumulative p or a seed's Gumbel noise.
+// Draws one token from one row of logits, as `paceline.verify.host` does: temperature, min_p, top_k, top_p, then a coin
+// against cumulative p or a seed's Gumbel noise.
 //
-// Weights and noise are computed to float precision, not to the same last bit as there. So a token is named only where no
-// rounding could have made it another one; the few rows that come too close to a boundary are UNDECIDED and go the long way.
+// Weights and noise are computed to float precision, not to the same last bit as there. So a token is returned only where
+// rounding could not change it; the few rows too close to a boundary are UNDECIDED, and the caller draws them itself.
 
 #pragma once
 
@@ -60,14 +60,14 @@ struct Row {
     }
 };
 
-// NaN where there is one, since it wins no comparison but must not be lost.
+// The highest logit; NaN where the row holds one, which a comparison alone would skip.
 inline float highest_of(const float* logits, long size) {
     vec best = splat(-INFINITY), strange = {};
     long i = 0;
     for (; i + VL <= size; i += VL) {
         const vec x = load(logits + i);
         best = larger(x, best);
-        // 0, or NaN of NaN and of infinity; -inf is nothing strange.
+        // x - x is 0, or NaN for NaN and infinity; -inf is a valid logit.
         strange += (vec)((ivec)(x - x) & ~(ivec)(x == splat(-INFINITY)));
     }
     float most = max_lanes(best), rest = sum_lanes(strange);
@@ -84,7 +84,7 @@ inline double weight_of(const Row& row, long from, long to) {
     return sum_lanes(sum);
 }
 
-// The k-th highest; -inf where k is more than the blocks that are looked at first.
+// The k-th highest; -inf where k exceeds the number of blocks, whose maxima give the first bound.
 inline float kth_highest(const Row& row, long k, std::vector<float>& values) {
     constexpr long BLOCK = 4 * VL;
     values.clear();
@@ -96,7 +96,7 @@ inline float kth_highest(const Row& row, long k, std::vector<float>& values) {
     if (k > (long)values.size()) return -INFINITY;
     const auto higher = [](float a, float b) { return a > b; };
     std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), higher);
-    const float bound = values[k - 1];  // so many blocks have a token at or above it
+    const float bound = values[k - 1];  // k blocks have a token at or above it
     values.clear();
     for (long i = 0; i < row.size; i += VL) {
         const vec x = row.at(i);
@@ -121,7 +121,7 @@ inline void keep(const Row& row, float least, std::vector<Kept>& kept) {
     }
 }
 
-// The lowest logit top_p leaves, of what is kept (all that matters of `total`); false where rounding may decide.
+// The lowest logit that top_p keeps, among `kept` (all tokens that matter of `total`); false where rounding may decide.
 inline bool nucleus(const std::vector<Kept>& kept, float lowest, double total, double top_p, std::vector<float>& values,
                     float& least) {
     double sums[BINS] = {}, held = 0;
@@ -190,7 +190,7 @@ inline long by_seed(const Row& row, uint64_t key) {
         const vec x = row.at(i);
         const vec noise = __builtin_convertvector((ivec)token_bits(key, tokens), vec) + splat(0.25f);
         const vec units = (vec)((ivec)noise & 0x7fffffff) * splat(UNIT);
-        // Noise above g takes a unit below e^-g: all that can come near the best so far.
+        // Noise above g needs a uniform below e^-g: only such tokens can come near the best so far.
         const vec over = x - splat(bound);
         const ivec likely = units <= vexp(over < splat(0.0f) ? over : vec{}) * splat(1.01f);
         if (!any(likely)) continue;
@@ -208,7 +208,7 @@ inline long by_seed(const std::vector<Kept>& kept, float least, uint64_t key) {
     return best.said();
 }
 
-// The point and both ends of the stretch it lies in, apart by more than rounding.
+// Whether the point is further than rounding from both ends of the interval that contains it.
 inline bool clear(double before, double point, double after, double total) {
     return point - before > CLOSE * total && after - point > CLOSE * total;
 }
@@ -270,7 +270,7 @@ inline long draw_token(const float* logits, long size, const Asked& asked) {
             for (const Kept& one : kept) total += one.weight;
         } else {
             for (long i = 0; i < size; i += STRETCH) total += weight_of(row, i, std::min(i + STRETCH, size));
-            // Tokens this rare are worth less than 1 - top_p all together.
+            // Tokens below this sum to less than 1 - top_p.
             lowest = std::max((float)log((1 - asked.top_p) * total / size), -80.0f) - 0.01f;
             keep(row, lowest, kept);
         }

@@ -1,5 +1,5 @@
 // Suffix decoding for many texts in one call: the same index, places, evidence and trees as `paceline.drafters.suffix_index`
-// and `suffix_tree`, which say what they mean, operation by operation, so that all numbers are the same bits.
+// and `suffix_tree`, which document them, in the same order of operations, so that all numbers have the same bits.
 //
 // All memory is the caller's.
 
@@ -14,7 +14,7 @@ constexpr int DEPTH = 24, NUM_LEVELS = 3, LEVELS[NUM_LEVELS] = {5, 2, 1}, LIMIT 
 constexpr int COPY = 1;  // the level of two tokens
 constexpr int32_t END = -1, STRANGER = -2;
 constexpr uint64_t PRIME = 1858537381, BASE = (1ull << 32) % PRIME;
-constexpr int MOST = 2 * (NUM_LEVELS - 1) * LIMIT + 2;  // places: two levels of two texts, a copy that strayed
+constexpr int MOST = 2 * (NUM_LEVELS - 1) * LIMIT + 2;  // places: two levels of two texts, and a deviating copy
 static_assert(MOST <= 64, "sets of places are bits of a word");
 
 struct Weights {  // as `suffix_tree` has them
@@ -27,7 +27,7 @@ struct Index {
 };
 
 struct Place {
-    int64_t match, elsewhere, start;  // tokens shared, whether in the store, position of what followed
+    int64_t match, elsewhere, start;  // tokens shared, whether in the store, position of the token that followed
     double votes;
 };
 
@@ -78,7 +78,7 @@ static int occurrences(const Index& index, int level, const int32_t* tail, int64
     int64_t position = index.heads[level][hash & mask];
     for (int tries = 0; tries < 2 * LIMIT && position >= oldest && count < LIMIT; tries++) {
         int64_t slot = position & mask;
-        if (slot <= DEPTH) slot += rows;  // what is before the longest match is looked at too
+        if (slot <= DEPTH) slot += rows;  // the token before the longest match is read too
         int64_t match = 0;
         while (index.text[slot - 1 - match] == tail[match]) match++;
         if (match >= n) found[count++] = {position, match};
@@ -87,7 +87,7 @@ static int occurrences(const Index& index, int level, const int32_t* tail, int64
     return count;
 }
 
-// -- what the last tokens foretell
+// -- places that vote for the next token
 
 static void append(Row& row, const int64_t* tokens, int64_t count) {
     if (row.own) extend(*row.own, tokens, count);
@@ -117,7 +117,7 @@ static void collect(Row& row, const Index* index, int64_t elsewhere, int first, 
         row.places[row.count++] = {all[i].match, elsewhere, all[i].position, votes * (double)(1ll << all[i].match)};
 }
 
-// Where the text may go on with what it copied until the last token.
+// Positions where a copy that deviated at the last token may continue.
 static void add_strayed(Row& row, const Weights& weights, double left) {
     const Index& index = *row.own;
     Found found[LIMIT];
@@ -133,7 +133,7 @@ static void add_strayed(Row& row, const Weights& weights, double left) {
 
 static void find(Row& row, const Index* store, const Weights& weights) {
     row.count = 0;
-    for (int first = 0; first < 2 && !row.count; first++) {  // a long context first; or else all there are
+    for (int first = 0; first < 2 && !row.count; first++) {  // a long context first; if none is found, all places
         int last = first ? NUM_LEVELS - 1 : 0;
         collect(row, row.own, 0, first, last, 1.0);
         collect(row, store, 1, first, last, weights.elsewhere);
@@ -187,7 +187,7 @@ struct Tree {
         return size++;
     }
 
-    // Of the path to a node the token at `depth`.
+    // The token at `depth` on the path to a node.
     int64_t above(int64_t node, int64_t depth) const {
         while (depths[node] > depth) node = parents[node];
         return tokens[node];
@@ -206,7 +206,7 @@ static double votes_of(const Row& row, uint64_t places) {
     return total;
 }
 
-// How many tokens from `depth` on follow all places alike, of those that are likely; none where they lie in different texts.
+// How many likely tokens from `depth` on follow all places alike; 0 where the places lie in different texts.
 static int64_t agreed(const Row& row, uint64_t places, int64_t depth, double probability, int64_t room, const Index* store,
                       const Weights& weights, const int32_t** tokens) {
     const Place& first = row.places[__builtin_ctzll(places)];

@@ -1,6 +1,6 @@
 // Vectors of VL floats, one source for AVX-512, AVX2, NEON and a baseline.
 //
-// Multiply-adds are fused by hand (madd) and the compiler is told not to fuse any itself (-ffp-contract=off): two
+// Multiply-adds are fused by hand (madd) and the compiler must not fuse any itself (-ffp-contract=off): two
 // instantiations of one template must not round differently.
 
 #pragma once
@@ -28,7 +28,7 @@ constexpr int VL = 4, MT = 6;
 #endif
 constexpr long NT = 2 * VL;   // columns of a panel
 constexpr long SPLIT = 256;   // positions of an attention split; a multiple of NT for every VL
-constexpr long SCORES = SPLIT + 16;  // a row of scores; a power of two apart, rows would fight over cache sets
+constexpr long SCORES = SPLIT + 16;  // a row of scores; with a stride of a power of two, rows would map to the same cache sets
 constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
 constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
 

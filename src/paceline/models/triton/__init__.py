@@ -1,1 +1,1 @@
-"""The CUDA kernels, one file per idea. Only `models.triton_kernels` imports them: triton is not everywhere."""
+"""The CUDA kernels, one file per idea. Only CUDA code imports them: triton is not installed everywhere."""

@@ -1,8 +1,8 @@
-"""From one pass of a chain to the next without the host: a token of each row becomes its next row, the most probable
-one or one chosen before.
+"""From one pass of a chain to the next without the host: each row's most probable token, or one picked before, becomes
+its row in the next pass.
 
 Position, slot and reach of a row advance with it. A row at the end of its blocks stays there and writes no K/V: its
-later tokens are useless and harmless, since drafts are verified.
+later tokens are arbitrary but harmless, since drafts are verified.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -43,7 +43,7 @@ def advance_rows(
     into: Placed,
 ) -> None:
     """Write column `depth` of `drafted` (R, K) from the logits of a pass with `each` rows a sequence, and place these
-    tokens as the next pass, one row a sequence. `chosen` (R,): tokens that were drawn already."""
+    tokens as the next pass, one row a sequence. `chosen` (R,): tokens that were picked already."""
     plan = into.plan
     _advance[(len(drafted),)](
         logits, logits.stride(0), logits.shape[1], chosen, drafted, drafted.shape[1], depth, known, len(drafted),

@@ -1,10 +1,10 @@
 """Paged attention for prefill chunks, decodes and token trees in one batch, with one order of summation.
 
-A row sees the logical keys [0, reach). They are cut into blocks of 64 keys, blocks into chunks of 8 (of 4 early in the
-context, so that a short one fills the chip too). Every block gives a softmax of its own (maximum, sum, weighted
-values); blocks are folded in order into their chunk, chunks in order into the result, always by the same arithmetic. So
-a row's bits are a function of the keys it sees alone, while the work can be cut where it suits the batch: a
-program may take a block, a chunk or everything.
+A row sees the logical keys [0, reach). They are divided into blocks of 64 keys, and blocks grouped into chunks of 8 (of
+4 early in the context, so that a short one fills the GPU too). Every block gives a softmax of its own (maximum, sum,
+weighted values); blocks are folded in order into their chunk, chunks in order into the result, always by the same
+arithmetic. So a row's bits are a function of its keys alone, while the work can be divided to suit the batch: a program
+may take a block, a chunk or the whole context.
 
 Rows of one sequence share a tile and read keys through the block table. A tree node's last blocks, from the one its
 committed context ends in, hold its own ancestors: they are read by explicit slots, one program per node, and folded in
@@ -61,7 +61,7 @@ class Workspace:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a captured graph points into: it must keep them, for a larger pass replaces them here."""
+        """Tensors that a captured graph points into and must keep alive: a larger pass replaces them here."""
         return list(self._buffers.values())
 
 
@@ -94,7 +94,7 @@ def attention(
     wide = cache.k.numel() > MOST_INT
     if not division.direct and window is None and pipelines(q):
         tile, all_tiles, splits = max(division.tile, TILE), division.num_tiles * kv_heads, division.splits
-        if 4 * all_tiles <= pipelined.PROGRAMS:  # few: all programs at once, none waits for another to end
+        if 4 * all_tiles <= pipelined.PROGRAMS:  # few: all programs run at once, none waits for another to end
             splits = pipelined.PROGRAMS // all_tiles
         pipelined.attend_pipelined[(splits, all_tiles)](
             *(q, cache.k, cache.v, plan.sequence, plan.prefix, plan.reach),
@@ -141,7 +141,7 @@ def attention(
 
 
 def pipelines(q: Tensor) -> bool:
-    """Whether `attend_pipelined` serves such numbers on such a device."""
+    """Whether `attend_pipelined` supports this dtype on this device."""
     return (
         pipelined is not None
         and not INTERPRETED

@@ -1,16 +1,16 @@
 """A small model's greedy continuation, token after token, in one launch.
 
-At one row a pass over a small model is some 270 kernels of two microseconds each, and its weights would take a tenth of
-that to read. Here one program sits on every multiprocessor and stays: it computes its share of the columns of every
-product, hands them to the others through memory and goes on to the next stage. The weights of the next layer are on
-their way into registers meanwhile.
+At one row a pass over a small model is some 270 kernels of two microseconds each, while reading its weights would take
+a tenth of that. Here one persistent program runs on every multiprocessor: it computes its share of the columns of every
+product, passes them to the other programs through memory and goes on to the next stage. Meanwhile the weights of the
+next layer are loaded into registers.
 
-Every number travels in one 8-byte word with the tag of its layer, and a program that needs it reads until the tag is
-there: a stage waits for one trip through memory. A word is written again a whole layer later, and no program gets there
-before all others have read it, since every stage needs, directly or through the stages between, all that the stage
-before wrote. Waiting is bounded: a program that has read too often sets `state[0]`, and all programs leave.
+Every number is written as one 8-byte word with the tag of its layer, and a program that needs it polls until the tag is
+there: a stage waits for one round trip through memory. A word is overwritten a whole layer later, and no program gets
+there before all others have read it, since every stage needs, directly or through the stages between, all that the
+stage before wrote. Waiting is bounded: a program that has polled too often sets `state[0]`, and all programs return.
 
-Sums are split otherwise than in a pass by the other kernels, so bits differ: good for drafts, which are checked.
+Sums are split differently than in a pass by the other kernels, so bits differ: fit for drafts, which are verified.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOOKS = 1 << 20  # at a word before giving up: some tenths of a second
-GLANCE = 1024  # looks between two glances at whether others gave up
+LOOKS = 1 << 20  # polls of a word before giving up: some tenths of a second
+GLANCE = 1024  # polls between two checks whether other programs gave up
 STATE = 32  # ints before the tokens; [0]: a program gave up
 UNIT = tl.constexpr(128)  # pairs of columns a warp multiplies at a time
 
@@ -61,7 +61,7 @@ def look_registers(arrays: int, pack: int) -> str:
 
 @triton.constexpr_function
 def pack_of(count: int, warps: int) -> int:
-    """Words of an array that one thread looks at together."""
+    """Words of an array that one thread polls together."""
     return max(1, min(8, count // (32 * warps)))
 
 
@@ -89,7 +89,7 @@ def _fence(state, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def _hand_over(places, value, inside, tag, PROGRAMS: tl.constexpr):
-    """Publish fp32 values, or 32 bits. Every thread that has a value writes it: choosing one of them takes longer."""
+    """Publish fp32 values, or 32 bits. Every thread that holds a value writes it: electing one would take longer."""
     bits = value.to(tl.int32, bitcast=True)
     if PROGRAMS == 1:
         word = (tl.cast(tag, tl.int64) << 32) | bits.to(tl.uint32, bitcast=True).to(tl.int64)
@@ -112,7 +112,7 @@ def _look(places, tag, state, COUNT: tl.constexpr, PROGRAMS: tl.constexpr, WARPS
         given_up = state.to(tl.int64)
         again = tag
         bits = tl.inline_asm_elementwise(asm, registers, [places, tag, given_up], tl.int32, is_pure=False, pack=PACK)
-        # A loop that is never entered: without it the compiler would look again wherever it needs another layout.
+        # A loop that is never entered: without it the compiler would poll again wherever it needs another layout.
         while again < 0:
             bits = tl.inline_asm_elementwise(
                 asm, registers, [places, tag, given_up], tl.int32, is_pure=False, pack=PACK
@@ -152,7 +152,9 @@ def _rows_of(pairs, at, first, count, COLUMNS: tl.constexpr, CHUNKS: tl.constexp
     pair = tl.arange(0, CHUNKS)[None, :, None] * UNIT + tl.arange(0, UNIT)[None, None, :]
     inside = (lane < count) & (pair < COLUMNS // 2)
     place = pairs + at + (first + lane) * (COLUMNS // 2) + pair
-    return tl.load(place, mask=inside, other=0, cache_modifier=".cg")  # the L1 cache is for what is read in every layer
+    return tl.load(
+        place, mask=inside, other=0, cache_modifier=".cg"
+    )  # the L1 cache is kept for data read in every layer
 
 
 @triton.jit
@@ -169,7 +171,7 @@ def _unpacked(pair):
 
 @triton.jit
 def _row(place, tag, state, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr):
-    """(1, CHUNKS, 2 * UNIT) bits of the columns of a row that others published; 0 beyond the last."""
+    """(1, CHUNKS, 2 * UNIT) bits of the columns of a row that all programs published; 0 beyond the last."""
     column = tl.arange(0, CHUNKS)[None, :, None] * (2 * UNIT) + tl.arange(0, 2 * UNIT)[None, None, :]
     inside = column < COLUMNS
     bits = _look(place + tl.where(inside, column, 0), tag, state, CHUNKS * 2 * UNIT, PROGRAMS, WARPS)
@@ -185,7 +187,7 @@ def _product(row, rows):
 
 @triton.jit
 def _twin_bits(value, normed):
-    """Two bf16 in 32 bits: a column of the residual stream, and what the norm makes of it but for the row's factor."""
+    """Two bf16 in 32 bits: a column of the residual stream, and its normed value without the row's factor."""
     low = value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
     high = normed.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
     return ((high << 16) | low).to(tl.int32, bitcast=True)
@@ -215,7 +217,7 @@ def _keys(
     slot = ((page * BLOCK_SIZE + key % BLOCK_SIZE) * KV + kv_head) * (2 * HALF)
     at = slot[:, None] + tl.arange(0, HALF)[None, :]
     there = there[:, None]
-    # Past the L1 cache, which does not see what other multiprocessors write.
+    # Bypass the L1 cache, which is not coherent with writes of other multiprocessors.
     k_low = tl.load(weights + k_at + at, mask=there, other=0.0, cache_modifier=".cg")
     k_high = tl.load(weights + k_at + HALF + at, mask=there, other=0.0, cache_modifier=".cg")
     v_low = tl.load(weights + v_at + at, mask=there, other=0.0, cache_modifier=".cg")
@@ -227,9 +229,9 @@ def _keys(
 def _cut(item, items, starts, lasts, step, splits, KV: tl.constexpr, KEYS: tl.constexpr):
     """Row, K/V head and split of an item of attention; the row's context, [begin, end) of it, and splits in use.
 
-    Where there is no such item, nothing of some row's.
+    Where there is no such item, an empty range of some row.
     """
-    split = splits - 1 - item % splits  # the first comes last: it adds up the others
+    split = splits - 1 - item % splits  # the first split comes last: it sums the others
     row = tl.minimum(item, items - 1) // (splits * KV)
     context = tl.minimum(tl.load(starts + row) + step, tl.load(lasts + row))  # its own position too
     blocks = (context + KEYS - 1) // KEYS
@@ -257,10 +259,10 @@ def _attend(
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One K/V head of one row over one split of its context, whose first keys and values are here already; the first
-    split also takes in the token itself.
+    """One K/V head of one row over one split of its context, whose first keys and values are already loaded; the first
+    split also includes the token itself.
 
-    Weights are relative to the token's own score, which every split knows, so that splits simply add up.
+    Weights are relative to the token's own score, which every split computes, so that splits can simply be summed.
     """
     HALF: tl.constexpr = DIM // 2
     HEADS: tl.constexpr = KV * GROUP
@@ -280,7 +282,7 @@ def _attend(
         a, b = _look_twice(at, at + HALF, tag, state, 16 * HALF, PROGRAMS, WARPS)
         low = a * c - b * s
         high = b * c + a * s
-        # Products of the tile with itself are faster than taking the key and the value out of it.
+        # Products of the tile with itself are faster than extracting the key and the value from it.
         dtype: tl.constexpr = weights.dtype.element_ty
         q_low = low.to(dtype)
         q_high = high.to(dtype)
@@ -337,7 +339,7 @@ def _merge(
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """All splits of a row's K/V head added up."""
+    """The sum of all splits of a row's K/V head."""
     ATTENDED: tl.constexpr = KV * GROUP * DIM
     split = tl.arange(0, SPLITS)[:, None]
     WIDE: tl.constexpr = power_of_two(GROUP) * DIM
@@ -356,8 +358,8 @@ def _merge(
 
 @triton.jit
 def chain(
-    state,  # int32: STATE, the tokens drafted (ROWS, MOST), then what the host writes: see `_Buffers.fill`
-    table,  # (LAYERS + 1, 8) int64: where weights and caches lie, in elements from `weights`; last what is no layer's
+    state,  # int32: STATE, the tokens drafted (ROWS, MOST), then the host's input: see `_Buffers.fill`
+    table,  # (LAYERS + 1, 8) int64: where weights and caches lie, in elements from `weights`; last those of no layer
     weights,  # the head (VOCAB, HIDDEN)
     pairs,  # the same as integers, two elements each
     cos,
@@ -469,7 +471,7 @@ def chain(
             o_at = tl.multiple_of(tl.load(following + 2) // 2, 4)
             g_at = tl.multiple_of(tl.load(following + 4) // 2, 4)
             d_at = tl.multiple_of(tl.load(following + 5) // 2, 4)
-            item = PROGRAMS - 1 - pid  # of attention: those with the least to do elsewhere come first
+            item = PROGRAMS - 1 - pid  # of attention: programs with the least other work come first
             k_low, k_high, v_low, v_high = _first_keys(
                 item, items, starts, lasts, tables, weights, k_at, v_at, step, splits, table_width,
                 KV, DIM, KEYS, BLOCK_SIZE,
@@ -498,7 +500,7 @@ def chain(
                         sin, qkv, sums, totals, attended, state, step, splits, table_width, log2_scale, tag,
                         KV, GROUP, DIM, KEYS, BLOCK_SIZE, SPLITS, PROGRAMS, WARPS,
                     )  # fmt: skip
-            # What attention adds to the residual stream, of which this program has its own columns.
+            # Attention's output, added to this program's columns of the residual stream.
             for row in range(rows):
                 x = tl.load(residual + row * HIDDEN + at_h, volatile=True)
                 bits = _row(attended + row * ATTENDED, tag, state, ATTENDED, CHUNKS_A, PROGRAMS, WARPS)
@@ -534,7 +536,7 @@ def chain(
             if step >= first_head:
                 w = _rows_of(pairs, 0, tl.cast(pid * TILE_V, tl.int64), VOCAB - pid * TILE_V, HIDDEN, CHUNKS_H, TILE_V)
                 bits = _row(x_mlp + row * HIDDEN, tag, state, HIDDEN, CHUNKS_H, PROGRAMS, WARPS)
-                x = _normed(bits)  # but for the row's factor, which changes no order
+                x = _normed(bits)  # without the row's factor, which does not change the argmax
                 for first in range(pid * TILE_V, VOCAB, PROGRAMS * TILE_V):
                     beyond = first + PROGRAMS * TILE_V
                     following_w = _rows_of(

@@ -1,9 +1,9 @@
 """Accepted paths of token trees moved into place in every layer: one launch, and the host need not know the paths.
 
 The node accepted at depth d (counted from 0) moves to the slot of node d. Nodes come after their ancestors, so it is
-node d itself, which stays, or a later one. Hence depths in ascending order read nothing that was written: the slots
-written before are those of nodes below d. What is read may be written at a later depth, and the barrier keeps the
-threads of a program together until then. No two programs share an element.
+node d itself, which stays, or a later one. Hence, in ascending order of depth, no slot is read after it was written:
+the slots written before are those of nodes below d. A slot that is read may be written at a later depth; a barrier
+separates the two. No two programs share an element.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 MOST = 1024  # elements of a slot that one program moves
-WARP = 256  # of them, that are one warp's
+WARP = 256  # elements of one warp
 
 
 def compact(storage: Tensor, nodes: Tensor, path: Tensor) -> None:
@@ -30,7 +30,7 @@ def compact(storage: Tensor, nodes: Tensor, path: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["width", "depth"])
 def _compact(storage, plane, nodes, width, path, depth, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program has some elements of K or V of one layer, of one sequence's slots."""
+    """A program moves some elements of K or V of one layer, for one sequence."""
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     elements = storage + tl.program_id(1).to(tl.int64) * plane + at
     nodes += tl.program_id(0) * width

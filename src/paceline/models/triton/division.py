@@ -1,7 +1,7 @@
-"""How the work of attention is cut: contexts into blocks and chunks of keys, rows into tiles, both dealt to programs.
+"""How the work of attention is divided: contexts into blocks and chunks of keys, rows into tiles, assigned to programs.
 
-Where a sum is cut is a property of the position alone (KEYS, EARLY, CHUNK), for bits depend on it; all else may follow
-the batch.
+Where a sum is split depends on the position alone (KEYS, EARLY, CHUNK), for bits depend on it; everything else may
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ HEADER = 4  # ints before the tiles: width of the block tables, whether a unit i
 KEYS = 64  # of a block
 EARLY = 16  # blocks, in chunks of half the size
 CHUNK = 8  # blocks
-SPLIT_BLOCKS = 40  # a pass of no more blocks than this, over all its tiles of 64 rows, is cut block by block
+SPLIT_BLOCKS = 40  # a pass of no more blocks than this, over all its tiles of 64 rows, is divided block by block
 PROGRAMS = 512  # about four for every multiprocessor
 MOST_SPLITS = 68
-NARROW = 16  # q rows of a tile where every sequence has one token: more of them are cut block by block
+NARROW = 16  # q rows of a tile where every sequence has one token; with more, the pass is divided block by block
 TILE = 64
-WIDE_FROM = 64  # q rows of a sequence: more take tiles of twice as many
+WIDE_FROM = 64  # q rows of a sequence; with more, tiles have twice as many rows
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the work of a pass is cut: these numbers shape the kernels' grids. What changes from pass to pass (`Work`) is
-    read from memory, so one division serves many passes and a captured graph all of its own."""
+    """How the work of a pass is divided: these numbers shape the kernels' grids. What changes from pass to pass
+    (`Work`) is read from memory, so one division serves many passes, among them all replays of a captured graph."""
 
     tile: int  # q rows (tokens x heads of a group) of a tile
     num_tiles: int
-    direct: bool  # a program walks all of its tile's context, and there is nothing to merge
-    units: int  # parts a row's context may be cut into
+    direct: bool  # a program reads all of its tile's context, and nothing is merged
+    units: int  # parts a row's context may be divided into
     tails: int  # blocks at the end of a tree node's context that are its own
-    splits: int  # programs a tile's units are dealt out to
+    splits: int  # programs that share a tile's units
 
     @staticmethod
     def of(num_tiles: int, tile: int, path_width: int, kv_heads: int, max_len: int) -> Division:
-        """`max_len`: of the longest context these grids and their scratch are to serve."""
+        """`max_len`: the longest context for which these grids and their scratch are sized."""
         blocks = max(-(-max_len // KEYS), 1)
         direct = path_width == 0 and num_tiles * kv_heads >= PROGRAMS // 4
         units = 1 if direct else max(chunks_of(blocks), min(blocks, SPLIT_BLOCKS // max(num_tiles * tile // 64, 1)))
@@ -50,14 +50,14 @@ class Division:
         return Division(tile, num_tiles, direct, units, tails, splits)
 
     def header(self, max_len: int, table_width: int) -> list[int]:
-        """What the kernels read of a pass beside its tiles, HEADER ints."""
+        """HEADER ints that the kernels read beside the tiles."""
         blocks = -(-max_len // KEYS)
         by_block = blocks * self.num_tiles * self.tile // 64 <= SPLIT_BLOCKS
         return [table_width, int(by_block), blocks if by_block else chunks_of(blocks), 0]
 
 
 def chunks_of(blocks: int) -> int:
-    """Of as many blocks: how many chunks."""
+    """The number of chunks of so many blocks."""
     half = CHUNK // 2
     return -(-min(blocks, EARLY) // half) + -(-max(blocks - EARLY, 0) // CHUNK)
 
@@ -69,7 +69,7 @@ class Work:
 
 
 def work_of(plan: PassPlan, group: int, kv_heads: int) -> Work:
-    """The work of a pass whose plan may lie on the device: it is read back."""
+    """The work of a pass; a plan on the device is read back."""
     tile, begin, count = tiles_of(plan.sequence.cpu().numpy(), group)
     division = Division.of(len(begin), tile, plan.path.shape[1], kv_heads, plan.max_len)
     header = division.header(plan.max_len, plan.block_tables.shape[1])
@@ -97,7 +97,7 @@ def tiles_of(sequence: np.ndarray[Any, Any], group: int) -> tuple[int, np.ndarra
 
 
 def tile_of(longest: int, runs: int, group: int) -> tuple[int, int]:
-    """For so many runs of rows of one sequence each, with so many in the longest: q rows of a tile, and rows."""
+    """q rows of a tile, and its rows, for `runs` runs of rows of one sequence each, the longest of `longest` rows."""
     tile = TILE if longest * group <= WIDE_FROM else 2 * TILE
     if longest == 1 < runs and group <= NARROW:
         tile = NARROW

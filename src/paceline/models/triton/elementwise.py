@@ -16,9 +16,9 @@ from paceline.models.triton.launch import overlapped, release, wait
 
 
 def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
-    """x += added in place where there is something to add; returns the normed rows.
+    """x += added in place, where given; returns the normed rows.
 
-    `added` may be the segments of a product, (S, M, H) in fp32: their sum in order, rounded as x is, is what is added.
+    `added` may be the segments of a product, (S, M, H) in fp32: their sum in order, rounded as x is, is added.
     """
     rows, hidden = x.shape
     assert x.is_contiguous()
@@ -93,7 +93,7 @@ def _rms_norm(
     elif ADD:
         value += tl.load(added + row + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        value = value.to(x.dtype.element_ty).to(tl.float32)  # what the residual stream keeps is what is normed
+        value = value.to(x.dtype.element_ty).to(tl.float32)  # norm the rounded value, as stored in the residual stream
         tl.store(x + row + column, value.to(x.dtype.element_ty), mask=inside)
     value = value * tl.rsqrt(tl.sum(value * value) / hidden + eps)
     tl.store(out + row + column, (value * scale).to(out.dtype.element_ty), mask=inside)

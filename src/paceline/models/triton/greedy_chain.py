@@ -1,4 +1,4 @@
-"""The host's side of `chain`: which models it serves, how their work is cut, and one packed copy to the device."""
+"""The host's side of `chain`: the models it supports, how their work is divided, and one packed copy to the device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from paceline.models.triton.launch import INTERPRETED
 
 HEADER = 8  # ints
 MOST_TAG = 1 << 30
-MOST_HELD = 128 << 10  # bytes of a layer's weights that a program can have in registers, beside all else
+MOST_HELD = 128 << 10  # bytes of a layer's weights that a program can hold in registers
 ALIGNED = 16  # bytes
-LOOK_EVERY = 16  # drafts: whether one has failed, which is asked in passing; those since then may be worth nothing
+LOOK_EVERY = 16  # drafts between two copies of the failure flag; after a failure, drafts until then are arbitrary
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a launch is cut. As measured on an H200."""
+    """How a launch is divided; the best values measured on an H200."""
 
     rows: int = 3  # at most: beyond, ordinary passes are as fast
     warps: int = 8
@@ -46,7 +46,7 @@ class ChainFailed(RuntimeError):
 
 
 def served(weights: Weights, config: ModelConfig, programs: int) -> bool:
-    """Small Llamas without ornaments, in one dtype throughout."""
+    """Small Llamas without biases, head norms or windows, in one dtype throughout."""
     plain = not (config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm or any(config.windows))
     return (
         plain
@@ -61,7 +61,7 @@ def served(weights: Weights, config: ModelConfig, programs: int) -> bool:
 
 @dataclass(frozen=True)
 class Share:
-    """What one program has of a layer: rows of each weight, filled up to powers of two, in chunks of their columns."""
+    """One program's share of a layer: rows of each weight, padded to powers of two, in chunks of their columns."""
 
     qkv_rows: int
     hidden_rows: int
@@ -95,7 +95,7 @@ class Share:
 
 
 class TritonChain:
-    """A model's weights and caches, ready to be continued."""
+    """A chain bound to a model's weights and caches."""
 
     warm = True
 
@@ -142,10 +142,10 @@ class TritonChain:
 
     def check(self) -> None:
         if self._buffers.failed:
-            raise ChainFailed("programs waited for each other in vain")
+            raise ChainFailed("a program waited too long for another's result")
 
     def launch(self) -> None:
-        """With the buffers' content; before they are filled that is no step, and the launch only compiles."""
+        """Launch with the buffers' content; before they are filled it has no steps, and the launch only compiles."""
         config, cut, programs = self._config, self._cut, self._programs
         share = Share.of(config, programs, cut)
 
@@ -171,7 +171,7 @@ class _Buffers:
     ) -> None:
         self._cut, self._programs, self._kv, self._block_size = cut, programs, config.num_kv_heads, block_size
         self._out = STATE + cut.rows * MAX_K
-        self._tables = HEADER + cut.rows * (3 + READ)  # begin of the block tables in what the host writes
+        self._tables = HEADER + cut.rows * (3 + READ)  # begin of the block tables in the host's input
         size = self._out + self._tables + cut.rows * -(-longest // block_size)
         self.state = torch.zeros(size, dtype=torch.int32, device=like.device)
         on_device = like.device.type == "cuda"
@@ -220,7 +220,7 @@ class _Buffers:
             )
 
     def drafted(self, rows: Sequence[ChainRow]) -> Tensor:
-        if self._drafts % LOOK_EVERY == 0:  # a copy to the host; once one has failed, all do at once
+        if self._drafts % LOOK_EVERY == 0:  # copy the flag to the host; after a failure all launches fail
             self._failed.copy_(self.state[:1], non_blocking=True)
         self._drafts += 1
         tokens = self.state[STATE : self._out].view(self._cut.rows, MAX_K)
@@ -251,7 +251,7 @@ def _begin(committed, width, accepted, known, rows, state, ROWS: tl.constexpr, R
 
 
 def _offset(tensor: Tensor, base: Tensor) -> int:
-    """In elements from the base's first: how the kernel finds all weights and caches from one pointer."""
+    """Offset in elements from the base: the kernel addresses all weights and caches from one pointer."""
     apart = tensor.data_ptr() - base.data_ptr()
     if not tensor.is_contiguous() or tensor.dtype != base.dtype or apart % ALIGNED:
         raise ValueError("weights and caches must be contiguous, aligned and of one dtype")

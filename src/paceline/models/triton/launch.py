@@ -1,10 +1,10 @@
-"""What all Triton kernels share: overlapping a kernel's start with the end of the one before it.
+"""Common parts of all Triton kernels: overlapping a kernel's start with the end of the one before it.
 
-With programmatic dependent launch a kernel's programs may already sit on the chip while the kernel before finishes.
-`wait` comes before the first read of anything another kernel wrote, so completion is transitive along the stream: what
-a kernel waited for is over once that kernel is. Meanwhile a small weight is fetched into the L2 cache: a small model's
-kernels wait for memory, not for its bandwidth. (A large one was tried too, before the wait and from the small kernels
-between products: slower by 1 to 9 %.)
+With programmatic dependent launch a kernel's programs may start while the kernel before is still finishing. `wait`
+comes before the first read of anything another kernel wrote, so completion is transitive along the stream: once a
+kernel is done, so are all it waited for. Before the wait a small weight is fetched into the L2 cache: a small model's
+kernels are bound by memory latency, not by bandwidth. (Prefetching large weights was tried too, before the wait and
+from the small kernels between products: slower by 1 to 9 %.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def release(OVERLAP: tl.constexpr):
 
 @triton.jit
 def fetch(lines):
-    """Ask for lines of memory, so that they are in the L2 cache once they are needed."""
+    """Prefetch lines of memory into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -44,10 +44,10 @@ def unfused() -> dict[str, bool]:
 
 
 def overlapped(enabled: bool) -> dict[str, bool]:
-    """Launch options: the interpreter knows none."""
+    """Launch options; none for the interpreter."""
     return {"OVERLAP": True, "launch_pdl": True} if enabled and not INTERPRETED else {"OVERLAP": False}
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs can run at the same time for certain; the interpreter runs one."""
+    """How many programs are certain to run at the same time; the interpreter runs one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

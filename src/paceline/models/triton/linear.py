@@ -2,10 +2,10 @@
 
 Every output adds k = 0..15, 16..31, ... in that order in fp32, whatever the tile: the tensor cores take 16 of k at a
 time into the same accumulator. A deep and narrow weight is summed in two segments of k, added at the end: that is a
-property of the weight, not of the pass, so programs of their own may take them when rows are few. So a row's bits
-depend neither on the rows beside it nor on how many there are. Up to 64 rows share one tile and a pass costs about the
-time to read the weights; more rows take larger tiles, up to 192 rows of them. Which operand is the left one makes no
-difference either, nor does the way it comes: by pointers, or through the copy engine in boxes.
+property of the weight, not of the pass, so separate programs may compute them when rows are few. So a row's bits depend
+neither on the rows beside it nor on their number. Up to 64 rows share one tile and a pass costs about the time to read
+the weights; more rows take larger tiles, of up to 192 rows. Bits do not depend on which operand is the left one either,
+nor on how it is loaded: by pointers, or in boxes through the copy engine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from paceline.models.triton.launch import fetch, overlapped, release, wait
 from paceline.models.weights import Linear
 
 FEW_ROWS = 64
-SMALL = 1 << 22  # a weight of no more numbers is asked for before the kernel before is over
+SMALL = 1 << 22  # a weight of no more numbers is prefetched before the previous kernel is done
 MULTIPROCESSORS = 132
-EARLY_ROWS = 192  # of more, large products let nothing start early: what does crowds on the multiprocessors left idle
-APART_ROWS = 256  # up to so many, segments are summed by programs of their own
+EARLY_ROWS = (
+    192  # with more, large products let no kernel start early: its programs would crowd on idle multiprocessors
+)
+APART_ROWS = 256  # up to so many, segments are summed by separate programs
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Tile:
     warps: int
     stages: int
     swapped: bool = False  # weights are the tensor cores' left operand, so that few rows need a narrow tile only
-    boxes: bool = False  # both operands come through the copy engine
+    boxes: bool = False  # both operands are loaded by the copy engine
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -49,7 +51,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a product of q, k and v needs to rotate q and k, and to write k and v where they belong."""
+    """What a product of q, k and v needs to rotate q and k, and to write k and v to the cache."""
 
     positions: Tensor  # (M,)
     slots: Tensor  # (M,)
@@ -116,7 +118,7 @@ def linear(
 
 
 def _box(weight: Tensor, tile: Tile, gated: bool, dim: int, kv_heads: int) -> TensorDescriptor:
-    """A tile's rows of the weight, in the order the kernel wants them: (..., 2, BK) where they come in pairs."""
+    """A tile's rows of the weight, in the kernel's order: (..., 2, BK) where rows are paired."""
     n, k = weight.shape
     if gated:
         return TensorDescriptor(weight, [n // 2, 2, k], [k, n // 2 * k, 1], [tile.n // 2, 2, tile.k])
@@ -144,7 +146,7 @@ def add_segments(
 
 @functools.cache
 def segments_of(n: int, k: int) -> int:
-    """Parts of k that are summed apart and then added in order: few and long rows alone would not fill the chip."""
+    """Parts of k that are summed separately and then added in order: few long rows alone would not fill the GPU."""
     return 2 if n <= 4096 <= k and k % 128 == 0 else 1
 
 
@@ -167,8 +169,8 @@ def tile_for(rows: int, n: int, k: int, itemsize: int) -> Tile:
 
 
 def _many_rows(rows: int, n: int, k: int) -> Tile:
-    """A row too many for a tile costs as much as a tile of them, so tiles of 192 serve up to 192 and 384."""
-    if n < 4096 and triton.cdiv(rows, 128) * triton.cdiv(n, 128) < 64:  # not half of the chip
+    """A row beyond a full tile costs as much as another tile, so tiles of 192 are used up to 192 and 384 rows."""
+    if n < 4096 and triton.cdiv(rows, 128) * triton.cdiv(n, 128) < 64:  # less than half of the GPU
         return Tile(FEW_ROWS, 32, _divisor(k, 128), 4, 4)
     thrice = 128 < rows <= 192 or 256 < rows <= 384
     if n >= 16384:
@@ -183,7 +185,7 @@ def _many_rows(rows: int, n: int, k: int) -> Tile:
 
 
 def _even(rows: int, n: int, k: int) -> Tile:
-    """Tiles of 256 columns are faster, unless they leave multiprocessors idle for longer at the end."""
+    """Tiles of 256 columns are faster, unless they leave more multiprocessors idle at the end."""
     waves = [triton.cdiv(triton.cdiv(rows, 128) * triton.cdiv(n, columns), MULTIPROCESSORS) for columns in (128, 256)]
     if n >= 32768 or 2 * waves[1] <= waves[0]:
         return _boxes(128, 256, k, 64, 8, 4)
@@ -195,7 +197,7 @@ def _boxes(m: int, n: int, k: int, step: int, warps: int, stages: int) -> Tile:
 
 
 def _divisor(k: int, most: int) -> int:
-    """The largest step that divides k, so that no load needs a mask; 32, and a mask where that does not either."""
+    """The largest step that divides k, so that no load needs a mask; 32, with a mask, if none does."""
     while most > 32 and k % most:
         most //= 2
     return most
@@ -314,11 +316,11 @@ def _linear(
     tl.static_assert(MORE == 0 or SEGMENTS == 1 or APART)
     column = tl.arange(0, BN)
     ROTATED: tl.constexpr = KV_HEADS > 0
-    if GATED:  # gate and up of one output stand side by side, so that one thread holds both
+    if GATED:  # gate and up of one output are adjacent, so that one thread holds both
         lane = block_n * (BN // 2) + column // 2
         inside = lane < n // 2
         at_n = tl.where(inside, lane + (column % 2) * (n // 2), 0).to(tl.int64)
-    elif ROTATED:  # so do the two lanes of a head that are rotated together
+    elif ROTATED:  # likewise the two lanes of a head that are rotated together
         lane = block_n * (BN // 2) + column // 2
         inside = lane < n // 2
         at_n = lane // (DIM // 2) * DIM + lane % (DIM // 2) + (column % 2) * (DIM // 2)
@@ -363,7 +365,7 @@ def _linear(
     if ROTATED:
         if BIASED:
             total += tl.load(bias + at_n).to(tl.float32)[None, :]
-        if BM > 64:  # they would have taken too many registers meanwhile
+        if BM > 64:  # loaded late to save registers
             c, s = tl.load(cos + angle), tl.load(sin + angle)
         turn(total, at_m, used, slot, pair, c, s, out, k_cache, v_cache, n, DIM, KV_HEADS)
     else:

@@ -1,4 +1,4 @@
-"""The states of a row's blocks or chunks, and of its tail, folded in order into what attention gives."""
+"""The states of a row's blocks or chunks, and of its tail, folded in order into the result of attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stored(sums, stats, part, there, dim, DIM: tl.constexpr):
 
 @triton.jit
 def fold_into(state, more):
-    """Softmax states of two disjoint sets of keys as one. An empty one (maximum -inf) changes nothing, not a bit."""
+    """Softmax states of two disjoint sets of keys as one. An empty one (maximum -inf) changes no bit."""
     high, total, values = state
     more_high, more_total, more_values = more
     top, keep, add = levels(high, more_high)

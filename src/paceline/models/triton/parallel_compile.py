@@ -1,4 +1,4 @@
-"""Compiling kernels in several threads: most of the work happens outside Python."""
+"""Compiles kernels in several threads: most of the work runs outside Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 @contextmanager
 def parallel_compile() -> Iterator[None]:
-    """Kernels that this thread launches meanwhile are compiled, several at a time, and do not run."""
+    """Kernels that this thread launches inside are compiled, several at a time, and do not run."""
     launch, mine = JITFunction.run, threading.get_ident()
 
     def only_compile(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""`attend_shared` in Gluon, Triton's language with layouts and copies in hand: for numbers of 16 bits on Hopper.
+"""`attend_shared` in Gluon, Triton's language with explicit layouts and copies: for 16-bit dtypes on Hopper.
 
-The same arithmetic in the same order, so the same bits. What Triton's own pipelining does not reach: the next block of
-keys and values is on its way while one is computed, in two buffers, so that there is room for two programs on a
-multiprocessor (Triton's loops load behind their products, and two buffers hide nothing there); and the next block may
-be another unit's.
+The same arithmetic in the same order, so the same bits. It does what Triton's own pipelining cannot: the next block of
+keys and values is loaded while one is computed, in two buffers, which leaves room for two programs on a multiprocessor
+(Triton's loops load after their products, so two buffers hide nothing there); and the next block may belong to another
+unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.models.triton.states import chunk_of, first_of, joined, levels
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its older name
 WIDTH = gl.constexpr(64)  # dimensions of a value that one product takes, to spare registers
-PROGRAMS = 264  # two for every multiprocessor, as many as there is room for
+PROGRAMS = 264  # two for every multiprocessor, as many as fit
 
 
 @gluon.jit
@@ -31,7 +31,7 @@ def places_of(
     DIM: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, WIDE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Where a block's keys begin in the cache, and which of them there are."""
+    """Offsets of a block's keys in the cache, and a mask of the keys that exist."""
     key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     page = gl.load(table + key // BLOCK_SIZE, mask=key < last, other=0)
     if WIDE:
@@ -50,7 +50,7 @@ def ends_of(
     prefix, reach, begin, count,
     TILE: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, TREE: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """How many keys each row reads through the block table: its tail blocks excepted."""
+    """How many keys each row reads through the block table: all but its tail blocks."""
     lane = gl.arange(0, TILE, layout=ROW)
     used = (lane // GROUP) < count
     row = begin + lane // GROUP
@@ -100,7 +100,7 @@ def attend_pipelined(
     end = ends_of(prefix, reach, begin, count, TILE, GROUP, KEYS, TREE, ROW)
     used = (gl.arange(0, TILE, layout=ROW) // GROUP) < count
     last = gl.max(end, 0)
-    full = gl.min(gl.where(used, end, 2147483647), 0) // KEYS  # blocks all rows of the tile see all of
+    full = gl.min(gl.where(used, end, 2147483647), 0) // KEYS  # blocks that all rows of the tile see whole
     table = tables + gl.load(sequence + begin, mask=count > 0, other=0).to(gl.int64) * table_width
     num_blocks = gl.cdiv(last, KEYS)
     num_units = gl.maximum(gl.where(by_block, num_blocks, chunk_of(num_blocks - 1, EARLY, CHUNK) + 1), 1)
@@ -119,12 +119,12 @@ def attend_pipelined(
     q_there = ((q_lane // GROUP) < count)[:, None]
     queries.store(gl.load(q + q_row[:, None] * DIM + q_dim[None, :], mask=q_there, other=0.0))
     fence_async_shared()
-    release(OVERLAP)  # not before: programs of the next kernel would take the place of some of this one's
+    release(OVERLAP)  # not earlier: programs of the next kernel would displace some of this one's
     nothing = gl.full([TILE, KEYS], 0.0, gl.float32, layout=MMA)
     step = 0
     for first_nth in range(0, num_units, splits):
         mine = unit_end > block
-        # Dealt there and back again, so that those with a long chunk of one round get a short one of the next.
+        # Assigned in alternating order, so that a program with a long chunk in one round has a short one in the next.
         next_turn = gl.where(first_nth // splits % 2 == 0, splits - 1 - turn, turn)
         next_unit, next_block, next_end = span_of(
             first_nth + splits + next_turn, num_units, num_blocks, by_block, EARLY, CHUNK
@@ -145,7 +145,7 @@ def attend_pipelined(
             async_copy.commit_group()
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if now >= full:
-                begin_again = gl.load(tiles + 4 + tile, volatile=True)  # again, to spare registers meanwhile
+                begin_again = gl.load(tiles + 4 + tile, volatile=True)  # loaded again, to save registers
                 end = ends_of(prefix, reach, begin_again, count, TILE, GROUP, KEYS, TREE, ROW)
                 key = now * KEYS + gl.arange(0, KEYS, layout=COLUMN)
                 scores = gl.where(key[None, :] < end[:, None], scores, float("-inf"))

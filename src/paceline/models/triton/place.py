@@ -1,7 +1,7 @@
-"""Trees that only the device knows, written into a pass: positions, reach and paths of their nodes.
+"""Writes trees whose shape only the device knows into a pass: positions, reach and paths of their nodes.
 
-One program a tree, one lane a node. A parent that does not come before its node is taken for the one before it, so a
-broken drafter costs acceptance and nothing else; nodes deeper than `max_depth` are taken for that deep.
+One program a tree, one lane a node. A parent that does not come before its node is replaced by the node before it, so a
+broken drafter costs acceptance and nothing else; depths are clipped to `max_depth`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _place(
 
 
 def place_trees(plan: PassPlan, trees: DeviceTrees) -> None:
-    """Into a pass on the device, behind the copy that brought the rest of it."""
+    """Write trees into a pass on the device, after the copy of the rest of it."""
     device = plan.positions.device
     count, width = trees.at.shape
     rows, at, slots, length = packed_to(device, trees.rows, trees.at, trees.slots, trees.length)

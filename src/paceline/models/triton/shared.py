@@ -24,7 +24,7 @@ def walk(
     DIM: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """All of a tile's context in one loop, states in registers: loads never pause where a chunk ends."""
+    """All of a tile's context in one loop, states in registers: loads do not pause at the end of a chunk."""
     empty = nothing(used.shape[0], PADDED, PARTS)
     whole_high, whole_total, whole_values = empty
     high, total, values = empty
@@ -74,7 +74,7 @@ def attend_shared(
     lane = tl.arange(0, TILE)
     used = (lane // GROUP) < count
     row = (begin + lane // GROUP).to(tl.int64)
-    end = tl.load(reach + row, mask=used, other=0)  # keys a row reads through the block table: its tail blocks excepted
+    end = tl.load(reach + row, mask=used, other=0)  # keys a row reads through the block table: all but its tail
     position = end - 1
     if WINDOW > 0:
         position = tl.load(positions + row, mask=used, other=-1)
@@ -95,10 +95,10 @@ def attend_shared(
     num_units = tl.where(by_block, num_blocks, chunk_of(num_blocks - 1, EARLY, CHUNK) + 1)
     wait(OVERLAP)
     queries = load_queries(q, q_row, used, DIM, PADDED, PARTS)
-    full = tl.min(tl.where(used, end, 2147483647)) // KEYS  # blocks all rows of the tile see all of
+    full = tl.min(tl.where(used, end, 2147483647)) // KEYS  # blocks that all rows of the tile see whole
     if WINDOW > 0:
         full = 0
-    release(OVERLAP)  # not before: programs of the next kernel would take the place of some of this one's
+    release(OVERLAP)  # not earlier: programs of the next kernel would displace some of this one's
     if FLAT:
         walk(
             q_row, position, end, used, first_of(first_unit, EARLY, CHUNK), last, table, queries, k_cache, v_cache,
@@ -111,7 +111,7 @@ def attend_shared(
         for nth in range(tl.program_id(1), num_units - first_unit, tl.num_programs(1)):
             unit = first_unit + nth if DIRECT else num_units - 1 - nth  # the long chunks first
             high, total, values = nothing(TILE, PADDED, PARTS)
-            # Read again, so that the compiler does not keep every address of the results in registers meanwhile.
+            # Loaded again, so that the compiler does not keep all result addresses in registers.
             begin_again = tl.load(tiles + 4 + tile, volatile=True)
             first_block = tl.where(by_block, unit, first_of(unit, EARLY, CHUNK))
             end_block = tl.where(by_block, unit + 1, tl.minimum(first_of(unit + 1, EARLY, CHUNK), num_blocks))

@@ -27,7 +27,7 @@ def first_of(chunk, EARLY: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def levels(high, more_high):
-    """Of two softmax states: their maximum, and what each is multiplied with under it."""
+    """The maximum of two softmax states, and each state's factor relative to it."""
     top = tl.maximum(high, more_high)
     level = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.exp2(high - level), tl.exp2(more_high - level)
@@ -40,8 +40,8 @@ def one_block(
 ):  # fmt: skip
     """Fold one more block of keys into the states of a tile's rows.
 
-    `at`: where its keys begin in the cache; `there`: whether they exist; `visible` (TILE, KEYS). These may be None for
-    a block all rows see all of. Keys and values are taken in PARTS of their dimensions, to spare registers.
+    `at`: offsets of its keys in the cache; `there`: whether they exist; `visible` (TILE, KEYS). These may be None for a
+    block that all rows see whole. Keys and values are taken in PARTS of their dimensions, to save registers.
     """
     width: tl.constexpr = PADDED // PARTS
     lane = tl.arange(0, width)
@@ -107,7 +107,7 @@ def store_states(sums, stats, part_row, used, high, total, values, DIM: tl.const
 
 @triton.jit
 def fold_tiles(high, total, values, more_high, more_total, more_values):
-    """Of every row of a tile: the states of two disjoint sets of keys as one."""
+    """For every row of a tile: the states of two disjoint sets of keys as one."""
     top, keep, add = levels(high, more_high)
     folded = ()
     parts: tl.constexpr = len(values)

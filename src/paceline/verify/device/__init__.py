@@ -30,7 +30,7 @@ def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """As processors.probabilities: the very p the rules compare q with, so that a q made here is equal where p is."""
+    """As processors.probabilities: the same p that the rules compare with q, so that equal logits give q equal to p."""
     return _plain(logits).weighed().write(probabilities=True)
 
 
@@ -43,7 +43,7 @@ def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource) -> Tens
 def propose(
     logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource
 ) -> tuple[Tensor, Tensor | None]:
-    """As propose.propose. A token is drawn by the weights q is made of, as the walk draws by those of p."""
+    """As propose.propose. A token is drawn from the same weights as q, as the walk draws from those of p."""
     target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes).filtered(controls, nodes)
     if draws.kind is None or not draws.coins:
         return draw_tokens(_for_coins(target, draws), draws, nodes, source), None
@@ -66,7 +66,7 @@ def verify(
     only_chains: bool,
     source: CoinSource,
 ) -> Verdict:
-    """As verify.verify. Without routes the device sorts the rows, and each rule skips those that are not its own."""
+    """As verify.verify. Without routes the device sorts the rows, and each rule skips rows of other rules."""
     target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes)
     if draws.kind is not None:
         target = target.filtered(controls, nodes)
@@ -107,7 +107,7 @@ def _judge(
 
 
 def _for_coins(target: TargetDistribution, draws: Draws) -> TargetDistribution:
-    """Weighed where a row may draw, whether one does by a coin or not: so kernels are compiled once."""
+    """Weighed where a row may sample, whether by a coin or not: so kernels are compiled once."""
     return target if draws.kind is None else target.weighed(draws.kind)
 
 

@@ -1,9 +1,9 @@
 """min_p, top_k and top_p as one cut through each row's tempered logits, found without a sort.
 
-Each filter keeps the tokens at or above the highest value at which those are enough, in number (top_k) or in weight
-(top_p), of what the one before left; so ties with the last token kept are kept. The bits of a float's magnitude are
-integers in the same order, and the cut is found by parting an interval of integers in eight, first at powers of two, in
-11 passes (float64: 22). A split of a row with nothing in the interval is not read again.
+Each filter keeps the tokens at or above a threshold: the highest at which they suffice in number (top_k) or in weight
+(top_p), among the tokens the filter before kept; so ties with the last token kept are kept. The bits of a float's
+magnitude, as integers, have the same order, and the cut is found by dividing an interval of integers in eight, first at
+powers of two, in 11 passes (float64: 22). A split of a row without tokens in the interval is not read again.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -27,7 +27,7 @@ _LAST = {torch.float32: 0x7F7FFFFF, torch.float64: 0x7FEFFFFFFFFFFFFF}  # the ke
 
 
 def cut(p: P, tile: Tile, controls: Controls, nodes: Nodes) -> Tensor:
-    """(R,) the highest `key_of` a token may have and stay."""
+    """(R,) the highest `key_of` of a token that is kept."""
     assert controls.temperature is not None
     search = _Search.of(p, tile, controls, nodes)
     search.open(controls.top_k, fresh=True, count=True)
@@ -50,8 +50,8 @@ class _Search:
     min_p: Tensor | None
     low: Tensor  # (R,)
     high: Tensor  # (R,)
-    goal: Tensor  # (R,) float64, how much is enough
-    pick: Tensor  # (R,) int32, the part of the interval before that became this one
+    goal: Tensor  # (R,) float64, the number or weight to reach
+    pick: Tensor  # (R,) int32, which part of the previous interval this one is
 
     @staticmethod
     def of(p: P, tile: Tile, controls: Controls, nodes: Nodes) -> _Search:
@@ -62,7 +62,7 @@ class _Search:
         return _Search(p, tile, nodes.seq, controls.temperature, controls.min_p, low, high, goal, pick)
 
     def open(self, wanted: Tensor | None, *, fresh: bool, count: bool) -> None:
-        """From all that min_p leaves (fresh), or from the cut made before."""
+        """Start from all tokens that min_p keeps (fresh), or from the cut made before."""
         rows = self.low.shape[0]
         _open[(programs(rows),)](
             self.low, self.high, self.goal, self.pick, self.seq, self.temperature, self.min_p, wanted,
@@ -70,7 +70,7 @@ class _Search:
         )  # fmt: skip
 
     def run(self, wanted: Tensor, *, count: bool) -> None:
-        """Down to one key: a number of tokens (count), or a share of the weight."""
+        """Narrow to one key: by a number of tokens (count), or by a share of the weight."""
         rows, tile = self.low.shape[0], self.tile
         before, after = (self.p.peak.new_empty(rows, tile.splits, WAYS.value + 1) for _ in range(2))
         for turn in range(_PASSES[self.p.peak.dtype]):
@@ -103,7 +103,7 @@ def _open(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The interval (low, high] the cut lies in: down to what min_p leaves, or to the cut made before.
+    """The interval (low, high] the cut lies in: down to the threshold of min_p, or to the cut made before.
 
     It is closed from the start in rows without such a filter: padding, greedy ones, and where top_k or top_p is off.
     """
@@ -147,7 +147,7 @@ def _measure(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What each split has at or above the bars that part the interval, and at or above its lower end."""
+    """Each split's count or weight at or above the bounds that divide the interval, and above its lower end."""
     row, live = my_rows(rows, ROWS)
     split = tl.program_id(1)
     bottom, top = tl.load(low + row, live, 0), tl.load(high + row, live, 0)
@@ -177,7 +177,7 @@ def _measure(
 
 @triton.jit
 def _bar(bottom, top, way, FIRST: tl.constexpr, DTYPE: tl.constexpr):
-    """(ROWS,) the upper end of one part: the first time 2**(way - 2), then evenly spaced; of the last part the top."""
+    """(ROWS,) the upper end of one part: 2**(way - 2) the first time, then evenly spaced; the last ends at `top`."""
     step = (top - bottom + (WAYS - 1)) // WAYS
     bar = bottom + step * (way + 1)
     if FIRST:
@@ -203,7 +203,7 @@ def _narrow(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Keep the part of the interval in which the goal is reached: a number of tokens, or a share of what is left."""
+    """Keep the part of the interval in which the goal, a number of tokens or a share of the weight, is reached."""
     row, owned, owner = owned_rows(seq, rows, ROWS)
     _, live = my_rows(rows, ROWS)
     bottom, top = tl.load(low + row, live, 0), tl.load(high + row, live, 0)

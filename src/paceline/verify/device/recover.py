@@ -1,4 +1,4 @@
-"""Law 2 on a device: where a rule stopped, the token drawn there by what is left of p, and the path to it."""
+"""Law 2 on a device: the token drawn from the residual where a rule stopped, and the path to it."""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.verify.walk import CoinSource, Draws
 
 
 def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verdict: Verdict) -> None:
-    """Fill in the rows (B',) of the verdict, -1: none: the path to where they stopped, and the token drawn there."""
+    """Fill in the rows (B',; -1: skipped) of the verdict: the path to where they stopped, and the token drawn there."""
     trees, tile, count, batch = found.trees, found.tile, rows.shape[0], verdict.tokens.shape[0]
     coins = source(Lane.RESIDUAL, draws.key, draws.committed, trees.stop - 1)
     shares = trees.excess.new_empty(batch, tile.splits)

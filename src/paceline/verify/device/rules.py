@@ -1,9 +1,9 @@
 """Law 2 on a device: block verification of chains, where all sums are taken at once, and traversal of trees.
 
 Traversal judges one node after another, and each deletion is a sum over the vocabulary that the next judgement needs:
-one kernel a turn, N + 1 turns. Each of its programs works out for itself what the turn before it left, from what that
-wrote, and the first one writes it down for those to come; no program reads what another of its own turn writes. A
-turn is launched while the one before it runs, and waits for it on the chip.
+one kernel a turn, N + 1 turns. Each program of a turn recomputes the state after the turn before from that turn's sums,
+and the first program stores it for later turns; no program reads what another of its own turn writes. A turn is
+launched while the one before it runs, and waits for it on the device.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -24,7 +24,7 @@ _DONE = tl.constexpr(-2)
 
 
 def chain(found: Sampled, rows: Tensor, coins: Tensor, rule: Rule) -> None:
-    """Where the chains `rows` (B',; -1: none) stop, by their nodes' coins (B, N)."""
+    """Where the chains `rows` (B',; -1: skipped) stop, by their nodes' coins (B, N)."""
     trees, tile, count = found.trees, found.tile, rows.shape[0]
     _scale[(programs(count),)](trees, rows, count, rule == "block", tile.dtype, tiles.ROWS, num_warps=1)
     _delete_all[(programs(count * trees.width), tile.splits)](
@@ -37,7 +37,7 @@ def chain(found: Sampled, rows: Tensor, coins: Tensor, rule: Rule) -> None:
 
 
 def tree(found: Sampled, rows: Tensor, coins: Tensor) -> None:
-    """Where the trees `rows` (B',; -1: none) stop, by their nodes' coins (B, N)."""
+    """Where the trees `rows` (B',; -1: skipped) stop, by their nodes' coins (B, N)."""
     trees, tile, count = found.trees, found.tile, rows.shape[0]
     judged = torch.full((trees.width + 1, trees.stop.shape[0]), _DONE.value, dtype=torch.int64, device=rows.device)
     for turn in range(trees.width + 1):
@@ -49,7 +49,7 @@ def tree(found: Sampled, rows: Tensor, coins: Tensor) -> None:
 
 @kernel
 def _scale(trees, rows, count, BLOCKWISE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr):
-    """a_0 = 1, a_i = min(1, a_{i-1} * p/q of token i); of the token rule 1, a residual of p as it is."""
+    """a_0 = 1, a_i = min(1, a_{i-1} * p/q of token i); 1 for the token rule, whose residual is of p unscaled."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0
@@ -78,7 +78,7 @@ def _delete_all(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What is left of every slot of a chain that loses its child."""
+    """The residual of every slot of a chain after its child is deleted."""
     at, live = my_rows(count, ROWS)
     row, node = tl.load(rows + at // trees.width, live, -1), at % trees.width
     live = row >= 0
@@ -101,7 +101,7 @@ def _stop(
     NODES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """As chain.chain: the last token that passes, or, by the token rule, the last before one does not."""
+    """As chain.chain: the last token that passes, or, by the token rule, the last before one fails."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0
@@ -128,9 +128,9 @@ def _stop(
 
 @triton.jit
 def kept_share(surplus, a, DTYPE: tl.constexpr):
-    """a of a slot that has lost a child."""
+    """a of a slot after a child was deleted."""
     total = surplus + 1.0 - a
-    # total = 0: p is q and a is 1. Not a number: q is broken, and nothing was drafted here as far as we know.
+    # total = 0: p is q and a is 1. Not a number: q is broken, and the slot is taken to have no draft.
     return tl.where(total > 0, divide(surplus, tl.where(total > 0, total, 1.0), DTYPE), a)
 
 
@@ -153,19 +153,19 @@ def _turn(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Judge the next node in postorder; the first one accepted ends it, one rejected is deleted."""
+    """Judge the next node in postorder: an accepted node ends the row, a rejected one is deleted."""
     if OVERLAP:
-        gdc_wait()  # for the turn before, and so for all before it
+        gdc_wait()  # until the turn before is done, and so all before it
         gdc_launch_dependents()
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0
     split = tl.program_id(1)
-    writes = (at * 0 + split) == 0  # a mask like the others: newer interpreters want one
+    writes = (at * 0 + split) == 0  # a mask of the rows' shape, as newer interpreters require
     nodes, slots = row * trees.width, row * (trees.width + 1)
     gone = tl.full([ROWS], -1, tl.int64)
     surplus, mass = tl.zeros([ROWS], DTYPE), tl.zeros([ROWS], DTYPE)
-    slot = tl.zeros([ROWS], tl.int64)  # the parent of the node deleted last, and what that leaves of its a
+    slot = tl.zeros([ROWS], tl.int64)  # the parent of the node deleted last, and its a afterwards
     a = tl.full([ROWS], 1.0, DTYPE)
     child = tl.load(trees.child + slots, live, -1)
     if not FIRST:

@@ -1,8 +1,9 @@
-"""Law 2 on a device: what the rules for chains and trees drawn from q share.
+"""Law 2 on a device: common parts of the rules for chains and trees drawn from q.
 
-A slot that has lost children is left with what p had in excess of q, and with a q without them: a function of p, q and
-three numbers for each child gone (the slot's a at that time, the sum of the excess, the rest of q). So nothing is
-rewritten; every reader of the slot applies them again. A chain that stops at a slot has lost its one child there.
+After children of a slot were deleted, its p is the excess of p over q, and its q is without them: a function of p, q
+and three numbers for each deleted child (the slot's a at that time, the sum of the excess, the rest of q). So no
+distribution is rewritten; every reader of the slot applies the numbers again. Where a chain stops, the slot's one child
+was deleted.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -30,7 +31,7 @@ from paceline.verify.device.tiles import (
 
 
 class Q(NamedTuple):
-    """The drafter's q, the very tensor that was sampled."""
+    """The drafter's q, the tensor from which tokens were sampled."""
 
     probs: Tensor  # (M, Vq)
     stride: int
@@ -38,7 +39,7 @@ class Q(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """The drafts, and what the rules have computed of them."""
+    """The drafts, and the intermediate results of the rules."""
 
     tokens: Tensor  # (B, N)
     parents: Tensor  # (B, N)
@@ -49,19 +50,19 @@ class Trees(NamedTuple):
     q_row: Tensor  # (B, N + 1) slot -> row of q
     child: Tensor  # (B, N + 1) each slot's first child, -1: none
     sibling: Tensor  # (B, N) the next child of the same parent, -1: none
-    ratio: Tensor  # (B, N) p/q of each node's token at its parent, before anything is lost
-    a: Tensor  # (B, N + 1) of each slot as it stands
+    ratio: Tensor  # (B, N) p/q of each node's token at its parent, before any deletion
+    a: Tensor  # (B, N + 1) of each slot, after deletions so far
     before: Tensor  # (B, N) a of the parent when the node was deleted
     excess: Tensor  # (B, N, splits) float64 sum of (a p - q)+ at the parent when the node was deleted
     rest: Tensor  # (B, N, splits) float64 sum of the parent's q without the node and those deleted before
     surplus: Tensor  # (B, N) the excess of all splits
     mass: Tensor  # (B, N) the rest of all splits
-    ahead: Tensor  # (B, N, 3) the parent's p and q of the next sibling's token before the node went, and q as drafted
+    ahead: Tensor  # (B, N, 3) the parent's p and q of the next sibling's token before the deletion, and q as drafted
     stop: Tensor  # (B,) the slot the row stops at
 
 
 class Sampled(NamedTuple):
-    """All of it."""
+    """The inputs of the rules' kernels."""
 
     p: P
     q: Q
@@ -101,7 +102,7 @@ class Sampled(NamedTuple):
             stop=torch.zeros_like(draft.num_nodes),
         )
         found = Sampled(target.p, Q(probs, probs.stride(0), place), trees, target.tile)
-        rows = min(tiles.ROWS, 16)  # it looks at pairs of nodes
+        rows = min(tiles.ROWS, 16)  # the kernel compares pairs of nodes
         _kin[(triton.cdiv(batch, rows),)](trees, batch, rows, tiles.steps(width + 1), num_warps=4)
         _ratio[(triton.cdiv(batch * width, 64),)](*found[:3], batch * width, found.tile.dtype, 64)
         return found
@@ -160,8 +161,8 @@ def likelihood_ratio(p, q, DTYPE: tl.constexpr):
 
 @triton.jit
 def left(p, q, trees, row, slot, until, live, token, newest, its_surplus, its_mass, DTYPE: tl.constexpr):
-    """(ROWS, X) p and q of tokens (1 or ROWS, X) at slots (ROWS,) that have lost their children before `until`, -1:
-    all of them; and q as it was drafted, 0 for those children. What `newest` left may not be written down yet."""
+    """(ROWS, X) p and q of tokens (1 or ROWS, X) at slots (ROWS,) after their children before `until` (-1: all) were
+    deleted; and q as drafted, 0 for those children. The sums of `newest` may not be stored yet: they are arguments."""
     slots = row * (trees.width + 1) + slot
     target = probability(p, tl.load(trees.p_row + slots, live, 0), live, token, DTYPE)
     raw = proposed(p, q, tl.load(trees.q_row + slots, live, -1), live, token, DTYPE)
@@ -185,14 +186,14 @@ def left(p, q, trees, row, slot, until, live, token, newest, its_surplus, its_ma
 
 @triton.jit
 def after(a, p, q, scale):
-    """p of a slot that has lost a child: its excess over q, scaled to 1. Scale 0: rounding, or a broken q, leaves
-    nothing, and p stays as it was."""
+    """p of a slot after a child was deleted: its excess over q, scaled to 1. Scale 0: rounding, or a broken q, leaves
+    no excess, and p is unchanged."""
     return tl.where(scale > 0, positive(a * p - q) * scale, p)
 
 
 @triton.jit
 def positive(x):
-    """(x)+; what is not a number stays that."""
+    """(x)+; NaN stays NaN."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -214,7 +215,7 @@ def delete(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A split's share in what is left of the slot whose child `node` goes, its elder siblings being gone."""
+    """A split's share of the residual of a slot when its child `node` is deleted, after its elder siblings."""
     token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
     target, drafter, raw = left(p, q, trees, row, slot, node, live, token, newest, its_surplus, its_mass, DTYPE)
     at = row * trees.width + node

@@ -29,17 +29,17 @@ from paceline.verify.processors import Controls, Nodes
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """R rows of logits, and what it takes to read p off them."""
+    """R rows of logits, and the numbers per row that turn them into p."""
 
     p: P
     tile: Tile
-    seq: Tensor  # (R,) int64, the sequence of each row; -1: it pads the step, and is skipped
-    best: Tensor  # (R,) int64, the first of the highest; INVALID where a logit is no number
-    shares: Tensor | None = None  # (R, splits) float64, sums of exp(tempered logit) over what the filters leave
+    seq: Tensor  # (R,) int64, the sequence of each row; -1: padding, skipped
+    best: Tensor  # (R,) int64, the first of the highest; INVALID where a logit is not a number
+    shares: Tensor | None = None  # (R, splits) float64, sums of exp(tempered logit) over the tokens kept
 
     @staticmethod
     def of(logits: Tensor, controls: Controls, nodes: Nodes) -> TargetDistribution:
-        """Of logits whose penalties, biases and bans are done."""
+        """From logits to which penalties, biases and bans are already applied."""
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         tile, rows = Tile.of(logits), logits.shape[0]
         peak = logits.new_empty(rows, dtype=tile.torch_dtype)
@@ -55,14 +55,14 @@ class TargetDistribution:
         return TargetDistribution(p, tile, nodes.seq, best)
 
     def filtered(self, controls: Controls, nodes: Nodes) -> TargetDistribution:
-        """With the cut the filters make."""
+        """With the cut of the filters."""
         if controls.temperature is None or not controls.filters:
             return self
         return replace(self, p=self.p._replace(cut=cut(self.p, self.tile, controls, nodes)))
 
     def weighed(self, kind: Tensor | None = None) -> TargetDistribution:
-        """With the sums that turn weights into probabilities: with `kind` (S,), how sequences draw, those of the splits
-        of rows drawn by coins, which is all that a coin needs."""
+        """With the sums that turn weights into probabilities. With `kind` (S,), how sequences draw: only the sums of
+        the splits, and only of rows drawn by coins, which is all that a coin needs."""
         rows, tile = self.best.shape[0], self.tile
         shares = self.p.peak.new_empty(rows, tile.splits, dtype=torch.float64)
         _weigh[tile.grid(rows)](self.p, self.seq, kind, shares, rows, tile.splits, tile.dtype, tiles.ROWS, tile.block)
@@ -108,7 +108,7 @@ def _row(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The highest of the splits' highest, and the row's temperature."""
+    """The row's highest logit, over all splits, and its temperature."""
     row, live, owner = owned_rows(seq, rows, ROWS)
     split = tl.arange(0, SPLITS)[None, :]
     here = live[:, None] & (split < splits)

@@ -1,8 +1,8 @@
-"""What every kernel here shares: a program's rows and tokens, and p of them read straight from the logits.
+"""Common parts of all kernels here: a program's rows and tokens, and their p computed directly from the logits.
 
-A row of logits is cut into splits of BLOCK tokens, one program each; what programs leave behind is added up in one
-order by the kernel after them. BLOCK depends on the vocabulary alone, so a row's bits do not depend on its batch.
-Sums are float64, everything else float32 (float64 if the logits are). Nothing the size of the logits is written.
+A row of logits is divided into splits of BLOCK tokens, one program each; the next kernel sums the programs' results in
+one order. BLOCK depends on the vocabulary alone, so a row's bits do not depend on its batch. Sums are float64,
+everything else float32 (float64 if the logits are). No tensor of the size of the logits is written.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -18,25 +18,25 @@ from torch import Tensor
 BLOCK = 4096
 STEPS = (1, 16, 64)
 COIN, SEEDED = tl.constexpr(1), tl.constexpr(2)  # of walk.DrawKind
-# Rows a program takes. The interpreter pays by the program, a device by the row.
+# Rows of a program. The interpreter's time grows with programs, a device's with rows.
 INTERPRETED = triton.knobs.runtime.interpret
 ROWS = 4096 if INTERPRETED else 1
 
 
 class P(NamedTuple):
-    """The target's p as kernels read it: exp((logit - peak) / scale) / total where the filters leave a token."""
+    """The target's p as kernels compute it: exp((logit - peak) / scale) / total of the tokens that filters keep."""
 
     logits: Tensor  # (R, V)
     stride: int
     vocab: int
-    peak: Tensor  # (R,) the highest logit; inf: INVALID, some logit is no number
+    peak: Tensor  # (R,) the highest logit; inf: INVALID, some logit is not a number
     scale: Tensor | None  # (R,) temperatures; None: all are 1
-    cut: Tensor | None = None  # (R,) the highest `key_of` a token may have and stay; None: all stay
+    cut: Tensor | None = None  # (R,) the highest `key_of` of a token that is kept; None: all are
     total: Tensor | None = None  # (R,) float64
 
 
 class Tile(NamedTuple):
-    """How a kernel cuts up rows of logits; its constants."""
+    """How a kernel divides rows of logits; its constants."""
 
     splits: int
     block: int  # tokens in a split, a power of two
@@ -68,12 +68,12 @@ def programs(rows: int) -> int:
 
 
 def kernel(function):
-    """A kernel that is launched; how many rows or nodes there are is no reason to compile it again."""
+    """Decorator of a kernel that is launched; it is not compiled anew for other numbers of rows or nodes."""
     return triton.jit(function, do_not_specialize=["rows", "count", "batch", "turn", "width", "depth"])
 
 
 def overlapped() -> dict[str, bool]:
-    """Launch options of a kernel that starts before the one before it is over; the interpreter knows none."""
+    """Launch options of a kernel that starts before the previous one is done; none for the interpreter."""
     return {"OVERLAP": False} if INTERPRETED else {"OVERLAP": True, "launch_pdl": True}
 
 
@@ -85,7 +85,7 @@ def my_rows(count, ROWS: tl.constexpr):
 
 @triton.jit
 def owned_rows(seq, rows, ROWS: tl.constexpr):
-    """A program's rows, those that belong to a sequence, and which one: rows that pad a step have sequence -1."""
+    """A program's rows, a mask of those that belong to a sequence, and the sequences; -1 for padding rows."""
     row, live = my_rows(rows, ROWS)
     owner = tl.load(seq + row, live, -1)
     return row, owner >= 0, owner
@@ -99,8 +99,8 @@ def divide(x, y, DTYPE: tl.constexpr):
 
 @triton.jit
 def inverse(x, DTYPE: tl.constexpr):
-    """1 / x of sums, 0 where there is too little to divide by. Rows are multiplied by it: most of what there is to
-    divide is 0, and an exact division of 0 takes the slow way round."""
+    """1 / x of sums, 0 where x is too small. Rows are multiplied by it rather than divided: most of their values are 0,
+    and an exact division of 0 takes a slow path."""
     some = x > (2.3e-308 if tl.float64 == DTYPE else 1.2e-38)
     return tl.where(some, divide(tl.zeros_like(x) + 1.0, tl.where(some, x, 1.0), DTYPE), 0.0)
 
@@ -116,7 +116,7 @@ def tempered(p, row, live, token, DTYPE: tl.constexpr):
     """(ROWS, X) of tokens (1 or ROWS, X): as processors._temper; -inf beyond the vocabulary."""
     here = live[:, None] & (token < p.vocab)
     logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
-    # In an INVALID row, whose peak is inf, every token becomes -inf: the maximum takes the operand that is a number.
+    # In an INVALID row, whose peak is inf, every token becomes -inf: maximum returns the operand that is not NaN.
     shifted = tl.maximum(logit - tl.load(p.peak + row, live, 0.0)[:, None], float("-inf"))
     if p.scale is not None:
         shifted = divide(shifted, tl.load(p.scale + row, live, 1.0)[:, None], DTYPE)
@@ -125,7 +125,7 @@ def tempered(p, row, live, token, DTYPE: tl.constexpr):
 
 @triton.jit
 def kept(p, logit, row, live, DTYPE: tl.constexpr):
-    """(ROWS, X) tempered logits, -inf where a filter takes a token out."""
+    """(ROWS, X) tempered logits, -inf where a filter drops the token."""
     if p.cut is not None:
         cut = tl.load(p.cut + row, live, 0)[:, None]
         logit = tl.where(key_of(logit, DTYPE) <= cut, logit, float("-inf"))
@@ -141,7 +141,7 @@ def probability(p, row, live, token, DTYPE: tl.constexpr):
 
 @triton.jit
 def summed(shares, row, live, splits, SPLITS: tl.constexpr):
-    """(ROWS,) float64: what the splits of a row add up to."""
+    """(ROWS,) float64: the sum over the splits of a row."""
     split = tl.arange(0, SPLITS)[None, :]
     here = live[:, None] & (split < splits)
     return tl.sum(tl.load(shares + row[:, None] * splits + split, here, 0.0).to(tl.float64), 1)
@@ -149,7 +149,7 @@ def summed(shares, row, live, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def find_split(shares, row, live, coin, splits, SPLITS: tl.constexpr):
-    """(ROWS,) the split whose stretch of the cumulative sum holds the coin, and how far into it the coin falls."""
+    """(ROWS,) the split whose interval of the cumulative sum contains the coin, and the coin's offset within it."""
     split = tl.arange(0, SPLITS)[None, :]
     here = live[:, None] & (split < splits)
     share = tl.load(shares + row[:, None] * splits + split, here, 0.0)
@@ -161,7 +161,7 @@ def find_split(shares, row, live, coin, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def find_token(weight, rest):
-    """(ROWS,) the offset in a split of weights (ROWS, BLOCK) whose stretch holds the rest of the coin."""
+    """(ROWS,) the offset, in a split of weights (ROWS, BLOCK), whose interval contains the rest of the coin."""
     weight = weight.to(tl.float64)
     place = tl.arange(0, weight.shape[1])[None, :]
     return first_with_weight(weight, tl.cumsum(weight, 1), rest, place)
@@ -169,7 +169,7 @@ def find_token(weight, rest):
 
 @triton.jit
 def first_with_weight(weight, ends, point, place):
-    """Never one of weight 0: where rounding puts the point on one, the next that has some, or else the last."""
+    """Never a token of weight 0: where rounding selects one, the next of positive weight, or else the last."""
     before = tl.sum((ends <= point[:, None]).to(tl.int32), 1)[:, None]
     last = tl.max(tl.where(weight > 0, place, 0), 1)[:, None]
     return tl.min(tl.where((weight > 0) & (place >= before), place, last), 1)

@@ -1,7 +1,7 @@
 """Laws 1 and 3 on a device: draw the token of every row, and follow the draft while it agrees.
 
-A greedy row takes its highest logit, a seeded row its highest logit plus noise, a sampling one the token whose stretch
-of cumulative p holds its coin: first each split's best or sum, then the token, in the order of the CPU.
+A greedy row takes its highest logit, a seeded row its highest logit plus noise, a sampling one the token whose interval
+of cumulative p contains its coin: first each split's best or sum, then the token, in the order of the CPU.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -40,7 +40,7 @@ def draw_tokens(target: TargetDistribution, draws: Draws, nodes: Nodes, source: 
     rows, tile, p = target.best.shape[0], target.tile, target.p._replace(total=None)  # so they are compiled once
     key, committed, tokens = draws.key[nodes.seq], draws.committed[nodes.seq], torch.empty_like(target.best)
     coins = source(Lane.WALK, key, committed, nodes.node)
-    # The noise belongs to the position the token will take, whichever step or node draws it.
+    # The noise is keyed by the token's position, whichever step or node draws it.
     noise = bits(Lane.GUMBEL, key, committed + nodes.depth)
     tops, places = p.peak.new_empty(rows, tile.splits), tokens.new_empty(rows, tile.splits)
     _noisy[tile.grid(rows)](
@@ -54,7 +54,7 @@ def draw_tokens(target: TargetDistribution, draws: Draws, nodes: Nodes, source: 
 
 
 def walk(draft: Draft, drawn: Tensor, row_of: Tensor, rows: Tensor | None, verdict: Verdict) -> None:
-    """Fill in the rows (B',) of the verdict, -1: none; None: all."""
+    """Fill in the rows (B',; -1: skipped) of the verdict; None: all."""
     count = draft.batch if rows is None else rows.shape[0]
     _walk[(programs(count),)](
         draft.tokens, draft.parents, draft.num_nodes, drawn, row_of, rows,
@@ -86,7 +86,7 @@ def _noisy(
     if tl.max(seeded.to(tl.int32), 0) > 0:
         token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
         logit = tempered(p, row, seeded, token, DTYPE)
-        if p.scale is None:  # what a CPU adds the noise to, where there is no temperature
+        if p.scale is None:  # a CPU adds noise to the untempered logit here
             here = seeded[:, None] & (token < p.vocab)
             logit = tl.load(p.logits + row[:, None] * p.stride + token, here, float("-inf")).to(DTYPE)
         logit = kept(p, logit, row, seeded, DTYPE) + gumbel(tl.load(noise + row, seeded, 0)[:, None], token).to(DTYPE)
@@ -167,7 +167,7 @@ def _walk(
     length = tl.zeros([ROWS], tl.int32)
     going = live
     while tl.max(going.to(tl.int32), 0) > 0:
-        # Of equal siblings the first one counts.
+        # Of equal siblings the first is taken.
         child = tl.min(tl.where(agrees & (above == at[:, None]), node, NODES), 1)
         going = going & (child < NODES)
         at = tl.where(going, child, at)
