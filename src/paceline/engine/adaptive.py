@@ -328,6 +328,8 @@ class AdaptivePolicy:
         self._runs_ahead |= report.ahead
         # A drafter that had to catch up is not timed, and its step is no measure of such steps.
         whole = len(outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
+        # One that reads prompts is none either: on a machine unlike the prior it would pass for a slow plain step.
+        whole &= report.rows <= report.num_sequences + sum(nodes for _, nodes, *_ in outputs.drafts.values())
         taken = report.step_s - sum(seconds for _, seconds in report.draft_s.values())
         if not (report.warm and whole and taken > 0):
             return
