@@ -93,7 +93,8 @@ class Runs:
         """`on`: another's cache and graphs. One engine runs at a time, so several may use the same."""
         gc.collect()  # an engine before this one may still hold its cache
         drafters = self._drafters(subject, decoder, method)
-        self.policy = AdaptivePolicy(drafters, method, k, prior_of(decoder))
+        self.prior = prior_of(decoder)
+        self.policy = AdaptivePolicy(drafters, method, k, self.prior)
         config = EngineConfig(
             prefix_caching=False,
             kv_cache_bytes=(64 << 20) if subject.tiny else 8 << 30,
@@ -126,7 +127,7 @@ class Runs:
 
     def forget(self) -> None:
         """A policy that knows nothing, on graphs that are captured."""
-        self.policy.load(AdaptivePolicy([]).state())
+        self.policy.load(AdaptivePolicy([], prior=self.prior).state())
 
     def answer(self, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
         """Decoding time starts when every prompt has its first token."""
@@ -159,7 +160,8 @@ class Runs:
 @contextmanager
 def _unprepared() -> Iterator[None]:
     """An engine made meanwhile touches no graphs: it will get another's cache."""
-    with patch.object(PassGraphs, "prepare", lambda *_: None), patch.object(Decoder, "greedy_chains", lambda *_: []):
+    nothing = patch.object(PassGraphs, "prepare", lambda *_, **__: None)
+    with nothing, patch.object(Decoder, "greedy_chains", lambda *_: []):
         yield
 
 
