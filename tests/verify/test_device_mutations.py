@@ -16,7 +16,7 @@ from tests.verify.enumeration import chains
 from tests.verify.test_mutations import FOLDER, fresh
 from tests.verify.test_sampled import sampled_batch
 
-# What the host says of these is what kernels must say; the host's own rules are enumerated.
+# Kernels must give the host's verdicts on these; the host's own rules are enumerated.
 BATCHES = {
     "token": (sampled_batch(150, [chains(2)] * 150), {"rule": "token"}),
     "block": (sampled_batch(150, [chains(2)] * 150), {}),
