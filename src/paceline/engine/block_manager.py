@@ -1,4 +1,4 @@
-"""Who holds which cache block. Ids only; the tensors are the `KVCache`'s.
+"""Which sequences hold which cache blocks. Ids only; the tensors are the `KVCache`'s.
 
 A block is free (in the free list, oldest use first) or referenced by one or more sequences. A full block whose every
 slot is committed is published under a hash of all tokens up to its end and can be shared; it keeps its contents while
@@ -7,7 +7,7 @@ free, until it is handed out again. Shared blocks are never written.
 Each block carries marks: the drafters whose own K/V in it are complete. Drafters store what belongs to the pair (hidden
 state of t, token t + 1) in slot t + 1, so a slot depends on nothing after it, and a marked block proves all its slots.
 
-Whoever holds blocks has a seat: a row of one array with the same ids, from which a pass takes its block tables at once.
+A sequence that holds blocks has a seat: a row of one array with the same ids, from which a pass takes its tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BlockManager:
         self._marks: list[frozenset[str]] = [frozenset()] * num_blocks
         self._chain: dict[str, list[bytes]] = {}  # per sequence: the hashes of its full committed blocks
         self._tables: Tables = np.full((1, 8), -1, np.int32)  # by seat; both sides double when they must
-        self._seats = [0]  # nobody's
+        self._seats = [0]  # free ones
 
     @property
     def num_free(self) -> int:
