@@ -32,11 +32,11 @@ from speculation import Configuration, read_prompts
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.draft import Draft
-from paceline.drafters import DRAFTERS, Commit, Drafter, DrafterContext, DraftRow
+from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRow
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutput, StepOutputs
-from paceline.engine.drafting import READ_AHEAD
+from paceline.engine.drafting import CATCHING_UP
 from paceline.engine.policy import Choice, StepReport
 from paceline.models import pass_prior
 from paceline.models.hub import resolve
@@ -175,12 +175,11 @@ class Oracle(HostDrafter):
             chains.append([self._guess(row.sequence, coming, done + ahead) for ahead in range(row.budget)])
         width = max(map(len, chains))
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains])
-        return Draft.chains(tokens, torch.tensor(list(map(len, chains))), 2)
+        return Draft.chains(tokens, torch.tensor(list(map(len, chains))))
 
-    def commit(self, commits: Sequence[Commit]) -> None:
-        for commit in commits:
-            key = commit.sequence.key
-            self._read[key] = min(self._read.get(key, 0), len(commit.sequence.tokens) - 1)
+    def judged(self, sequences: Sequence[Answer]) -> None:
+        for sequence in sequences:
+            self._read[sequence.key] = min(self._read.get(sequence.key, 0), len(sequence.tokens) - 1)
 
     def admit(self, sequence: Answer, start: int, end: int) -> None:
         self._read[sequence.key] = 0
@@ -288,7 +287,8 @@ class Replay:
         sequence.num_computed = len(one["prompt"])
         for drafter in self.drafters:
             drafter.admit(sequence, 0, 0)
-            drafter.commit([Commit(sequence, 0, sequence.num_computed, None)])
+            if isinstance(drafter, HostDrafter):
+                drafter.read_prompt(sequence, sequence.num_computed)
         return sequence
 
     def _step(self, live: Sequence[tuple[Answer, list[int]]]) -> float:
@@ -306,28 +306,25 @@ class Replay:
                 draft = drafter.propose([DraftRow(live[i][0], choices[i].budget) for i in at])
                 depth = max(choices[i].budget for i in at)
                 taken = self.clock.drafting[drafter.name].seconds(len(at), depth)
-                if behind <= READ_AHEAD:
+                if behind <= CATCHING_UP:
                     known[drafter.name] = depth, taken
                 drafting += taken + READ_S * sum(drafter.lag(live[i][0]) for i in at)
                 drafted |= {i: follow(draft, row, *live[i]) for row, i in enumerate(at)}
         self.resting = not self.clock.waits and self.policy.rests(sequences)
         self.policy.meanwhile()
-        outputs, commits = [], []
+        outputs = []
         for i, (sequence, answer) in enumerate(live):
             nodes, depth, accepted = drafted.get(i, (0, 0, 0))
             summary = answer[sequence.num_output : sequence.num_output + accepted + 1]
-            first = sequence.num_computed
             sequence.tokens += summary
             sequence.num_computed = len(sequence.tokens) - 1
-            commits.append(Commit(sequence, first, sequence.num_computed - first, None))
             ended = sequence.num_output >= len(answer)
             outputs.append(StepOutput(sequence, summary, "", [], ended, choices[i].method, nodes, accepted, depth))
         nodes = sum(count for count, *_ in drafted.values())
         seconds = self.clock.step(len(live), nodes, ahead=ahead) + drafting
         for drafter in self.drafters:
-            drafter.commit(commits)
-            if isinstance(drafter, HostDrafter):
-                drafter.overlap()
+            if isinstance(drafter, Oracle):
+                drafter.judged(sequences)
             for output in outputs:
                 if output.finished:
                     output.sequence.finish_reason = "stop"
