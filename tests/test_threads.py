@@ -206,8 +206,9 @@ def test_leaving_an_async_loop_cancels_the_request(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])
-def test_ctrl_c_reaches_the_waiting_caller_and_leaves_nothing_running(folder: Path, how: str) -> None:
+def test_ctrl_c_reaches_the_waiting_caller_and_leaves_nothing_running(folder: Path, how: str, request) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with make(folder) as llm:
         slow = llm.engine.model.forward
 
@@ -223,7 +224,6 @@ def test_ctrl_c_reaches_the_waiting_caller_and_leaves_nothing_running(folder: Pa
             ask(prompt_of(0), endless())
         timer.join()
         assert is_idle(llm)
-    signal.signal(signal.SIGINT, before)
 
 
 def test_bad_input_raises_in_its_own_call(llm: LLM, alone) -> None:
