@@ -7,8 +7,7 @@ device; the logarithms of Gumbel noise may differ between devices in their last 
 The 64-bit mix is splitmix64's finaliser (Steele et al. 2014, Stafford's variant 13) over the words in turn. Gumbel
 noise hashes the token with a 32-bit mix (Wellons' triple32) that takes in both halves of the row's 64-bit key: a token
 of probability 1e-9 is drawn at the right rate within 0.3 %, and all rarer ones together are worth less than 1e-6.
-torch has no unsigned arithmetic, so the mixes exist in numpy for the CPU, in Triton (rng_triton.py) for CUDA, and in
-masked signed torch for the rest.
+torch has no unsigned arithmetic, so the mixes exist in numpy for the CPU and in Triton (rng_triton.py) for CUDA.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from enum import IntEnum
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -41,16 +39,18 @@ def bits(lane: Lane, *words: Tensor) -> Tensor:
     """(R,) int64: 64 well-mixed bits of the lane and each row's words, (R,) int64 each."""
     if words[0].is_cpu:
         return torch.from_numpy(_numpy_bits(lane, [word.numpy().view(np.uint64) for word in words]).view(np.int64))
-    if (kernels := _kernels(words[0].device.type)) is not None:
-        return kernels.bits(_lane_constant(lane), words)  # type: ignore[no-any-return]
-    return _torch_bits(lane, words)
+    from paceline import rng_triton
+
+    return rng_triton.bits(_lane_constant(lane), words)
 
 
 def uniform(lane: Lane, *words: Tensor) -> Tensor:
     """(R,) float64 strictly between 0 and 1, on a grid of 2**-52 shifted by half a step."""
-    if (kernels := _kernels(words[0].device.type)) is not None:
-        return kernels.uniform(_lane_constant(lane), words)  # type: ignore[no-any-return]
-    return _shift(bits(lane, *words), 12).double().add_(0.5).mul_(2.0**-52)
+    if words[0].is_cpu:
+        return (bits(lane, *words) >> 12).bitwise_and_(2**52 - 1).double().add_(0.5).mul_(2.0**-52)
+    from paceline import rng_triton
+
+    return rng_triton.uniform(_lane_constant(lane), words)
 
 
 def coin(lane: Lane, key: Tensor, committed: Tensor, node: Tensor) -> Tensor:
@@ -74,63 +74,22 @@ def coin_of(lane: Lane, key: int, committed: int, node: int) -> float:
     return ((bits_of(lane, key, committed, node + 1) >> 12) + 0.5) * 2.0**-52
 
 
-def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """(R, V) float32 standard Gumbel noise of every token at each row's (seed, position)."""
-    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device)
-    return gumbel_of(seed, position, tokens.expand(seed.shape[0], vocab_size))
-
-
-def gumbel_of(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-    """(R, T) float32: the same noise as `gumbel`, of the given tokens (R, T) only."""
-    keys = bits(Lane.GUMBEL, seed, position)
-    if not keys.is_cpu:
-        return _gumbel_(_torch_token_bits(keys[:, None], tokens.to(torch.int32)).to(torch.float32))
-    return torch.stack(
-        [torch.from_numpy(gumbel_row(key, tokens[row].numpy())) for row, key in enumerate(keys.tolist())]
-    )
-
-
-def gumbel_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
-    """(T,) float32: one row of it on the CPU, inside the cache; `key` is bits(Lane.GUMBEL, seed, position)."""
-    return gumbel_from(unit_row(key, tokens))
-
-
 def unit_row(key: int, tokens: np.ndarray[Any, Any]) -> Any:
-    """(T,) float32: the uniforms behind the same noise. Noise above g needs a unit below exp(-g)."""
+    """(T,) float32: the uniforms behind the Gumbel noise of tokens, where `key` is bits(Lane.GUMBEL, seed, position).
+    Noise above g needs a unit below exp(-g)."""
     hashed = _numpy_token_bits(key % 2**64, tokens.astype(np.uint32, copy=False))
-    return _unit_(torch.from_numpy(hashed.view(np.int32)).to(torch.float32)).numpy()
+    return units_from(torch.from_numpy(hashed.view(np.int32)).to(torch.float32)).numpy()
 
 
-def gumbel_from(units: np.ndarray[Any, Any]) -> Any:
-    return _noise_(torch.from_numpy(units.copy())).numpy()
-
-
-@functools.cache
-def _kernels(device: str) -> ModuleType | None:
-    """The same in one kernel each, where there are kernels."""
-    if device != "cuda":
-        return None
-    try:
-        from paceline import rng_triton
-    except ImportError:
-        return None
-    return rng_triton
-
-
-def _gumbel_(hashed: Tensor) -> Tensor:
-    """Noise in place of int32 bits held as float32."""
-    return _noise_(_unit_(hashed))
-
-
-def _unit_(hashed: Tensor) -> Tensor:
-    """|h + 1/4| runs over 2**32 points half a step apart: near 0, where a token wins, float32 holds each one. The scale
-    keeps the largest below 1."""
+def units_from(hashed: Tensor) -> Tensor:
+    """Of int32 bits held as float32, in place: |h + 1/4| runs over 2**32 points half a step apart, and near 0, where a
+    token wins, float32 holds each one. The scale keeps the largest below 1."""
     return hashed.add_(0.25).abs_().mul_((2.0**-31) * (1 - 2.0**-24))
 
 
-def _noise_(units: Tensor) -> Tensor:
-    """-log(-log(1 - unit))"""
-    return units.neg_().log1p_().neg_().log_().neg_()
+def gumbel_from(units: np.ndarray[Any, Any]) -> Any:
+    """Standard Gumbel noise, -log(-log(1 - unit)), by torch's logarithms: its bits are part of a seed's meaning."""
+    return torch.from_numpy(units.copy()).neg_().log1p_().neg_().log_().neg_().numpy()
 
 
 def _numpy_bits(lane: int, words: Sequence[np.ndarray[Any, Any]]) -> Any:
@@ -145,29 +104,6 @@ def _numpy_mix(state: np.ndarray[Any, Any]) -> Any:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_2)
     return state ^ (state >> np.uint64(31))
-
-
-def _torch_bits(lane: int, words: Sequence[Tensor]) -> Tensor:
-    golden = _signed(_GOLDEN, 64)
-    state = words[0] * golden + _signed(_lane_constant(lane), 64)
-    for word in words[1:]:
-        state = _torch_mix(state) + word * golden
-    return _torch_mix(state)
-
-
-def _torch_mix(state: Tensor) -> Tensor:
-    state = (state ^ _shift(state, 30)) * _signed(_MIX_1, 64)
-    state = (state ^ _shift(state, 27)) * _signed(_MIX_2, 64)
-    return state ^ _shift(state, 31)
-
-
-def _shift(state: Tensor, by: int, width: int = 64) -> Tensor:
-    """A logical right shift: torch's own is arithmetic."""
-    return (state >> by).bitwise_and_((1 << (width - by)) - 1)
-
-
-def _signed(value: int, width: int) -> int:
-    return value - (1 << width) if value >> (width - 1) else value
 
 
 @functools.cache
@@ -202,12 +138,3 @@ def _numpy_token_bits(key: int, tokens: np.ndarray[Any, Any]) -> Any:
     state *= np.uint32(_TRIPLE_3)
     xorshift(14)
     return state
-
-
-def _torch_token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """The same for (R, 1) int64 keys and (R, T) int32 tokens."""
-    state = tokens ^ keys.to(torch.int32)
-    state = (state ^ _shift(state, 17, 32)) * _signed(_TRIPLE_1, 32)
-    state = ((state ^ _shift(state, 11, 32)) + (keys >> 32).to(torch.int32)) * _signed(_TRIPLE_2, 32)
-    state = (state ^ _shift(state, 15, 32)) * _signed(_TRIPLE_3, 32)
-    return state ^ _shift(state, 14, 32)

@@ -73,7 +73,7 @@ def token_bits(key, token):
 
 @triton.jit
 def gumbel(key, token):
-    """float32, as rng.gumbel_of; `key` is bits(Lane.GUMBEL, seed, position)."""
+    """float32, as rng.gumbel_from; `key` is bits(Lane.GUMBEL, seed, position)."""
     hashed = token_bits(key, token).to(tl.int32, bitcast=True).to(tl.float32)
     unit = tl.abs(hashed + 0.25) * _SCALE
     rest = 1.0 - unit

@@ -5,14 +5,15 @@ interpreter patches triton.language again at every call of a kernel's helper; he
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-NAMES = ("verify", "process", "probabilities", "draw", "propose")
+from paceline.verify.seam import moved
+
+NAMES = ("judge", "process", "probabilities", "draw", "propose")
 
 
 def missing():
@@ -41,19 +42,6 @@ def served(device):
         return lambda *given, **options: moved(function(*moved(given, "cuda"), **moved(options, "cuda")), "cpu")
 
     return SimpleNamespace(**{name: moving(getattr(device, name)) for name in NAMES})
-
-
-def moved(part, to):
-    """Tensors, and whatever holds them, on another device."""
-    if isinstance(part, torch.Tensor):
-        return part.to(to)
-    if isinstance(part, (tuple, list)):
-        return [moved(one, to) for one in part]
-    if isinstance(part, dict):
-        return {name: moved(one, to) for name, one in part.items()}
-    if dataclasses.is_dataclass(part):
-        return type(part)(**{f.name: moved(getattr(part, f.name), to) for f in dataclasses.fields(part)})
-    return part
 
 
 @contextlib.contextmanager

@@ -98,7 +98,6 @@ class Setting:
     target: object
     drafter: object
     parents: tuple
-    rule: str = "block"
     ends: tuple = ()
     ids: tuple | None = None  # the draft vocabulary
     sampled: bool = True  # False: the draft is handed over as a deterministic one
@@ -178,7 +177,6 @@ class Rows:
                 controls,
                 draws,
                 max_depth=self.max_depth,
-                rule=setting.rule,
             )
         return verdict, asked
 
@@ -214,7 +212,7 @@ class _uniforms:
         self.rng.uniform = self.kept
 
 
-# --- the rules on paper, in lists: what the tests compare with, and where the breakpoints are expected ---
+# --- the rule on paper, in lists: what the tests compare with, and where the breakpoints are expected ---
 
 
 class OnPaper:
@@ -224,8 +222,7 @@ class OnPaper:
         nodes = range(-1, len(tokens))
         p = [p_of(setting, (*said, *_path(tokens, parents, node))) for node in nodes]
         q = [setting.drafter.p((*said, *_path(tokens, parents, node))).tolist() for node in nodes]
-        is_chain = list(parents) == chains(len(tokens))
-        self.stages = stages(setting.rule if is_chain else "tree", tokens, parents, p, q)
+        self.stages = stages(tokens, parents, p, q)
 
     def threshold(self, node):
         return next((threshold for at, threshold, _ in self.stages if at == node), 0.5)
@@ -234,51 +231,12 @@ class OnPaper:
         return next(weights for at, _, weights in self.stages if at == node)
 
 
-def stages(rule, tokens, parents, p, q):
-    """p and q by slot. For the token rule the stages are those of stopping there; `stop_at` knows."""
-    return {"token": _token_stages, "block": _block_stages, "tree": _tree_stages}[rule](tokens, parents, p, q)
-
-
-def stop_at(rule, found, u):
-    """The stage at which a row stops, by its nodes' coins u."""
-    if rule == "token":
-        kept = list(itertools.takewhile(lambda stage: stage[0] >= 0 and u[stage[0]] <= stage[1], found[1:]))
-        return kept[-1] if kept else found[0]
-    return next(stage for stage in found if stage[0] < 0 or u[stage[0]] <= stage[1])
-
-
 def _ratio(p, q, token):
     return p[token] / q[token] if q[token] > 0 else 0.0
 
 
-def _excess(a, p, q):
-    weights = [max(a * x - y, 0.0) for x, y in zip(p, q, strict=True)]
-    return weights if sum(weights) > 0 else p
-
-
-def _token_stages(tokens, parents, p, q):
-    last = len(tokens)
-    weights = [p[i] if i == last else _excess(1.0, p[i], q[i]) for i in range(last + 1)]
-    return [(-1, 1.0, weights[0])] + [
-        (i, min(1.0, _ratio(p[i], q[i], token)), weights[i + 1]) for i, token in enumerate(tokens)
-    ]
-
-
-def _block_stages(tokens, parents, p, q):
-    a, found = 1.0, [(-1, 1.0, _excess(1.0, p[0], q[0]) if tokens else p[0])]
-    for i, token in enumerate(tokens):
-        a = min(1.0, a * _ratio(p[i], q[i], token))
-        if i + 1 == len(tokens):
-            found.append((i, a, p[i + 1]))
-            continue
-        surplus = sum(max(a * x - y, 0.0) for x, y in zip(p[i + 1], q[i + 1], strict=True))
-        keep = surplus / (surplus + 1 - a) if surplus + 1 - a > 0 else 1.0
-        found.append((i, keep, _excess(a, p[i + 1], q[i + 1])))
-    return found[::-1]
-
-
-def _tree_stages(tokens, parents, p, q):
-    """Traversal verification with real deletions."""
+def stages(tokens, parents, p, q):
+    """Traversal verification with real deletions, p and q by slot; on a chain it is block verification."""
     p, q = {s - 1: list(row) for s, row in enumerate(p)}, {s - 1: list(row) for s, row in enumerate(q)}
     left, a, found = set(range(len(tokens))), {-1: 1.0}, []
 
@@ -307,6 +265,11 @@ def _tree_stages(tokens, parents, p, q):
         a[u] = total / (total + 1 - a[u]) if total + 1 - a[u] > 0 else a[u]
         recompute(u)
     return [*found, (-1, 1.0, p[-1])]
+
+
+def stop_at(found, u):
+    """The stage at which a row stops, by its nodes' coins u."""
+    return next(stage for stage in found if stage[0] < 0 or u[stage[0]] <= stage[1])
 
 
 # --- one step as boxes ---

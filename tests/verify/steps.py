@@ -2,8 +2,10 @@
 
 from dataclasses import fields, replace
 
+import numpy as np
 import torch
 
+from paceline import rng
 from paceline.draft import Draft, Logprobs, Proposal
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
@@ -35,6 +37,12 @@ def draws_of(key, committed, greedy, seeded):
         for one, two in zip(greedy, seeded, strict=True)
     ]
     return Draws(key=key, committed=committed, kind=torch.tensor(kinds, device=key.device))
+
+
+def gumbel_noise(seeds, positions, vocab):
+    """(R, V) the noise of every token at each (seed, position)."""
+    keys, tokens = rng.bits(rng.Lane.GUMBEL, seeds, positions), np.arange(vocab, dtype=np.uint32)
+    return torch.from_numpy(np.stack([rng.gumbel_from(rng.unit_row(key, tokens)) for key in keys.tolist()]))
 
 
 def step(draft, batch, width, logits, shape, generator):

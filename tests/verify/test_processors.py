@@ -320,21 +320,6 @@ def test_a_flat_row_is_sorted_whole_and_a_sharp_one_is_not():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(scores, requests), min_size=1, max_size=4))
-def test_thresholds_for_whole_batches_equal_those_row_by_row(rows):
-    logits = torch.tensor([s for s, _ in rows], dtype=torch.float64)
-    logits = logits - logits.amax(-1, keepdim=True)
-    top_k = torch.tensor([r.top_k for _, r in rows])
-    top_p, min_p = (torch.tensor([getattr(r, n) for _, r in rows], dtype=torch.float64) for n in ("top_p", "min_p"))
-    for row, (_, asked) in enumerate(rows):
-        reference_filters(logits[row].tolist(), asked)  # leaves out values too near a border
-    wanted = zip(logits.numpy(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
-    one = torch.tensor([[processors.threshold(*row)] for row in wanted], dtype=torch.float64)
-    other = processors._torch_thresholds(logits, top_k, top_p, min_p)[:, None]
-    assert torch.equal(logits < one, logits < other)
-
-
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(scores, requests), min_size=1, max_size=4), st.lists(tokens, min_size=2, max_size=2))
 def test_penalties_for_whole_batches_equal_those_row_by_row(rows, drafted):
     logits, asked = torch.tensor([s for s, _ in rows], dtype=torch.float64), [r for _, r in rows]

@@ -14,6 +14,7 @@ from paceline.draft import Draft, Kind, Proposal
 from paceline.rng import Lane, coin
 from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, process, route, verify
 from paceline.verify.narrow import narrow
+from paceline.verify.seam import moved
 from paceline.verify.tree import _postorder
 from tests.verify.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
 from tests.verify.steps import draws_of
@@ -26,14 +27,12 @@ SPARSE_Q = Fixed([0.25, 0.0, 0.75], [0.5, 0.5, 0.0], [0.0, 0.6, 0.4])
 FEW = Fixed([0.3, 0.0, 0.7], [0.6, 0.0, 0.4])  # a draft vocabulary of tokens 0 and 2
 
 SETTINGS = {
-    "token level, chain of 3": Setting(TARGET, DRAFTER, tuple(chains(3)), rule="token"),
     "block, chain of 3": Setting(TARGET, DRAFTER, tuple(chains(3))),
     "block, chain of 2, four tokens": Setting(Toy(3, 4), Toy(4, 4), tuple(chains(2))),
     "block, zeros in p and q": Setting(SPARSE_P, SPARSE_Q, tuple(chains(3))),
     "block, a chain that stops after a token": Setting(TARGET, DRAFTER, tuple(chains(3)), ends=(1,)),
     "block, small draft vocabulary": Setting(TARGET, FEW, tuple(chains(3)), ids=(0, 2)),
     "block, p filtered": Setting(TARGET, DRAFTER, tuple(chains(3)), temperature=0.7, top_k=2),
-    "token level, p filtered": Setting(TARGET, DRAFTER, tuple(chains(2)), rule="token", temperature=0.7, top_k=2),
     "block, p filtered, small draft vocabulary": Setting(
         TARGET, FEW, tuple(chains(2)), ids=(2, 0), temperature=1.3, top_k=2
     ),
@@ -60,18 +59,14 @@ def test_a_full_tree_of_two_levels_is_lossless():
     check(Setting(TARGET, DRAFTER, (-1, -1, 0, 0, 1, 1)), steps=1)
 
 
-def test_traversal_keeps_more_than_block_and_block_more_than_token_level():
+def test_traversal_keeps_more_than_block():
     means = []
     for seed in range(4):
         toys = Toy(10 + seed, 3), Toy(20 + seed, 3)
-        token = mean_accepted(Setting(*toys, tuple(chains(2)), rule="token"))
-        block = mean_accepted(Setting(*toys, tuple(chains(2))))
-        traversal = mean_accepted(Setting(*toys, (-1, -1, 0, 0, 1, 1)))
-        assert token <= block + 1e-12
-        assert block <= traversal + 1e-12
-        means.append((token, block, traversal))
-    token, block, traversal = (sum(column) / 4 for column in zip(*means, strict=True))
-    assert token + 0.005 < block < traversal - 0.05
+        means.append([mean_accepted(Setting(*toys, parents)) for parents in (tuple(chains(2)), (-1, -1, 0, 0, 1, 1))])
+        assert means[-1][0] <= means[-1][1] + 1e-12
+    block, traversal = (sum(column) / 4 for column in zip(*means, strict=True))
+    assert block < traversal - 0.05
 
 
 def test_on_a_chain_traversal_is_block_verification():
@@ -123,9 +118,9 @@ def test_a_draft_from_the_target_itself_is_accepted_whole_with_a_bonus():
     def hostile(lane, key, committed, node):
         return torch.full(key.shape, highest, dtype=torch.float64)
 
-    for length, rule, source in itertools.product((4, 1), ("block", "token"), (coin, hostile)):
+    for length, source in itertools.product((4, 1), (coin, hostile)):
         arguments = sampled_batch(300, [chains(length)] * 300, spread=0.0)
-        verdict = verify(*arguments, max_depth=4, rule=rule, source=source)
+        verdict = verify(*arguments, max_depth=4, source=source)
         assert (verdict.num_accepted == length).all()
         assert (verdict.kinds[:, length] == Kind.BONUS).all()
 
@@ -139,8 +134,7 @@ def test_of_a_tree_from_the_target_itself_the_first_leaf_is_accepted():
 
 
 @pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
-@pytest.mark.parametrize("rule", ["block", "token"])
-def test_a_hostile_drafter_gets_nothing_accepted(shape, rule):
+def test_a_hostile_drafter_gets_nothing_accepted(shape):
     """p and q on disjoint tokens: τ = 1."""
     draft, logits, row_of, nodes, _, draws = sampled_batch(400, [shape] * 400)
     q = draft.q.probs.clone()
@@ -148,7 +142,7 @@ def test_a_hostile_drafter_gets_nothing_accepted(shape, rule):
     draft = replace(draft, q=replace(draft.q, probs=q / q.sum(-1, keepdim=True)), tokens=3 + draft.tokens % 3)
     logits = logits.clone()
     logits[:, 3:] = -math.inf
-    verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=3, rule=rule)
+    verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=3)
     assert not verdict.num_accepted.any()
     assert (verdict.tokens[:, 0] < 3).all()
     assert (verdict.kinds[:, 0] == Kind.RECOVERED).all()
@@ -202,6 +196,23 @@ def test_rows_of_all_kinds_share_a_batch_and_none_notices():
         assert torch.equal(verdict.logprobs.chosen[0, :count], together.logprobs.chosen[b, :count])
 
 
+def test_on_a_device_without_kernels_the_host_judges_copies(monkeypatch):
+    given = sampled_batch(8, [SHAPES[b] for b in range(8)])
+    expected = verify(*given, max_depth=4, num_logprobs=2)
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: bool(copies)))
+
+    def copied(part, to):
+        copies.append(to)
+        return moved(part, to)
+
+    monkeypatch.setattr("paceline.verify.seam.moved", copied)
+    found = verify(*given, max_depth=4)
+    assert copies
+    for name in ("tokens", "num_accepted", "path", "kinds"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
 def test_a_row_sampled_only_in_part_is_walked():
     draft, _, _, _, _, draws = sampled_batch(3, [chains(3)] * 3, drafted=lambda b, slot: b != 1 or slot != 1)
     routes = route(draft, draws)
@@ -223,15 +234,13 @@ def by_coin(weights, u):
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    st.lists(requests, min_size=1, max_size=4), st.integers(0, 10**6), st.sampled_from(["block", "token"]), st.data()
-)
-def test_sampled_drafts_are_judged_as_by_loops_over_one_token_calls(asked, seed, rule, data):
+@given(st.lists(requests, min_size=1, max_size=4), st.integers(0, 10**6), st.data())
+def test_sampled_drafts_are_judged_as_by_loops_over_one_token_calls(asked, seed, data):
     """Every sampling parameter, chains and trees: p at each node comes from a call for that node's history alone."""
     asked = [replace(one, temperature=one.temperature or 0.8) for one in asked]
     shapes = [data.draw(st.sampled_from([s for s in SHAPES if s])) for _ in asked]
     draft, logits, row_of, nodes, _, draws = sampled_batch(len(asked), shapes, vocab=7, seed=seed)
-    verdict = verify(draft, logits, row_of, nodes, controls_of(asked), draws, max_depth=4, rule=rule)
+    verdict = verify(draft, logits, row_of, nodes, controls_of(asked), draws, max_depth=4)
     for b, one in enumerate(asked):
         tokens, parents = draft.tokens[b].tolist()[: len(shapes[b])], shapes[b]
         p, q = [], []
@@ -245,8 +254,7 @@ def test_sampled_drafts_are_judged_as_by_loops_over_one_token_calls(asked, seed,
             q.append(draft.q.probs[draft.q.row_of[b, slot]].tolist())
         key, committed = draws.key[b : b + 1], draws.committed[b : b + 1]
         u = [float(coin(Lane.ACCEPT, key, committed, torch.tensor([node]))) for node in range(len(tokens))]
-        judged_by = rule if parents == chains(len(tokens)) else "tree"
-        node, _, weights = stop_at(judged_by, stages(judged_by, tokens, parents, p, q), u)
+        node, _, weights = stop_at(stages(tokens, parents, p, q), u)
         path, at = [], node
         while at >= 0:
             path, at = [at, *path], parents[at]
@@ -277,16 +285,15 @@ def test_nodes_are_judged_in_postorder(data):
 
 
 @pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
-@pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("harm", ["zero", "tiny", "nan"])
-def test_a_broken_q_costs_the_draft_and_never_the_answer(shape, rule, filtered, harm):
+def test_a_broken_q_costs_the_draft_and_never_the_answer(shape, filtered, harm):
     draft, logits, row_of, nodes, _, draws = sampled_batch(200, [shape] * 200, dtype=torch.float32)
     q = draft.q.probs.clone().view(200, -1, 6)
     q[:, 1] = {"zero": 0.0, "tiny": 1e-42, "nan": math.nan}[harm]
     draft = replace(draft, q=replace(draft.q, probs=q.flatten(0, 1)))
     controls = Controls(temperature=torch.ones(200), top_k=torch.full((200,), 4)) if filtered else Controls()
-    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3, rule=rule)
+    verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)
     rows = torch.arange(200)
     assert ((verdict.tokens[rows, verdict.num_accepted] >= 0) & (verdict.tokens[rows, verdict.num_accepted] < 6)).all()
     if harm != "tiny":
@@ -348,9 +355,8 @@ def test_a_cuda_device_judges_alike(filtered):
     controls = Controls(temperature=torch.full((size,), 0.8), top_k=torch.full((size,), 4)) if filtered else None
     arguments = sampled_batch(size, [SHAPES[b % len(SHAPES)] for b in range(size)], controls=controls)
     here = verify(*arguments, max_depth=4)
-    there = verify(*on_cuda(arguments), max_depth=4)
-    routes = route(arguments[0], arguments[3], arguments[5])
-    blind = on_cuda(arguments), on_cuda(routes)
+    there = verify(*moved(arguments, "cuda"), max_depth=4)
+    blind = moved(arguments, "cuda"), moved(route(arguments[0], arguments[5]), "cuda")
     torch.cuda.set_sync_debug_mode("error")  # with the routes known, the host reads nothing
     try:
         again = verify(*blind[0], max_depth=4, routes=blind[1])
@@ -359,13 +365,3 @@ def test_a_cuda_device_judges_alike(filtered):
     assert torch.equal(there.tokens, again.tokens)
     for name in ("tokens", "num_accepted", "path", "kinds"):
         assert torch.equal(getattr(here, name), getattr(there, name).cpu())
-
-
-def on_cuda(part):
-    if isinstance(part, torch.Tensor):
-        return part.cuda()
-    if isinstance(part, tuple):
-        return [on_cuda(one) for one in part]
-    if part is None or not hasattr(part, "__dataclass_fields__"):
-        return part
-    return type(part)(**{name: on_cuda(getattr(part, name)) for name in part.__dataclass_fields__})

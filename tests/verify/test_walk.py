@@ -13,15 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import rng
 from paceline.draft import Draft, Kind, Proposal, ancestors
 from paceline.models.native_kernels import native_draw, open_library, runnable_variants
 from paceline.rng import gumbel_from, unit_row
-from paceline.verify import Controls, Draws, Nodes, draw, process, verify, walk
+from paceline.verify import Controls, Draws, Nodes, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded
-from paceline.verify.walk import walk_chains
-from tests.verify.steps import draws_of
+from tests.verify.steps import draws_of, gumbel_noise
 
 VOCAB, EXACT = 3, 1e-12
 
@@ -106,8 +104,11 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(name):
         at = torch.tensor(outcome)[:, None]
         weight = float(stretches.gather(1, at).prod())
         coins = middles.gather(1, at)[:, 0]
-        drawn = draw(logits, draws, nodes, lambda lane, key, committed, node, coins=coins: coins)
-        verdict = walk(draft, drawn, row_of, max_depth=draft.width)
+
+        def source(lane, key, committed, node, coins=coins):
+            return coins[node + 1]
+
+        verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=draft.width, source=source)
         said = tuple(verdict.tokens[0, : int(verdict.num_accepted) + 1].tolist())
         for rest in itertools.product(range(VOCAB), repeat=3 - len(said)):  # the steps after this one, plainly
             whole = (*said, *rest)
@@ -133,7 +134,7 @@ def test_two_steps_through_the_real_coins_give_the_targets_distribution():
         contexts = zip(nodes.seq.tolist(), nodes.path.tolist(), strict=True)
         logits = torch.stack([table[(*said[live[s]], *[t for t in path if t >= 0])[:3]] for s, path in contexts])
         draws = Draws.by_coins(torch.tensor(live), torch.tensor([len(said[r]) for r in live]))
-        verdict = walk(draft, draw(logits, draws, nodes), row_of, max_depth=2)
+        verdict = verify(draft, logits, row_of, nodes, Controls(), draws, max_depth=2)
         for row, r in enumerate(live):
             said[r] = (*said[r], *verdict.tokens[row, : int(verdict.num_accepted[row]) + 1].tolist())
     statistic = 0.0
@@ -167,7 +168,7 @@ def naive_walk(tokens, parents, said):
 
 
 def by_argmax(walk_on_host):
-    """As `walk` is called: the highest logit of each row is the token drawn there, tied with a later one."""
+    """The highest logit of each row is the token drawn there, tied with a later one."""
 
     def walked(draft, drawn, row_of, max_depth):
         logits = torch.nn.functional.one_hot(drawn, 3).float()
@@ -175,6 +176,12 @@ def by_argmax(walk_on_host):
         return walk_on_host(draft, logits, row_of, max_depth, None)
 
     return walked
+
+
+def the_long_way(draft, logits, row_of, max_depth, samplers):
+    zeros = torch.zeros(draft.batch, dtype=torch.int64)
+    draws = Draws(key=zeros, committed=zeros)
+    return verify(draft, logits, row_of, flatten(draft)[1], Controls(), draws, max_depth=max_depth)
 
 
 def check_against_a_loop(walks, rows, drawn, draft, row_of):
@@ -189,7 +196,7 @@ def check_against_a_loop(walks, rows, drawn, draft, row_of):
         assert verdict.kinds[b].tolist() == [Kind.DRAFTED] * n + [kind] + [Kind.PAD] * (7 - n)
 
 
-@pytest.mark.parametrize("walks", [walk, by_argmax(walk_on_host)], ids=["walk", "greedy"])
+@pytest.mark.parametrize("walks", [by_argmax(the_long_way), by_argmax(walk_on_host)], ids=["walk", "greedy"])
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_walk_equals_a_loop_over_nodes(walks, data):
@@ -502,7 +509,7 @@ def test_a_seed_s_token_has_the_highest_sum_of_all_though_few_are_looked_at(spre
     logits = spread * torch.randn(100, 3000, generator=generator)
     logits[torch.rand(100, 3000, generator=generator) < 0.3] = -math.inf
     seeds, positions = torch.arange(100) * 77, torch.arange(100) + 5
-    expected = (logits + rng.gumbel(seeds, positions, 3000)).argmax(-1)
+    expected = (logits + gumbel_noise(seeds, positions, 3000)).argmax(-1)
     assert pick_seeded(logits, seeds, positions).tolist() == expected.tolist()
 
 
@@ -639,20 +646,6 @@ def test_few_rows_are_judged_as_many_are(seed, width):
         except ValueError as problem:
             told.append(str(problem))
     assert told[0] == told[1]
-
-
-@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
-def test_chains_are_walked_as_trees_are(seed, batch, width):
-    noise = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 3, (batch, width), generator=noise)
-    counts = torch.randint(0, width + 1, (batch,), generator=noise)
-    draft = Draft.chains(tokens, counts)
-    used = torch.arange(-1, width) < counts[:, None]
-    row_of = torch.where(used, used.flatten().cumsum(0).view_as(used) - 1, -1)
-    drawn = torch.randint(0, 3, (int(used.sum()),), generator=noise)
-    expected, got = walk(draft, drawn, row_of, width), walk_chains(draft, drawn, row_of)
-    for name in ("tokens", "num_accepted", "path", "kinds"):
-        assert torch.equal(getattr(expected, name), getattr(got, name)), name
 
 
 @pytest.mark.parametrize("batch", [1, 6])

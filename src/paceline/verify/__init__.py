@@ -8,14 +8,14 @@ rule by row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.draft import INVALID, Draft, Verdict
 from paceline.rng import Lane, coin
-from paceline.verify import seam
-from paceline.verify.chain import Rule, chain
+from paceline.verify.chain import chain
 from paceline.verify.narrow import narrow
 from paceline.verify.outcome import Stop, climb, has_children, outcome, take
 from paceline.verify.pick import pick, pick_weighted
@@ -34,8 +34,9 @@ from paceline.verify.processors import (
 )
 from paceline.verify.propose import propose
 from paceline.verify.routes import Routes, route
+from paceline.verify.seam import with_kernels
 from paceline.verify.tree import tree
-from paceline.verify.walk import CoinSource, DrawKind, Draws, descend, draw, walk, walk_chains
+from paceline.verify.walk import CoinSource, DrawKind, Draws, draw, walk
 
 __all__ = [
     "BadWords",
@@ -49,7 +50,6 @@ __all__ = [
     "Nodes",
     "Penalties",
     "Routes",
-    "Rule",
     "draw",
     "edit",
     "logprobs",
@@ -59,7 +59,6 @@ __all__ = [
     "propose",
     "route",
     "verify",
-    "walk",
     "with_logprobs",
 ]
 
@@ -74,7 +73,6 @@ def verify(
     *,
     max_depth: int,
     num_logprobs: int | None = None,
-    rule: Rule = "block",
     routes: Routes | None = None,
     only_chains: bool = False,
     source: CoinSource = coin,
@@ -82,21 +80,24 @@ def verify(
     """The verdict on a batch of drafts, from the raw logits (R, V) of their nodes.
 
     `row_of` (B, N + 1) is each slot's (0 the root, i + 1 node i) row of logits, -1 for padding; `nodes` is its inverse.
-    `max_depth` bounds every depth; the verdict is that wide plus one. `rule` is for sampled chains; `routes`, where the
-    host knows them, and `only_chains`, where it knows that no row branches, save some work; `source` returns coins.
+    `max_depth` bounds every depth; the verdict is that wide plus one. `routes`, where the host knows them, and
+    `only_chains`, where it knows that no row branches, save a device some work; `source` returns coins.
     """
     given = (draft, logits, row_of, nodes, controls, draws)
-    if (kernels := seam.kernels(logits)) is not None:
-        options = {"max_depth": max_depth, "rule": rule, "routes": routes, "only_chains": only_chains, "source": source}
-        verdict: Verdict = kernels.verify(*given, **options)
-    else:
-        verdict = _Judge(*given, max_depth, rule, only_chains, source).verdict(routes)
+    verdict = judge(*given, max_depth=max_depth, routes=routes, only_chains=only_chains, source=source)
     return verdict if num_logprobs is None else with_logprobs(verdict, logits, row_of, num_logprobs)
+
+
+@with_kernels
+def judge(
+    *given: Any, max_depth: int, routes: Routes | None = None, only_chains: bool = False, source: CoinSource = coin
+) -> Verdict:
+    return _Judge(*given, max_depth, source).verdict(routes)
 
 
 @dataclass(frozen=True)
 class _Judge:
-    """The arguments of `verify`. On a CPU only nodes that a rule reads are processed."""
+    """The arguments of `judge`. Only nodes that a rule reads are processed."""
 
     draft: Draft
     logits: Tensor
@@ -105,13 +106,11 @@ class _Judge:
     controls: Controls
     draws: Draws
     max_depth: int
-    rule: Rule
-    only_chains: bool
     source: CoinSource
 
     def verdict(self, routes: Routes | None) -> Verdict:
         if self.draft.q is None or self.draft.width == 0 or self.max_depth == 0:
-            return self.walk(None)
+            return self.walk(torch.arange(self.draft.batch))
         return self.by_route(route(self.draft, self.draws) if routes is None else routes)
 
     def by_route(self, routes: Routes) -> Verdict:
@@ -119,31 +118,13 @@ class _Judge:
         verdicts = [(rows, judge(rows)) for rows, judge in parts if rows is not None]
         return verdicts[0][1] if len(verdicts) == 1 else _merge(verdicts, self.draft.batch)
 
-    def walk(self, rows: Tensor | None) -> Verdict:
-        """The walk of these rows; None: of all."""
-        if self.logits.is_cpu and self.draft.width and not self.controls.neutral:
-            rows = torch.arange(self.draft.batch) if rows is None else rows
-            return descend(
-                self.draft,
-                self.logits,
-                self.row_of,
-                self.nodes,
-                self.controls,
-                self.draws,
-                rows,
-                max_depth=self.max_depth,
-                source=self.source,
-            )
-        tokens = draw(process(self.logits, self.controls, self.nodes), self.draws, self.nodes, self.source)
-        if self.only_chains and self.draft.width == self.max_depth:
-            verdict = walk_chains(self.draft, tokens, self.row_of)
-        else:
-            verdict = walk(self.draft, tokens, self.row_of, self.max_depth)
-        return verdict if rows is None else _take(verdict, rows)
+    def walk(self, rows: Tensor) -> Verdict:
+        given = (self.draft, self.logits, self.row_of, self.nodes, self.controls, self.draws, rows)
+        return walk(*given, max_depth=self.max_depth, source=self.source)
 
     def chain(self, rows: Tensor) -> Verdict:
         sampled = self._sampled(rows, siblings=False)
-        stop = chain(*sampled.judged, max_depth=self.max_depth, rule=self.rule, source=self.source)
+        stop = chain(*sampled.judged, max_depth=self.max_depth, source=self.source)
         node = torch.arange(self.max_depth, device=rows.device)
         path = torch.where(node < stop.slot[:, None], node, -1)
         return outcome(sampled.draft, path, stop.slot, self._last(stop, sampled), stop.leaf)
@@ -158,10 +139,6 @@ class _Judge:
         """p of slots with children, and the other inputs of the rules."""
         draft, row_of = take(self.draft, rows), self.row_of[rows]
         key, committed = self.draws.key[rows], self.draws.committed[rows]
-        if not self.logits.is_cpu:  # the host does not know which slots have children
-            p = probabilities(self._processed(row_of.clamp_min(0).flatten()))
-            index = torch.arange(row_of.numel(), device=rows.device).view_as(row_of)
-            return _Sampled(draft, row_of, (draft, p, index, key, committed))
         if self.controls.filters:
             narrowed, p, index, columns = narrow(draft, row_of, self._processed, self.max_depth, remainder=siblings)
             return _Sampled(draft, row_of, (narrowed, p, index, key, committed), columns)
@@ -175,9 +152,6 @@ class _Judge:
         _, _, _, key, committed = sampled.judged
         coins = self.source(Lane.RESIDUAL, key, committed, stop.slot - 1)
         at, leaf = sampled.row_of.gather(1, stop.slot[:, None])[:, 0], stop.leaf
-        if not self.logits.is_cpu:
-            p = probabilities(self._processed(at))
-            return pick_weighted(torch.where(leaf[:, None], p, stop.residual), coins)
         tokens, inner = torch.empty_like(at), ~leaf
         if bool(leaf.any()):
             tokens[leaf] = pick(self._processed(at[leaf]), coins[leaf])
@@ -188,7 +162,7 @@ class _Judge:
         return tokens
 
     def _processed(self, at: Tensor) -> Tensor:
-        if at.shape[0] == 1 and at.is_cpu:  # a view is as good: nothing writes into the logits
+        if at.shape[0] == 1:  # a view is as good: nothing writes into the logits
             return process(self.logits[int(at) : int(at) + 1], self.controls, self.nodes.take(at))
         return process(self.logits[at], self.controls, self.nodes.take(at))
 
@@ -201,15 +175,6 @@ class _Sampled:
     row_of: Tensor  # (B', N + 1) slot -> row of logits
     judged: tuple[Draft, Tensor, Tensor, Tensor, Tensor]  # draft, p, slot -> row of p, key, committed
     columns: Tensor | None = None  # (C,) the tokens p and q are over; None: all of them
-
-
-def _take(verdict: Verdict, rows: Tensor) -> Verdict:
-    return Verdict(
-        tokens=verdict.tokens[rows],
-        num_accepted=verdict.num_accepted[rows],
-        path=verdict.path[rows],
-        kinds=verdict.kinds[rows],
-    )
 
 
 def _merge(parts: list[tuple[Tensor, Verdict]], batch: int) -> Verdict:

@@ -1,13 +1,11 @@
 """Law 2 on chains: how much of a chain drawn from q to accept, so that the committed tokens are distributed as p.
 
-Block verification (Sun et al., 2403.10444) judges the chain as a whole and accepts at least as much as the token-level
-rule (Leviathan et al. 2023, Chen et al. 2023), which judges one token after another and is kept for comparison.
+Block verification (Sun et al., 2403.10444) judges the chain as a whole and accepts at least as much as the rule that
+judges one token after another (Leviathan et al. 2023, Chen et al. 2023).
 Lengths differ by row; a chain's length may depend on its own tokens, never on tokens left out.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +14,6 @@ from paceline.draft import Draft
 from paceline.rng import Lane, coin
 from paceline.verify.outcome import Stop
 from paceline.verify.walk import CoinSource
-
-Rule = Literal["block", "token"]
 
 
 def chain(
@@ -28,7 +24,6 @@ def chain(
     committed: Tensor,
     *,
     max_depth: int,
-    rule: Rule = "block",
     source: CoinSource = coin,
 ) -> Stop:
     """Chains drawn from draft.q. `row_of` (B, N + 1): slot -> row of p (R, V); slots without a child may hold -1."""
@@ -40,14 +35,9 @@ def chain(
     ratio = likelihood_ratio(p[p_row[:, :most], tokens], q[q_row[:, :most], tokens])  # (B, K)
     node = torch.arange(most, device=tokens.device).expand_as(tokens)
     coins = node_coins(source, key, committed, most)
-    if rule == "token":
-        scale = torch.ones_like(ratio[:, :1]).expand(-1, most + 1)  # a residual of p as it is
-        passed = (coins <= ratio) & (node < length[:, None])
-        stop = passed.long().cumprod(1).sum(1)
-    else:
-        scale = _scales(ratio)
-        passed = (coins <= _block_acceptance(scale, length, p, q, p_row, q_row)) & (node < length[:, None])
-        stop = torch.where(passed, node + 1, 0).amax(1)  # the last node that passes; earlier failures do not matter
+    scale = _scales(ratio)
+    passed = (coins <= _block_acceptance(scale, length, p, q, p_row, q_row)) & (node < length[:, None])
+    stop = torch.where(passed, node + 1, 0).amax(1)  # the last node that passes; earlier failures do not matter
     at = stop[:, None]
     residual = excess(scale.gather(1, at), p[p_row.gather(1, at)[:, 0]], q[q_row.gather(1, at)[:, 0]])
     return Stop(slot=stop, leaf=stop == length, residual=residual)

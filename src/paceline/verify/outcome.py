@@ -23,7 +23,8 @@ def outcome(draft: Draft, path: Tensor, num_accepted: Tensor, last: Tensor, leaf
     """The accepted nodes `path` (B, D) and the token (B,) drawn after them, at a leaf or not."""
     depth = torch.arange(path.shape[1] + 1, device=path.device)
     before, at_end = depth < num_accepted[:, None], depth == num_accepted[:, None]
-    drafted = torch.cat((draft.tokens.gather(1, path.clamp_min(0)), last[:, None]), 1)  # the last column: any value
+    known = torch.cat((draft.tokens, last[:, None]), 1)  # so that there is a column even where nothing was drafted
+    drafted = torch.cat((known.gather(1, path.clamp_min(0)), last[:, None]), 1)
     tokens = torch.where(before, drafted, torch.where(at_end, last[:, None], -1))
     final = torch.where(leaf, int(Kind.BONUS), int(Kind.RECOVERED))[:, None]
     kinds = torch.where(before, int(Kind.DRAFTED), torch.where(at_end, final, int(Kind.PAD))).to(torch.uint8)

@@ -1,7 +1,7 @@
 """From logits or weights to one token a row: by a coin against cumulative weights, or by a seed's Gumbel noise.
 
-On a CPU with a vocabulary of some size rows are processed one by one in numpy, reading only tokens of p > 0;
-elsewhere all rows at once, without reading a value. Both return the token whose interval of the cumulative sum contains
+With a vocabulary of some size rows are processed one by one in numpy, reading only tokens of p > 0; else all rows at
+once. Both return the token whose interval of the cumulative sum contains
 the coin, and never one of weight 0; INVALID where the values are not numbers.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.draft import INVALID
-from paceline.rng import Lane, bits, gumbel, gumbel_from, unit_row
-from paceline.verify.processors import argmax, probabilities
+from paceline.rng import Lane, bits, gumbel_from, unit_row
+from paceline.verify.processors import probabilities
 
 BLOCK = 256
 SLACK = np.float32(1.001)  # against rounding: keeping too many candidates does no harm
@@ -25,28 +25,22 @@ SLACK = np.float32(1.001)  # against rounding: keeping too many candidates does 
 
 def pick(logits: Tensor, coins: Tensor) -> Tensor:
     """(R,) the token whose interval of cumulative p = softmax(logits) contains the coin."""
-    if not _row_by_row(logits):
+    if logits.shape[1] <= BLOCK:
         return _pick_batch(probabilities(logits), coins)
     return torch.tensor([_pick(*row) for row in zip(logits.numpy(), coins.tolist(), strict=True)])
 
 
 def pick_weighted(weights: Tensor, coins: Tensor) -> Tensor:
     """(R,) the same by weights (R, V) that need not sum to 1, but to more than 0."""
-    if not _row_by_row(weights):
+    if weights.shape[1] <= BLOCK:
         return _pick_batch(weights, coins)
     return torch.tensor([_pick_weighted(*row) for row in zip(weights.numpy(), coins.tolist(), strict=True)])
 
 
 def pick_seeded(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """(R,) argmax(log p + Gumbel(seed, position, token)); log p up to a constant is the processed logit."""
-    if not logits.is_cpu:
-        return argmax(logits + gumbel(seed, position, logits.shape[1]).to(logits.dtype))
     keys = bits(Lane.GUMBEL, seed, position).tolist()
     return torch.tensor([pick_seeded_row(*row) for row in zip(logits.numpy(), keys, strict=True)])
-
-
-def _row_by_row(values: Tensor) -> bool:
-    return values.is_cpu and values.shape[1] > BLOCK
 
 
 def _pick_batch(weights: Tensor, coins: Tensor) -> Tensor:

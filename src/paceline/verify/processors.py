@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft import INVALID, Draft, Logprobs, ancestors
-from paceline.verify import seam
+from paceline.verify.seam import with_kernels
 
 CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
 
@@ -131,11 +131,6 @@ class Controls:
         parts = (self.penalties, self.bias, self.bad_words, self.min_tokens)
         return any(part is not None for part in parts)
 
-    @property
-    def neutral(self) -> bool:
-        """Processing would return the logits unchanged."""
-        return self.temperature is None and not self.edits
-
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
@@ -179,18 +174,14 @@ class Nodes:
         return Nodes(seq=self.seq[rows], node=self.node[rows], depth=self.depth[rows], path=self.path[rows])
 
 
+@with_kernels
 def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
     """(R, V) logits whose softmax is p; of a greedy row only the argmax matters. Never writes into its input."""
     edited = edit(logits, controls, nodes)
     if controls.temperature is None:
         return edited
-    if (kernels := seam.kernels(logits)) is not None:
-        return kernels.process(edited, controls, nodes)  # type: ignore[no-any-return]
     # The first step that writes makes a copy; later ones write into it.
-    out = torch.empty_like(edited) if edited is logits else edited
-    if logits.is_cpu:
-        return _sharpen_rows(edited, controls, nodes, out)
-    return _filter_(_temper(edited, _by_row(controls.temperature, edited, nodes), out), controls, nodes)
+    return _sharpen(edited, controls, nodes, torch.empty_like(edited) if edited is logits else edited)
 
 
 def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
@@ -211,10 +202,9 @@ def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
     return logits if banned is logits else _allow_fallback_(banned, controls.fallback, nodes)
 
 
+@with_kernels
 def probabilities(logits: Tensor) -> Tensor:
     """p of processed logits, in their dtype."""
-    if (kernels := seam.kernels(logits)) is not None:
-        return kernels.probabilities(logits)  # type: ignore[no-any-return]
     return torch.softmax(logits, -1)
 
 
@@ -228,11 +218,8 @@ def logprobs(raw: Tensor, tokens: Tensor, top: int) -> Logprobs:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """(R,) the first of the highest; INVALID where that is NaN or infinite. numpy is thirty times faster on a CPU."""
-    if not logits.is_cpu:
-        best = logits.argmax(-1)
-        return torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), best, INVALID)
-    return torch.from_numpy(first_highest(logits.numpy()))
+    """(R,) the first of the highest; INVALID where that is NaN or infinite."""
+    return torch.from_numpy(first_highest(logits.numpy()))  # numpy's is thirty times faster than torch's
 
 
 def first_highest(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -319,16 +306,9 @@ def _allow_fallback_(logits: Tensor, fallback: Tensor | None, nodes: Nodes) -> T
     return logits.scatter_(1, token[:, None], value)
 
 
-def _temper(logits: Tensor, temperature: Tensor, out: Tensor) -> Tensor:
-    """The distance to the row's highest logit, over the temperature: no temperature overflows, and no filter can drop
-    the highest. Greedy rows are only shifted, which does not change their argmax."""
-    info = torch.finfo(logits.dtype)
-    scale = torch.where(temperature > 0, temperature, 1).clamp_(info.tiny, info.max)
-    return torch.sub(logits, logits.amax(-1, keepdim=True), out=out).div_(scale)
-
-
-def _sharpen_rows(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor) -> Tensor:
-    """`_temper` and the filters on the host, row by row: a row stays in the cache."""
+def _sharpen(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor) -> Tensor:
+    """The distance to the row's highest logit, over the temperature, and the filters; row by row, since a row stays in
+    the cache. No temperature overflows, and no filter can drop the highest; greedy rows are only shifted."""
     info = torch.finfo(logits.dtype)
     for source, target, seq in zip(logits, out, nodes.seq.tolist(), strict=True):
         temperature, top_k, top_p, min_p = controls.on_host[seq]
@@ -341,18 +321,6 @@ def _sharpen_rows(logits: Tensor, controls: Controls, nodes: Nodes, out: Tensor)
         if controls.filters:
             _keep_(target, threshold(target.numpy(), top_k, top_p, min_p))
     return out
-
-
-def _filter_(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
-    """min_p, top_k and top_p as one threshold per row of tempered logits, whose highest is 0."""
-    if not controls.filters:
-        return logits
-    rows, device = nodes.seq.shape[0], nodes.seq.device
-    top_k = torch.zeros_like(nodes.seq) if controls.top_k is None else controls.top_k[nodes.seq]
-    top_p = torch.ones(rows, device=device) if controls.top_p is None else controls.top_p[nodes.seq]
-    min_p = torch.zeros(rows, device=device) if controls.min_p is None else controls.min_p[nodes.seq]
-    threshold = _torch_thresholds(logits, top_k, top_p.double(), min_p.double())[:, None]
-    return logits.masked_fill_(logits < threshold, -torch.inf)
 
 
 def _keep_(logits: Tensor, threshold: float) -> None:
@@ -388,14 +356,3 @@ def _falling(values: np.ndarray[Any, Any], count: int) -> Any:
     """The `count` highest, highest first."""
     start = values.shape[0] - count
     return np.sort(np.partition(values, start)[start:] if start > 0 else values)[::-1]
-
-
-def _torch_thresholds(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """(R,) the same for all rows at once, by sorting them whole: no value is read by the host."""
-    highest = logits.sort(-1, descending=True).values
-    kth = highest.gather(1, (top_k[:, None] - 1).clamp(0, logits.shape[1] - 1))
-    threshold = torch.maximum(min_p.log().to(logits.dtype)[:, None], kth.masked_fill_(top_k[:, None] <= 0, -torch.inf))
-    held = highest.exp().masked_fill_(highest < threshold, 0).cumsum(-1, dtype=torch.float64)
-    before = (held < top_p[:, None] * held[:, -1:]).sum(-1, keepdim=True)
-    last = highest.gather(1, before.clamp_max(logits.shape[1] - 1)).masked_fill_(top_p[:, None] >= 1, -torch.inf)
-    return torch.maximum(threshold, last)[:, 0]

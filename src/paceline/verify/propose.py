@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from paceline.rng import Lane, coin
-from paceline.verify import seam
 from paceline.verify.pick import pick_weighted
 from paceline.verify.processors import Controls, Nodes, probabilities, process
+from paceline.verify.seam import with_kernels
 from paceline.verify.walk import CoinSource, DrawKind, Draws, draw
 
 
+@with_kernels
 def propose(
     logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
     """(R,) a token for each row of a drafter's logits, and q (R, V); None where no sequence draws by coins."""
-    if (kernels := seam.kernels(logits)) is not None:
-        return kernels.propose(logits, controls, draws, nodes, source)  # type: ignore[no-any-return]
     processed = process(logits, controls, nodes)
     if draws.kind is None or not draws.coins:
         return draw(processed, draws, nodes), None

@@ -37,9 +37,8 @@ def tree(
     above, order = draft.parents + 1, _postorder(draft, max_depth)
     coins = node_coins(source, key, committed, width)
     a = p.new_ones(batch, width + 1)  # by slot
-    settled = torch.zeros_like(
-        a, dtype=torch.bool
-    )  # slots with a deleted child: their a is no longer computed from the parent's
+    # Slots with a deleted child: their a is no longer computed from the parent's.
+    settled = torch.zeros_like(a, dtype=torch.bool)
     settled[:, 0] = True
     slot = torch.zeros_like(draft.num_nodes)
     done = draft.num_nodes == 0
@@ -50,7 +49,7 @@ def tree(
         accepted = judged & (coins[rows, v] <= a[rows, v + 1])
         slot = torch.where(accepted, v + 1, slot)
         done = done | accepted
-        if done.is_cpu and bool(done.all()):
+        if bool(done.all()):
             break
         deleted, u = (judged & ~accepted)[:, None], above[rows, v]
         old_p, old_q, old_a = p[rows, u], q[rows, u], a[rows, u]
@@ -99,7 +98,6 @@ def _postorder(draft: Draft, max_depth: int) -> Tensor:
     elder = (draft.parents[:, None, :] == draft.parents[:, :, None]) & (index < index[:, None]) & used[:, None, :]
     before = (elder * size[:, None, :]).sum(-1)  # nodes in the subtrees of elder siblings
     preorder = (on_path * (before + 1)[:, None, :]).sum(-1)
-    rank = (
-        preorder + size - draft.depth
-    )  # judged before v: the preorder count with v's descendants in place of its ancestors
+    # Judged before v: the preorder count with v's descendants in place of its ancestors.
+    rank = preorder + size - draft.depth
     return torch.where(used, rank, 2 * width + 1).argsort(dim=1, stable=True)

@@ -152,9 +152,8 @@ def _rows_of(pairs, at, first, count, COLUMNS: tl.constexpr, CHUNKS: tl.constexp
     pair = tl.arange(0, CHUNKS)[None, :, None] * UNIT + tl.arange(0, UNIT)[None, None, :]
     inside = (lane < count) & (pair < COLUMNS // 2)
     place = pairs + at + (first + lane) * (COLUMNS // 2) + pair
-    return tl.load(
-        place, mask=inside, other=0, cache_modifier=".cg"
-    )  # the L1 cache is kept for data read in every layer
+    # The L1 cache is kept for data read in every layer.
+    return tl.load(place, mask=inside, other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -362,35 +361,15 @@ def chain(
     table,  # (LAYERS + 1, 8) int64: where weights and caches lie, in elements from `weights`; last those of no layer
     weights,  # the head (VOCAB, HIDDEN)
     pairs,  # the same as integers, two elements each
-    cos,
-    sin,
+    cos, sin,
     words,  # scratch
-    eps,
-    log2_scale,
-    LAYERS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    INTER: tl.constexpr,
-    VOCAB: tl.constexpr,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    MOST: tl.constexpr,
-    LAG: tl.constexpr,
-    CHUNKS_H: tl.constexpr,
-    CHUNKS_A: tl.constexpr,
-    CHUNKS_I: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_I: tl.constexpr,
-    TILE_V: tl.constexpr,
-    LANES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+    eps, log2_scale,
+    LAYERS: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, VOCAB: tl.constexpr, KV: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, MOST: tl.constexpr, LAG: tl.constexpr, CHUNKS_H: tl.constexpr, CHUNKS_A: tl.constexpr,
+    CHUNKS_I: tl.constexpr, TILE_Q: tl.constexpr, TILE_H: tl.constexpr, TILE_I: tl.constexpr, TILE_V: tl.constexpr,
+    LANES: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     HEADS: tl.constexpr = KV * GROUP
     ATTENDED: tl.constexpr = HEADS * DIM
@@ -405,9 +384,8 @@ def chain(
     gated = x_attention + ROWS * HIDDEN
     best = gated + ROWS * INTER
     best_at = best + ROWS * PROGRAMS
-    residual = (best_at + ROWS * PROGRAMS).to(
-        tl.pointer_type(tl.float32)
-    )  # read and written by the column's owner only
+    # Read and written by the column's owner only.
+    residual = (best_at + ROWS * PROGRAMS).to(tl.pointer_type(tl.float32))
     # Written by the host.
     tokens = state + 32
     header = tokens + ROWS * MOST

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.draft import Draft, Verdict
-from paceline.rng import Lane
-from paceline.verify.chain import Rule, node_coins
+from paceline.rng import Lane, coin
+from paceline.verify.chain import node_coins
 from paceline.verify.device import rules
 from paceline.verify.device.recover import recover
 from paceline.verify.device.sampled import Sampled
@@ -25,8 +25,11 @@ from paceline.verify.walk import CoinSource, Draws
 
 
 def process(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
-    """As processors.process, of logits edited before."""
-    return TargetDistribution.of(logits, controls, nodes).filtered(controls, nodes).write(probabilities=False)
+    """As processors.process."""
+    edited = edit(logits, controls, nodes)
+    if controls.temperature is None:
+        return edited
+    return TargetDistribution.of(edited, controls, nodes).filtered(controls, nodes).write(probabilities=False)
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -34,14 +37,14 @@ def probabilities(logits: Tensor) -> Tensor:
     return _plain(logits).weighed().write(probabilities=True)
 
 
-def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource) -> Tensor:
+def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) -> Tensor:
     """As walk.draw."""
     target = TargetDistribution.of(logits, Controls(), nodes)
     return draw_tokens(_for_coins(target, draws), draws, nodes, source)
 
 
 def propose(
-    logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource
+    logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
     """As propose.propose. A token is drawn from the same weights as q, as the walk draws from those of p."""
     target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes).filtered(controls, nodes)
@@ -52,7 +55,7 @@ def propose(
     return draw_tokens(target, draws, nodes, lambda lane, *words: source(Lane.DRAFT, *words)), q
 
 
-def verify(
+def judge(
     draft: Draft,
     logits: Tensor,
     row_of: Tensor,
@@ -61,12 +64,11 @@ def verify(
     draws: Draws,
     *,
     max_depth: int,
-    rule: Rule,
     routes: Routes | None,
     only_chains: bool,
     source: CoinSource,
 ) -> Verdict:
-    """As verify.verify. Without routes the device sorts the rows, and each rule skips rows of other rules."""
+    """As verify.judge. Without routes the device sorts the rows, and each rule skips rows of other rules."""
     target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes)
     if draws.kind is not None:
         target = target.filtered(controls, nodes)
@@ -81,7 +83,7 @@ def verify(
     if routes.walk is not None:
         _walk(draft, draw_tokens(target, draws, nodes, source), row_of, routes.walk, verdict)
     if routes.chain is not None or routes.tree is not None:
-        _judge(draft, target, row_of, draws, routes, rule, source, verdict)
+        _judge(draft, target, row_of, draws, routes, source, verdict)
     return verdict
 
 
@@ -91,7 +93,6 @@ def _judge(
     row_of: Tensor,
     draws: Draws,
     routes: Routes,
-    rule: Rule,
     source: CoinSource,
     verdict: Verdict,
 ) -> None:
@@ -99,7 +100,7 @@ def _judge(
     found = Sampled.of(draft, target, row_of)
     coins = node_coins(source, draws.key, draws.committed, draft.width)
     if routes.chain is not None:
-        rules.chain(found, routes.chain, coins, rule)
+        rules.chain(found, routes.chain, coins)
     if routes.tree is not None:
         rules.tree(found, routes.tree, coins)
     parts = [rows for rows in (routes.chain, routes.tree) if rows is not None]

@@ -87,22 +87,9 @@ class _Search:
 
 @kernel
 def _open(
-    low,
-    high,
-    goal,
-    pick,
-    seq,
-    temperature,
-    min_p,
-    wanted,
-    rows,
-    last,
-    vocab,
-    FRESH: tl.constexpr,
-    COUNT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    low, high, goal, pick, seq, temperature, min_p, wanted, rows, last, vocab,
+    FRESH: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """The interval (low, high] the cut lies in: down to the threshold of min_p, or to the cut made before.
 
     It is closed from the start in rows without such a filter: padding, greedy ones, and where top_k or top_p is off.
@@ -133,20 +120,9 @@ def _open(
 
 @kernel
 def _measure(
-    p,
-    low,
-    high,
-    pick,
-    before,
-    after,
-    rows,
-    splits,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p, low, high, pick, before, after, rows, splits,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Each split's count or weight at or above the bounds that divide the interval, and above its lower end."""
     row, live = my_rows(rows, ROWS)
     split = tl.program_id(1)
@@ -188,21 +164,9 @@ def _bar(bottom, top, way, FIRST: tl.constexpr, DTYPE: tl.constexpr):
 
 @kernel
 def _narrow(
-    low,
-    high,
-    goal,
-    pick,
-    held,
-    seq,
-    wanted,
-    rows,
-    splits,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    low, high, goal, pick, held, seq, wanted, rows, splits,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """Keep the part of the interval in which the goal, a number of tokens or a share of the weight, is reached."""
     row, owned, owner = owned_rows(seq, rows, ROWS)
     _, live = my_rows(rows, ROWS)

@@ -30,17 +30,9 @@ def recover(found: Sampled, rows: Tensor, draws: Draws, source: CoinSource, verd
 
 @kernel
 def _share(
-    p,
-    q,
-    trees,
-    rows,
-    shares,
-    count,
-    splits,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p, q, trees, rows, shares, count, splits,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A split's share in the weights of the last token."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
@@ -54,25 +46,9 @@ def _share(
 
 @kernel
 def _recover(
-    p,
-    q,
-    trees,
-    rows,
-    shares,
-    coins,
-    out_tokens,
-    out_accepted,
-    out_path,
-    out_kinds,
-    count,
-    splits,
-    depth,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    p, q, trees, rows, shares, coins, out_tokens, out_accepted, out_path, out_kinds, count, splits, depth,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The last token, by its coin, and the path to its slot."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)

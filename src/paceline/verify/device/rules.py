@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.verify.chain import Rule
 from paceline.verify.device import tiles
 from paceline.verify.device.sampled import Sampled, after, delete, likelihood_ratio
 from paceline.verify.device.tiles import divide, inverse, kernel, my_rows, programs, summed
@@ -23,17 +22,15 @@ from paceline.verify.device.tiles import divide, inverse, kernel, my_rows, progr
 _DONE = tl.constexpr(-2)
 
 
-def chain(found: Sampled, rows: Tensor, coins: Tensor, rule: Rule) -> None:
+def chain(found: Sampled, rows: Tensor, coins: Tensor) -> None:
     """Where the chains `rows` (B',; -1: skipped) stop, by their nodes' coins (B, N)."""
     trees, tile, count = found.trees, found.tile, rows.shape[0]
-    _scale[(programs(count),)](trees, rows, count, rule == "block", tile.dtype, tiles.ROWS, num_warps=1)
+    _scale[(programs(count),)](trees, rows, count, tile.dtype, tiles.ROWS, num_warps=1)
     _delete_all[(programs(count * trees.width), tile.splits)](
         *found[:3], rows, count * trees.width, tile.splits, tile.dtype, tiles.ROWS, tile.block
     )
     nodes = tiles.steps(trees.width)
-    _stop[(programs(count),)](
-        trees, rows, coins, count, tile.splits, rule == "block", tile.dtype, tiles.ROWS, nodes, tile.padded
-    )
+    _stop[(programs(count),)](trees, rows, coins, count, tile.splits, tile.dtype, tiles.ROWS, nodes, tile.padded)
 
 
 def tree(found: Sampled, rows: Tensor, coins: Tensor) -> None:
@@ -48,8 +45,8 @@ def tree(found: Sampled, rows: Tensor, coins: Tensor) -> None:
 
 
 @kernel
-def _scale(trees, rows, count, BLOCKWISE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr):
-    """a_0 = 1, a_i = min(1, a_{i-1} * p/q of token i); 1 for the token rule, whose residual is of p unscaled."""
+def _scale(trees, rows, count, DTYPE: tl.constexpr, ROWS: tl.constexpr):
+    """a_0 = 1, a_i = min(1, a_{i-1} * p/q of token i)."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0
@@ -59,8 +56,7 @@ def _scale(trees, rows, count, BLOCKWISE: tl.constexpr, DTYPE: tl.constexpr, ROW
     more = live & (node < length)
     while tl.max(more.to(tl.int32), 0) > 0:
         tl.store(trees.before + row * trees.width + node, a, more)
-        if BLOCKWISE:
-            a = tl.minimum(a * tl.load(trees.ratio + row * trees.width + node, more, 0.0), 1.0)
+        a = tl.minimum(a * tl.load(trees.ratio + row * trees.width + node, more, 0.0), 1.0)
         node += 1
         tl.store(trees.a + row * (trees.width + 1) + node, a, more)
         more = more & (node < length)
@@ -68,16 +64,9 @@ def _scale(trees, rows, count, BLOCKWISE: tl.constexpr, DTYPE: tl.constexpr, ROW
 
 @kernel
 def _delete_all(
-    p,
-    q,
-    trees,
-    rows,
-    count,
-    splits,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p, q, trees, rows, count, splits,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The residual of every slot of a chain after its child is deleted."""
     at, live = my_rows(count, ROWS)
     row, node = tl.load(rows + at // trees.width, live, -1), at % trees.width
@@ -90,18 +79,10 @@ def _delete_all(
 
 @kernel
 def _stop(
-    trees,
-    rows,
-    coins,
-    count,
-    splits,
-    BLOCKWISE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    NODES: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """As chain.chain: the last token that passes, or, by the token rule, the last before one fails."""
+    trees, rows, coins, count, splits,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, NODES: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """As chain.chain: the last token that passes."""
     at, live = my_rows(count, ROWS)
     row = tl.load(rows + at, live, -1)
     live = row >= 0
@@ -113,16 +94,11 @@ def _stop(
     shares = trees.excess + (row[:, None] * trees.width + node)[:, :, None] * splits + split
     surplus = tl.sum(tl.load(shares, used[:, :, None] & (split < splits), 0.0), 2).to(DTYPE)
     tl.store(trees.surplus + row[:, None] * trees.width + node, surplus, used)
-    if BLOCKWISE:
-        a = tl.load(trees.a + row[:, None] * (trees.width + 1) + node + 1, used, 0.0)
-        inner = used & (node + 1 < length)  # behind the last token nothing was drafted
-        below = tl.sum(tl.load(shares + splits, inner[:, :, None] & (split < splits), 0.0), 2).to(DTYPE)
-        keep = tl.where(inner, kept_share(below, a, DTYPE), a)
-        stop = tl.max(tl.where(used & (coin <= keep.to(tl.float64)), node + 1, 0), 1)
-    else:
-        ratio = tl.load(trees.ratio + row[:, None] * trees.width + node, used, 0.0)
-        stop = tl.min(tl.where(used & (coin <= ratio.to(tl.float64)), NODES, node), 1)
-        stop = tl.minimum(stop, tl.max(length, 1).to(tl.int32))
+    a = tl.load(trees.a + row[:, None] * (trees.width + 1) + node + 1, used, 0.0)
+    inner = used & (node + 1 < length)  # behind the last token nothing was drafted
+    below = tl.sum(tl.load(shares + splits, inner[:, :, None] & (split < splits), 0.0), 2).to(DTYPE)
+    keep = tl.where(inner, kept_share(below, a, DTYPE), a)
+    stop = tl.max(tl.where(used & (coin <= keep.to(tl.float64)), node + 1, 0), 1)
     tl.store(trees.stop + row, stop.to(tl.int64), live)
 
 
@@ -136,23 +112,10 @@ def kept_share(surplus, a, DTYPE: tl.constexpr):
 
 @kernel
 def _turn(
-    p,
-    q,
-    trees,
-    rows,
-    coins,
-    judged,
-    turn,
-    count,
-    batch,
-    splits,
-    FIRST: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    p, q, trees, rows, coins, judged, turn, count, batch, splits,
+    FIRST: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """Judge the next node in postorder: an accepted node ends the row, a rejected one is deleted."""
     if OVERLAP:
         gdc_wait()  # until the turn before is done, and so all before it

@@ -199,22 +199,9 @@ def positive(x):
 
 @triton.jit
 def delete(
-    p,
-    q,
-    trees,
-    row,
-    node,
-    slot,
-    a,
-    live,
-    newest,
-    its_surplus,
-    its_mass,
-    split,
-    splits,
-    DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p, q, trees, row, node, slot, a, live, newest, its_surplus, its_mass, split, splits,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A split's share of the residual of a slot when its child `node` is deleted, after its elder siblings."""
     token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
     target, drafter, raw = left(p, q, trees, row, slot, node, live, token, newest, its_surplus, its_mass, DTYPE)

@@ -96,18 +96,9 @@ def _peak(p, seq, tops, places, rows, splits, DTYPE: tl.constexpr, ROWS: tl.cons
 
 @kernel
 def _row(
-    p,
-    tops,
-    places,
-    best,
-    seq,
-    temperature,
-    rows,
-    splits,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    p, tops, places, best, seq, temperature, rows, splits,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """The row's highest logit, over all splits, and its temperature."""
     row, live, owner = owned_rows(seq, rows, ROWS)
     split = tl.arange(0, SPLITS)[None, :]

@@ -67,18 +67,9 @@ def walk(draft: Draft, drawn: Tensor, row_of: Tensor, rows: Tensor | None, verdi
 
 @kernel
 def _noisy(
-    p,
-    noise,
-    seq,
-    kind,
-    tops,
-    places,
-    rows,
-    splits,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p, noise, seq, kind, tops, places, rows, splits,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Each split's highest logit plus noise, and the first token that has it."""
     row, live, owner = owned_rows(seq, rows, ROWS)
     seeded = live & (tl.load(kind + owner, live, 0) == SEEDED)
@@ -96,22 +87,9 @@ def _noisy(
 
 @kernel
 def _draw(
-    p,
-    best,
-    seq,
-    kind,
-    coins,
-    shares,
-    tops,
-    places,
-    tokens,
-    rows,
-    splits,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    p, best, seq, kind, coins, shares, tops, places, tokens, rows, splits,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     row, live, owner = owned_rows(seq, rows, ROWS)
     how = tl.load(kind + owner, live, 0)
     first = tl.load(best + row, live, 0)
@@ -132,23 +110,9 @@ def _draw(
 
 @kernel
 def _walk(
-    tokens,
-    parents,
-    num_nodes,
-    drawn,
-    row_of,
-    rows,
-    out_tokens,
-    out_accepted,
-    out_path,
-    out_kinds,
-    count,
-    width,
-    depth,
-    ROWS: tl.constexpr,
-    NODES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    tokens, parents, num_nodes, drawn, row_of, rows, out_tokens, out_accepted, out_path, out_kinds, count, width, depth,
+    ROWS: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """From the root to the first slot none of whose children carries the token drawn there."""
     row, live = my_rows(count, ROWS)
     if rows is not None:
@@ -182,20 +146,9 @@ def _walk(
 
 @triton.jit
 def put(
-    row,
-    live,
-    path,
-    run,
-    length,
-    last,
-    inner,
-    out_tokens,
-    out_accepted,
-    out_path,
-    out_kinds,
-    depth,
+    row, live, path, run, length, last, inner, out_tokens, out_accepted, out_path, out_kinds, depth,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Rows of the verdict: the accepted nodes `path` and their tokens `run`, and the token drawn after them."""
     column = tl.arange(0, COLUMNS)[None, :]
     end = column == length[:, None]
