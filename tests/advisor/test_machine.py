@@ -45,10 +45,9 @@ def asked(count: int = 8) -> list[Prompt]:
 
 def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: Machine) -> None:
     plan = Plan(concurrencies=[1, 2], max_tokens=24)
-    cost = profile(machine, [1, 2], 200, plan)
+    cost = profile(machine, [1, 2], plan)
     assert set(cost.decode) == {1, 2}
     assert all(seconds > 0 for curve in cost.decode.values() for seconds in curve.values())
-    assert set(cost.prompt) == {32, 128}
     for method in machine.methods:
         found = host_drafter(machine, method, [5, 6, 7, 8] * 10)
         assert found.at(1) > 0

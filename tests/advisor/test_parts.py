@@ -44,7 +44,7 @@ def test_cost_is_straight_between_measurements_and_goes_on_as_steep_beyond() -> 
 
 
 def test_a_checking_pass_is_priced_in_plain_passes_of_as_many_sequences() -> None:
-    cost = PassCost(decode={1: {0: 1.0, 4: 1.4}, 4: {0: 1.3, 16: 2.9}}, context=10, prompt={100: 3.0})
+    cost = PassCost(decode={1: {0: 1.0, 4: 1.4}, 4: {0: 1.3, 16: 2.9}})
     assert cost.decoding(1, 2) == pytest.approx(1.2)
     assert cost.decoding(2, 0) == pytest.approx(1.1)
     assert cost.verify_cost(4, 4) == pytest.approx(2.9 / 1.3)
@@ -177,7 +177,8 @@ CASE = Case(
         ({"draft_cost": 0.5}, "costly-drafter", "50% of a pass of the model for every token"),
         ({"verify_cost": 2.5, "concurrency": 16}, "saturated", "16 requests at once.*4 tokens more for each request"),
         ({"verify_cost": 1.2, "figure": figure(0.9, alpha=0.05)}, "acceptance", "an acceptance of 5%"),
-        ({"temperature": 1.2, "figure": figure(0.9, alpha=0.02)}, "temperature", "At temperature 1.2"),
+        ({"temperature": 1.2, "verify_cost": 1.1, "figure": figure(0.9, alpha=0.02)}, "temperature", "temperature 1.2"),
+        ({"verify_cost": 1.2}, "little", r"would be 1\.37x where it drafts; 0\.98x over all steps"),
     ],
 )
 def test_the_reason_is_the_condition_that_fails(changes: dict[str, object], kind: str, problem: str) -> None:
@@ -233,7 +234,7 @@ def test_vllm_gets_null_with_a_reason_where_it_has_no_such_method() -> None:
 
 
 def advice(measured: Found, **more: object) -> Advice:
-    cost = PassCost(decode={1: {0: 1.0, 16: 1.2}, 16: {0: 1.3, 64: 9.0}}, context=10, prompt={32: 2.0})
+    cost = PassCost(decode={1: {0: 1.0, 16: 1.2}, 16: {0: 1.3, 64: 9.0}})
     return Advice(model="toy", settings={}, cost=cost, predicted=measured, measured=measured, **more)  # type: ignore[arg-type]
 
 

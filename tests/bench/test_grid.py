@@ -6,14 +6,14 @@ import pytest
 
 from paceline.bench.grid import concurrencies
 from paceline.bench.groups import check_enough, make_groups
-from paceline.bench.local import Wish, choose
+from paceline.bench.local import choose
 from paceline.cli.bench import choose_prompts
 from paceline.errors import InvalidParameter
 from tests.bench.fake_subject import prompts
 
 
 def labels(methods: str, k: str = "", **given: str) -> list[str]:
-    return [one.label for one in choose(Wish(model="m", methods=methods, k=k, **given))]
+    return [one.label for one in choose(methods, k, **{"draft_model": None, "drafter": None, **given})]
 
 
 def test_plain_decoding_is_always_there_and_auto_chooses_its_own_k() -> None:
@@ -58,8 +58,8 @@ def test_a_draft_model_or_drafter_that_no_method_uses_is_refused(option: str, us
 
 
 def test_without_methods_the_first_of_the_table_and_auto_are_compared() -> None:
-    assert [one.label for one in choose(Wish(model="m"))] == ["plain", "ngram k=4", "auto"]
-    assert [one.label for one in choose(Wish(model="m", methods="suffix"))] == ["plain", "suffix k=auto"]
+    assert [one.label for one in choose(draft_model=None, drafter=None)] == ["plain", "ngram k=4", "auto"]
+    assert [one.label for one in choose("suffix", draft_model=None, drafter=None)] == ["plain", "suffix k=auto"]
 
 
 def test_concurrency_is_a_list_of_whole_numbers() -> None:

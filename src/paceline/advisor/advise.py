@@ -54,8 +54,7 @@ class Advisor:
     def _profile(self) -> None:
         subject, levels = self.subject, self.plan.concurrencies
         longest = max((subject.encode(prompt, []) for prompt in self._first), key=len)
-        length = len(longest) + self.plan.max_tokens
-        self.advice.cost = cost = profile(subject, levels, length, self.plan, self._part(0.0, 0.1))
+        self.advice.cost = cost = profile(subject, levels, self.plan, self._part(0.0, 0.1))
         self.advice.drafters = [host_drafter(subject, method, longest) for method in subject.methods]
         for model in subject.draft_models:
             self.advice.drafters = [*self.advice.drafters, model_drafter(subject, model, cost, self.plan)]

@@ -17,9 +17,6 @@ from paceline.bench.grid import Contender
 @dataclass(frozen=True, kw_only=True)
 class PassCost:
     decode: Mapping[int, Mapping[int, float]]  # sequences -> drafted tokens of all of them together -> seconds
-    context: float  # tokens behind a row when those were measured
-    row_context_s: float = 0.0  # for every row and every token more behind it
-    prompt: Mapping[int, float]  # tokens of a prompt computed in a step of its own -> seconds
 
     @property
     def plain_s(self) -> float:
@@ -54,8 +51,8 @@ class DrafterCost:
 def line(points: Mapping[int, float], at: float) -> float:
     """Straight between the points; before the first as there, after the last as steep as before it."""
     known = sorted(points)
-    above = bisect.bisect_left(known, at)
-    if above == 0 or len(known) == 1:
+    if len(known) == 1 or at <= known[0]:
         return points[known[0]]
-    low, high = known[min(above, len(known) - 1) - 1], known[min(above, len(known) - 1)]
+    above = min(bisect.bisect_left(known, at), len(known) - 1)
+    low, high = known[above - 1], known[above]
     return points[low] + (points[high] - points[low]) * (at - low) / (high - low)

@@ -1,4 +1,4 @@
-"""Times on this machine: of a step by sequences, drafted tokens and context, and each drafter's time and memory.
+"""Times on this machine: of a step by sequences and drafted tokens, and each drafter's time and memory.
 
 Steps are timed whole, on the real engine, with drafts of a chosen size that are rejected. The sizes are measured in
 turn, round after round in a new random order, and the median of each counts: a machine that is slow for a second does
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -35,7 +35,6 @@ SHORT = 48  # tokens of context
 MOST_DRAFTED = 256  # tokens of one step, all sequences together
 ROUNDS, MOST_ROUNDS = 3, 12
 LEVEL_S = 3.0  # of measuring each number of sequences
-PROMPTS = (32, 128, 512)
 DRAFT_DEPTH = 4
 
 
@@ -67,26 +66,15 @@ class FixedPlan(LearnsNothing):
         return [Choice(self.method, each + (at < rest)) for at in range(len(sequences))]
 
 
-def profile(
-    subject: Machine, levels: Sequence[int], longest: int, plan: Plan, on_progress: OnProgress = lambda *_: None
-) -> PassCost:
-    """`longest`: tokens of the longest request with its answer."""
+def profile(subject: Machine, levels: Sequence[int], plan: Plan, on_progress: OnProgress = lambda *_: None) -> PassCost:
     sequences = probed_levels(max(levels))
     decode: dict[int, dict[int, float]] = {}
     for done, count in enumerate(sequences):
-        on_progress(done, len(sequences) + 1, f"timing passes, {count} at once")
-        rejected = RejectedDrafter(subject.config.vocab_size)
-        times = _decode_times(subject, rejected, count, SHORT, drafted_sizes(count), plan)
+        on_progress(done, len(sequences), f"timing passes, {count} at once")
+        times = _decode_times(subject, RejectedDrafter(subject.config.vocab_size), count, drafted_sizes(count), plan)
         # More rows never take less time: where they seem to, it is noise.
         decode[count] = dict(zip(times, itertools.accumulate(times.values(), max), strict=True))
-    on_progress(len(sequences), len(sequences) + 1, "timing prompts and long contexts")
-    rounds = len(drafted_sizes(1)) * MOST_ROUNDS / 2
-    return PassCost(
-        decode=decode,
-        context=SHORT + rounds / 2,
-        row_context_s=_context_slope(subject, decode[1], longest, plan),
-        prompt=_prompt_times(subject, longest, plan),
-    )
+    return PassCost(decode=decode)
 
 
 def probed_levels(most: int) -> list[int]:
@@ -101,17 +89,20 @@ def drafted_sizes(sequences: int) -> list[int]:
 
 
 def _decode_times(
-    subject: Machine, drafter: Drafter, sequences: int, context: int, sizes: Sequence[int], plan: Plan
+    subject: Machine, drafter: Drafter, sequences: int, sizes: Sequence[int], plan: Plan
 ) -> dict[int, float]:
     """Seconds of a step by the tokens drafted in it; empty where the drafter never finishes reading the prompts."""
     policy, steps = FixedPlan(drafter.name, sequences), len(sizes) * (MOST_ROUNDS + 1)
-    reading = 4 + 2 * sequences * context // CATCH_UP  # steps: all sequences go on while the last are being read
-    length = context + 2 * reading + (steps + 1) * (1 + -(-max(sizes) // sequences))
+    reading = 4 + 2 * sequences * SHORT // CATCH_UP  # steps: all sequences go on while the last are being read
+    length = SHORT + 2 * reading + (steps + 1) * (1 + -(-max(sizes) // sequences))
     engine = subject.probe([drafter], policy, sequences=sequences, length=length)
-    text, params = subject.encode(WARM_UP, []), _params(subject, plan, max_tokens=engine.max_model_len)
+    seed = 7 if plan.temperature > 0 else None
+    params = SamplingParams(
+        temperature=plan.temperature, max_tokens=engine.max_model_len, seed=seed, ignore_eos=True
+    ).resolve(subject.defaults)
+    text = list(subject.encode(WARM_UP, [])) * SHORT
     for index in range(sequences):
-        prompt = (text[index % len(text) :] + _repeated(text, context))[:context]
-        engine.add_request(str(index), prompt, params)
+        engine.add_request(str(index), text[index % SHORT :][:SHORT], params)
     running = engine.scheduler.sequences
     while any(not sequence.decoding for sequence in running()):
         engine.step()
@@ -126,16 +117,6 @@ def _decode_times(
         engine.step()
 
     return _interleaved(subject.clock, sizes, step)
-
-
-def _repeated(text: Sequence[int], length: int) -> list[int]:
-    return (list(text) * (length // len(text) + 1))[:length]
-
-
-def _params(subject: Machine, plan: Plan, max_tokens: int) -> SamplingParams:
-    seed = 7 if plan.temperature > 0 else None
-    params = SamplingParams(temperature=plan.temperature, max_tokens=max_tokens, seed=seed, ignore_eos=True)
-    return params.resolve(subject.defaults)
 
 
 def _interleaved(clock: Callable[[], float], sizes: Sequence[int], run: Callable[[int], None]) -> dict[int, float]:
@@ -153,29 +134,6 @@ def _interleaved(clock: Callable[[], float], sizes: Sequence[int], run: Callable
             if turn:
                 times[size].append(clock() - started)
     return {size: median(found) for size, found in times.items()}
-
-
-def _context_slope(subject: Machine, short: Mapping[int, float], longest: int, plan: Plan) -> float:
-    """Seconds per row and token of context; 0 where requests are too short to measure it."""
-    context = min(longest, subject.config.max_positions - 4 * (MOST_ROUNDS + 1) - 9)
-    if context < 4 * SHORT:
-        return 0.0
-    long = _decode_times(subject, RejectedDrafter(subject.config.vocab_size), 1, context, (0, 8), plan)
-    return max(sum((long[size] - short[size]) / (1 + size) for size in (0, 8)) / 2 / (context - SHORT), 0.0)
-
-
-def _prompt_times(subject: Machine, longest: int, plan: Plan) -> dict[int, float]:
-    """Seconds of a prompt in a step of its own, by its length."""
-    sizes = [size for size in PROMPTS if size < longest] or [SHORT]
-    engine = subject.probe([], FixedPlan(RejectedDrafter.name, 0), sequences=2, length=max(sizes) + 1)
-    text, params = subject.encode(WARM_UP, []), _params(subject, plan, max_tokens=1)
-
-    def read(size: int) -> None:
-        engine.add_request("prompt", _repeated(text, size), params)
-        while engine.has_work:
-            engine.step()
-
-    return _interleaved(subject.clock, sizes, read)
 
 
 # -- drafters
@@ -209,7 +167,7 @@ def model_drafter(subject: Machine, model: DraftModel, cost: PassCost, plan: Pla
     seconds: dict[int, float] = {}
     for count in cost.decode:
         drafter, drafted = subject.drafters(Drafted(DraftModelDrafter.name, None, model.name))[-1], DRAFT_DEPTH * count
-        for took in _decode_times(subject, drafter, count, SHORT, [drafted], plan).values():
+        for took in _decode_times(subject, drafter, count, [drafted], plan).values():
             seconds[count] = max(took - cost.decoding(count, drafted), 0.0) / DRAFT_DEPTH
     return DrafterCost(
         method=DraftModelDrafter.name,

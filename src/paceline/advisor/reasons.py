@@ -40,12 +40,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Reason:
-    kind: str  # uncertain, short-outputs, costly-drafter, saturated, temperature, acceptance
+    kind: str  # uncertain, short-outputs, little, costly-drafter, saturated, temperature, acceptance
     words: str
 
 
 def why_off(case: Case) -> Reason:
-    return _short_outputs(case) or _costly_drafter(case) or _saturated(case) or _rejected(case)
+    return _short_outputs(case) or _little(case) or _costly_drafter(case) or _saturated(case) or _rejected(case)
 
 
 def uncertain(label: str, figure: Figure) -> Reason:
@@ -67,6 +67,18 @@ def _short_outputs(case: Case) -> Reason | None:
         f"the whole request {figure.ratio:.2f}x."
     )
     return Reason("short-outputs", words)
+
+
+def _little(case: Case) -> Reason | None:
+    """No condition fails by theory, so none may be blamed."""
+    expected = speedup(case.alpha, case.k, case.draft_cost, case.verify_cost)
+    if expected <= 1:
+        return None
+    words = (
+        f"By {case.acceptance} and the cost of passes here {case.label} would be {expected:.2f}x where it drafts; "
+        f"{case.figure.ratio:.2f}x over all steps is too little for a setting."
+    )
+    return Reason("little", words)
 
 
 def _costly_drafter(case: Case) -> Reason | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.bench.engines import Engines
@@ -19,59 +18,42 @@ from paceline.models.hub import Progress
 K = "4"  # where neither methods nor k are given
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    model: str
-    methods: str | None = None  # comma-separated, as the user wrote them; None: the first of the table, and auto
-    k: str | None = None
-    draft_model: str | None = None
-    drafter: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    raw: bool = False
-
-
-def choose(wish: Wish) -> list[Contender]:
-    """Checked before the model is loaded: refuses unknown methods and files."""
-    methods = f"{next(iter(METHODS))},{AUTO}" if wish.methods is None else wish.methods
-    k = wish.k if wish.k is not None else K if wish.methods is None else AUTO
-    given = {"draft_model": wish.draft_model, "drafter": wish.drafter}
+def choose(methods: str | None = None, k: str | None = None, **given: str | None) -> list[Contender]:
+    """Checked before the model is loaded: refuses unknown methods and files. `methods` and `k` with commas, as the user
+    wrote them; None: the first of the table, and auto. `given`: a model or folder to draft with, by option."""
+    k = k if k is not None else K if methods is None else AUTO
+    names = f"{next(iter(METHODS))},{AUTO}" if methods is None else methods
     needs = {name: method.needs for name, method in METHODS.items()}
-    return contenders(methods, k, known=(*method_names(), AUTO), given=given, needs=needs)
+    return contenders(names, k, known=(*method_names(), AUTO), given=given, needs=needs)
 
 
 def run(
-    wish: Wish,
+    model: str,
     prompts: Sequence[Prompt],
     plan: Plan,
     settings: Mapping[str, Any],
     *,
+    methods: str | None = None,
+    k: str | None = None,
+    draft_model: str | None = None,
+    drafter: str | None = None,
     on_load: Progress | None = None,
     on_progress: OnProgress = lambda done, total, what: None,
+    **options: Any,
 ) -> tuple[Results, BaseException | None]:
-    """Raises what keeps it from measuring anything; a later reason to stop is returned beside the results."""
-    chosen = choose(wish)
+    """Raises what keeps it from measuring anything; a later reason to stop is returned beside the results. `options`:
+    of the engines."""
+    drafts_with = {"draft_model": draft_model, "drafter": drafter}
+    chosen = choose(methods, k, **drafts_with)
     check_enough(prompts, plan.concurrencies, plan.max_tokens)
-    subject = Engines(
-        wish.model,
-        chosen,
-        draft_model=wish.draft_model,
-        drafter=wish.drafter,
-        dtype=wish.dtype,
-        device=wish.device,
-        threads=wish.threads,
-        raw=wish.raw,
-        progress=on_load,
-    )
+    subject = Engines(model, chosen, progress=on_load, draft_model=draft_model, drafter=drafter, **options)
     subject.check(prompts, plan.max_tokens)
     measurement, stopped = collect(subject, prompts, plan, chosen, on_progress)
     given = {
         "methods": list(dict.fromkeys(contender.method for contender in chosen)),
         "k": list(dict.fromkeys(contender.k or AUTO for contender in chosen if contender.takes_k)),
-        "draft_model": wish.draft_model,
-        "drafter": wish.drafter,
-        "raw": wish.raw,
+        **drafts_with,
+        "raw": options.get("raw", False),
         **settings,
     }
-    return results_of(measurement, model=wish.model, where=subject.where(), settings=given), stopped
+    return results_of(measurement, model=model, where=subject.where(), settings=given), stopped

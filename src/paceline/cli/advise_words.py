@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from paceline.advisor.advice import Advice, paceline_config, paceline_flags
 from paceline.advisor.choice import Choice, Figure, levels_of, of_contender
 from paceline.bench.report_words import at_once, listed, seconds, seeded
@@ -71,18 +69,17 @@ def _gains(advice: Advice, choice: Choice) -> str:
 
 
 def _print_table(advice: Advice) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
+    from paceline.cli.table import print_table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    table = Table(box=SIMPLE, title="times plain decoding [95 %]")
-    for heading, side in (("at once", "right"), ("setting", "left"), ("predicted", "right"), ("measured", "right")):
-        table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    for level, contender in advice.known:
-        predicted, measured = (found.get((level, contender)) for found in (advice.predicted, advice.measured))
-        table.add_row(str(level), contender.label, _figure(predicted), _figure(measured))
-    console.print(table)
+    rows = [
+        [
+            str(level),
+            contender.label,
+            *(_figure(found.get((level, contender))) for found in (advice.predicted, advice.measured)),
+        ]
+        for level, contender in advice.known
+    ]
+    print_table("times plain decoding [95 %]", ("at once", "setting", "predicted", "measured"), rows, left="setting")
 
 
 def _figure(figure: Figure | None) -> str:

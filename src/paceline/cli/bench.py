@@ -6,7 +6,6 @@ early, the table is printed and the files are written from what was measured.
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 import time
@@ -20,6 +19,8 @@ import typer
 from paceline.bench.grid import concurrencies, split
 from paceline.bench.prompts import QUICK_WORKLOADS, WORKLOADS, Prompt, from_file, shipped
 from paceline.bench.runner import Plan
+from paceline.cli import flags
+from paceline.cli.flags import flag
 from paceline.cli.output import print_json, print_note
 from paceline.cli.progress import live
 from paceline.errors import InvalidParameter
@@ -29,80 +30,64 @@ if TYPE_CHECKING:
 
 PER_WORKLOAD = 5
 MAX_TOKENS, QUICK_MAX_TOKENS = 64, 48
-OURS = (
-    "methods",
-    "k",
-    "draft_model",
-    "drafter",
-    "dtype",
-    "device",
-    "threads",
-    "raw",
-)  # flags that shape our own engines
+ENGINE = ("draft_model", "drafter", "dtype", "device", "threads", "raw")
+OURS = ("methods", "k", *ENGINE)  # flags that shape our own engines
 THEIRS = ("baseline_endpoint", "api_key", "timeout", "no_counters")  # flags for servers
 FILES = ("results.json", "report.html")
-
-
-def flag(name: str, help: str, metavar: str | None = None, **more: Any) -> Any:
-    return typer.Option(name, help=help, metavar=metavar, **more)
-
-
-MODEL = typer.Argument(help="Alias, folder, .gguf file or hub id; smollm2 if unset.", metavar="MODEL")
 Text = str | None
 
 
 def bench(
-    model: Annotated[Text, MODEL] = None,
+    context: typer.Context,
+    model: Annotated[Text, typer.Argument(help="As for generate; of a server, the one to ask for.")] = None,
     methods: Annotated[
-        Text, flag("--methods", "Comma-separated; plain decoding (none) always runs too.", "NAMES")
+        Text, flag("--methods", help="With commas; plain decoding always runs.", metavar="NAMES")
     ] = None,
-    k: Annotated[Text, flag("--k", "Tokens drafted ahead, each a run of its own; auto chooses.", "N,N|auto")] = None,
-    concurrency: Annotated[str, flag("--concurrency", "Requests at once, each a run of its own.", "N,N")] = "1",
-    prompts: Annotated[Path | None, flag("--prompts", "Your own: jsonl, or text with one a line.", "FILE")] = None,
-    workloads: Annotated[Text, flag("--workloads", f"Some of {', '.join(WORKLOADS)}, or of FILE's.", "NAMES")] = None,
+    k: Annotated[Text, flag("--k", help="Tokens drafted ahead, each a run of its own.", metavar="N,N|auto")] = None,
+    concurrency: Annotated[str, flag("--concurrency", help="Requests at once, each a run.", metavar="N,N")] = "1",
+    prompts: flags.Prompts = None,
+    workloads: Annotated[
+        Text, flag("--workloads", help=f"Some of {', '.join(WORKLOADS)}, or of FILE's.", metavar="NAMES")
+    ] = None,
     per_workload: Annotated[
-        int | None, flag("--per-workload", "Prompts of each workload; 5 of ours, all of FILE's.", min=1)
+        int | None, flag("--per-workload", help="Prompts of each workload; 5 of ours, all of FILE's.", min=1)
     ] = None,
-    max_tokens: Annotated[int | None, flag("--max-tokens", f"Of each answer; {MAX_TOKENS} if unset.")] = None,
-    temperature: Annotated[float, flag("--temperature", "0 is greedy.")] = 0.0,
-    seed: Annotated[str, flag("--seed", "Of the order, and of sampling unless none.", "N|none")] = "0",
-    out: Annotated[Path | None, flag("--out", "Where results.json and report.html go.", "FOLDER")] = None,
-    quick: Annotated[bool, flag("--quick", "Less of everything: two minutes on two cores.")] = False,
-    raw: Annotated[bool, flag("--raw", "Continue prompts as text, without the chat template.")] = False,
-    draft_model: Annotated[Text, flag("--draft-model", "For methods that need one, and for auto.", "MODEL")] = None,
-    drafter: Annotated[
-        Text, flag("--drafter", "Trained for this model: for methods that need one, auto.", "PATH")
+    max_tokens: flags.MaxTokens = None,
+    temperature: flags.Temperature = 0.0,
+    seed: Annotated[str, flag("--seed", help="Of the order, and of sampling unless none.", metavar="N|none")] = "0",
+    out: flags.Out = None,
+    quick: flags.Quick = False,
+    raw: flags.Raw = False,
+    draft_model: flags.DraftModel = None,
+    drafter: flags.Drafter = None,
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
+    threads: flags.Threads = None,
+    endpoint: Annotated[Text, flag("--endpoint", help="Bench this OpenAI-compatible server.", metavar="URL")] = None,
+    baseline_endpoint: Annotated[
+        Text, flag("--baseline-endpoint", help="The same without speculation.", metavar="URL")
     ] = None,
-    dtype: Annotated[Text, flag("--dtype", "Weights; auto if unset.", "auto|float32|bfloat16")] = None,
-    device: Annotated[Text, flag("--device", "Where to run; auto if unset.", "auto|cpu|cuda")] = None,
-    threads: Annotated[int | None, flag("--threads", "CPU threads; all usable cores if unset.")] = None,
-    endpoint: Annotated[Text, flag("--endpoint", "Bench this OpenAI-compatible server instead.", "URL")] = None,
-    baseline_endpoint: Annotated[Text, flag("--baseline-endpoint", "The same without speculation.", "URL")] = None,
-    api_key: Annotated[Text, flag("--api-key", "Of the server.", "KEY", envvar="OPENAI_API_KEY")] = None,
-    timeout: Annotated[float | None, flag("--timeout", "Seconds a request may take; 300 if unset.")] = None,
-    no_counters: Annotated[bool, flag("--no-counters", "Do not read /metrics: other clients use it too.")] = False,
-    json: Annotated[bool, flag("--json", "Print the results as one JSON object and no table.")] = False,
+    api_key: Annotated[Text, flag("--api-key", help="Of the server.", metavar="KEY", envvar="OPENAI_API_KEY")] = None,
+    timeout: Annotated[float, flag("--timeout", help="Seconds a server may take for an answer.")] = 300.0,
+    no_counters: Annotated[bool, flag("--no-counters", help="Do not read /metrics: other clients use it too.")] = False,
+    json: flags.Json = False,
 ) -> int:
     """Measure what drafting gives: speed-up over plain decoding with its interval, acceptance, latency."""
-    flags = dict(locals())
-    refuse_idle_flags(flags, given_to_server=endpoint is not None)
+    given = context.params
+    refuse_idle_flags(context, OURS if endpoint else THEIRS, "our own engines" if endpoint else "servers")
     levels = concurrencies(concurrency)
     if max_tokens is None:
         max_tokens = QUICK_MAX_TOKENS if quick else MAX_TOKENS
-    chosen_seed = check_sampling(temperature, seed, max_tokens)
+    plan = Plan(
+        concurrencies=levels,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=check_sampling(temperature, seed, max_tokens),
+    )
     asked = choose_prompts(prompts, workloads, per_workload, max(levels), quick=quick, raw=raw)
     folder = choose_folder(out, model or ("endpoint" if endpoint else "smollm2"))
-    settings: dict[str, Any] = {
-        "concurrency": levels,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": chosen_seed,
-        "prompts": str(prompts) if prompts else ", ".join(dict.fromkeys(prompt.workload for prompt in asked)),
-        "num_prompts": len(asked),
-    }
-    plan = Plan(concurrencies=levels, max_tokens=max_tokens, temperature=temperature, seed=chosen_seed)
-    bench_one = bench_endpoint if endpoint is not None else bench_engines
-    results, stopped = bench_one(flags, asked, plan, settings)
+    settings = settings_of(plan, prompts, asked)
+    results, stopped = (bench_endpoint if endpoint else bench_engines)(given, asked, plan, settings)
     finish(results, folder, as_json=json)
     if isinstance(stopped, KeyboardInterrupt):
         print_note("interrupted: the figures are of what was measured until then")
@@ -112,42 +97,44 @@ def bench(
     return 0 if says_something(results) else 1
 
 
+def settings_of(plan: Plan, file: Path | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    names = ", ".join(dict.fromkeys(prompt.workload for prompt in prompts))
+    used = {"concurrency": plan.concurrencies, "max_tokens": plan.max_tokens, "temperature": plan.temperature}
+    return {**used, "seed": plan.seed, "prompts": str(file) if file else names, "num_prompts": len(prompts)}
+
+
 def bench_engines(
-    flags: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
+    given: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
     with live() as bar:
         bar.stage("starting")
-        from paceline.bench.local import Wish, run
+        from paceline.bench.local import run
 
-        wish = Wish(
-            model=flags["model"] or "smollm2",
-            dtype=flags["dtype"] or "auto",
-            device=flags["device"] or "auto",
-            **{name: flags[name] for name in ("methods", "k", "draft_model", "drafter", "threads", "raw")},
-        )
-        return run(wish, prompts, plan, settings, on_load=bar.load, on_progress=bar.work)
+        options = {name: given[name] for name in OURS}
+        model = given["model"] or "smollm2"
+        return run(model, prompts, plan, settings, on_load=bar.load, on_progress=bar.work, **options)
 
 
 def bench_endpoint(
-    flags: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
+    given: dict[str, Any], prompts: list[Prompt], plan: Plan, settings: dict[str, Any]
 ) -> tuple[Results, BaseException | None]:
     from paceline.bench.endpoint import measure
     from paceline.bench.groups import check_enough
 
-    if flags["baseline_endpoint"] is not None:
+    if given["baseline_endpoint"] is not None:
         check_enough(prompts, plan.concurrencies, plan.max_tokens)
     with live() as bar:
         bar.stage("connecting")
         return measure(
-            flags["endpoint"],
+            given["endpoint"],
             prompts,
             plan,
             settings,
-            model=flags["model"],
-            api_key=flags["api_key"],
-            timeout_s=300.0 if flags["timeout"] is None else flags["timeout"],
-            baseline_url=flags["baseline_endpoint"],
-            counters=not flags["no_counters"],
+            model=given["model"],
+            api_key=given["api_key"],
+            timeout_s=given["timeout"],
+            baseline_url=given["baseline_endpoint"],
+            counters=not given["no_counters"],
             on_progress=bar.work,
         )
 
@@ -206,14 +193,13 @@ def choose_folder(out: Path | None, model: str, home: str = "paceline-bench", fi
     return folder
 
 
-def refuse_idle_flags(flags: dict[str, Any], *, given_to_server: bool) -> None:
+def refuse_idle_flags(context: typer.Context, idle: Sequence[str], purpose: str) -> None:
     """A flag that would have no effect is refused. A key from the environment is no flag."""
-    for name in OURS if given_to_server else THEIRS:
-        if name == "api_key" and flags[name] == os.environ.get("OPENAI_API_KEY"):
-            continue
-        if flags[name] is not None and flags[name] is not False:
-            why = "is for our own engines only" if given_to_server else "is for servers only"
-            raise InvalidParameter(name, f"{why}; leave it out" + ("" if given_to_server else ", or give --endpoint"))
+    for name in idle:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            or_else = ", or give --endpoint" if purpose == "servers" else ""
+            raise InvalidParameter(name, f"is for {purpose} only; leave it out{or_else}")
 
 
 # -- what comes out

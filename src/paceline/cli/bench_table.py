@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from paceline.bench import findings
 from paceline.bench import report_words as words
 from paceline.bench.results import ALL, Cell, Results, Speedup
 from paceline.cli.output import print_note
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
+from paceline.cli.table import in_colour, print_table
 
 HEADINGS = (
     *("method", "tok/s", "speed-up [95 %]", "τ", "accepted"),
@@ -23,60 +20,44 @@ MOST_LINES = 4  # of one note; the report has them all
 
 
 def print_results(results: Results) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     for concurrency in dict.fromkeys(cell.concurrency for cell in results.cells):
         cells = [cell for cell in results.cells if cell.concurrency == concurrency]
-        console.print(_methods(results, [cell for cell in cells if cell.workload == ALL]))
-        if (table := _workloads([cell for cell in cells if cell.workload != ALL])) is not None:
-            console.print(table)
+        together = [cell for cell in cells if cell.workload == ALL]
+        print_table(title(results, cells[0]), HEADINGS, [_method(cell) for cell in together])
+        _print_workloads([cell for cell in cells if cell.workload != ALL])
     for line in notes(results):
         print_note(line)
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, title=title)
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
-    return table
-
-
-def _methods(results: Results, cells: Sequence[Cell]) -> Table:
-    table = _table(title(results, cells[0]), HEADINGS)
-    for cell in cells:
-        table.add_row(
-            cell.label,
-            words.rate(cell.tokens_per_s),
-            _figure(cell.speedup),
-            words.decimal(cell.tau),
-            words.percent(cell.acceptance_rate),
-            words.spread(cell.ttft_s),
-            words.spread(cell.inter_token_s),
-            words.spread(cell.request_s),
-            words.percent(cell.engine_share),
-            f"{cell.looping} of {cell.answers}",
-            words.unchanged(cell),
-        )
-    return table
+def _method(cell: Cell) -> list[str | Text]:
+    return [
+        cell.label,
+        words.rate(cell.tokens_per_s),
+        _figure(cell.speedup),
+        words.decimal(cell.tau),
+        words.percent(cell.acceptance_rate),
+        words.spread(cell.ttft_s),
+        words.spread(cell.inter_token_s),
+        words.spread(cell.request_s),
+        words.percent(cell.engine_share),
+        f"{cell.looping} of {cell.answers}",
+        words.unchanged(cell),
+    ]
 
 
-def _workloads(cells: Sequence[Cell]) -> Table | None:
+def _print_workloads(cells: Sequence[Cell]) -> None:
     """Speed-ups only; everything else is in the report."""
     names = list(dict.fromkeys(cell.workload for cell in cells))
     compared = list(dict.fromkeys(cell.label for cell in cells if not cell.plain))
     if len(names) < 2 or not any(cell.speedup for cell in cells):
-        return None
-    table = _table("speed-up by workload [95 %]", ("workload", "answers", "loops", *compared))
+        return
+    rows: list[list[str | Text]] = []
     for name in names:
         mine = {cell.label: cell for cell in cells if cell.workload == name}
         first = next(iter(mine.values()))
         figures = [_figure(mine[label].speedup) for label in compared]
-        table.add_row(name, str(first.answers), str(first.looping), *figures)
-    return table
+        rows.append([name, str(first.answers), str(first.looping), *figures])
+    print_table("speed-up by workload [95 %]", ("workload", "answers", "loops", *compared), rows)
 
 
 def title(results: Results, cell: Cell) -> str:
@@ -125,10 +106,8 @@ def figure_words(speedup: Speedup) -> str:
     return f"{speedup.ratio:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
 
 
-def _figure(speedup: Speedup | None) -> Text:
-    from rich.text import Text
-
+def _figure(speedup: Speedup | None) -> str | Text:
     if speedup is None:
-        return Text(words.DASH)
-    style = {words.FASTER: "green", words.SLOWER: "red", words.LEVEL: ""}[words.outcome(speedup)]
-    return Text(figure_words(speedup), style=style)
+        return words.DASH
+    outcome = words.outcome(speedup)
+    return in_colour(figure_words(speedup), None if outcome == words.LEVEL else outcome == words.FASTER)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.bench.statistics import LOOP, loops
+from paceline.cli import flags
+from paceline.cli.flags import flag
 from paceline.cli.generate import closing, interrupted, load_llm, messages, read_prompt
 from paceline.cli.options import RunOptions
 from paceline.cli.output import Tally, method_words, print_json, rate_words
@@ -65,16 +67,14 @@ def demo(
     prompt: Annotated[
         str | None, typer.Argument(help="Ask this instead of the three built-in prompts; - reads it from stdin.")
     ] = None,
-    model: Annotated[str, typer.Option("--model", "-m", help="As for generate.", metavar="MODEL")] = "smollm2",
-    method: Annotated[str, typer.Option("--method", help="What drafts.", metavar="|".join((AUTO, *METHODS)))] = AUTO,
-    k: Annotated[str, typer.Option("--k", help="Tokens drafted ahead.", metavar=f"N|{AUTO}")] = AUTO,
-    draft_model: Annotated[
-        str | None, typer.Option("--draft-model", help="A smaller model with the same vocabulary.", metavar="MODEL")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of each answer.")] = 160,
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
-    device: Annotated[str, typer.Option("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    model: flags.ModelFlag = "smollm2",
+    method: Annotated[str, flag("--method", help="What drafts.", metavar="|".join((AUTO, *METHODS)))] = AUTO,
+    k: Annotated[str, flag("--k", help="Tokens drafted ahead.", metavar=f"N|{AUTO}")] = AUTO,
+    draft_model: flags.DraftModel = None,
+    max_tokens: Annotated[int, flag("--max-tokens", help="Most tokens of an answer.")] = 160,
+    threads: flags.Threads = None,
+    device: flags.Device = "auto",
+    json: flags.Json = False,
 ) -> int:
     """Answer speculatively and plainly, side by side; exit code 1 if a single token differs."""
     if method == NONE:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from paceline.cli import flags
+from paceline.cli.flags import flag
 from paceline.cli.output import print_json, print_note
 from paceline.cli.progress import progress
 from paceline.config import AUTO
@@ -19,35 +18,25 @@ STYLES = {"pass": "green", "fail": "bold red", "not exercised": "yellow"}
 
 
 def prove(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Alias, folder, .gguf file or hub id.", metavar="MODEL")
-    ] = "smollm2",
+    model: flags.ModelFlag = "smollm2",
     methods: Annotated[
-        str | None, typer.Option("--methods", help="Comma-separated; all that are there if unset.", metavar="NAMES")
+        str | None, flag("--methods", help="With commas between; all that are there if unset.", metavar="NAMES")
     ] = None,
-    draft_model: Annotated[
-        str | None, typer.Option("--draft-model", help="Prove draft-model too, with this one.", metavar="MODEL")
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Option("--drafter", help="Prove the method of this trained drafter too.", metavar="PATH")
-    ] = None,
-    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="How many; 12, with --quick 4.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, under a minute.")] = False,
+    draft_model: flags.DraftModel = None,
+    drafter: flags.Drafter = None,
+    prompts: Annotated[int | None, flag("--prompts", min=1, help="How many; 12, with --quick 4.")] = None,
+    quick: flags.Quick = False,
     inject: Annotated[
-        str | None,
-        typer.Option(
-            "--inject", help="Break one thing on purpose: it must be found.", metavar="bias|rollback|bonus|coins"
-        ),
+        str | None, flag("--inject", help="Break one thing: it must be found.", metavar="bias|rollback|bonus|coins")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of seeded requests and of replays.")] = 0,
-    dtype: Annotated[str, typer.Option("--dtype", help="Weights.", metavar="auto|float32|bfloat16")] = "auto",
-    device: Annotated[str, typer.Option("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto",
+    seed: Annotated[int, flag("--seed", min=0, help="Of seeded requests and of replays.")] = 0,
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
     numerics: Annotated[
-        str,
-        typer.Option("--numerics", help="fast: near-ties that fall differently are reported.", metavar="exact|fast"),
+        str, flag("--numerics", help="fast: near-ties that fall differently are reported.", metavar="exact|fast")
     ] = "exact",
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; all usable cores if unset.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    threads: flags.Threads = None,
+    json: flags.Json = False,
 ) -> int:
     """Check that drafting does not change the model's output."""
     with progress(plain=False) as report:
@@ -82,42 +71,25 @@ def prove(
     if json:
         print_json(outcome.as_dict())
     else:
-        print_table(outcome, llm)
+        print_report(outcome, llm)
     return 0 if outcome.passed else 1
 
 
-def print_table(report: Report, llm: LLM) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
+def print_report(report: Report, llm: LLM) -> None:
     from rich.text import Text
 
+    from paceline.cli.table import print_table
     from paceline.prove.statistics import FALSE_ALARM, POWER
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    table = Table(box=SIMPLE, title=f"{llm.name} · {llm.device_name} · {llm.dtype_name} · {llm.kernels_name}")
-    for heading, justify in (
-        ("check", "left"),
-        ("compared", "left"),
-        ("accepts", "right"),
-        ("rejects", "right"),
-        ("bonus", "right"),
-        ("detects TV", "right"),
-        ("result", "left"),
-    ):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    rows: list[list[str | Text]] = []
     for row in report.rows:
         result, detectable, detail = report.result(row), report.detectable(row), report.detail(row)
-        table.add_row(
-            row.name,
-            row.compared,
-            str(row.seen.accepts),
-            str(row.seen.rejects),
-            str(row.seen.bonus),
-            "" if detectable is None else f"{detectable:.3f}",
-            Text(result + (f": {detail}" if detail else ""), style=STYLES[result]),
-        )
-    console.print(table)
+        seen = [str(count) for count in (row.seen.accepts, row.seen.rejects, row.seen.bonus)]
+        outcome = Text(result + (f": {detail}" if detail else ""), style=STYLES[result])
+        rows.append([row.name, row.compared, *seen, "" if detectable is None else f"{detectable:.3f}", outcome])
+    headings = ("check", "compared", "accepts", "rejects", "bonus", "detects TV", "result")
+    title = f"{llm.name} · {llm.device_name} · {llm.dtype_name} · {llm.kernels_name}"
+    print_table(title, headings, rows, left="compared result")
     tests = sum(len(row.tests) for row in report.rows)
     print_note(
         f"{tests} G-tests: together they raise a false alarm with probability {FALSE_ALARM:.0e} at most, "

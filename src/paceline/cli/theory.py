@@ -84,8 +84,8 @@ def theory(
             }
         )
         return
-    from paceline.cli.theory_table import print_table  # rich takes a while
+    from paceline.cli.theory_table import print_case  # rich takes a while
 
-    print_table(case, asked.k, asked.memory, asked.batch)
+    print_case(case, asked.k, asked.memory, asked.batch)
     if plot is not None:
         print_note(f"curves in {plot}")

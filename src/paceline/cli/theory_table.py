@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.output import human_bytes
+from paceline.cli.table import in_colour, print_lines, print_table
 from paceline.theory.table import Case, MemoryUse, Row, best_tree_row, row, rows
 
 SHOWN = {*range(1, 11), 12, 14, 16, 20, 24, 32, 48, 64}  # the best and the asked k always are
 AFTER = 2  # rows after the best k, to see it fall
 
 
-def print_table(case: Case, asked: int, use: MemoryUse | None, batch: int) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    best = case.best.k
-    table = Table(box=SIMPLE)
-    for heading in _headings(case):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+def print_case(case: Case, asked: int, use: MemoryUse | None, batch: int) -> None:
+    best, found = case.best.k, []
     for each in rows(case):
         if each.k in (best, asked) or (each.k in SHOWN and each.k <= max(best, asked) + AFTER):
             note = " ".join(word for word, k in (("best", best), ("asked", asked)) if k == each.k)
-            table.add_row(*_cells(case, each), note if best != asked or best != each.k else "best")
-    console.print(table)
-    for line in sentences(case, asked, use, batch):
-        console.print(line, soft_wrap=True)
+            found.append([*_cells(case, each), note if best != asked or best != each.k else "best"])
+    print_table(None, [*_headings(case), ""], found)
+    print_lines(sentences(case, asked, use, batch))
 
 
 def _headings(case: Case) -> list[str]:
@@ -57,19 +47,17 @@ def _cells(case: Case, each: Row) -> list[str | Text]:
 
 
 def gain(speedup: float) -> Text:
-    return Text(f"{speedup:.2f}x", style="green" if speedup > 1 else "red" if speedup < 1 else "")
+    return in_colour(f"{speedup:.2f}x", None if speedup == 1 else speedup > 1)
 
 
 def sentences(case: Case, asked: int, use: MemoryUse | None, batch: int) -> list[str]:
     lines = [f"a drafted token costs {case.draft_cost:g} plain passes"]
-    if not asked:
-        lines.append("no k pays: leave drafting off")
-    else:
+    if asked:
         lines.append(_asked(row(case, asked)))
-    if asked and case.best.k not in (0, asked):
-        lines.append(f"k = {case.best.k} is best: {case.best.speedup:.2f}x")
-    if asked and not case.best.k:
+    if not case.best.k:
         lines.append("no k pays: leave drafting off")
+    elif case.best.k != asked:
+        lines.append(f"k = {case.best.k} is best: {case.best.speedup:.2f}x")
     if (tree := best_tree_row(rows(case))) is not None:
         lines.append(
             f"a tree of {tree.k} nodes is best: {tree.tree_tokens_per_pass:.2f} tokens a pass, {tree.tree_speedup:.2f}x"
@@ -83,11 +71,8 @@ def sentences(case: Case, asked: int, use: MemoryUse | None, batch: int) -> list
 
 
 def _asked(each: Row) -> str:
-    pays = (
-        "no acceptance makes it pay"
-        if each.break_even_alpha is None
-        else f"it pays above α {each.break_even_alpha:.3f}"
-    )
+    even = each.break_even_alpha
+    pays = "no acceptance makes it pay" if even is None else f"it pays above α {even:.3f}"
     return (
         f"k = {each.k}: {each.tokens_per_pass:.2f} tokens per pass (as a constant α of {each.alpha:.3f}), "
         f"{each.speedup:.2f}x; {pays}"
