@@ -93,8 +93,11 @@ def demo(
 
 
 def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool) -> list[Round]:
-    shown = Nothing() if as_json else Screen(llm)
-    run(llm, "Count to ten.", 8, speculation=NONE, shown=Nothing())  # warm-up: a process's first steps are slow
+    shown = Screen(llm, quiet=as_json)
+    shown.title(llm)
+    run(
+        llm, "Count to ten.", 8, speculation=NONE, shown=Screen(llm, quiet=True)
+    )  # warm-up: a process's first steps are slow
     rounds = [compare(llm, name, text, max_tokens, shown) for name, text in prompts.items()]
     shown.summary(rounds)
     if as_json:
@@ -102,7 +105,7 @@ def show(llm: LLM, prompts: Mapping[str, str], max_tokens: int, *, as_json: bool
     return rounds
 
 
-def compare(llm: LLM, name: str, prompt: str, max_tokens: int, shown: Nothing) -> Round:
+def compare(llm: LLM, name: str, prompt: str, max_tokens: int, shown: Screen) -> Round:
     shown.prompt(name, prompt)
     shown.heading("speculatively")
     speculative = run(llm, prompt, max_tokens, speculation=None, shown=shown)
@@ -113,7 +116,7 @@ def compare(llm: LLM, name: str, prompt: str, max_tokens: int, shown: Nothing) -
     return result
 
 
-def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, shown: Nothing) -> Tally:
+def run(llm: LLM, prompt: str, max_tokens: int, *, speculation: str | None, shown: Screen) -> Tally:
     from paceline.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=speculation)
@@ -193,29 +196,20 @@ def timing(tally: Tally) -> dict[str, Any]:
     }
 
 
-class Nothing:
-    """Shows nothing, for --json; the interface of `Screen`."""
+class Screen:
+    """Coloured text on a terminal, plain text elsewhere, nothing where it is quiet."""
 
-    def prompt(self, name: str, text: str) -> None: ...
-    def heading(self, how: str) -> None: ...
-    def tokens(self, tokens: Sequence[int], kinds: Sequence[int]) -> None: ...
-    def end(self) -> None: ...
-    def verdict(self, one: Round) -> None: ...
-    def summary(self, rounds: Sequence[Round]) -> None: ...
-
-
-class Screen(Nothing):
-    """Coloured text on a terminal, plain text elsewhere."""
-
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, quiet: bool) -> None:
         from rich.console import Console
 
         reconfigure = getattr(sys.stdout, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")  # characters the encoding lacks become question marks
-        self._console: Console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console: Console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
         self._decoder = llm.tokenizer.incremental_decoder(True)
         self._at_line_start = True
+
+    def title(self, llm: LLM) -> None:
         self._print(f"{llm.name}, greedy; accepted drafts in ", end="")
         self._print("green", ACCEPTED_STYLE)
 
@@ -242,17 +236,12 @@ class Screen(Nothing):
             self._print(line)
 
     def summary(self, rounds: Sequence[Round]) -> None:
-        from rich.box import SIMPLE
-        from rich.table import Table
+        from paceline.cli.table import print_table
 
-        table = Table(
-            box=SIMPLE, padding=(0, 1, 0, 0), caption="plain, drafted: tokens per second", caption_justify="left"
-        )
-        for column in ("prompt", "plain", "drafted", "speed-up", "accepted", "τ", "by", "identical"):
-            table.add_column(column, justify="left" if column in ("prompt", "by") else "right")
-        for one in rounds:
-            table.add_row(*summary_row(one))
-        self._console.print(table, soft_wrap=False)
+        if not self._console.quiet:
+            headings = ("prompt", "plain", "drafted", "speed-up", "accepted", "τ", "by", "identical")
+            print_table(None, headings, [summary_row(one) for one in rounds], left="by")
+            self._print("plain, drafted: tokens per second")
 
     def _piece(self, text: str, style: str) -> None:
         if text:

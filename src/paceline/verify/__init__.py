@@ -32,11 +32,10 @@ from paceline.verify.processors import (
     probabilities,
     process,
 )
-from paceline.verify.propose import propose
 from paceline.verify.routes import Routes, route
 from paceline.verify.seam import with_kernels
 from paceline.verify.tree import tree
-from paceline.verify.walk import CoinSource, DrawKind, Draws, draw, walk
+from paceline.verify.walk import CoinSource, DrawKind, Draws, draw, propose, walk
 
 __all__ = [
     "BadWords",

@@ -9,7 +9,7 @@ draft is lossless here, sampled ones and ones with duplicates too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -19,8 +19,8 @@ from torch import Tensor
 from paceline.draft import Draft, Verdict
 from paceline.rng import Lane, coin
 from paceline.verify.outcome import outcome, take
-from paceline.verify.pick import pick, pick_seeded
-from paceline.verify.processors import Controls, Nodes, argmax, process
+from paceline.verify.pick import pick, pick_seeded, pick_weighted
+from paceline.verify.processors import Controls, Nodes, argmax, probabilities, process
 from paceline.verify.seam import with_kernels
 
 CoinSource = Callable[[Lane, Tensor, Tensor, Tensor], Tensor]  # as rng.coin; another one enumerates or replays
@@ -117,3 +117,21 @@ def walk(
 
 def _rows(logits: Tensor, at: Tensor) -> Tensor:
     return logits if at.shape[0] == logits.shape[0] else logits[at]
+
+
+@with_kernels
+def propose(
+    logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource = coin
+) -> tuple[Tensor, Tensor | None]:
+    """(R,) a token for each row of a drafter's logits, and the q (R, V) they were drawn from, under the same parameters
+    as verification; None where no sequence draws by coins. Coins are of a lane of their own; seeded and greedy rows
+    draw the target's token if q equals p."""
+    processed = process(logits, controls, nodes)
+    if draws.kind is None or not draws.coins:
+        return draw(processed, draws, nodes), None
+    q, at = probabilities(processed), (draws.kind == DrawKind.COIN)[nodes.seq].nonzero()[:, 0]
+    tokens = draw(processed, replace(draws, kind=torch.where(draws.kind == DrawKind.COIN, 0, draws.kind)), nodes)
+    seq = nodes.seq[at]
+    coins = source(Lane.DRAFT, draws.key[seq], draws.committed[seq], nodes.node[at])
+    tokens[at] = pick_weighted(q[at], coins)
+    return tokens, q

@@ -46,7 +46,7 @@ def draw(logits: Tensor, draws: Draws, nodes: Nodes, source: CoinSource = coin) 
 def propose(
     logits: Tensor, controls: Controls, draws: Draws, nodes: Nodes, source: CoinSource = coin
 ) -> tuple[Tensor, Tensor | None]:
-    """As propose.propose. A token is drawn from the same weights as q, as the walk draws from those of p."""
+    """As walk.propose. A token is drawn from the same weights as q, as the walk draws from those of p."""
     target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes).filtered(controls, nodes)
     if draws.kind is None or not draws.coins:
         return draw_tokens(_for_coins(target, draws), draws, nodes, source), None
