@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -150,7 +151,9 @@ def bench(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cal
     return call
 
 
-def test_the_command_prints_a_table_and_writes_both_files(bench: Any, tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_writes_both_files(
+    bench: Any, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = bench("--methods", "ngram,auto", "--k", "2", "--max-tokens", "40")
     assert code == 0, err
     for word in ("plain", "ngram k=2", "auto", "speed-up [95 %]", "one request at a time"):
@@ -164,9 +167,25 @@ def test_the_command_prints_a_table_and_writes_both_files(bench: Any, tmp_path: 
     assert results.settings["k"] == [2]
     assert results.settings["max_tokens"] == 40
     assert results.where["device"] == "cpu"
+    weights = (tiny / "model.safetensors").read_bytes()
+    assert results.where["weight_bytes"] == len(weights)
+    assert results.where["weights_sha256"] == hashlib.sha256(weights).hexdigest()
+    assert results.settings["command"].startswith(f"paceline bench {tiny} --methods ngram,auto --k 2 --prompts ")
+    assert all(cell.prompt_tokens_per_s for cell in results.cells)
+    assert results.sample is not None
+    assert any(drafted for _, drafted in results.sample["pieces"])
     assert "<html" in (tmp_path / "out" / "report.html").read_text()
     code, _, err = bench("--methods", "ngram")
     assert (code, "already holds results.json" in err) == (1, True)
+    again = results.to_json() | {"model": "another"}
+    (tmp_path / "again.json").write_text(json.dumps(again))
+    assert run(["bench", "--compare", str(tmp_path / "out"), str(tmp_path / "again.json")]) == 0
+    assert run(["bench", "--compare", "a", "b", "--quick"]) == 1
+    assert run(["bench", "--compare", str(tmp_path / "out"), str(tmp_path / "no.json")]) == 1
+    said = capsys.readouterr()
+    assert "1.00×" in said.out
+    assert "B: another" in said.out
+    assert "quick: is for runs that measure only" in said.err
 
 
 def test_json_prints_the_results_and_nothing_else(bench: Any) -> None:

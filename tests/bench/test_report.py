@@ -300,6 +300,27 @@ def test_whatever_comes_from_outside_is_escaped() -> None:
     assert not [name for _, attributes in parsed.elements for name in attributes if not re.fullmatch(r"[\w:-]+", name)]
 
 
+def test_positions_seen_a_few_times_are_faded_with_their_counts() -> None:
+    seldom = cell(drafted_per_position=(100, 29), accepted_per_position=(50, 3))
+    found = page(results(plain(), seldom))
+    assert "3 of 29" in found.words
+    assert "50 of 100" not in found.words
+    faded = [attributes for _, attributes in found.elements if "faded" in (attributes.get("class") or "")]
+    assert len(faded) == 2  # a mark, and the line to it
+
+
+def test_the_page_has_what_others_report_too() -> None:
+    sample = {"label": "auto", "prompt": NASTY, "pieces": [["plain ", False], [NASTY, True]]}
+    times = Spread(p50=0.05, p90=0.071, p95=0.083, p99=0.12)
+    shown = cell(prompt_tokens_per_s=812.0, ttft_s=times)
+    found = page(results(plain(), shown, sample=sample, settings={"command": "paceline bench --quick"}))
+    for words in ("812", "71 ms", "83 ms", "paceline bench --quick", f"plain {NASTY}".split()[0]):
+        assert words in found.text
+    assert {"class": "accepted"} in found.all("span")
+    assert "| ngram k=4 | 1 | 78.0 | 812 | 1.30× (1.23 to 1.37) | 1.60 | 50 ms / 120 ms |" in found.text
+    assert NASTY not in report.render(results(plain(), shown, sample=sample))
+
+
 def test_an_unfinished_run_and_short_cells_are_reported() -> None:
     text = page(rich()).text
     assert "This run was not finished" in text

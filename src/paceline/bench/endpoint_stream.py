@@ -6,6 +6,7 @@ ids, log-probabilities or usage give their number, and that number is checked ag
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
@@ -85,6 +86,7 @@ class Stream:
         self._thought = False  # text of the model's thinking came
         self._running: bool | None = None  # whether usage comes with every chunk; None until there was text
         self._usage: int | None = None
+        self._prompt: int | None = None  # tokens of the prompt
 
     async def answer(self, exchange: Exchange[Answer]) -> Answer:
         if exchange.content_type not in ("text/event-stream", ""):
@@ -98,7 +100,8 @@ class Stream:
             raise EndpointDropped(exchange.url, "the stream ended before the answer did; see its own log")
         hidden = 0 if self._thought else self._hidden
         try:
-            return answer(self._pieces, self._usage, hidden, self._max_tokens, exchange.sent, self._ended)
+            found = answer(self._pieces, self._usage, hidden, self._max_tokens, exchange.sent, self._ended)
+            return dataclasses.replace(found, prompt_tokens=self._prompt)
         except Disagreement as error:
             untrusted = "; its figures cannot be trusted" if self._usage is not None else ""
             raise TokenCountMismatch(exchange.url, f"{error}{untrusted}") from error
@@ -130,6 +133,7 @@ class Stream:
         if not (usage := event.get("usage")):
             return None
         before, self._usage = self._usage or 0, int(usage["completion_tokens"])
+        self._prompt = usage.get("prompt_tokens")
         self._hidden = int((usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0)
         return self._usage - before
 

@@ -8,8 +8,10 @@ and a suffix store must not have seen their answers.
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.results import machine_facts
 from paceline.build import make_drafters, make_engine, make_policy
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
+from paceline.draft import Kind
 from paceline.drafters import Drafter
 from paceline.drafters.methods import METHODS
 from paceline.engine.engine import Engine
@@ -52,13 +55,21 @@ class TimedEngine:
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
         commits: dict[str, list[tuple[float, int]]] = {sequence.key: [] for sequence in sequences}
+        kinds: dict[str, list[bool]] = {sequence.key: [] for sequence in sequences}
         while engine.has_work:
             outputs = engine.step()
             moment = self._clock() - started
             for output in outputs:
                 commits[output.sequence.key].append((moment, len(output.tokens)))
+                kinds[output.sequence.key] += [kind == Kind.DRAFTED for kind in output.kinds]
         answers = tuple(
-            Answer(tuple(sequence.output_tokens), tuple(commits[sequence.key]), sequence.stats)
+            Answer(
+                tuple(sequence.output_tokens),
+                tuple(commits[sequence.key]),
+                sequence.stats,
+                prompt_tokens=sequence.num_prompt,
+                drafted=tuple(kinds[sequence.key]),
+            )
             for sequence in sequences
         )
         assert all(len(answer.tokens) == sum(count for _, count in answer.commits) for answer in answers)
@@ -84,7 +95,8 @@ class Engines:
     ) -> None:
         self.contenders, self._raw = list(contenders), raw
         machine.guard_amx(cache_home())
-        self.loaded: LoadedModel = load_model(resolve(model, progress), dtype=dtype, device=device, threads=threads)
+        self.path = resolve(model, progress)
+        self.loaded: LoadedModel = load_model(self.path, dtype=dtype, device=device, threads=threads)
         self._drafter = drafter
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
@@ -175,6 +187,16 @@ class Engines:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "kernels": loaded.decoder.kernels.name,
         }
+
+
+def weights_facts(path: Path) -> dict[str, Any]:
+    """Size and hash of a model's weights: of a folder, of all its files of weights in the order of their names."""
+    files, digest = sorted(path.glob("*.safetensors")) if path.is_dir() else [path], hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 22):
+                digest.update(block)
+    return {"weight_bytes": sum(file.stat().st_size for file in files), "weights_sha256": digest.hexdigest()}
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.bench.engines import Engines
+from paceline.bench.engines import Engines, weights_facts
 from paceline.bench.grid import AUTO, Contender, contenders
 from paceline.bench.groups import check_enough
 from paceline.bench.measurement import results_of
@@ -56,4 +56,5 @@ def run(
         "raw": options.get("raw", False),
         **settings,
     }
-    return results_of(measurement, model=model, where=subject.where(), settings=given), stopped
+    where = {**subject.where(), **weights_facts(subject.path)}
+    return results_of(measurement, model=model, where=where, settings=given, decode=subject.decode), stopped

@@ -29,6 +29,8 @@ class Answer:
     sent: float = 0.0  # 0 is the moment an engine receives the group
     ended: float | None = None  # None: with the last commit
     usage: int | None = None  # tokens by a server's own count
+    prompt_tokens: int | None = None
+    drafted: tuple[bool, ...] = ()  # by token, whether it is an accepted draft; empty where that is not known
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +66,13 @@ class Run:
     def whole(self) -> tuple[float, int]:
         return self.seconds, self.tokens
 
+    def reading(self) -> tuple[float, int | None]:
+        """Seconds until every request has its first token, and the tokens of the prompts; None: not known."""
+        counts = [answer.prompt_tokens for answer in self.answers]
+        first = max((answer.commits[0][0] for answer in self.answers if answer.commits), default=0.0)
+        known = [count for count in counts if count is not None]
+        return first - min(answer.sent for answer in self.answers), sum(known) if len(known) == len(counts) else None
+
     def decoding(self) -> tuple[float, int]:
         """Seconds and tokens after every request has its first token."""
         start = max((answer.commits[0][0] for answer in self.answers if answer.commits), default=0.0)
@@ -79,6 +88,7 @@ class Row:
     workload: str | None  # None: mixed
     concurrency: int
     runs: dict[Contender, Run]
+    question: str = ""  # the first prompt, as the user wrote it
 
 
 @dataclass
@@ -104,6 +114,7 @@ def results_of(
     where: Mapping[str, Any],
     settings: Mapping[str, Any],
     endpoint: Mapping[str, Any] | None = None,
+    decode: Callable[[Sequence[Any]], str] | None = None,
 ) -> Results:
     left_out = {str(level): count for level, count in measurement.left_out.items() if count}
     return Results(
@@ -114,8 +125,25 @@ def results_of(
         settings={**settings, "left_out": left_out},
         complete=measurement.complete,
         endpoint=endpoint,
+        sample=None if decode is None else sample(measurement, decode),
         cells=cells(measurement),
     )
+
+
+def sample(measurement: Measurement, decode: Callable[[Sequence[Any]], str]) -> dict[str, Any] | None:
+    """The answer of which most was drafted, as pieces of text: drafted and accepted, or not."""
+    found = [(row, contender, run.answers[0]) for row in measurement.rows for contender, run in row.runs.items()]
+    if not any(any(answer.drafted) for _, _, answer in found):
+        return None
+    row, contender, answer = max(found, key=lambda one: sum(one[2].drafted))
+    pieces: list[tuple[str, bool]] = []
+    end, said = 0, ""
+    for drafted, group in itertools.groupby(answer.drafted):
+        end += len(list(group))
+        whole = decode(answer.tokens[:end])
+        pieces.append((whole[len(said) :], drafted))
+        said = whole
+    return {"label": contender.label, "workload": row.workload, "prompt": row.question, "pieces": pieces}
 
 
 def cells(measurement: Measurement) -> tuple[Cell, ...]:
@@ -148,6 +176,7 @@ def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement:
         tokens=tokens,
         seconds=seconds,
         tokens_per_s=tokens / seconds if tokens >= MIN_TOKENS else None,
+        prompt_tokens_per_s=_reading_rate(runs),
         speedup=speedup(pairs) if compared else None,
         decode_speedup=speedup(_pairs(rows, contender, plain, Run.decoding)) if compared else None,
         too_short=too_few_tokens(tokens) if plain is None else why_too_short(pairs),
@@ -166,6 +195,12 @@ def _cell(workload: str, contender: Contender, rows: Sequence[Row], measurement:
         ),
         identical=_identical(rows, contender, plain) if plain is not None and measurement.comparable else None,
     )
+
+
+def _reading_rate(runs: Sequence[Run]) -> float | None:
+    seconds, tokens = zip(*(run.reading() for run in runs), strict=True)
+    known = [count for count in tokens if count is not None]
+    return sum(known) / sum(seconds) if len(known) == len(runs) and sum(seconds) > 0 else None
 
 
 def _pairs(

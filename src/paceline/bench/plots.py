@@ -172,6 +172,7 @@ class Line:
     series: Series
     points: tuple[tuple[float, float], ...]  # in the order of x
     hints: tuple[str, ...]
+    few: tuple[str, ...] = ()  # by point, how often it was seen where that is seldom: faded, with that beside it; or ""
 
 
 def chart(
@@ -190,14 +191,13 @@ def chart(
     drawn.append(tag("line", x1="0", x2="100%", y1=bottom, y2=bottom, class_="one"))
     drawn += [tag("text", words, x=across.x(at), y=bottom + 20, text_anchor="middle") for at, words in x_words.items()]
     for line in lines:
-        places = [(across.x(x), y(value)) for x, value in line.points]
+        seldom = line.few or ("",) * len(line.points)
+        places = [(across.x(x), y(value), few) for (x, value), few in zip(line.points, seldom, strict=True)]
         drawn += [
-            tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=f"line {line.series.css}")
-            for (x1, y1), (x2, y2) in itertools.pairwise(places)
+            tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=f"line {line.series.css}" + (" faded" if few else ""))
+            for (x1, y1, _), (x2, y2, few) in itertools.pairwise(places)
         ]
-    for line in lines:
-        drawn += [
-            mark(across.x(x), y(value), line.series, hint)
-            for (x, value), hint in zip(line.points, line.hints, strict=True)
-        ]
+        for (x, height, few), hint in zip(places, line.hints, strict=True):
+            drawn.append(tag("g", mark(x, height, line.series, hint), class_="faded" if few else None))
+            drawn += [tag("text", few, x=x, y=height - 9, text_anchor="middle")] if few else []
     return tag("svg", *drawn, width="100%", height=bottom + 30, class_="chart", role="img", aria_label=label)

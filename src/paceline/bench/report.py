@@ -37,11 +37,29 @@ def render(results: Results) -> str:
         figures=Figures(results),
         settings=facts({**results.settings, "left_out": findings.left_out(results)}),
         facts=facts,
+        markdown=markdown(results),
         words=report_words,
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def markdown(results: Results) -> str:
+    """The cells of all workloads together as a table to paste into an issue or a page."""
+    columns = {
+        "engine": lambda cell: cell.label,
+        "at a time": lambda cell: str(cell.concurrency),
+        "tokens/s": lambda cell: report_words.rate(cell.tokens_per_s),
+        "prompt tokens/s": lambda cell: report_words.rate(cell.prompt_tokens_per_s),
+        "speed-up": lambda cell: report_words.figure(cell.speedup),
+        "τ": lambda cell: report_words.decimal(cell.tau),
+        "first token p50 / p99": lambda cell: report_words.spread(cell.ttft_s),
+    }
+    rows = [list(columns), ["---"] * len(columns)]
+    rows += [[of(cell) for of in columns.values()] for cell in findings.overall(results)]
+    lines = [f"| {' | '.join(entry.replace('|', '/') for entry in row)} |" for row in rows]
+    return "\n".join([f"{results.model}, {results.date}, paceline {results.paceline}", "", *lines])
 
 
 def facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:

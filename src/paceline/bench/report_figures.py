@@ -18,6 +18,7 @@ from paceline.bench.results import ALL, PLAIN, Cell, Results, Speedup, Spread
 
 LANE = 11  # pixels between the contenders of one workload
 MOST_LABELS = 12  # on a horizontal axis
+SELDOM = 30  # steps; a share of fewer is faded
 LATENCIES: tuple[tuple[str, Callable[[Cell], Spread | None]], ...] = (
     ("first token", lambda cell: cell.ttft_s),
     ("between tokens", lambda cell: cell.inter_token_s),
@@ -175,6 +176,7 @@ class Figures:
             self.series[cell.label],
             tuple((float(position), accepted / drafted) for position, drafted, accepted in known),
             tuple(f"{cell.label}, position {place}: {n:,} of {of:,} accepted" for place, of, n in known),
+            tuple(f"{n} of {of}" if of < SELDOM else "" for _, of, n in known),
         )
 
     # -- latency

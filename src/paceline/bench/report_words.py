@@ -20,6 +20,10 @@ def interval(speedup: Speedup) -> str:
     return f"{speedup.low:.2f} to {speedup.high:.2f}"
 
 
+def figure(speedup: Speedup | None) -> str:
+    return DASH if speedup is None else f"{ratio(speedup.ratio)} ({interval(speedup)})"
+
+
 def outcome(speedup: Speedup) -> str:
     """The conclusion the interval supports."""
     return FASTER if speedup.low > 1 else SLOWER if speedup.high < 1 else LEVEL

@@ -28,6 +28,8 @@ class Spread:
     """Seconds."""
 
     p50: float
+    p90: float | None = None
+    p95: float | None = None
     p99: float
 
 
@@ -60,6 +62,7 @@ class Cell:
     tokens: int  # committed; EOS included
     seconds: float  # wall time in which they were committed, prompts included
     tokens_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None  # tokens of prompts over the time until every request has its first token
     speedup: Speedup | None = None
     decode_speedup: Speedup | None = None  # of what came after every request's first token
     too_short: str | None = None  # the reason why there is no speed-up
@@ -89,6 +92,7 @@ class Results:
     settings: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = True  # False: interrupted
     endpoint: Mapping[str, Any] | None = None
+    sample: Mapping[str, Any] | None = None  # one answer: engine, prompt, and pieces of text with whether drafted
     cells: tuple[Cell, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _rows(
             work.begin(f"{group.workload or 'mixed'}, {concurrency} at once, {contender.label}")
             runs[contender] = answerers[contender].answer(asked, params)
             work.done += _weight(concurrency)
-        yield Row(pair, group.workload, concurrency, runs)
+        yield Row(pair, group.workload, concurrency, runs, group.prompts[0].turns[turn])
         for answers, answer in zip(talks, runs[leader].answers, strict=True):
             answers.append(subject.decode(answer.tokens))
 

@@ -91,11 +91,11 @@ def student(freedom: int) -> float:
 
 
 def spread(seconds: Iterable[float]) -> Spread | None:
-    """By nearest rank: both are values that happened. Of fewer than 100 the 99th percentile is the worst."""
+    """By nearest rank: all are values that happened. Of fewer than 100 the 99th percentile is the worst."""
     ranked = sorted(seconds)
     if not ranked:
         return None
-    return Spread(**{f"p{percent}": ranked[-(-percent * len(ranked) // 100) - 1] for percent in (50, 99)})
+    return Spread(**{f"p{percent}": ranked[-(-percent * len(ranked) // 100) - 1] for percent in (50, 90, 95, 99)})
 
 
 def loops(tokens: Sequence[Hashable]) -> bool:

@@ -7,6 +7,7 @@ early, the table is printed and the files are written from what was measured.
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -70,9 +71,14 @@ def bench(
     api_key: Annotated[Text, flag("--api-key", help="Of the server.", metavar="KEY", envvar="OPENAI_API_KEY")] = None,
     timeout: Annotated[float, flag("--timeout", help="Seconds a server may take for an answer.")] = 300.0,
     no_counters: Annotated[bool, flag("--no-counters", help="Do not read /metrics: other clients use it too.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None, flag("--compare", help="Measure nothing: compare two results.json.", metavar="A B")
+    ] = None,
     json: flags.Json = False,
 ) -> int:
     """Measure what drafting gives: speed-up over plain decoding with its interval, acceptance, latency."""
+    if compare:
+        return compare_results(context, *compare)
     given = context.params
     refuse_idle_flags(context, OURS if endpoint else THEIRS, "our own engines" if endpoint else "servers")
     levels = concurrencies(concurrency)
@@ -86,7 +92,7 @@ def bench(
     )
     asked = choose_prompts(prompts, workloads, per_workload, max(levels), quick=quick, raw=raw)
     folder = choose_folder(out, model or ("endpoint" if endpoint else "smollm2"))
-    settings = settings_of(plan, prompts, asked)
+    settings = {**settings_of(plan, prompts, asked), "command": command_of(context)}
     results, stopped = (bench_endpoint if endpoint else bench_engines)(given, asked, plan, settings)
     finish(results, folder, as_json=json)
     if isinstance(stopped, KeyboardInterrupt):
@@ -95,6 +101,37 @@ def bench(
     if stopped is not None:
         raise stopped
     return 0 if says_something(results) else 1
+
+
+def command_of(context: typer.Context) -> str:
+    """The command line to repeat the run, without the server's key."""
+    words = ["paceline", str(context.info_name)]
+    for parameter in context.command.params:
+        name, value = str(parameter.name), context.params.get(str(parameter.name))
+        if name != "api_key" and _given(context, name):
+            flag_name = [] if parameter.param_type_name == "argument" else [max(parameter.opts, key=len)]
+            words += [*flag_name, *([] if value is True else [str(value)])]
+    return shlex.join(words)
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """On the command line; a key from the environment is no flag."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def compare_results(context: typer.Context, *paths: Path) -> int:
+    from paceline.bench.results import Results
+    from paceline.cli.bench_table import compared, print_comparison
+
+    idle = [name for name in context.params if name not in ("compare", "json")]
+    refuse_idle_flags(context, idle, "runs that measure")
+    one, other = (Results.load(path / FILES[0] if path.is_dir() else path) for path in paths)
+    if context.params["json"]:
+        print_json({"cells": compared(one, other)})
+    else:
+        print_comparison(one, other)
+    return 0
 
 
 def settings_of(plan: Plan, file: Path | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -194,10 +231,9 @@ def choose_folder(out: Path | None, model: str, home: str = "paceline-bench", fi
 
 
 def refuse_idle_flags(context: typer.Context, idle: Sequence[str], purpose: str) -> None:
-    """A flag that would have no effect is refused. A key from the environment is no flag."""
+    """A flag that would have no effect is refused."""
     for name in idle:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _given(context, name):
             or_else = ", or give --endpoint" if purpose == "servers" else ""
             raise InvalidParameter(name, f"is for {purpose} only; leave it out{or_else}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.text import Text
 
@@ -13,7 +14,7 @@ from paceline.cli.output import print_note
 from paceline.cli.table import in_colour, print_table
 
 HEADINGS = (
-    *("method", "tok/s", "speed-up [95 %]", "τ", "accepted"),
+    *("method", "tok/s", "prompt\ntok/s", "speed-up [95 %]", "τ", "accepted"),
     *("first token\np50 / p99", "per token\np50 / p99", "request\np50 / p99", "engine", "loops", "same\ntokens"),
 )
 MOST_LINES = 4  # of one note; the report has them all
@@ -33,6 +34,7 @@ def _method(cell: Cell) -> list[str | Text]:
     return [
         cell.label,
         words.rate(cell.tokens_per_s),
+        words.rate(cell.prompt_tokens_per_s),
         _figure(cell.speedup),
         words.decimal(cell.tau),
         words.percent(cell.acceptance_rate),
@@ -58,6 +60,39 @@ def _print_workloads(cells: Sequence[Cell]) -> None:
         figures = [_figure(mine[label].speedup) for label in compared]
         rows.append([name, str(first.answers), str(first.looping), *figures])
     print_table("speed-up by workload [95 %]", ("workload", "answers", "loops", *compared), rows)
+
+
+def compared(one: Results, other: Results) -> list[dict[str, Any]]:
+    """The cells that both runs have: the rates of both, and the second's over the first's."""
+    known = {(cell.workload, cell.concurrency, cell.label): cell for cell in one.cells}
+    found = []
+    for cell in other.cells:
+        before = known.get((cell.workload, cell.concurrency, cell.label))
+        rates = (before.tokens_per_s if before else None), cell.tokens_per_s
+        if before is not None and rates[0] and rates[1]:
+            speedups = [each.speedup.ratio if each.speedup else None for each in (before, cell)]
+            entry = {"workload": cell.workload, "concurrency": cell.concurrency, "label": cell.label}
+            found.append(entry | {"tokens_per_s": list(rates), "ratio": rates[1] / rates[0], "speedup": speedups})
+    return found
+
+
+def print_comparison(one: Results, other: Results) -> None:
+    rows = []
+    for entry in compared(one, other):
+        rates = [words.rate(rate) for rate in entry["tokens_per_s"]]
+        speedups = [words.DASH if ratio is None else words.ratio(ratio) for ratio in entry["speedup"]]
+        where = [entry["workload"], str(entry["concurrency"]), entry["label"]]
+        rows.append([*where, *rates, words.ratio(entry["ratio"]), *speedups])
+    headings = ("workload", "at a time", "engine", "A tok/s", "B tok/s", "B over A", "A speed-up", "B speed-up")
+    print_table(f"A: {one.model}, {one.date} · B: {other.model}, {other.date}", headings, rows, left="engine")
+    if not rows:
+        print_note("the two have no cell with a rate in common")
+    for name in ("where", "settings"):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        unlike = sorted(key for key in {*mine, *theirs} - {"command"} if mine.get(key) != theirs.get(key))
+        if unlike:
+            print_note("not the same in both: " + ", ".join(unlike).replace("_", " "))
+    print_note("the rates of two runs also differ by how busy the machine was; speed-ups were measured within each run")
 
 
 def title(results: Results, cell: Cell) -> str:
