@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from paceline.bench.endpoint_http import (
     reason,
 )
 from paceline.bench.endpoint_metrics import ACCEPTED, DRAFTED, DRAFTS, Counters
-from paceline.bench.endpoint_stream import Disagreement, EventReader, Malformed, Piece, answer
+from paceline.bench.endpoint_stream import Disagreement, Malformed, Piece, answer, events
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Cell, Results
 from paceline.bench.runner import Plan
@@ -67,18 +68,27 @@ def cell(results: Results, label: str = "endpoint", workload: str = "all", concu
 # -- events out of bytes
 
 
+def events_of(stream: bytes, size: int) -> list[str]:
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(stream), size):
+            yield stream[start : start + size]
+
+    async def collected() -> list[str]:
+        return [data async for data in events(chunks())]
+
+    return asyncio.run(collected())
+
+
 def test_events_come_out_whole_however_the_bytes_are_cut() -> None:
-    stream = b': ping\n\ndata: {"a": "\xc3\xa9"}\r\n\r\nevent: x\ndata: one\ndata: two\n\ndata:[DONE]'
+    stream = b': ping\n\ndata: {"a": "\xc3\xa9\xe2\x80\xa8"}\r\n\r\nevent: x\ndata: one\ndata: two\n\ndata:[DONE]'
     for size in range(1, len(stream) + 1):
-        reader = EventReader()
-        found = [data for start in range(0, len(stream), size) for data in reader.feed(stream[start : start + size])]
-        assert [*found, *reader.end()] == ['{"a": "é"}', "one\ntwo", "[DONE]"]
+        assert events_of(stream, size) == ['{"a": "é\u2028"}', "one\ntwo", "[DONE]"]
 
 
 @pytest.mark.parametrize("line", [b"<html>", b'{"choices": []}', b"data", b"data: \xff\xfe"])
 def test_a_line_of_another_protocol_is_an_error(line: bytes) -> None:
     with pytest.raises(Malformed):
-        list(EventReader().feed(line + b"\n\n"))
+        events_of(line + b"\n\n", 99)
 
 
 # -- tokens out of chunks
@@ -338,20 +348,10 @@ def test_a_url_may_be_written_in_several_ways(given: str, url: str, metrics_url:
     assert (wire.url, wire.metrics_url) == (url, metrics_url)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "",
-        "localhost:8000",
-        "ftp://host",
-        "http://",
-        "http://h:99999",
-        "http://me:secret@host",
-        "http://h/?a=b",
-        "http://a b/",
-        "http://h/é",
-    ],
-)
+NO_URLS = ("", "localhost:8000", "ftp://host", "http://", "http://h:99999", "http://me:secret@host")
+
+
+@pytest.mark.parametrize("given", [*NO_URLS, "http://h/?a=b", "http://a b/", "http://h/é"])
 def test_what_is_no_url_is_refused_by_the_options_name(given: str) -> None:
     with pytest.raises(InvalidParameter, match="baseline_endpoint") as caught:
         base_url(given, "baseline_endpoint")
@@ -476,9 +476,6 @@ def test_a_fault_of_one_request_ends_those_beside_it() -> None:
     ("lie", "words"),
     [
         ({"usage_factor": 4}, "at most 24 were requested"),
-        ({"usage_factor": 0.3, "usage": "final"}, "but text came in 24 chunks"),
-        ({"usage_factor": 0}, "usage is 0 tokens"),
-        ({"usage": "final", "token_ids": True, "usage_factor": 0.9}, "its chunks hold 24"),
         ({"usage": "none"}, "cannot be counted"),
     ],
 )
@@ -588,12 +585,6 @@ def test_a_server_alone_has_no_speedup_and_says_so(tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert "give --baseline-endpoint" in captured.err
     assert all(cell.speedup is None for cell in Results.load(tmp_path / "results.json").cells)
-
-
-def test_a_server_that_lies_about_its_tokens_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeServer(usage_factor=2.0, logprobs=True) as server:
-        assert run(["bench", "--endpoint", server.url, *CHAT, "--out", str(tmp_path)]) == 1
-    assert "error: " in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,36 +33,30 @@ class Disagreement(ValueError):
     """A contradiction in a server's own figures, as a sentence."""
 
 
-class EventReader:
+async def events(chunks: AsyncIterable[bytes]) -> AsyncIterator[str]:
     """The data of each event, out of bytes that arrive in pieces of any size. Stricter than a browser: a line that is
     no field of the protocol is an error rather than skipped, since it means that the server has another protocol."""
+    rest, data = b"", list[str]()
+    async for received in _and(chunks, b"\n\n"):  # some servers leave out the last empty line
+        *lines, rest = (rest + received).split(b"\n")
+        for line in map(bytes.strip, lines):
+            name, colon, value = line.partition(b":")
+            if not line and data:
+                yield "\n".join(data)
+                data = []
+            elif line and (not colon or name not in FIELDS):
+                raise Malformed(line)
+            elif name == b"data":
+                try:
+                    data.append(value.strip().decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    raise Malformed(line) from error
 
-    def __init__(self) -> None:
-        self._rest = b""  # of a line not yet ended
-        self._data: list[str] = []  # of an event not yet ended
 
-    def feed(self, received: bytes) -> Iterator[str]:
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        for line in lines:
-            yield from self._line(line.removesuffix(b"\r"))
-
-    def end(self) -> Iterator[str]:
-        """An event completed by the stream's end: some servers leave out the last empty line."""
-        yield from self.feed(b"\n\n")
-
-    def _line(self, line: bytes) -> Iterator[str]:
-        name, colon, value = line.partition(b":")
-        if not line:
-            if self._data:
-                yield "\n".join(self._data)
-            self._data = []
-        elif not colon or name not in FIELDS:
-            raise Malformed(line)
-        elif name == b"data":
-            try:
-                self._data.append(value.removeprefix(b" ").decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise Malformed(line) from error
+async def _and(chunks: AsyncIterable[bytes], last: bytes) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        yield chunk
+    yield last
 
 
 @dataclass(frozen=True)
@@ -91,11 +85,14 @@ class Stream:
     async def answer(self, exchange: Exchange[Answer]) -> Answer:
         if exchange.content_type not in ("text/event-stream", ""):
             raise exchange.not_openai("a stream of events", await exchange.read())
-        async for at, data in _events(exchange):
-            if data == DONE:
-                self._finished = True
-                break
-            self._take(exchange, at, data)
+        try:
+            async for data in events(exchange.arrivals()):
+                if data == DONE:
+                    self._finished = True
+                    break
+                self._take(exchange, time.perf_counter(), data)
+        except Malformed as error:
+            raise exchange.not_openai("server-sent events", error.args[0]) from error
         if not self._finished:
             raise EndpointDropped(exchange.url, "the stream ended before the answer did; see its own log")
         hidden = 0 if self._thought else self._hidden
@@ -147,19 +144,6 @@ class Stream:
         if not isinstance(thought, str) or not isinstance(content, str):
             raise TypeError("content is not text")
         return thought + content
-
-
-async def _events(exchange: Exchange[Answer]) -> AsyncIterator[tuple[float, str]]:
-    reader = EventReader()
-    try:
-        async for received in exchange.arrivals():
-            at = time.perf_counter()
-            for data in reader.feed(received):
-                yield at, data
-        for data in reader.end():
-            yield time.perf_counter(), data
-    except Malformed as error:
-        raise exchange.not_openai("server-sent events", error.args[0]) from error
 
 
 def _counted(choice: dict[str, Any]) -> int | None:
