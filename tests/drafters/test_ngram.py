@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DrafterContext, DraftRow
+from paceline.drafters import DrafterContext
 from paceline.drafters.ngram import MATCH_LIMIT, NgramDrafter, NgramIndex
 from paceline.engine.policy import Choice
-from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 from paceline.testing import toy_config
-from tests.drafters.toys import greedy_periodic, run_engine
+from tests.drafters import toys
+from tests.drafters.toys import greedy_periodic, run_engine, sequence_of
 
 texts = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=60))
 
@@ -26,20 +25,10 @@ def make(ngram_min=2, ngram_max=5, vocab_size=11, native=True):
     return NgramDrafter(DrafterContext(toy_config(vocab_size), torch.device("cpu"), speculation), native)
 
 
-def sequence_of(tokens, num_prompt=None, request_id="a", index=0):
-    prompt = tokens[: len(tokens) if num_prompt is None else num_prompt]
-    sequence = Sequence(request_id, prompt, SamplingParams().resolve({}), index=index, max_len=10_000)
-    sequence.tokens += tokens[len(prompt) :]
-    return sequence
-
-
 def propose(drafter, sequence, budget):
-    draft = drafter.propose([DraftRow(sequence, budget)])
-    draft.validate(1 << 30)
-    assert draft.q is None
-    assert draft.num_nodes[0] <= budget
-    assert draft.parents[0].tolist() == [*range(-1, draft.width - 1)]
-    return draft.tokens[0, : int(draft.num_nodes[0])].tolist()
+    tokens, parents = toys.propose(drafter, sequence, budget)
+    assert parents == [*range(-1, len(parents) - 1)]
+    return tokens
 
 
 def naive(tokens, budget, ngram_min, ngram_max):
@@ -90,29 +79,6 @@ def test_tokens_not_indexed_yet_are_found_as_if_they_were(tokens, data):
     assert index.find(tokens) == whole.find(tokens)
 
 
-@settings(max_examples=100, deadline=None)
-@given(texts, st.data())
-def test_commits_propose_the_same_as_a_fresh_drafter(tokens, data):
-    """Prefill chunks, then decodes of one token or more, with a preemption in between."""
-    drafter, sequence = make(), sequence_of(tokens, data.draw(st.integers(1, len(tokens))))
-    sequence.tokens = tokens[: sequence.num_prompt]
-    drafter.admit(sequence, 0, 0)
-    computed = 0
-    while computed < sequence.num_prompt:
-        count = data.draw(st.integers(1, sequence.num_prompt - computed))
-        drafter.read_prompt(sequence, computed + count)
-        computed += count
-    while len(sequence.tokens) < len(tokens):
-        if data.draw(st.booleans()):
-            drafter.release(sequence)
-            drafter.admit(sequence, 0, 0)
-        more = data.draw(st.integers(1, 3))
-        sequence.tokens += tokens[len(sequence.tokens) :][:more]
-        drafter.read_prompt(sequence, computed + len(sequence.tokens) - 1 - computed)
-        computed = len(sequence.tokens) - 1
-        assert propose(drafter, sequence, 5) == propose(make(), sequence, 5)
-
-
 def test_a_prompt_is_indexed_no_further_than_it_is_computed():
     for native in (True, False):
         drafter, sequence = make(native=native), sequence_of([1, 2] * 50)
@@ -148,20 +114,6 @@ def test_a_reused_request_id_does_not_see_the_old_text():
     drafter = make()
     assert propose(drafter, sequence_of([1, 2, 3, 1, 2]), 1) == [3]
     assert propose(drafter, sequence_of([1, 2, 4, 1, 2]), 1) == [4]
-
-
-def test_answers_to_one_request_do_not_mix_and_rows_may_differ():
-    drafter = make()
-    rows = [
-        DraftRow(sequence_of([1, 2, 3, 1, 2], index=0), 4),
-        DraftRow(sequence_of([5, 6, 7, 8], index=1), 4),
-        DraftRow(sequence_of([1, 2, 4, 1, 2], index=2), 1),
-    ]
-    draft = drafter.propose(rows)
-    draft.validate(11)
-    assert draft.num_nodes.tolist() == [4, 0, 1]
-    assert draft.tokens.tolist() == [[3, 1, 2, 3], [0] * 4, [4, 0, 0, 0]]
-    assert drafter.propose([]).batch == 0
 
 
 @pytest.mark.parametrize("num_blocks", [128, 14])

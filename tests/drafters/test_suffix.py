@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SpeculationConfig
-from paceline.drafters import DrafterContext, DraftRow, suffix_index
+from paceline.drafters import DrafterContext, suffix_index
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
 from paceline.drafters.suffix_store import MAX_CORPUS, SuffixStore
@@ -32,10 +32,8 @@ from paceline.drafters.suffix_tree import (
 )
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter
-from paceline.sampling_params import SamplingParams
-from paceline.sequence import Sequence
 from paceline.testing import toy_config
-from tests.drafters.toys import greedy_periodic, run_engine
+from tests.drafters.toys import greedy_periodic, propose, run_engine, sequence_of
 
 CLOSE = 1e-9
 texts = st.integers(0, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=44))
@@ -50,23 +48,6 @@ def make(encode=None, vocab_size=11, **speculation):
 
 def encode(text):
     return [ord(letter) % 11 for letter in text]
-
-
-def sequence_of(tokens, num_prompt=None, request_id="a", index=0):
-    prompt = tokens[: len(tokens) if num_prompt is None else num_prompt]
-    sequence = Sequence(request_id, prompt, SamplingParams().resolve({}), index=index, max_len=100_000)
-    sequence.tokens += tokens[len(prompt) :]
-    return sequence
-
-
-def propose(drafter, sequence, budget):
-    """(tokens, parents) of a valid draft of one row."""
-    draft = drafter.propose([DraftRow(sequence, budget)])
-    draft.validate(1 << 30)
-    assert draft.q is None
-    count = int(draft.num_nodes[0])
-    assert count <= budget
-    return draft.tokens[0, :count].tolist(), draft.parents[0, :count].tolist()
 
 
 def answer(drafter, tokens, request_id="past"):
@@ -283,29 +264,6 @@ def test_positions_start_again_before_they_overflow(monkeypatch):
 # -- the drafter -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
-@given(texts, st.data())
-def test_commits_propose_the_same_as_a_fresh_drafter(tokens, data):
-    """Prefill chunks, then decodes of one token or more, with preemptions in between."""
-    drafter, sequence = make(), sequence_of(tokens, data.draw(st.integers(1, len(tokens))))
-    sequence.tokens = tokens[: sequence.num_prompt]
-    drafter.admit(sequence, 0, 0)
-    computed = 0
-    while computed < sequence.num_prompt:
-        count = data.draw(st.integers(1, sequence.num_prompt - computed))
-        drafter.read_prompt(sequence, computed + count)
-        computed += count
-    while len(sequence.tokens) < len(tokens):
-        if data.draw(st.booleans()):
-            drafter.release(sequence)
-            drafter.admit(sequence, 0, 0)
-        sequence.tokens += tokens[len(sequence.tokens) :][: data.draw(st.integers(1, 3))]
-        drafter.read_prompt(sequence, computed + len(sequence.tokens) - 1 - computed)
-        computed = len(sequence.tokens) - 1
-        assert propose(drafter, sequence, 5) == propose(make(), sequence, 5)
-    assert drafter.store.index.end == DEPTH, "nothing is learned before the end"
-
-
 @pytest.mark.parametrize("tokens", [[3], [1, 2, 3, 4, 5]])
 @pytest.mark.parametrize("budget", [0, 1, 64])
 def test_little_or_no_history_gives_an_empty_draft(tokens, budget):
@@ -337,18 +295,6 @@ def test_unknown_sequences_can_be_released_and_teach_nothing():
     drafter.release(sequence)
     assert drafter.store.index.end == DEPTH
     assert drafter.nbytes == drafter.store.nbytes
-
-
-def test_answers_to_one_request_do_not_mix_and_rows_may_differ():
-    rows = [
-        DraftRow(sequence_of([1, 2, 3, 1, 2], index=0), 4),
-        DraftRow(sequence_of([5, 6, 7, 8], index=1), 4),
-        DraftRow(sequence_of([1, 2, 4, 1, 2], index=2), 1),
-    ]
-    draft = make().propose(rows)
-    draft.validate(11)
-    assert draft.num_nodes.tolist() == [4, 0, 1]
-    assert draft.tokens.tolist() == [[3, 1, 2, 3], [0] * 4, [4, 0, 0, 0]]
 
 
 def test_finished_answers_serve_later_requests_and_are_learned_once():

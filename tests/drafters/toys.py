@@ -7,10 +7,12 @@ import itertools
 import torch
 
 from paceline.config import EngineConfig
+from paceline.drafters import DraftRow
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.decoder import ModelOutput
 from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
 from paceline.testing import HashModel, read_context, toy_config
 
 VOCAB = 11
@@ -64,3 +66,20 @@ def run_engine(drafters, choices, prompts, num_blocks=128, max_tokens=24, **samp
         assert step < 2000, "the engine does not finish"
     assert engine.drafters.failures == 0
     return sequences, model.num_passes
+
+
+def sequence_of(tokens, num_prompt=None, request_id="a", index=0):
+    prompt = tokens[: len(tokens) if num_prompt is None else num_prompt]
+    sequence = Sequence(request_id, prompt, SamplingParams().resolve({}), index=index, max_len=100_000)
+    sequence.tokens += tokens[len(prompt) :]
+    return sequence
+
+
+def propose(drafter, sequence, budget):
+    """(tokens, parents) of a valid draft of one row."""
+    draft = drafter.propose([DraftRow(sequence, budget)])
+    draft.validate(1 << 30)
+    assert draft.q is None
+    count = int(draft.num_nodes[0])
+    assert count <= budget
+    return draft.tokens[0, :count].tolist(), draft.parents[0, :count].tolist()

@@ -72,7 +72,7 @@ def _short_outputs(case: Case) -> Reason | None:
 def _little(case: Case) -> Reason | None:
     """No condition fails by theory, so none may be blamed."""
     expected = speedup(case.alpha, case.k, case.draft_cost, case.verify_cost)
-    if expected <= 1:
+    if expected < PAYS:
         return None
     words = (
         f"By {case.acceptance} and the cost of passes here {case.label} would be {expected:.2f}x where it drafts; "
@@ -86,7 +86,7 @@ def _costly_drafter(case: Case) -> Reason | None:
         return None
     words = (
         f"{case.label} takes {case.draft_cost:.0%} of a pass of the model for every token it drafts; at "
-        f"{case.acceptance} that costs more than it saves. A smaller drafter might pay."
+        f"{case.acceptance} that costs what it saves, or more. A smaller drafter might pay."
     )
     return Reason("costly-drafter", words)
 
@@ -100,14 +100,16 @@ def _saturated(case: Case) -> Reason | None:
     more = "1 token more" if case.k == 1 else f"{case.k} tokens more"
     words = (
         f"With {at_once} the machine is busy computing: a pass that checks {more}{each} takes "
-        f"{case.verify_cost:.1f} times as long as one that checks none, more than {case.acceptance} can win back."
+        f"{case.verify_cost:.1f} times as long as one that checks none, which {case.acceptance} does not win back."
     )
     return Reason("saturated", words)
 
 
 def _rejected(case: Case) -> Reason:
-    needed = break_even(case.k, case.draft_cost, case.verify_cost)
-    more = "no acceptance would be enough" if needed is None else f"it takes more than {needed:.0%} to gain"
+    needed = break_even(case.k, PAYS * case.draft_cost, PAYS * case.verify_cost)
+    more = (
+        "no acceptance would be enough" if needed is None else f"it takes more than {needed:.0%} to gain {PAYS - 1:.0%}"
+    )
     found = f"drafts find {case.acceptance}, and at what passes cost here {more}."
     if case.temperature >= WARM:
         words = f"At temperature {case.temperature:g} answers are partly chance and hard to guess: {found}"

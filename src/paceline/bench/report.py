@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from paceline.bench import findings, report_words
 from paceline.bench.report_figures import Figures
-from paceline.bench.results import Results, write_whole
+from paceline.bench.results import Cell, Results, write_whole
 
 HERE = Path(__file__).parent
 
@@ -47,7 +47,7 @@ def render(results: Results) -> str:
 
 def markdown(results: Results) -> str:
     """The cells of all workloads together as a table to paste into an issue or a page."""
-    columns = {
+    columns: dict[str, Callable[[Cell], str]] = {
         "engine": lambda cell: cell.label,
         "at a time": lambda cell: str(cell.concurrency),
         "tokens/s": lambda cell: report_words.rate(cell.tokens_per_s),

@@ -91,7 +91,7 @@ def verify(
 def judge(
     *given: Any, max_depth: int, routes: Routes | None = None, only_chains: bool = False, source: CoinSource = coin
 ) -> Verdict:
-    return _Judge(*given, max_depth, source).verdict(routes)
+    return _Judge(*given, max_depth=max_depth, source=source).verdict(routes)
 
 
 @dataclass(frozen=True)
