@@ -22,3 +22,11 @@ def kernels(kernels_alone, monkeypatch):
     served = device.served(kernels_alone)
     monkeypatch.setattr("paceline.verify.seam.kernels", lambda tensor: served)
     return kernels_alone
+
+
+@pytest.fixture(params=["host", "kernels"])
+def path(request):
+    """Both, in turn."""
+    if request.param == "kernels":
+        request.getfixturevalue("kernels")
+    return request.param

@@ -52,11 +52,8 @@ def test_a_row_without_numbers_is_found_and_others_are_as_they_were(path, asked,
 @pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]], ids=["chain", "tree"])
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("walked", [False, True])
-@pytest.mark.parametrize("path", ["pure", "kernels"])
-def test_a_draft_stops_at_a_node_without_numbers(path, walked, slot, shape, how, request):
+def test_a_draft_stops_at_a_node_without_numbers(path, walked, slot, shape, how):
     """Nothing is committed from such a node: the row ends there, INVALID, or before it."""
-    if path == "kernels":
-        request.getfixturevalue("kernels")
     drafted = (lambda b, slot: False) if walked else None
     draft, logits, row_of, nodes, controls, draws = sampled_batch(120, [shape] * 120, drafted=drafted)
     sound = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)

@@ -300,7 +300,7 @@ def test_where_every_token_is_banned_the_fallback_is_drawn(temperature):
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30, 3.4e38, 1e300])
 @pytest.mark.parametrize("repetition", [1e-300, 1.0, 1e300])
-def test_extreme_values_never_make_a_nan(temperature, repetition):
+def test_extreme_values_never_make_a_nan(path, temperature, repetition):
     asked = Asked(temperature=temperature, repetition=repetition, prompt=tuple(range(VOCAB)), bad_words=((3,),))
     p = p_of(torch.tensor([[9.0, -9.0, 0.0, 50.0, 1.0, 1.0, -1e4]]), controls_of([asked]), Nodes.roots(1))
     assert torch.isfinite(p).all()

@@ -287,7 +287,7 @@ def test_nodes_are_judged_in_postorder(data):
 @pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("harm", ["zero", "tiny", "nan"])
-def test_a_broken_q_costs_the_draft_and_never_the_answer(shape, filtered, harm):
+def test_a_broken_q_costs_the_draft_and_never_the_answer(path, shape, filtered, harm):
     draft, logits, row_of, nodes, _, draws = sampled_batch(200, [shape] * 200, dtype=torch.float32)
     q = draft.q.probs.clone().view(200, -1, 6)
     q[:, 1] = {"zero": 0.0, "tiny": 1e-42, "nan": math.nan}[harm]

@@ -388,7 +388,7 @@ def test_the_greedy_walk_of_nothing_drafted_is_plain_decoding():
     assert verdict.num_accepted.tolist() == [0, 0]
 
 
-def test_plain_decoding_is_the_empty_draft():
+def test_plain_decoding_is_the_empty_draft(path):
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
     draws = Draws(key=torch.zeros(2, dtype=torch.int64), committed=torch.zeros(2, dtype=torch.int64))
     verdict = verify(
