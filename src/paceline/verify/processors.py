@@ -1,9 +1,9 @@
 """From the model's logits to p, exactly, at every node of a draft.
 
 In this order, as vLLM: repetition penalty (prompt and output), frequency and presence penalties (output), logit_bias,
-bans (allowed_token_ids, bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p, top_k, top_p, each over the
-tokens that the one before kept. A node's history is its sequence's committed tokens and its own drafted ancestors, so a
-tree of nodes gives the same result as a loop of one-token calls.
+bans (allowed_token_ids, bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p, top_k,
+top_p, each over the tokens that the one before kept. A node's history is its sequence's committed tokens and its own
+drafted ancestors, so a tree of nodes gives the same result as a loop of one-token calls.
 
 A row's result has the same bits in any batch: no sum here runs across rows, or along a row in an order that
 depends on their number. The three filters keep every token at or above one threshold, so tokens tied with the last one
