@@ -28,7 +28,7 @@ from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
-from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull
+from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull, shown
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
@@ -311,7 +311,7 @@ class Engine:
         vocab = self.model.config.vocab_size
         bad = next((token for token in prompt if not 0 <= token < vocab), None)
         if bad is not None:
-            raise InvalidPrompt(f"token id {bad} is outside the model's vocabulary of {vocab}")
+            raise InvalidPrompt(f"token id {shown(bad)} is outside the model's vocabulary of {vocab}")
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is spelt at the start of a text and after a space: the tokens differ."""

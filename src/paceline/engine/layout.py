@@ -27,12 +27,12 @@ POSITION, PREFIX, SLOT, OWNER, REACH, TOKEN = range(len(ROW_FIELDS) + 1)  # rows
 
 
 class PromptRows(NamedTuple):
-    """Rows of the pass that predict the prompt tokens [first, first + count) of a sequence that asks how likely they
+    """Rows of the pass that predict the prompt tokens [first, first + size) of a sequence that asks how likely they
     are; `row` is the first of them, which computes token `first` - 1."""
 
     sequence: Sequence
     first: int
-    count: int
+    size: int
     row: int
 
 

@@ -231,7 +231,7 @@ def _rows_with_logits(layout: Layout) -> Tensor:
     """In the order of the pass."""
     if not layout.prompts:
         return layout.logit_rows
-    looked_at = [torch.arange(part.row, part.row + part.count) for part in layout.prompts]
+    looked_at = [torch.arange(part.row, part.row + part.size) for part in layout.prompts]
     return torch.cat([layout.logit_rows, *looked_at]).sort().values
 
 
