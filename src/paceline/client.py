@@ -16,7 +16,7 @@ from paceline.arguments import CHAT_OPTIONS, chat_options, only_params, per_prom
 from paceline.chat_template import read_messages
 from paceline.engine.loop import Delta, Ended, EngineThread, Event, Failed, Request
 from paceline.engine.text import TextDecoder
-from paceline.errors import InvalidPrompt, PacelineError
+from paceline.errors import InvalidPrompt, PacelineError, RequestFailed
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from paceline.progress_bar import AnswerProgress
 from paceline.prompts import each_conversation, each_prompt, is_conversation, read_prompt
@@ -215,8 +215,12 @@ class StreamedRequest:
         if decoder is None:
             decoder = self.client.tokenizer.incremental_decoder(self._params.skip_special_tokens)
             self._decoders[delta.answer] = decoder
-        text = "".join([decoder.push(token) for token in delta.tokens])
-        return text if delta.finish_reason is None else text + decoder.flush()
+        try:
+            text = "".join([decoder.push(token) for token in delta.tokens])
+            return text if delta.finish_reason is None else text + decoder.flush()
+        except Exception as problem:
+            reason = f"{type(problem).__name__}: {problem}"
+            raise RequestFailed(f"the text of the answer could not be decoded: {reason}") from problem
 
 
 def request_output(tokenizer: Tokenizer, prompt: Encoded, arrival: float, ended: Ended) -> RequestOutput:

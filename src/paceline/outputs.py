@@ -119,6 +119,7 @@ class CompletionOutput:
 
     @classmethod
     def undecoded(cls, decode: Callable[[], str], **fields: Any) -> CompletionOutput:
+        """An answer whose text `decode` returns, when it is asked for."""
         output = cls(text="", **fields)
         del output.text
         output.__dict__["_decode"] = decode
