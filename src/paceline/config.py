@@ -13,20 +13,23 @@ from paceline.errors import InvalidParameter, shown
 NONE = "none"  # the method that drafts nothing: plain decoding
 AUTO = "auto"  # the method chosen by the policy, per request and step
 MAX_K = 64  # nodes a row may draft in one step
+MOST = 2**63 - 1  # of any count
 MAX_NGRAM = 64  # tokens of a lookup's longest match: each length has a table of its own
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # of file systems
 
 
-def whole_number(field: str, value: Any, low: int, high: int | None = None) -> int:
+def whole_number(field: str, value: Any, low: int, high: int = MOST) -> int:
     """The value as a plain int, or a sentence about what it must be."""
-    allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+    allowed = f"at least {low}" if high == MOST else f"between {low} and {high}"
     try:
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)
     except TypeError:
         raise InvalidParameter(field, f"must be a whole number {allowed}, got {shown(value)}") from None
-    if number < low or (high is not None and number > high):
-        raise InvalidParameter(field, f"must be {allowed}, got {shown(number)}")
+    if not low <= number <= high:
+        limits = f"at most {high}" if number > high == MOST else allowed
+        raise InvalidParameter(field, f"must be {limits}, got {shown(number)}")
     return number
 
 
@@ -34,10 +37,13 @@ def path_or_name(field: str, value: Any) -> str:
     """A path of any kind, or a name, as text."""
     try:
         text = os.fspath(value)
-        if not isinstance(text, str):  # bytes
+        if not isinstance(text, str) or "\0" in text:
             raise TypeError
-    except TypeError:
+        too_long = len(os.fsencode(text)) > LONGEST_PATH or max(map(len, text.split("/"))) > LONGEST_NAME
+    except (TypeError, UnicodeError):
         raise InvalidParameter(field, f"must be a name or a path, got {shown(value)}") from None
+    if too_long:
+        raise InvalidParameter(field, f"is too long for a name or a path: {shown(value)}")
     return text
 
 
@@ -110,11 +116,13 @@ class SpeculationConfig:
     drafter: str | None = None  # checkpoint of a drafter trained for this target
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str):
+        if not isinstance(self.method, str) or len(self.method) > LONGEST_NAME:
             raise InvalidParameter("method", f"must be the name of a method, got {shown(self.method)}")
         if self.k is not None:
             if isinstance(self.k, str):
-                raise InvalidParameter("k", f"must be a whole number between 1 and {MAX_K}, or {AUTO}; got {self.k!r}")
+                raise InvalidParameter(
+                    "k", f"must be a whole number between 1 and {MAX_K}, or {AUTO}; got {shown(self.k)}"
+                )
             object.__setattr__(self, "k", whole_number("k", self.k, 1, MAX_K))
         for field in ("draft_model", "drafter", "suffix_store"):
             if getattr(self, field) is not None:
@@ -123,8 +131,9 @@ class SpeculationConfig:
         if self.k is not None and self.method == NONE:
             raise InvalidParameter("k", "method none drafts nothing; leave k out or choose a method")
         whole_number("ngram_max", self.ngram_max, 1, MAX_NGRAM)
+        whole_number("ngram_min", self.ngram_min, 1)
         whole_number("suffix_bytes", self.suffix_bytes, 0)
-        if not 1 <= self.ngram_min <= self.ngram_max:
+        if self.ngram_min > self.ngram_max:
             raise InvalidParameter("ngram_min", f"must be between 1 and ngram_max ({self.ngram_max})")
 
 

@@ -30,7 +30,8 @@ SENT = FORM  # rows a device reads
 PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(6))  # of EXTRA
 EDITS = PENALISED | BIASED | ALLOWED | BAD_WORDS | MIN_TOKENS
 MOST_TOP_K = 1 << 31  # more than any vocabulary, which is the same as off
-_COLDEST = torch.finfo(torch.float32).tiny  # a lower temperature could round to 0, which stands for greedy
+# A lower temperature could round to 0, which stands for greedy, and a higher one to infinity.
+_COLDEST, _HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class Columns:
@@ -54,7 +55,7 @@ class Columns:
         ints[KEY] = sequence.noise_key
         ints[KIND] = DrawKind.GREEDY if p.greedy else DrawKind.COIN if p.seed is None else DrawKind.SEEDED
         # As float32, to which verification rounds them on every device.
-        floats[TEMPERATURE] = np.float32(temperature and max(temperature, _COLDEST))
+        floats[TEMPERATURE] = np.float32(temperature and min(max(temperature, _COLDEST), _HOTTEST))
         ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
         ints[FORM] = Form.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
         bans = (p.allowed_token_ids, sequence.bad_words, p.min_tokens)

@@ -14,6 +14,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
 from paceline.arguments import Params
 from paceline.build import build, load
 from paceline.client import Client, Job, StreamedRequest
@@ -88,14 +90,16 @@ class LLM:
             raise InvalidParameter(next(iter(older)), "give it inside speculative_config")
         speculation = SpeculationConfig(
             method=method,
-            k=None if k == AUTO else k,  # type: ignore[arg-type]  # any other text is refused there
+            k=None if isinstance(k, str) and k == AUTO else k,  # type: ignore[arg-type]  # any other text is refused there
             draft_model=draft_model,
             drafter=drafter,
             suffix_corpus=suffix_corpus,  # type: ignore[arg-type]  # a tuple from here on
             suffix_store=suffix_store,
         )
         if older or speculative_config is not None:
-            speculation = read_speculative_config(speculative_config or older, speculation)
+            speculation = read_speculative_config(
+                older if speculative_config is None else speculative_config, speculation
+            )
         check(speculation)
         config = EngineConfig(
             max_model_len=max_model_len,
@@ -108,6 +112,8 @@ class LLM:
         )
         refuse(theirs, ENGINE, inspect.signature(LLM).parameters, "LLM")
         model = path_or_name("model", model)
+        if not isinstance(numerics, str):
+            raise InvalidParameter("numerics", f"must be exact or fast, got {shown(numerics)}")
         if seed is not None:
             seed = whole_number("seed", seed, 0, SEED_LIMIT - 1)
         if truth("enforce_eager", enforce_eager) and choose_device(device).type != "cpu":
@@ -247,8 +253,8 @@ def _renamed(theirs: dict[str, Any], name: str, ours: T, default: T) -> T:
 
 def _dtype_name(dtype: Any) -> str:
     """Also as torch and vLLM spell it."""
-    name = str(dtype).removeprefix("torch.")
-    if not isinstance(dtype, str) and name == str(dtype):
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else ""
+    if not name or len(name) > 20:
         raise InvalidParameter("dtype", f"must be a name such as bfloat16, got {shown(dtype)}")
     return {"float": "float32", "half": "float16"}.get(name, name)
 

@@ -49,7 +49,10 @@ class AnswerProgress:
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise InvalidParameter("use_tqdm", f"must be True, False or tqdm itself, got {shown(use_tqdm)}")
         make = RichBar if isinstance(use_tqdm, bool) else use_tqdm
-        self._bar: ProgressBar | None = make(total=prompts, desc="answers") if use_tqdm and prompts else None
+        try:
+            self._bar: ProgressBar | None = make(total=prompts, desc="answers") if use_tqdm and prompts else None
+        except TypeError as error:
+            raise InvalidParameter("use_tqdm", f"cannot make a bar as tqdm does: {error}") from error
         self._done = 0
         self._started = time.perf_counter()
 

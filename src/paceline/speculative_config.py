@@ -63,7 +63,7 @@ def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
     """As named; a model without a method is a draft model, as in vLLM."""
     if "method" not in given:
         return DRAFT_MODEL if "model" in given else base.method
-    method = by_vllm_name(given["method"])
+    method = by_vllm_name(given["method"]) if isinstance(given["method"], str) else None
     if method is None:
         known = ", ".join(each.vllm for each in METHODS.values() if each.vllm)
         raise InvalidParameter(FIELD, f"method {shown(given['method'])} is not one of {known}")

@@ -298,7 +298,7 @@ class Engine:
             raise InvalidParameter("speculation", "method none drafts nothing; leave k out or choose a method")
         if method not in (AUTO, *names):
             available = ", ".join((NONE, AUTO, *names))
-            raise InvalidParameter("speculation", f"{method!r} is not available here; choose from {available}")
+            raise InvalidParameter("speculation", f"{shown(method)} is not available here; choose from {available}")
 
     def _check_prompt(self, prompt: SequenceOf[int]) -> None:
         if not prompt:
