@@ -115,7 +115,7 @@ def test_arguments_of_vllm_that_mean_the_same_are_honoured(folder: Path) -> None
         ({"max_num_seqs": True}, "whole number"),
         ({"threads": 1.5}, "whole number"),
         ({"seed": "x"}, "whole number"),
-        ({"seed": -1}, "between 0"),
+        ({"seed": -1}, "at least 0"),
         ({"model": 5}, "name or a path"),
         ({"model": None}, "name or a path"),
         ({"model": b"smollm2"}, "name or a path"),
