@@ -351,7 +351,10 @@ def test_tools_and_variables_reach_the_template(llm: LLM) -> None:
     assert streamed.prompt == "user w5 w6 end calm null w9"
     (other,) = llm.chat(HELLO, SHORT, chat_template="{{ messages[0].content }}", tools=[])
     assert other.prompt == "w5 w6"
-    assert llm.get_tokenizer().apply_chat_template(HELLO, tokenize=False) == plain.prompt
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.apply_chat_template(HELLO, tokenize=False, return_dict=False) == plain.prompt
+    with pytest.raises(InvalidParameter, match="return_tensors"):
+        tokenizer.apply_chat_template(HELLO, return_tensors="pt")
 
 
 def test_text_parts_are_text_and_the_last_message_may_be_continued(llm: LLM) -> None:

@@ -6,6 +6,7 @@ additions of tokenizer_config.json. Only folders without a tokenizer.json are re
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from paceline.gguf_vocab import tokenizer_files
 __all__ = ["IncrementalDecoder", "Tokenizer"]
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Arguments of transformers' apply_chat_template that would otherwise be taken for variables of the template.
+TRANSFORMERS_OPTIONS = ("return_tensors", "return_dict", "padding", "truncation", "max_length")
 Json = dict[str, Any]
 
 
@@ -126,6 +129,9 @@ class Tokenizer:
     ) -> list[int] | str:
         """The conversation in the model's chat format, as token ids or, with `tokenize=False`, as text. `options` are
         those of `render_chat`."""
+        for name in TRANSFORMERS_OPTIONS:
+            if options.pop(name, None):
+                raise InvalidParameter(name, "a list of token ids is returned, or text; leave it out")
         text = self.render_chat(messages, add_generation_prompt, **options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -157,7 +163,7 @@ class Tokenizer:
             return self._template("tool_use" if with_tools and "tool_use" in self._sources else "default")
         if not isinstance(source, str):
             raise InvalidParameter("chat_template", f"must be a template as text, got {shown(source)}")
-        return ChatTemplate(source)
+        return _compiled(source)
 
     def _template(self, name: str) -> ChatTemplate:
         if name not in self._sources:
@@ -182,6 +188,9 @@ class Tokenizer:
             if token.content not in known:
                 known.add(token.content)
                 (self.backend.add_special_tokens if token.special else self.backend.add_tokens)([token])
+
+
+_compiled = functools.lru_cache(8)(ChatTemplate)  # templates that callers give, again for each conversation
 
 
 def _read_backend(path: Path) -> Backend:

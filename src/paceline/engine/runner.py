@@ -28,6 +28,7 @@ from paceline.sequence import Sequence, TokenLogprobs
 from paceline.verify import logprobs
 
 Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
+LOOKED_AT = 64  # rows of a prompt whose logprobs are computed at a time: each takes several rows of the vocabulary
 UNREAD = 4  # verdicts under way or still looked at, at most
 
 
@@ -238,10 +239,13 @@ def _rows_with_logits(layout: Layout) -> Tensor:
 def _look_at_prompts(layout: Layout, rows: Tensor, logits: Tensor) -> PromptLogprobs:
     """`logits` of the `rows` of the pass."""
     at = [torch.arange(count) + torch.searchsorted(rows, row) for _, _, count, row in layout.prompts]
-    tokens = [token for sequence, first, count, _ in layout.prompts for token in sequence.tokens[first : first + count]]
-    index, chosen = packed_to(logits.device, torch.cat(at), torch.tensor(tokens))
+    expected = [token for one, first, size, _ in layout.prompts for token in one.tokens[first : first + size]]
+    index, chosen = packed_to(logits.device, torch.cat(at), torch.tensor(expected))
     most = max(part.sequence.params.prompt_logprobs or 0 for part in layout.prompts)
-    return PromptLogprobs(layout.prompts, logprobs(logits[index], chosen, most))
+    slices = zip(index.split(LOOKED_AT), chosen.split(LOOKED_AT), strict=True)
+    parts = [vars(logprobs(logits[some], tokens, most)) for some, tokens in slices]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return PromptLogprobs(layout.prompts, Logprobs(**joined))
 
 
 def _moved_to_front(logits: Tensor, rows: Tensor) -> Tensor:
