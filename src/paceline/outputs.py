@@ -114,8 +114,8 @@ class CompletionOutput:
     finish_reason: str | None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS and length
     logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one and the most likely
-    cumulative_logprob: float | None = None  # the sum over `token_ids`, where `logprobs` were asked for
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    cumulative_logprob: float | None = None  # the sum over `token_ids`, where `logprobs` were asked for
 
     @classmethod
     def undecoded(cls, decode: Callable[[], str], **fields: Any) -> CompletionOutput:
