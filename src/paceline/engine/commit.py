@@ -110,10 +110,7 @@ class Committer:
         if self._watched:
             for at, sequence in enumerate(outputs.sequences):
                 if sequence.key in self._watched:
-                    try:
-                        self._look_closer(landed, at, sequence)
-                    except Exception as problem:  # a tokenizer that cannot decode: its own request ends
-                        self._refuse(outputs, at, sequence, f"{type(problem).__name__}: {problem}")
+                    self._look_closer(landed, at, sequence)
         for at, (method, nodes, accepted, depth) in outputs.drafts.items():
             outputs.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(outputs.tokens[at])), method)
         self._drafters.read_prompts(flight.batch)
@@ -135,11 +132,15 @@ class Committer:
     def _look_closer(self, landed: Landed, at: int, sequence: Sequence) -> None:
         outputs, reading = landed.outputs, landed.flight.reading
         if sequence.params.stop and outputs.tokens[at]:
-            self._find_stops(outputs, at, sequence)
+            try:
+                self._find_stops(outputs, at, sequence)
+            except Exception as problem:  # of the tokenizer: other requests have no part in it
+                self._undecodable(outputs, at, sequence, f"{type(problem).__name__}: {problem}")
         if sequence.logprobs is not None and reading is not None:
             sequence.logprobs += reading.logprobs(landed.rows[at], outputs.tokens[at], sequence.params.logprobs or 0)
 
-    def _refuse(self, outputs: StepOutputs, at: int, sequence: Sequence, reason: str) -> None:
+    @staticmethod
+    def _undecodable(outputs: StepOutputs, at: int, sequence: Sequence, reason: str) -> None:
         if sequence.finish_reason is None:
             outputs.ended.append(at)
         sequence.finish_reason, sequence.error = "error", f"the text of the answer could not be decoded: {reason}"

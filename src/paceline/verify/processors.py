@@ -225,7 +225,7 @@ def logprobs(raw: Tensor, tokens: Tensor, top: int) -> Logprobs:
     """log softmax of the raw logits (..., V) at the tokens (...), and the `top` most likely tokens of each row."""
     scores = torch.log_softmax(raw, -1)
     chosen = scores.gather(-1, tokens[..., None])
-    best = scores.topk(top, -1)
+    best = scores.topk(min(top, scores.shape[-1]), -1)
     rank = (scores > chosen).sum(-1) + 1
     return Logprobs(chosen=chosen[..., 0], rank=rank, top_tokens=best.indices, top=best.values)
 
