@@ -116,8 +116,15 @@ def answers(engine, wanted, methods):
     return sequences
 
 
+SOME = range(0, 90, 3)  # token ids
 ASKED = {
     "greedy": [{}] * 4,
+    "allowed": [
+        {"allowed_token_ids": SOME},
+        {"allowed_token_ids": SOME, "temperature": 0.6, "seed": 1},
+        {},
+        {"allowed_token_ids": SOME, "temperature": 0.9, "top_p": 0.8, "seed": 2},
+    ],
     "seeded": [{"temperature": 0.6, "seed": at} for at in range(4)],
     "each its own": [{}, {"temperature": 0.6, "seed": 1}, {"top_p": 0.7, "temperature": 0.9, "seed": 2}, {}],
 }
@@ -127,6 +134,8 @@ ASKED = {
 def test_speculation_changes_when_tokens_come_never_which(engine, asked):
     wanted = [params(max_tokens=LENGTH, ignore_eos=True, **one) for one in ASKED[asked]]
     plain = {name: one.output_tokens for name, one in answers(engine, wanted, ["none"] * 4).items()}
+    for name, one in zip(plain, ASKED[asked], strict=True):
+        assert set(plain[name]) <= set(one.get("allowed_token_ids", range(CONFIG.vocab_size)))
     engine.drafters.drafters[-1].answers = plain
     for methods in (*([method] * 4 for method in METHODS), METHODS):
         sequences = answers(engine, wanted, methods)
@@ -156,6 +165,27 @@ def test_what_is_sampled_does_not_depend_on_what_is_captured(engine, method, mon
     if DEVICE.type == "cuda":
         assert len(sampler._graphs) > 0
         assert method != "draft-model" or any(graph._captured for graph in graphs._made.values())
+
+
+def test_prompt_logprobs_are_those_the_tokens_had_when_they_were_generated(engine):
+    """In chunks, beside decodes with drafts of other requests."""
+    wanted = [params(max_tokens=LENGTH, logprobs=2, ignore_eos=True)] * 4
+    said = answers(engine, wanted, (*METHODS[:3], "none"))
+    engine.policy.choices = {f"again {at}": Choice("ngram", K) for at in range(4)}
+    requests = [
+        (at, f"again {at}", [*prompt, *said[str(at)].output_tokens], params(max_tokens=20, prompt_logprobs=2))
+        for at, prompt in enumerate(PROMPTS)
+    ]
+    again, _ = run(engine, requests)
+    for at, prompt in enumerate(PROMPTS):
+        found, expected = again[f"again {at}"].prompt_logprobs, said[str(at)].logprobs
+        assert len(found) == len(prompt) + LENGTH - 1
+        for mine, theirs in zip(found[len(prompt) - 1 :], expected, strict=True):
+            assert list(mine) == list(theirs)
+            assert [rank for _, rank in mine.values()] == [rank for _, rank in theirs.values()]
+            assert [value for value, _ in mine.values()] == pytest.approx(
+                [value for value, _ in theirs.values()], abs=1e-5
+            )
 
 
 def test_the_cache_after_accepted_and_rejected_branches_is_a_fresh_prefills(engine):

@@ -20,7 +20,7 @@ RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
         *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
-        *("garbage", "cuda_graph"),
+        *("garbage", "cuda_graph", "vllm_names", "prompts", "progress_bar", "arguments"),
     },
     {"models", "verify"},
     {"controls"},
@@ -43,6 +43,8 @@ NO_TORCH = (
     "config",
     "sampling_params",
     "outputs",
+    "vllm_names",
+    "prompts",
     "machine",
     "theory",
     "models.hub",

@@ -72,6 +72,34 @@ def endless(i: int = 0) -> SamplingParams:
     return SamplingParams(temperature=0.9, seed=i, max_tokens=240, ignore_eos=True)
 
 
+def test_a_tokenizer_that_cannot_decode_ends_its_own_request_only(folder: Path, alone, monkeypatch) -> None:
+    """The engine decodes where there are stop strings; elsewhere the reader does, and has the error to itself."""
+    broken = SamplingParams(temperature=0, max_tokens=50, stop="never", ignore_eos=True)
+    with make(folder) as llm:
+        make_decoder, failing = llm.tokenizer.incremental_decoder, []
+
+        def decoder(skip):
+            made = make_decoder(skip)
+            if threading.current_thread() in failing:
+                failing.clear()
+                monkeypatch.setattr(made, "push", lambda token: [][0])
+            return made
+
+        monkeypatch.setattr(llm.tokenizer, "incremental_decoder", decoder)
+        others = [llm.stream(prompt_of(i), params_of(i)) for i in (3, 4, 6, 7)]
+        for other in others:
+            next(other)
+        failing.append(llm.thread._thread)
+        with pytest.raises(RequestFailed, match="could not be decoded: IndexError"):
+            llm.generate(prompt_of(2), broken)
+        assert [facts(list(other)[-1].output) for other in others] == [alone[i] for i in (3, 4, 6, 7)]
+        failing.append(threading.current_thread())
+        stream = llm.stream(prompt_of(1), endless())
+        with pytest.raises(RequestFailed, match="could not be decoded"):
+            list(stream)
+        assert is_idle(llm)
+
+
 @contextmanager
 def failing_pass(llm: LLM, problem: Exception):
     """The next pass of the target raises."""

@@ -304,6 +304,18 @@ def test_templates_render_as_in_transformers(name: str, generation_prompt: bool,
     assert ours.apply_chat_template(CHAT, **options) == theirs.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("content", ["日本 😀", "It is ", " spaced\n", "Hi", "bye"])
+@pytest.mark.parametrize("name", ["chatml", "variables", "white space"])
+def test_a_message_is_left_open_as_in_transformers(name: str, content: str, tmp_path: Path) -> None:
+    template = TEMPLATES[name] if name != "variables" else CHATML.replace("message['content']", "message.content|trim")
+    ours, theirs = both(save(byte_level(), tmp_path, eos_token="<|end|>", chat_template=template))
+    chat = [*CHAT[:2], {"role": "assistant", "content": content}]
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    text = theirs.apply_chat_template(chat, tokenize=False, **options)
+    assert ours.render_chat(chat, **options) == text
+    assert ours.apply_chat_template(chat, **options) == theirs.encode(text, add_special_tokens=False)
+
+
 def test_a_template_file_outranks_the_config(tmp_path: Path) -> None:
     folder = save(byte_level(), tmp_path, chat_template="config")
     assert Tokenizer.from_path(folder).render_chat(CHAT) == "config"

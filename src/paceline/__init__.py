@@ -13,11 +13,20 @@ if TYPE_CHECKING:
     from paceline.async_llm import AsyncLLM
     from paceline.errors import PacelineError
     from paceline.llm import LLM
-    from paceline.outputs import CompletionOutput, RequestOutput
+    from paceline.outputs import CompletionOutput, RequestOutput, StreamChunk
     from paceline.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "PacelineError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "PacelineError",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamChunk",
+    "__version__",
+]
 
 _HOME = {
     "LLM": "paceline.llm",
@@ -26,6 +35,7 @@ _HOME = {
     "PacelineError": "paceline.errors",
     "RequestOutput": "paceline.outputs",
     "CompletionOutput": "paceline.outputs",
+    "StreamChunk": "paceline.outputs",
 }
 
 
@@ -38,4 +48,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(__all__)

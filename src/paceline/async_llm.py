@@ -7,43 +7,92 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
-from paceline.client import Job, Message, Params, Prompt, StreamedRequest
+from paceline.arguments import Params
+from paceline.client import Job, StreamedRequest
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Delta, Event, Failed
+from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.outputs import RequestOutput, StreamChunk
+from paceline.progress_bar import ProgressBar
+from paceline.prompts import Message, Prompt
 from paceline.sampling_params import SamplingParams
+from paceline.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
 class AsyncLLM:
+    """`LLM` for asyncio. Any number of tasks share the engine's batches, and each answer is what it would be alone.
+
+        import asyncio
+        from paceline import AsyncLLM, SamplingParams
+
+        async def ask(llm, question):
+            messages = [{"role": "user", "content": question}]
+            async for chunk in llm.stream(messages, SamplingParams(max_tokens=40)):
+                print(chunk.text, end="", flush=True)
+
+        async def main():
+            async with AsyncLLM("smollm2") as llm:
+                await asyncio.gather(ask(llm, "Name a colour."), ask(llm, "Count to five."))
+
+        asyncio.run(main())
+
+    Leaving `async for` early, or cancelling the task, cancels the request and frees its place.
+    """
+
     def __init__(self, model: str | LLM = "smollm2", **options: Any) -> None:
-        """As `LLM`, or over an existing one."""
+        """As `LLM`, or over an existing one, which both then serve."""
+        if isinstance(model, LLM) and options:
+            raise InvalidParameter(next(iter(options)), "the model is loaded already; give options to LLM")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._mail: dict[asyncio.AbstractEventLoop, _Mail] = {}
 
-    async def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
-        return await self._run(self.llm.client.generate_job(prompts, params))
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        use_tqdm: bool | Callable[..., ProgressBar] = False,
+        **more: Any,
+    ) -> list[RequestOutput]:
+        """As `LLM.generate`. Cancelling the task cancels its requests."""
+        return await self._run(self.llm.client.generate_job(prompts, params, use_tqdm, more))
 
     async def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        use_tqdm: bool | Callable[..., ProgressBar] = False,
+        **more: Any,
     ) -> list[RequestOutput]:
-        return await self._run(self.llm.client.chat_job(messages, params))
+        """As `LLM.chat`. Cancelling the task cancels its requests."""
+        return await self._run(self.llm.client.chat_job(messages, params, use_tqdm, more))
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> AsyncAnswerStream:
-        """Chunks as `LLM.stream` gives them. A request the engine refuses raises at the first one."""
-        return AsyncAnswerStream(self.llm, StreamedRequest(self.llm.client, prompt, params), self._mail_here())
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> AsyncAnswerStream:
+        """Chunks as `LLM.stream` gives them, for `async for`. A request the engine refuses raises at the first one."""
+        return AsyncAnswerStream(self.llm, StreamedRequest(self.llm.client, prompt, params, more), self._mail_here())
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.llm.tokenizer
 
     async def call(self, function: Callable[[Engine], T]) -> T:
+        """`function(engine)` on the thread that owns the engine, between two steps."""
         return await asyncio.wrap_future(self.llm.thread.call(function))
 
     async def close(self) -> None:
+        """Stop the engine; open requests fail, later ones are refused."""
         await asyncio.to_thread(self.llm.close)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -61,10 +110,12 @@ class AsyncLLM:
             while not job.advance():
                 await woken.wait()
                 woken.clear()
+            return job.outputs()
         except BaseException:
             job.cancel()
             raise
-        return job.outputs()
+        finally:
+            job.close()
 
     def _mail_here(self) -> _Mail:
         loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline import machine
@@ -22,6 +22,7 @@ from paceline.engine.policy_memory import PolicyMemory
 from paceline.models.hub import Progress, cache_home, resolve
 from paceline.models.pass_prior import prior_of
 from paceline.models.runtime import LoadedModel, load_model
+from paceline.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,16 @@ def load(
     device: str = "auto",
     threads: int | None = None,
     numerics: str = "exact",
+    tokenizer: str | None = None,
     progress: Progress | None = None,
 ) -> Target:
+    """`tokenizer`: a model whose tokenizer is used in place of the model's own."""
     note = machine.guard_amx(cache_home())
     path = resolve(model, progress)
-    return Target(path, load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics), note)
+    loaded = load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics)
+    if tokenizer is not None:
+        loaded = replace(loaded, tokenizer=Tokenizer.from_path(resolve(tokenizer, progress)))
+    return Target(path, loaded, note)
 
 
 def build(

@@ -3,35 +3,140 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from paceline.errors import PacelineError
+from paceline.errors import InvalidPrompt, PacelineError, shown
 
 Messages = Sequence[Mapping[str, Any]]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+LONGEST_S = 10.0  # a template that renders for longer is taken to have no end
+LARGEST = 1 << 24  # characters or items of one product, and the largest power
+_ends_at: ContextVar[float] = ContextVar("_ends_at")
+
+
+class EndlessTemplate(jinja2.TemplateError):
+    """A template that would not come to an end."""
 
 
 class ChatTemplate:
     """One compiled template. Templates come with the model, so they get plain data only and run in a sandbox."""
 
     def __init__(self, source: str) -> None:
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            tree = environment.parse(source)
+            self.variables = meta.find_undeclared_variables(tree)  # all that it reads
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "in_time", [], [], None, None, lineno=loop.lineno)
+            self._template = environment.from_string(tree)
+        except (jinja2.TemplateError, RecursionError) as error:
             raise PacelineError(f"the model's chat template is invalid: {error}") from error
+        self._source = source
+
+    def knows_role(self, role: str) -> bool:
+        """The usual ones, and those that the template names."""
+        return role in ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
 
     def render(self, messages: Messages, **variables: Any) -> str:
+        """The text of a conversation, in the format that the model was trained on."""
+        token = _ends_at.set(time.monotonic() + LONGEST_S)
         try:
             return self._template.render(messages=_plain(list(messages)), **_plain(variables))
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except EndlessTemplate as error:
+            raise PacelineError(f"the model's chat template does not end: {error}") from error
+        except (RecursionError, MemoryError) as error:
+            raise PacelineError(
+                "the model's chat template does not end: it calls itself, or grows, too much"
+            ) from error
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise PacelineError(f"the model's chat template refused the messages: {error}") from error
+        finally:
+            _ends_at.reset(token)
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation as templates take it: content is text, also where it was given in parts."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidPrompt(
+            f"a conversation is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, got {shown(messages)}"
+        )
+    if not messages:
+        raise InvalidPrompt("the conversation is empty; give at least one message")
+    return [_read_message(message) for message in messages]
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidPrompt(f"a chat message is an object with role and content, found {shown(message)}")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "\n".join(_text_part(part) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise InvalidPrompt(f"the content of a message is text, or a list of parts of type text, got {shown(content)}")
+    return {**message, "content": content} if "content" in message else dict(message)
+
+
+def _text_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise InvalidPrompt(f"a part of a message's content is {{'type': 'text', 'text': ...}}, got {shown(part)}")
+    if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidPrompt(f"models read text here: a content part of type {shown(part.get('type'))} is not there")
+    return str(part["text"])
+
+
+def open_ended(text: str, last: Mapping[str, Any]) -> str:
+    """A rendered conversation, cut off behind the content of its last message, for the model to continue that.
+
+    Many templates trim content, so white space at its end is kept only where the template kept it.
+    """
+    content = str(last.get("content") or "")
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise PacelineError("the model's chat template does not show the last message as it is, so it has no open end")
+    end = at + len(content.strip())
+    tail = content[len(content.rstrip()) :]
+    return text[: end + len(tail)] if tail and text.startswith(tail, end) else text[:end]
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Also without endless work: calls, loops and products are where a template can spend unbounded time."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _check_time()
+        return super().call(context, called, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) if isinstance(side, str | list | tuple) else abs(side) for side in (left, right)]
+        too_large = sizes[1] * max(sizes[0], 1) > LARGEST if operator == "*" else sizes[1] > 64 or sizes[0] > LARGEST
+        if too_large and not any(isinstance(side, float) for side in (left, right)):
+            raise EndlessTemplate(f"{operator} of very large values")
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_time() -> None:
+    if time.monotonic() > _ends_at.get():
+        raise EndlessTemplate(f"it was still rendering after {LONGEST_S:.0f} s")
+
+
+def _in_time(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _check_time()
+        yield item
 
 
 class _Generation(Extension):
@@ -45,11 +150,9 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters |= {"tojson": _to_json, "in_time": _in_time}
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment

@@ -12,17 +12,19 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
+from paceline.arguments import CHAT_OPTIONS, chat_options, only_params, per_prompt
+from paceline.chat_template import read_messages
 from paceline.engine.loop import Delta, Ended, EngineThread, Event, Failed, Request
 from paceline.engine.text import TextDecoder
-from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError
+from paceline.errors import InvalidPrompt, PacelineError, RequestFailed
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
-from paceline.sampling_params import SamplingParams
+from paceline.progress_bar import AnswerProgress
+from paceline.prompts import each_conversation, each_prompt, is_conversation, read_prompt
+from paceline.sampling_params import SamplingParams, derived_seed
 from paceline.sequence import Sequence as Answer
+from paceline.sequence import TokenLogprobs
 from paceline.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-Params = SamplingParams | Sequence[SamplingParams] | None
 GROUP = 64  # prompts that are encoded and submitted at a time, while the engine runs
 
 
@@ -32,22 +34,33 @@ class Encoded(NamedTuple):
 
 
 class Client:
-    def __init__(self, thread: EngineThread, tokenizer: Tokenizer, defaults: Mapping[str, Any], rows: int) -> None:
-        """`defaults` fill unset sampling parameters; `rows` is how many sequences share a step."""
+    def __init__(
+        self,
+        thread: EngineThread,
+        tokenizer: Tokenizer,
+        defaults: Mapping[str, Any],
+        rows: int,
+        seed: int | None = None,
+    ) -> None:
+        """`defaults` fill unset sampling parameters; `rows` is how many sequences share a step; of `seed` follow the
+        seeds of requests that have none."""
         self.thread, self.tokenizer, self._defaults = thread, tokenizer, defaults
         self.window = (
             2 * rows + GROUP
         )  # requests of a job in the engine at once: enough to fill every row that becomes free
         self._request_ids = map(str, itertools.count())
+        self._seed, self._seeded = seed, itertools.count()
 
-    def generate_job(self, prompts: Prompt | Sequence[Prompt], params: Params) -> Job:
-        each = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        return Job(self, each, _per_prompt(params, len(each)), self.encode)
+    def generate_job(self, prompts: Any, params: Any, use_tqdm: Any, given: Mapping[str, Any]) -> Job:
+        params = only_params(params, given, ())
+        each = each_prompt(prompts)
+        return Job(self, each, per_prompt(params, len(each)), self.encode, use_tqdm)
 
-    def chat_job(self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params) -> Job:
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        each: list[Any] = list(messages) if several else [messages]
-        return Job(self, each, _per_prompt(params, len(each)), self.encode_chats)
+    def chat_job(self, messages: Any, params: Any, use_tqdm: Any, given: Mapping[str, Any]) -> Job:
+        params = only_params(params, given, CHAT_OPTIONS)
+        encode = partial(self.encode_chats, **chat_options(given, self.tokenizer))
+        each = each_conversation(messages)
+        return Job(self, each, per_prompt(params, len(each)), encode, use_tqdm)
 
     def next_id(self) -> str:
         return next(self._request_ids)
@@ -55,22 +68,23 @@ class Client:
     def resolve(self, params: SamplingParams | None) -> SamplingParams:
         return (params or SamplingParams()).resolve(self._defaults)
 
-    def encode(self, prompts: Sequence[Any]) -> list[Encoded]:
-        if all(isinstance(prompt, str) for prompt in prompts):
-            if not all(prompts):
-                raise InvalidPrompt("the prompt is empty; give at least one character")
-            return [*map(Encoded, prompts, self.tokenizer.encode_each(prompts))]
-        return [self.encode([prompt])[0] if isinstance(prompt, str) else _token_ids(prompt) for prompt in prompts]
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        """Of the next request."""
+        return params if self._seed is None else params.with_seed(derived_seed(self._seed, next(self._seeded)))
 
-    def encode_chats(self, conversations: Sequence[Any]) -> list[Encoded]:
+    def encode(self, prompts: Sequence[Any]) -> list[Encoded]:
+        read = [read_prompt(prompt) for prompt in prompts]
+        texts = [prompt for prompt in read if isinstance(prompt, str)]
+        encoded = iter(self.tokenizer.encode_each(texts) if texts else ())
+        return [Encoded(one, next(encoded)) if isinstance(one, str) else Encoded(None, one) for one in read]
+
+    def encode_chats(self, conversations: Sequence[Any], **options: Any) -> list[Encoded]:
         texts = []
         for messages in conversations:
-            if not messages:
-                raise InvalidPrompt("the conversation is empty; give at least one message")
-            last = messages[-1]
-            if isinstance(last, Mapping) and not last.get("content"):
+            last = read_messages(messages)[-1]
+            if not last.get("content") and not last.get("tool_calls"):
                 raise InvalidPrompt("the last message is empty; give it some content")
-            texts.append(self.tokenizer.render_chat(messages))
+            texts.append(self.tokenizer.render_chat(messages, **options))
         return [*map(Encoded, texts, self.tokenizer.encode_each(texts, add_special_tokens=False))]
 
 
@@ -89,7 +103,9 @@ class Job:
         prompts: Sequence[Any],
         params: Sequence[SamplingParams | None],
         encode: Callable[[Sequence[Any]], list[Encoded]],
+        use_tqdm: Any = False,
     ) -> None:
+        self._progress = AnswerProgress(use_tqdm, len(prompts))
         self._client, self._prompts, self._params, self._encode = client, prompts, params, encode
         self._name = f"job-{client.next_id()}"
         self._resolved: dict[int, SamplingParams] = {}  # by identity: most jobs have one object for all prompts
@@ -97,6 +113,7 @@ class Job:
         self._ended: list[Ended] = []
         self._outputs: dict[str, RequestOutput] = {}  # of those that ended and were seen by `advance`
         self._wanted = 0  # answers that wake the caller
+        self._num_tokens = 0  # of the outputs
         self._failure: PacelineError | None = None
 
     def put(self, event: Event, /) -> None:
@@ -121,6 +138,8 @@ class Job:
                 self._submit(submitted)
                 continue
             self._wanted = prompts if submitted == prompts else submitted - self._client.window + GROUP
+            if self._progress.shown:
+                self._wanted = min(self._wanted, len(self._outputs) + 1)
             if len(self._ended) < self._wanted and self._failure is None:  # else an event came before `_wanted` was set
                 return False
         return True
@@ -130,6 +149,10 @@ class Job:
         ended = {event.request_id for event in self._ended}
         return self._client.thread.cancel([one for one in self._submitted if one not in ended])
 
+    def close(self) -> None:
+        """The caller waits no longer."""
+        self._progress.close()
+
     def outputs(self) -> list[RequestOutput]:
         self._take_ended()
         return [self._outputs[request_id] for request_id in self._submitted]
@@ -138,12 +161,15 @@ class Job:
         for event in self._ended[len(self._outputs) :]:
             prompt, arrival = self._submitted[event.request_id]
             self._outputs[event.request_id] = request_output(self._client.tokenizer, prompt, arrival, event)
+            self._num_tokens += sum(answer.num_output for answer in event.answers)
+        self._progress.reached(len(self._outputs), self._num_tokens)
 
     def _submit(self, at: int) -> None:
         requests = []
         end, now = at + GROUP, time.perf_counter()
         for prompt, params in zip(self._encode(self._prompts[at:end]), self._params[at:end], strict=True):
-            request = Request(self._client.next_id(), prompt.tokens, self._resolve(params), self._name, patient=True)
+            resolved = self._client.seeded(self._resolve(params))
+            request = Request(self._client.next_id(), prompt.tokens, resolved, self._name, patient=True)
             self._submitted[request.request_id] = prompt, now
             requests.append(request)
         self._client.thread.submit(requests, self)
@@ -158,10 +184,13 @@ class Job:
 class StreamedRequest:
     """One request whose deltas become chunks, in the thread or task that reads them."""
 
-    def __init__(self, client: Client, prompt: Any, params: SamplingParams | None) -> None:
-        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-        (self._prompt,) = client.encode_chats([prompt]) if is_chat else client.encode([prompt])
-        self.client, self._params, self._arrival = client, client.resolve(params), time.perf_counter()
+    def __init__(self, client: Client, prompt: Any, params: Any, given: Mapping[str, Any] | None = None) -> None:
+        given, is_chat = given or {}, is_conversation(prompt)
+        (one,) = per_prompt(only_params(params, given, CHAT_OPTIONS if is_chat else ()), 1)
+        options = chat_options(given, client.tokenizer) if is_chat else {}
+        (self._prompt,) = client.encode_chats([prompt], **options) if is_chat else client.encode([prompt])
+        self.client, self._arrival = client, time.perf_counter()
+        self._params = client.seeded(client.resolve(one))
         self.request = Request(client.next_id(), self._prompt.tokens, self._params, streamed=True)
         self._decoders: dict[int, TextDecoder] = {}  # by answer
 
@@ -186,11 +215,16 @@ class StreamedRequest:
         if decoder is None:
             decoder = self.client.tokenizer.incremental_decoder(self._params.skip_special_tokens)
             self._decoders[delta.answer] = decoder
-        text = "".join([decoder.push(token) for token in delta.tokens])
-        return text if delta.finish_reason is None else text + decoder.flush()
+        try:
+            text = "".join([decoder.push(token) for token in delta.tokens])
+            return text if delta.finish_reason is None else text + decoder.flush()
+        except Exception as problem:
+            reason = f"{type(problem).__name__}: {problem}"
+            raise RequestFailed(f"the text of the answer could not be decoded: {reason}") from problem
 
 
 def request_output(tokenizer: Tokenizer, prompt: Encoded, arrival: float, ended: Ended) -> RequestOutput:
+    of_prompt = ended.answers[0].prompt_logprobs
     return RequestOutput(
         request_id=ended.request_id,
         prompt=prompt.text,
@@ -199,23 +233,19 @@ def request_output(tokenizer: Tokenizer, prompt: Encoded, arrival: float, ended:
         finished=True,
         metrics=RequestMetrics(arrival, ended.first_token_time, ended.finished_time),
         num_cached_tokens=max(answer.num_cached_prompt for answer in ended.answers),
+        prompt_logprobs=None if of_prompt is None else [None, *_logprobs(of_prompt, tokenizer)],
     )
 
 
 def _completion(answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
-    logprobs = None
-    if answer.logprobs is not None:
-        logprobs = [
-            {token: Logprob(value, rank, tokenizer.token_text(token)) for token, (value, rank) in entry.items()}
-            for entry in answer.logprobs
-        ]
-    tokens, params = answer.output_tokens, answer.params
+    tokens, params, found = answer.output_tokens, answer.params, answer.logprobs
     fields: dict[str, Any] = {
         "index": answer.index,
         "token_ids": tokens,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
-        "logprobs": logprobs,
+        "logprobs": None if found is None else _logprobs(found, tokenizer),
+        "cumulative_logprob": None if found is None else sum(e[t][0] for t, e in zip(tokens, found, strict=True)),
         "speculation": answer.stats,
     }
     if params.stop:  # the engine has decoded it
@@ -224,23 +254,12 @@ def _completion(answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
     return CompletionOutput.undecoded(decode, **fields)
 
 
+def _logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[int, Logprob]]:
+    return [
+        {token: Logprob(value, rank, tokenizer.token_text(token)) for token, (value, rank) in entry.items()}
+        for entry in entries
+    ]
+
+
 def _decoded(tokenizer: Tokenizer, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
     return tokenizer.incremental_decoder(skip_special_tokens).decode(tokens)
-
-
-def _token_ids(prompt: Any) -> Encoded:
-    if not all(isinstance(token, int) for token in prompt):
-        raise InvalidPrompt("a prompt is text or a list of token ids; for messages use chat()")
-    return Encoded(None, list(prompt))
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-
-
-def _per_prompt(params: Params, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidParameter("params", f"{len(params)} sampling parameters for {count} prompts; give one or as many")
-    return list(params)

@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
+import os
 from dataclasses import dataclass
+from typing import Any
 
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, shown
 
 NONE = "none"  # the method that drafts nothing: plain decoding
 AUTO = "auto"  # the method chosen by the policy, per request and step
 MAX_K = 64  # nodes a row may draft in one step
+MOST = 2**63 - 1  # of any count
 MAX_NGRAM = 64  # tokens of a lookup's longest match: each length has a table of its own
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # of file systems
+
+
+def whole_number(field: str, value: Any, low: int, high: int = MOST) -> int:
+    """The value as a plain int, or a sentence about what it must be."""
+    allowed = f"at least {low}" if high == MOST else f"between {low} and {high}"
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidParameter(field, f"must be a whole number {allowed}, got {shown(value)}") from None
+    if not low <= number <= high:
+        limits = f"at most {high}" if number > high == MOST else allowed
+        raise InvalidParameter(field, f"must be {limits}, got {shown(number)}")
+    return number
+
+
+def path_or_name(field: str, value: Any) -> str:
+    """A path of any kind, or a name, as text."""
+    try:
+        text = os.fspath(value)
+        if not isinstance(text, str) or "\0" in text:
+            raise TypeError
+        too_long = len(os.fsencode(text)) > LONGEST_PATH or max(map(len, text.split("/"))) > LONGEST_NAME
+    except (TypeError, UnicodeError):
+        raise InvalidParameter(field, f"must be a name or a path, got {shown(value)}") from None
+    if too_long:
+        raise InvalidParameter(field, f"is too long for a name or a path: {shown(value)}")
+    return text
+
+
+def truth(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):  # also not "false", which counts as true
+        raise InvalidParameter(field, f"must be True or False, got {shown(value)}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +116,34 @@ class SpeculationConfig:
     drafter: str | None = None  # checkpoint of a drafter trained for this target
 
     def __post_init__(self) -> None:
-        if self.k is not None and (type(self.k) is not int or not 1 <= self.k <= MAX_K):
-            raise InvalidParameter("k", f"must be a whole number between 1 and {MAX_K}, or auto; got {self.k}")
+        if not isinstance(self.method, str) or len(self.method) > LONGEST_NAME:
+            raise InvalidParameter("method", f"must be the name of a method, got {shown(self.method)}")
+        if self.k is not None:
+            if isinstance(self.k, str):
+                raise InvalidParameter(
+                    "k", f"must be a whole number between 1 and {MAX_K}, or {AUTO}; got {shown(self.k)}"
+                )
+            object.__setattr__(self, "k", whole_number("k", self.k, 1, MAX_K))
+        for field in ("draft_model", "drafter", "suffix_store"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, path_or_name(field, getattr(self, field)))
+        object.__setattr__(self, "suffix_corpus", _paths("suffix_corpus", self.suffix_corpus))
         if self.k is not None and self.method == NONE:
             raise InvalidParameter("k", "method none drafts nothing; leave k out or choose a method")
-        if not 1 <= self.ngram_max <= MAX_NGRAM:
-            raise InvalidParameter("ngram_max", f"must be between 1 and {MAX_NGRAM}, got {self.ngram_max}")
-        if not 1 <= self.ngram_min <= self.ngram_max:
+        whole_number("ngram_max", self.ngram_max, 1, MAX_NGRAM)
+        whole_number("ngram_min", self.ngram_min, 1)
+        whole_number("suffix_bytes", self.suffix_bytes, 0)
+        if self.ngram_min > self.ngram_max:
             raise InvalidParameter("ngram_min", f"must be between 1 and ngram_max ({self.ngram_max})")
+
+
+def _paths(field: str, value: Any) -> tuple[str, ...]:
+    """One path, or several."""
+    if isinstance(value, str | os.PathLike):
+        return (path_or_name(field, value),)
+    if not isinstance(value, list | tuple):
+        raise InvalidParameter(field, f"must be a list of paths, got {shown(value)}")
+    return tuple(path_or_name(field, path) for path in value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +161,12 @@ class EngineConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.gpu_memory_fraction <= 1:
-            raise InvalidParameter(
-                "gpu_memory_fraction", f"must be above 0 and at most 1, got {self.gpu_memory_fraction}"
-            )
+        share = self.gpu_memory_fraction
+        if not isinstance(share, numbers.Real) or isinstance(share, bool) or not 0 < share <= 1:
+            raise InvalidParameter("gpu_memory_fraction", f"must be a number above 0 and at most 1, got {shown(share)}")
+        truth("prefix_caching", self.prefix_caching)
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
-            if getattr(self, field) < 1:
-                raise InvalidParameter(field, f"must be at least 1, got {getattr(self, field)}")
+            object.__setattr__(self, field, whole_number(field, getattr(self, field), 1))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidParameter(
                 "max_num_batched_tokens",
@@ -114,5 +174,5 @@ class EngineConfig:
             )
         for field in ("num_blocks", "max_model_len", "kv_cache_bytes"):
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise InvalidParameter(field, f"must be at least 1, got {value}")
+            if value is not None:
+                object.__setattr__(self, field, whole_number(field, value, 1))

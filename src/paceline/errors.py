@@ -24,7 +24,7 @@ class PacelineError(Exception):
 
 
 class InvalidParameter(PacelineError):
-    """`field` names the parameter as the user wrote it."""
+    """A value out of range, or in contradiction with another; `field` is the parameter as the user wrote it."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -32,48 +32,57 @@ class InvalidParameter(PacelineError):
 
 
 class InvalidPrompt(PacelineError):
-    pass
+    """A prompt or conversation that cannot be read: empty, longer than the context, or of a wrong type."""
 
 
 class ModelError(PacelineError):
-    pass
+    """Base of what is wrong with a model."""
 
 
 class ModelNotFound(ModelError):
-    pass
+    """No alias, folder, file or hub id has this name."""
 
 
 class UnsupportedModel(ModelError):
-    pass
+    """An architecture or an option of a model that the decoder does not know."""
 
 
 class BrokenModel(ModelError):
-    pass
+    """Files of a model that are missing, cut off or contradict each other."""
 
 
 class DownloadFailed(ModelError):
-    pass
+    """No network, a wrong checksum, or no space."""
 
 
 class CacheFolderError(PacelineError):
-    pass
+    """The cache folder cannot be read or written."""
 
 
 class DeviceError(PacelineError):
-    pass
+    """No such device, or not enough memory on it."""
 
 
 class QueueFull(PacelineError):
-    pass
+    """More requests wait than `max_waiting` allows; try again later."""
 
 
 class RequestFailed(PacelineError):
-    pass
+    """An error in a step ended this request; others go on."""
 
 
 class EngineClosed(PacelineError):
-    pass
+    """The model was closed."""
 
 
 class EngineDied(PacelineError):
-    pass
+    """The device is lost: every request ended, and new ones are refused."""
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as messages quote it: shortened, and never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of too many digits, or an object that cannot be printed
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= most else text[: most - 1] + "…"

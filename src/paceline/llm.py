@@ -6,6 +6,7 @@ its own answers; the requests of all callers share the engine's batches, and no 
 
 from __future__ import annotations
 
+import inspect
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,30 +14,50 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
+from paceline.arguments import Params
 from paceline.build import build, load
-from paceline.client import Client, Job, Message, Params, Prompt, StreamedRequest
-from paceline.config import AUTO, EngineConfig, SpeculationConfig
+from paceline.client import Client, Job, StreamedRequest
+from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
 from paceline.drafters.methods import check
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Delta, EngineThread, Event, Failed
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, shown
 from paceline.models.hub import Progress
+from paceline.models.runtime import choose_device
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.sampling_params import SamplingParams
+from paceline.progress_bar import ProgressBar
+from paceline.prompts import Message, Prompt
+from paceline.sampling_params import SEED_LIMIT, SamplingParams
 from paceline.speculative_config import read as read_speculative_config
+from paceline.tokenizer import Tokenizer
+from paceline.vllm_names import ENGINE, RENAMED, SPECULATIVE, refuse
 
 T = TypeVar("T")
 
 
 class LLM:
+    """A model, ready to answer.
+
+        with LLM("smollm2") as llm:
+            (output,) = llm.chat([{"role": "user", "content": "Name three fruits."}], SamplingParams(max_tokens=60))
+            print(output.outputs[0].text)
+
+    One object serves any number of threads: their requests share the engine's batches, and each answer is what it would
+    be alone. `close`, or leaving `with`, ends the engine; later calls are refused. `AsyncLLM` is the same for asyncio.
+    """
+
     def __init__(
         self,
         model: str = "smollm2",
         *,
+        tokenizer: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
         numerics: str = "exact",
+        seed: int | None = None,
         method: str = AUTO,
         k: int | str | None = None,
         draft_model: str | None = None,
@@ -51,21 +72,34 @@ class LLM:
         kv_cache_bytes: int | None = None,
         gpu_memory_fraction: float = 0.9,
         prefix_caching: bool = True,
+        enforce_eager: bool = False,
         progress: Progress | None = None,
+        **theirs: Any,
     ) -> None:
+        """Load `model`: an alias, a folder, a .gguf file or a hub id.
+
+        `method`, `k`, `draft_model`, `drafter` and `suffix_*` say how tokens are drafted, or `speculative_config` as
+        vLLM has it; none of them changes an answer. With `seed`, requests without a seed of their own get one each, in
+        the order in which they are submitted, so that a program gives the same answers again. `tokenizer` names another
+        model whose tokenizer is used. Other arguments of vLLM are accepted where they mean the same
+        (`gpu_memory_utilization`), and otherwise refused by name.
+        """
         started = time.perf_counter()
-        if isinstance(k, str) and k != AUTO:
-            raise InvalidParameter("k", f"must be a whole number or {AUTO}, got {k!r}")
+        theirs, older = _split(theirs)
+        if older and speculative_config is not None:
+            raise InvalidParameter(next(iter(older)), "give it inside speculative_config")
         speculation = SpeculationConfig(
             method=method,
-            k=None if isinstance(k, str) else k,
+            k=None if isinstance(k, str) and k == AUTO else k,  # type: ignore[arg-type]  # any other text is refused there
             draft_model=draft_model,
             drafter=drafter,
-            suffix_corpus=tuple(suffix_corpus),
+            suffix_corpus=suffix_corpus,  # type: ignore[arg-type]  # a tuple from here on
             suffix_store=suffix_store,
         )
-        if speculative_config is not None:
-            speculation = read_speculative_config(speculative_config, speculation)
+        if older or speculative_config is not None:
+            speculation = read_speculative_config(
+                older if speculative_config is None else speculative_config, speculation
+            )
         check(speculation)
         config = EngineConfig(
             max_model_len=max_model_len,
@@ -73,11 +107,27 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_waiting=max_waiting,
             kv_cache_bytes=kv_cache_bytes,
-            gpu_memory_fraction=gpu_memory_fraction,
-            prefix_caching=prefix_caching,
+            gpu_memory_fraction=_renamed(theirs, "gpu_memory_utilization", gpu_memory_fraction, 0.9),
+            prefix_caching=_renamed(theirs, "enable_prefix_caching", prefix_caching, True),
         )
+        refuse(theirs, ENGINE, inspect.signature(LLM).parameters, "LLM")
+        model = path_or_name("model", model)
+        if not isinstance(numerics, str):
+            raise InvalidParameter("numerics", f"must be exact or fast, got {shown(numerics)}")
+        if seed is not None:
+            seed = whole_number("seed", seed, 0, SEED_LIMIT - 1)
+        if truth("enforce_eager", enforce_eager) and choose_device(device).type != "cpu":
+            raise InvalidParameter("enforce_eager", "passes are always captured on a GPU; leave it out")
         self.name, self.method, self.speculation = model, speculation.method, speculation
-        target = load(model, dtype=dtype, device=device, threads=threads, numerics=numerics, progress=progress)
+        target = load(
+            model,
+            dtype=_dtype_name(dtype),
+            device=device,
+            threads=None if threads is None else whole_number("threads", threads, 1),
+            numerics=numerics,
+            tokenizer=None if tokenizer is None else path_or_name("tokenizer", tokenizer),
+            progress=progress,
+        )
         self.note, self.loaded = target.note, target.loaded
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
         built = build(target, config, speculation)
@@ -85,10 +135,9 @@ class LLM:
         self._policy = built.policy
         self.max_model_len = self.engine.max_model_len
         self.thread = EngineThread(self.engine, at_end=built.keep)
-        self.client = Client(self.thread, self.tokenizer, self.loaded.generation_defaults, config.max_num_seqs)
-        self._close = weakref.finalize(
-            self, self.thread.close
-        )  # runs when the LLM is garbage, and at exit at the latest
+        self.client = Client(self.thread, self.tokenizer, self.loaded.generation_defaults, config.max_num_seqs, seed)
+        # Runs when the LLM is garbage, and at exit at the latest.
+        self._close = weakref.finalize(self, self.thread.close)
         self.load_s = time.perf_counter() - started
 
     def close(self) -> None:
@@ -114,33 +163,65 @@ class LLM:
 
     @property
     def dtype_name(self) -> str:
+        """The precision of the stored weights."""
         return str(self.loaded.dtype).removeprefix("torch.")
 
     @property
     def device_name(self) -> str:
+        """cpu or cuda."""
         return self.loaded.decoder.device.type
 
     @property
     def kernels_name(self) -> str:
+        """The kernels that compute."""
         return self.loaded.decoder.kernels.name
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[RequestOutput]:
-        """Complete raw prompts (text or token ids), all in one batch; answers come in the order of the prompts."""
-        return self._run(self.client.generate_job(prompts, params))
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode`, `decode`, `apply_chat_template`."""
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        use_tqdm: bool | Callable[..., ProgressBar] = False,
+        **more: Any,
+    ) -> list[RequestOutput]:
+        """Complete raw prompts, all in one batch; answers come in the order of the prompts.
+
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `params`, also called
+        `sampling_params`, are for all prompts, or a list with one for each. `use_tqdm` shows a progress bar.
+        """
+        return self._run(self.client.generate_job(prompts, params, use_tqdm, more))
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: Params = None
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        use_tqdm: bool | Callable[..., ProgressBar] = False,
+        **more: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several at once, through the model's chat template."""
-        return self._run(self.client.chat_job(messages, params))
+        """Answer one conversation, or several at once, through the model's chat template.
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> AnswerStream:
-        """The answer as it is committed. Text and token ids are raw; messages go through the chat template.
+        Further arguments: `tools` and `chat_template_kwargs` (a dict) are handed to the template, `chat_template` is
+        used in place of the model's own, `continue_final_message` has the model go on with the last message, and
+        `add_generation_prompt` (true unless that is so) says whether the template begins the answer.
+        """
+        return self._run(self.client.chat_job(messages, params, use_tqdm, more))
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> AnswerStream:
+        """The answer as it is committed. Prompts are raw; messages go through the chat template, with the further
+        arguments of `chat`.
 
         Bad input raises here, not at the first chunk. Several streams may be open at once. Closing one, or dropping it,
         cancels its request.
         """
-        return AnswerStream(self, StreamedRequest(self.client, prompt, params))
+        return AnswerStream(self, StreamedRequest(self.client, prompt, params, more))
 
     def _run(self, job: Job) -> list[RequestOutput]:
         woken: SimpleQueue[None] = SimpleQueue()
@@ -148,10 +229,34 @@ class LLM:
         try:
             while not job.advance():
                 woken.get()
+            return job.outputs()
         except BaseException:  # after an error or Ctrl-C no request stays running
             job.cancel().result()
             raise
-        return job.outputs()
+        finally:
+            job.close()
+
+
+def _split(theirs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of vLLM, and of those the older ones about speculation as `speculative_config` names them."""
+    older = {SPECULATIVE[name]: value for name, value in theirs.items() if name in SPECULATIVE and value is not None}
+    return {name: value for name, value in theirs.items() if name not in SPECULATIVE}, older
+
+
+def _renamed(theirs: dict[str, Any], name: str, ours: T, default: T) -> T:
+    """The value of an argument that may be given under vLLM's name."""
+    value = theirs.pop(name, None)
+    if value is not None and ours != default:
+        raise InvalidParameter(name, f"is another name of {RENAMED[name]}; give one of the two")
+    return ours if value is None else value
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Also as torch and vLLM spell it."""
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else ""
+    if not name or len(name) > 20:
+        raise InvalidParameter("dtype", f"must be a name such as bfloat16, got {shown(dtype)}")
+    return {"float": "float32", "half": "float16"}.get(name, name)
 
 
 class AnswerStream:
@@ -172,7 +277,11 @@ class AnswerStream:
         if not isinstance(event, Delta):
             raise StopIteration
         self._over = self._over or event.ended is not None
-        return self._request.chunk(event)
+        try:
+            return self._request.chunk(event)
+        except BaseException:  # its text cannot be decoded
+            self.close()
+            raise
 
     def _take(self) -> Event | None:
         try:

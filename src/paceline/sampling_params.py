@@ -6,16 +6,18 @@ so a resolved object holds numbers only. No torch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.config import AUTO, MAX_K
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, shown
+from paceline.vllm_names import SAMPLING, refuse
 
 MAX_LOGPROBS = 20
 MAX_N = 4096  # answers to one prompt
@@ -23,9 +25,34 @@ MAX_INT = 2**31 - 1  # counts and token ids are int32 on the device
 SEED_LIMIT = 2**63
 
 
+T = TypeVar("T")
+
+
+def _refusing(cls: type[T]) -> type[T]:
+    """Arguments the dataclass does not have are refused by name, in place of a TypeError."""
+    create: Callable[..., None] = cls.__init__
+
+    @functools.wraps(create)
+    def init(self: T, *unnamed: Any, **given: Any) -> None:
+        if unnamed:
+            raise InvalidParameter(cls.__name__, "takes its parameters by name, such as temperature=0.7")
+        refuse({name: value for name, value in given.items() if name not in _CHECKS}, SAMPLING, _CHECKS, cls.__name__)
+        create(self, **{name: value for name, value in given.items() if name in _CHECKS})
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+@_refusing
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """One request's parameters; sequences are converted to tuples and numbers to plain Python numbers."""
+    """How one request is sampled. What is not set is the model's own default, from its generation_config.
+
+        SamplingParams(temperature=0.7, top_p=0.9, max_tokens=200, seed=1)
+
+    Values are checked here: one out of range raises `InvalidParameter`. Sequences are kept as tuples, numbers as plain
+    Python numbers.
+    """
 
     n: int = 1
     temperature: float | None = None  # 0: greedy
@@ -36,6 +63,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the output only
     frequency_penalty: float = 0.0  # over the output only
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None  # None: all
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
     max_tokens: int | None = None  # None: to EOS or the context's end
@@ -44,6 +72,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None  # 0: the chosen token's only; n: also the n most likely
+    prompt_logprobs: int | None = None  # the same of every prompt token but the first
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculation: str | Mapping[str, Any] | None = None  # None: the engine's choice
@@ -72,6 +101,7 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
         return tuple(self.stop)
 
     @property
@@ -104,17 +134,33 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have."""
-        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids: Iterable[int] = getattr(self, name) or ()
             for token in ids:
                 if token >= vocab_size:
-                    raise InvalidParameter(name, f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})")
+                    raise InvalidParameter(
+                        name, f"token id {shown(token)} is outside the vocabulary (0 to {vocab_size - 1})"
+                    )
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same, drawn by a seed; a greedy request, and one that has a seed, as it is."""
+        if self.greedy or self.seed is not None:
+            return self
+        seeded = object.__new__(type(self))
+        seeded.__dict__.update(self.__dict__, seed=seed)
+        return seeded
 
     def sub_seed(self, index: int) -> int | None:
         """The seed of the index-th of n answers; the first one's is the seed itself."""
         if self.seed is None or index == 0:
             return self.seed
-        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % SEED_LIMIT
+        return derived_seed(self.seed, index)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """One of many seeds that follow from one."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % SEED_LIMIT
 
 
 def _default_temperature(defaults: Mapping[str, Any]) -> float:
@@ -132,10 +178,15 @@ Check = Callable[[str, Any], Any]  # (field, value) -> the value in its plain fo
 def _real(allowed: str, holds: Callable[[float], bool]) -> Check:
     def check(name: str, value: Any) -> float:
         if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-            raise InvalidParameter(name, f"must be a number {allowed}, got {value!r}")
-        number = float(value)
-        if not math.isfinite(number) or not holds(number):
-            raise InvalidParameter(name, f"must be {allowed}, got {value}")
+            raise InvalidParameter(name, f"must be a number {allowed}, got {shown(value)}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise InvalidParameter(name, f"must be a finite number {allowed}, got {shown(value)}")
+        if not holds(number):
+            raise InvalidParameter(name, f"must be {allowed}, got {shown(value)}")
         return number
 
     return check
@@ -150,9 +201,9 @@ def _integer(low: int, high: int) -> Check:
                 raise TypeError
             number = operator.index(value)
         except TypeError:
-            raise InvalidParameter(name, f"must be a whole number {allowed}, got {value!r}") from None
+            raise InvalidParameter(name, f"must be a whole number {allowed}, got {shown(value)}") from None
         if not low <= number <= high:
-            raise InvalidParameter(name, f"must be {allowed}, got {number}")
+            raise InvalidParameter(name, f"must be {allowed}, got {shown(number)}")
         return number
 
     return check
@@ -167,20 +218,23 @@ def _top_k(name: str, value: Any) -> int:
         return max(int(_integer(-1, MAX_INT)(name, value)), 0)
     except InvalidParameter:
         raise InvalidParameter(
-            name, f"must be a whole number between 1 and {MAX_INT}, or 0 or -1 for off, got {value!r}"
+            name, f"must be a whole number between 1 and {MAX_INT}, or 0 or -1 for off, got {shown(value)}"
         ) from None
 
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise InvalidParameter(name, f"must be True or False, got {value!r}")
+        raise InvalidParameter(name, f"must be True or False, got {shown(value)}")
     return value
 
 
 def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise InvalidParameter(name, f"must be a list of {what}, got {value!r}")
-    return tuple(value)
+    try:
+        if isinstance(value, str | bytes | bytearray | Mapping):
+            raise TypeError
+        return tuple(value)
+    except TypeError:  # also of an array without dimensions, which claims to be iterable
+        raise InvalidParameter(name, f"must be a list of {what}, got {shown(value)}") from None
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -189,7 +243,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = _items(name, () if value is None else value, "strings")
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidParameter(name, f"must hold non-empty strings only, got {string!r}")
+            raise InvalidParameter(name, f"must hold non-empty strings only, got {shown(string)}")
     return strings
 
 
@@ -201,12 +255,21 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(_token_id(name, token) for token in _items(name, () if value is None else value, "token ids"))
 
 
+def _allowed(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = tuple(dict.fromkeys(_token_ids(name, value)))
+    if not ids:
+        raise InvalidParameter(name, "is empty, so that no token could be written; name some, or leave it out")
+    return ids
+
+
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
-    if not value and (value is None or isinstance(value, Mapping)):
+    if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InvalidParameter(name, f"must map token ids to numbers between -100 and 100, got {value!r}")
-    return {_token_id(name, token): _bias(name, bias) for token, bias in value.items()}
+        raise InvalidParameter(name, f"must map token ids to numbers between -100 and 100, got {shown(value)}")
+    return None if not value else {_token_id(name, token): _bias(name, bias) for token, bias in value.items()}
 
 
 def _speculation(name: str, value: Any) -> str | dict[str, Any] | None:
@@ -214,13 +277,13 @@ def _speculation(name: str, value: Any) -> str | dict[str, Any] | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
-        raise InvalidParameter(name, f'must be a method or {{"method": ..., "k": ...}}, got {value!r}')
+        raise InvalidParameter(name, f'must be a method or {{"method": ..., "k": ...}}, got {shown(value)}')
     for key in value:
         if key not in ("method", "k"):
-            raise InvalidParameter(name, f"{key!r} is not understood; it takes method and k")
+            raise InvalidParameter(name, f"{shown(key)} is not understood; it takes method and k")
     chosen = dict(value)
     if "method" in chosen and not isinstance(chosen["method"], str):
-        raise InvalidParameter(name, f"method must be a name, got {chosen['method']!r}")
+        raise InvalidParameter(name, f"method must be a name, got {shown(chosen['method'])}")
     if chosen.get("k") == AUTO:
         chosen["k"] = None
     if chosen.get("k") is not None:
@@ -240,6 +303,7 @@ _CHECKS: dict[str, Check] = {
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
     "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed,
     "bad_words": _strings,
     "min_tokens": _integer(0, MAX_INT),
     "max_tokens": _optional(_integer(1, MAX_INT)),
@@ -248,6 +312,7 @@ _CHECKS: dict[str, Check] = {
     "ignore_eos": _boolean,
     "seed": _optional(_integer(0, SEED_LIMIT - 1)),
     "logprobs": _optional(_integer(0, MAX_LOGPROBS)),
+    "prompt_logprobs": _optional(_integer(0, MAX_LOGPROBS)),
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
     "speculation": _speculation,

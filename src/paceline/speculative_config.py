@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.config import AUTO, SpeculationConfig
+from paceline.config import AUTO, SpeculationConfig, path_or_name
 from paceline.drafters.methods import DRAFT_MODEL, METHODS, OPTIONS, by_vllm_name
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, shown
 
 FIELD = "speculative_config"
 RENAMED = {"num_speculative_tokens": "k", "prompt_lookup_max": "ngram_max", "prompt_lookup_min": "ngram_min"}
 # Settings that accept tokens the target would not have produced.
 LOSSY = {
     "acceptance_method",
+    "acceptance_threshold",
     "posterior_alpha",
     "posterior_threshold",
     "rejection_sample_method",
@@ -28,20 +29,26 @@ LOSSY = {
 
 def read(value: str | Mapping[str, Any], base: SpeculationConfig) -> SpeculationConfig:
     """The given settings over `base`."""
-    given = dict(_parse(value))
+    given = {key: setting for key, setting in _parse(value).items() if setting is not None}
+    if _brackets(given.get("model")) is not None:  # as older versions name a method without a model: "[ngram]"
+        given["method"] = _brackets(given.pop("model"))
     changes: dict[str, Any] = {"method": _method(given, base)}
     for key, setting in given.items():
         if key in LOSSY:
             raise InvalidParameter(FIELD, f"{key} would change the model's output; paceline is always lossless")
         if key == "model":
-            changes[_model_option(changes["method"])] = str(setting)
+            changes[_model_option(changes["method"])] = path_or_name(FIELD, setting)
+        elif key == "draft_tensor_parallel_size" and setting == 1:  # one device is all there is
+            continue
         elif key in RENAMED:
             if not isinstance(setting, int) or isinstance(setting, bool):
-                raise InvalidParameter(FIELD, f"{key} must be a whole number, got {setting!r}")
+                raise InvalidParameter(FIELD, f"{key} must be a whole number, got {shown(setting)}")
             _refuse_without_meaning(key, RENAMED[key], changes["method"])
             changes[RENAMED[key]] = setting
         elif key != "method":
-            raise InvalidParameter(FIELD, f"{key} is not understood; known are method, model, {', '.join(RENAMED)}")
+            raise InvalidParameter(
+                FIELD, f"{shown(key)} is not understood; known are method, model, {', '.join(RENAMED)}"
+            )
     if changes.get("ngram_max", base.ngram_max) < base.ngram_min:
         changes.setdefault("ngram_min", changes["ngram_max"])
     try:
@@ -56,10 +63,10 @@ def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
     """As named; a model without a method is a draft model, as in vLLM."""
     if "method" not in given:
         return DRAFT_MODEL if "model" in given else base.method
-    method = by_vllm_name(given["method"])
+    method = by_vllm_name(given["method"]) if isinstance(given["method"], str) else None
     if method is None:
         known = ", ".join(each.vllm for each in METHODS.values() if each.vllm)
-        raise InvalidParameter(FIELD, f"method {given['method']!r} is not one of {known}")
+        raise InvalidParameter(FIELD, f"method {shown(given['method'])} is not one of {known}")
     return method.name
 
 
@@ -80,10 +87,16 @@ def _refuse_without_meaning(key: str, option: str, method: str) -> None:
 def _parse(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
+    if not isinstance(value, str):
+        raise InvalidParameter(FIELD, f"must be a dict or a JSON object, got {shown(value)}")
     try:
         parsed = json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidParameter(FIELD, f"is not JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise InvalidParameter(FIELD, f"must be a JSON object, got {value!r}")
+        raise InvalidParameter(FIELD, f"must be a JSON object, got {shown(value)}")
     return parsed
+
+
+def _brackets(model: Any) -> str | None:
+    return model[1:-1] if isinstance(model, str) and model.startswith("[") and model.endswith("]") else None

@@ -6,23 +6,34 @@ additions of tokenizer_config.json. Only folders without a tokenizer.json are re
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from paceline.chat_template import ChatTemplate
+from paceline.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
 from paceline.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
-from paceline.errors import BrokenModel, InvalidPrompt, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.errors import (
+    BrokenModel,
+    InvalidParameter,
+    InvalidPrompt,
+    ModelNotFound,
+    PacelineError,
+    UnsupportedModel,
+    shown,
+)
 from paceline.gguf_file import GGUFFile
 from paceline.gguf_vocab import tokenizer_files
 
 __all__ = ["IncrementalDecoder", "Tokenizer"]
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Arguments of transformers' apply_chat_template that would otherwise be taken for variables of the template.
+TRANSFORMERS_OPTIONS = ("return_tensors", "return_dict", "padding", "truncation", "max_length")
 Json = dict[str, Any]
 
 
@@ -103,23 +114,56 @@ class Tokenizer:
         """The text of one token alone, special tokens included; part of a character shows as �."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    @overload
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
-    ) -> list[int]:
-        return self.encode(self.render_chat(messages, add_generation_prompt, **kwargs), add_special_tokens=False)
+        self, messages: Messages, add_generation_prompt: bool = ..., *, tokenize: Literal[True] = True, **options: Any
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self, messages: Messages, add_generation_prompt: bool = ..., *, tokenize: Literal[False], **options: Any
+    ) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Messages, add_generation_prompt: bool = True, *, tokenize: bool = True, **options: Any
+    ) -> list[int] | str:
+        """The conversation in the model's chat format, as token ids or, with `tokenize=False`, as text. `options` are
+        those of `render_chat`."""
+        for name in TRANSFORMERS_OPTIONS:
+            if options.pop(name, None):
+                raise InvalidParameter(name, "a list of token ids is returned, or text; leave it out")
+        text = self.render_chat(messages, add_generation_prompt, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **variables: Any,
     ) -> str:
-        """The conversation in the model's chat format; further arguments are variables of the template."""
-        if not messages:
-            raise InvalidPrompt("the conversation is empty; give at least one message")
-        for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise InvalidPrompt(f"a chat message is an object with role and content, found {message!r}")
-        variables = {"tools": None, "documents": None} | self.named_tokens | kwargs
-        template = self._template("tool_use" if variables["tools"] and "tool_use" in self._sources else "default")
-        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        """The conversation in the model's chat format; further arguments are variables of the template.
+
+        `continue_final_message`: the last message is left open, for the model to go on with it.
+        """
+        read = read_messages(messages)
+        known = {"tools": None, "documents": None} | self.named_tokens | variables
+        template = self.chat_template(chat_template, with_tools=bool(known["tools"]))
+        for message in read:
+            if not template.knows_role(message["role"]):
+                raise InvalidPrompt(f"the role {shown(message['role'])} is not there; usual are {', '.join(ROLES)}")
+        text = template.render(read, add_generation_prompt=add_generation_prompt, **known)
+        return open_ended(text, read[-1]) if continue_final_message else text
+
+    def chat_template(self, source: str | None = None, *, with_tools: bool = False) -> ChatTemplate:
+        """The model's own, or one that is given as text."""
+        if source is None:
+            return self._template("tool_use" if with_tools and "tool_use" in self._sources else "default")
+        if not isinstance(source, str):
+            raise InvalidParameter("chat_template", f"must be a template as text, got {shown(source)}")
+        return _compiled(source)
 
     def _template(self, name: str) -> ChatTemplate:
         if name not in self._sources:
@@ -144,6 +188,9 @@ class Tokenizer:
             if token.content not in known:
                 known.add(token.content)
                 (self.backend.add_special_tokens if token.special else self.backend.add_tokens)([token])
+
+
+_compiled = functools.lru_cache(8)(ChatTemplate)  # templates that callers give, again for each conversation
 
 
 def _read_backend(path: Path) -> Backend:

@@ -105,6 +105,8 @@ class Committer:
     def publish(self, landed: Landed) -> StepOutputs:
         """The rest of it; sequences that have ended leave."""
         outputs, flight = landed.outputs, landed.flight
+        if flight.prompts is not None:
+            flight.prompts.hand_out()
         if self._watched:
             for at, sequence in enumerate(outputs.sequences):
                 if sequence.key in self._watched:
@@ -130,9 +132,18 @@ class Committer:
     def _look_closer(self, landed: Landed, at: int, sequence: Sequence) -> None:
         outputs, reading = landed.outputs, landed.flight.reading
         if sequence.params.stop and outputs.tokens[at]:
-            self._find_stops(outputs, at, sequence)
+            try:
+                self._find_stops(outputs, at, sequence)
+            except Exception as problem:  # of the tokenizer: other requests have no part in it
+                self._undecodable(outputs, at, sequence, f"{type(problem).__name__}: {problem}")
         if sequence.logprobs is not None and reading is not None:
             sequence.logprobs += reading.logprobs(landed.rows[at], outputs.tokens[at], sequence.params.logprobs or 0)
+
+    @staticmethod
+    def _undecodable(outputs: StepOutputs, at: int, sequence: Sequence, reason: str) -> None:
+        if sequence.finish_reason is None:
+            outputs.ended.append(at)
+        sequence.finish_reason, sequence.error = "error", f"the text of the answer could not be decoded: {reason}"
 
     def fail(self, sequence: Sequence, reason: str) -> None:
         """End a sequence whose step could not be computed."""

@@ -28,7 +28,7 @@ from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
-from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull
+from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull, shown
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
@@ -298,7 +298,7 @@ class Engine:
             raise InvalidParameter("speculation", "method none drafts nothing; leave k out or choose a method")
         if method not in (AUTO, *names):
             available = ", ".join((NONE, AUTO, *names))
-            raise InvalidParameter("speculation", f"{method!r} is not available here; choose from {available}")
+            raise InvalidParameter("speculation", f"{shown(method)} is not available here; choose from {available}")
 
     def _check_prompt(self, prompt: SequenceOf[int]) -> None:
         if not prompt:
@@ -311,7 +311,7 @@ class Engine:
         vocab = self.model.config.vocab_size
         bad = next((token for token in prompt if not 0 <= token < vocab), None)
         if bad is not None:
-            raise InvalidPrompt(f"token id {bad} is outside the model's vocabulary of {vocab}")
+            raise InvalidPrompt(f"token id {shown(bad)} is outside the model's vocabulary of {vocab}")
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is spelt at the start of a text and after a space: the tokens differ."""

@@ -19,17 +19,22 @@ from paceline.engine.batch import Batch
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.layout import Layout, filled_in, lay_out
 from paceline.engine.policy import DEEPEST
+from paceline.engine.prompt_logprobs import (
+    PromptLogprobs,
+    logprob_entries,
+    look_at_prompts,
+    moved_to_front,
+    rows_with_logits,
+)
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.staging import Staging
 from paceline.models.warmup import verifying
-from paceline.sequence import Sequence
+from paceline.sequence import Sequence, TokenLogprobs
 
 Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
 UNREAD = 4  # verdicts under way or still looked at, at most
-
-TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
 
 
 class Reading:
@@ -82,13 +87,10 @@ class Reading:
 
     def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
         """Of committed tokens of a row: the chosen token's, and those of the `most` most likely."""
-        entries, of = [], self._logprobs
+        of = self._logprobs
         assert of is not None
-        for at, chosen in enumerate(tokens):
-            best = zip(of.top_tokens[row, at, :most].tolist(), of.top[row, at, :most].tolist(), strict=True)
-            entry = {token: (value, rank) for rank, (token, value) in enumerate(best, start=1)}
-            entries.append({chosen: (float(of.chosen[row, at]), int(of.rank[row, at]))} | entry)
-        return entries
+        row_of = Logprobs(chosen=of.chosen[row], rank=of.rank[row], top_tokens=of.top_tokens[row], top=of.top[row])
+        return logprob_entries(row_of, tokens, most)
 
 
 @dataclass
@@ -103,6 +105,7 @@ class Flight:
     model_s: float
     warm: bool  # it took what its like will take again
     ahead: bool = False  # launched before the step before it was read
+    prompts: PromptLogprobs | None = None
 
     @property
     def over(self) -> bool:
@@ -148,14 +151,18 @@ class Runner:
             (codes,) = packed_to(unseen.device, layout.tokens.long())
             layout.tokens = filled_in(codes, unseen)
         started = time.perf_counter()
-        output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
+        rows = rows_with_logits(layout)
+        output = self.model.forward(layout.tokens, layout.plan, self._caches, rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        warm, unread, reading = output.warm, None, None
+        warm, unread, reading, logits, prompts = output.warm, None, None, output.logits, None
+        if layout.prompts:  # more logits than such a pass computes otherwise: no measure for others
+            prompts, warm = look_at_prompts(layout, rows, logits), False
+            logits = moved_to_front(logits, torch.searchsorted(rows, layout.logit_rows))
         if len(batch.sampling):
             verdict = self.sampler.verify(
                 batch.sampled_sequences,
                 draft,
-                output.logits,
+                logits,
                 layout.logit_row_of,
                 only_chains=not layout.is_tree,
                 lengths=batch.sampled_lengths,
@@ -167,7 +174,7 @@ class Runner:
             unread = self._unread(batch, layout, verdict, output.taps)
         if output.taps is not None:
             self.drafters.gather(batch, layout, unread, output.taps)
-        return Flight(batch, layout, draft, unread, reading, model_s, warm, ahead=after is not None)
+        return Flight(batch, layout, draft, unread, reading, model_s, warm, after is not None, prompts)
 
     def _soundly(self, draft: Draft) -> Draft:
         """Trees that only the device knows are placed there, where passes are captured; else they are read first."""

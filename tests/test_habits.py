@@ -1,0 +1,510 @@
+"""What a vLLM user types works where the meaning is equal; anything else is a PacelineError with a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import textwrap
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import paceline
+from paceline import LLM, AsyncLLM, PacelineError, SamplingParams
+from paceline.chat_template import ChatTemplate
+from paceline.config import SpeculationConfig
+from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, shown
+from paceline.speculative_config import read
+from tests.models.tiny import save_tiny
+
+HUGE = 10**5000  # more digits than Python prints
+IDS = [5, 6, 7, 8]
+TEXT = "w5 w6 w7 w8"
+HELLO = [{"role": "user", "content": "w5 w6"}]
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content | trim }} end {% endfor %}{{ mood }} {{ tools | tojson }} "
+    "{% if add_generation_prompt %}w9{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny("llama-tied", path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def make(folder: Path | str, **options) -> LLM:
+    return LLM(folder, **{"device": "cpu", "threads": 1, "kv_cache_bytes": 4 << 20, **options})
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path):
+    with make(folder) as llm:
+        yield llm
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# -- making an LLM
+
+
+def test_arguments_of_vllm_that_mean_the_same_are_honoured(folder: Path) -> None:
+    same = {
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "tensor_parallel_size": 1,
+        "revision": None,
+        "trust_remote_code": False,
+        "enforce_eager": True,  # nothing is captured on a CPU
+        "use_v2_block_manager": True,
+        "dtype": torch.float32,
+        "tokenizer": str(folder),
+        "tokenizer_mode": "auto",
+        "speculative_model": "[ngram]",
+        "num_speculative_tokens": 3,
+        "ngram_prompt_lookup_max": 4,
+        "seed": np.int64(7),
+        "max_model_len": np.int64(64),
+    }
+    with make(folder, **same) as llm:
+        assert llm.engine.config.gpu_memory_fraction == 0.5
+        assert not llm.engine.config.prefix_caching
+        assert llm.max_model_len == 64
+        spec = llm.speculation
+        assert (spec.method, spec.k, spec.ngram_max) == ("ngram", 3, 4)
+        assert llm.get_tokenizer() is llm.tokenizer
+        assert llm.get_tokenizer().encode(TEXT) == IDS
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"tensor_parallel_size": 2}, "one device"),
+        ({"revision": "v2"}, "name its folder"),
+        ({"trust_remote_code": True}, "never run"),
+        ({"quantization": "awq"}, "own files"),
+        ({"use_v2_block_manager": False}, "one block manager"),
+        ({"speculative_K": 5}, "called k"),
+        ({"acceptance_threshold": 0.3}, "lossless"),
+        ({"spec_decoding_acceptance_method": "typical_acceptance_sampler"}, "lossless"),
+        ({"speculative_config": {"method": "ngram", "acceptance_threshold": 0.3}}, "lossless"),
+        ({"speculative_config": {"model": "[eagle9]"}}, "not one of"),
+        ({"speculative_config": {"method": "ngram"}, "num_speculative_tokens": 3}, "inside speculative_config"),
+        ({"speculative_config": 5}, "dict or a JSON object"),
+        ({"speculative_config": {"model": 5}}, "name or a path"),
+        ({"speculative_config": {HUGE: 5}}, "not understood"),
+        ({"gpu_memory_utilization": 0.5, "gpu_memory_fraction": 0.6}, "one of the two"),
+        ({"gpu_memory_utilization": "most"}, "number above 0"),
+        ({"enable_prefix_caching": "false"}, "True or False"),
+        ({"prefix_caching": "false"}, "True or False"),
+        ({"max_modellen": 5}, "did you mean max_model_len"),
+        ({"paged": 1}, "no such argument"),
+        ({"kv_cache_bytes": 1e9}, "whole number"),
+        ({"kv_cache_bytes": -HUGE}, "at least 1"),
+        ({"max_model_len": "x"}, "whole number"),
+        ({"max_num_seqs": None}, "whole number"),
+        ({"max_num_seqs": True}, "whole number"),
+        ({"threads": 1.5}, "whole number"),
+        ({"seed": "x"}, "whole number"),
+        ({"seed": -1}, "at least 0"),
+        ({"model": 5}, "name or a path"),
+        ({"model": None}, "name or a path"),
+        ({"model": b"smollm2"}, "name or a path"),
+        ({"draft_model": 5}, "name or a path"),
+        ({"drafter": 5}, "name or a path"),
+        ({"tokenizer": 5}, "name or a path"),
+        ({"suffix_corpus": 5}, "list of paths"),
+        ({"suffix_corpus": [5]}, "name or a path"),
+        ({"method": 5}, "name of a method"),
+        ({"k": 2.5}, "whole number"),
+        ({"dtype": 5}, "such as bfloat16"),
+        ({"dtype": torch.int8}, "not one of"),
+        ({"enforce_eager": "yes"}, "True or False"),
+    ],
+    ids=lambda value: shown(value, 60),
+)
+def test_anything_else_is_refused_by_name(given, sentence: str, folder: Path) -> None:
+    with pytest.raises(InvalidParameter, match=sentence) as caught:
+        make(**{"folder": folder, **given} if "model" not in given else {"folder": given["model"]})
+    assert caught.value.field in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_object_names_a_model_and_one_path_is_a_corpus(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    assert SpeculationConfig(method="suffix", suffix_corpus=corpus).suffix_corpus == (str(corpus),)
+    with pytest.raises(PacelineError, match=r"config\.json"):
+        LLM(tmp_path)
+
+
+def test_a_method_in_brackets_is_a_method_without_a_model() -> None:
+    assert read({"model": "[ngram]", "num_speculative_tokens": 4}, SpeculationConfig(method="auto")).k == 4
+    assert read({"model": "[ngram]", "draft_tensor_parallel_size": 1}, SpeculationConfig()).method == "ngram"
+
+
+def test_a_seed_of_the_model_seeds_every_request_anew(folder: Path) -> None:
+    wish = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+
+    def answers(seed):
+        with make(folder, seed=seed) as llm:
+            streamed = [token for chunk in llm.stream(IDS, wish) for token in chunk.token_ids]
+            return [streamed, *tokens(llm.generate([IDS, IDS], wish))]
+
+    first = answers(3)
+    assert answers(3) == first
+    assert answers(4) != first
+    assert len({tuple(answer) for answer in first}) == 3
+
+
+def test_another_tokenizer_serves(folder: Path, tmp_path: Path) -> None:
+    from tests.models.tiny import write_tokenizer
+
+    write_tokenizer(tmp_path, 20)
+    with make(folder, tokenizer=tmp_path) as llm:
+        assert llm.generate("w50", SHORT)[0].prompt_token_ids == [0]  # w50 is unknown there
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BrokenModel):
+        make(folder, tokenizer=tmp_path)
+
+
+# -- prompts
+
+
+PROMPTS = {
+    "text": TEXT,
+    "ids": IDS,
+    "a tuple": tuple(IDS),
+    "a range": range(5, 9),
+    "an array": np.array(IDS),
+    "a tensor": torch.tensor(IDS),
+    "numpy's integers": [np.int32(token) for token in IDS],
+    "arrays without dimensions": [np.array(token) for token in IDS],
+    "a dict of text": {"prompt": TEXT},
+    "a dict of ids": {"prompt_token_ids": np.array(IDS)},
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_a_prompt_of_any_form_is_the_same_prompt(prompt, llm: LLM) -> None:
+    expected = tokens(llm.generate(IDS, SHORT))
+    assert tokens(llm.generate(prompt, sampling_params=SHORT)) == expected
+    assert tokens(llm.generate([prompt, prompt], SHORT)) == expected * 2
+    assert [token for chunk in llm.stream(prompt, SHORT) for token in chunk.token_ids] == expected[0]
+
+
+ODD = [None, 5, 5.0, {5, 6}, [5.0, 6.0], b"w5", bytearray(b"w5"), memoryview(b"w5"), [True, False], np.array(5), HUGE]
+ODD += [np.array([1.5]), [b"w5"], [None], [5, "w6"], ["w5", 6], {}, {"prompt": None}, {"prompt": "w5", "image": 1}]
+ODD += [
+    {"prompt": "w5", "prompt_token_ids": [5]},
+    HELLO,
+    object(),
+    [[]],
+    "",
+    [HUGE],
+    [-1],
+    [np.bool_(True)],
+    [[5], [5.5]],
+]
+
+
+@pytest.mark.parametrize("prompt", ODD, ids=lambda prompt: shown(prompt, 40))
+def test_what_is_no_prompt_gets_a_sentence(prompt, llm: LLM) -> None:
+    with pytest.raises(InvalidPrompt) as caught:
+        llm.generate(prompt, SHORT)
+    assert 20 < len(str(caught.value)) < 300
+    assert llm.call(lambda engine: not engine.has_work)
+
+
+def test_a_generator_of_prompts_is_refused_before_it_is_read(llm: LLM) -> None:
+    with pytest.raises(InvalidPrompt, match="make a list"):
+        llm.generate((TEXT for _ in range(2)), SHORT)
+
+
+# -- arguments of a call
+
+
+def test_parameters_may_be_a_dict_under_either_name(llm: LLM) -> None:
+    asked = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    expected = tokens(llm.generate(IDS, SHORT))
+    assert tokens(llm.generate(IDS, asked)) == expected
+    assert tokens(llm.generate([IDS, IDS], sampling_params=[asked, SHORT])) == expected * 2
+    assert tokens(llm.generate(IDS, asked, use_tqdm=False, lora_request=None, priority=0)) == expected
+    assert [chunk.token_ids for chunk in llm.stream(IDS, asked)][-1][-1] == expected[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"params": 5}, "SamplingParams"),
+        ({"params": "hot"}, "SamplingParams"),
+        ({"params": [5]}, "SamplingParams"),
+        ({"params": {"warmth": 1}}, "no such argument"),
+        ({"params": {1: 1}}, "SamplingParams"),
+        ({"params": [SHORT, SHORT]}, "2 of them for 1 prompts"),
+        ({"params": SHORT, "sampling_params": SHORT}, "one of the two"),
+        ({"use_tqdm": 5}, "True, False or tqdm"),
+        ({"lora_request": "x"}, "adapters"),
+        ({"prompt_token_ids": IDS}, "in place of the prompt"),
+        ({"sampling_param": SHORT}, "did you mean sampling_params"),
+    ],
+    ids=lambda value: shown(value, 50),
+)
+def test_a_call_refuses_other_arguments_by_name(given, sentence: str, llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match=sentence):
+        llm.generate(IDS, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"best_of": 3}, "cumulative_logprob"),
+        ({"logits_processors": [print]}, "logit_bias"),
+        ({"use_beam_search": True}, "beam search"),
+        ({"max_new_tokens": 5}, "called max_tokens"),
+        ({"temprature": 1}, "did you mean temperature"),
+        ({"temperature": 10**400}, "finite"),
+        ({"temperature": HUGE}, "finite"),
+        ({"temperature": Fraction(10**400, 3)}, "finite"),
+        ({"temperature": np.array(0.5)}, "number"),
+        ({"top_k": HUGE}, "whole number"),
+        ({"stop_token_ids": np.array(5)}, "list of token ids"),
+        ({"stop_token_ids": b"w5"}, "list of token ids"),
+        ({"stop_token_ids": [True]}, "whole number"),
+        ({"stop": {"a": 1}}, "list of strings"),
+        ({"bad_words": b"w5"}, "list of strings"),
+        ({"allowed_token_ids": []}, "empty"),
+        ({"allowed_token_ids": [1.5]}, "whole number"),
+        ({"prompt_logprobs": 21}, "between 0 and 20"),
+        ({"ignore_eos": "false"}, "True or False"),
+    ],
+    ids=lambda value: shown(value, 50),
+)
+def test_sampling_parameters_are_refused_by_name(given, sentence: str) -> None:
+    (field,) = given
+    with pytest.raises(InvalidParameter, match=f"{field}: .*{sentence}"):
+        SamplingParams(**given)
+
+
+def test_sampling_parameters_that_ask_for_what_is_so_are_taken() -> None:
+    plain = SamplingParams(stop_token_ids=[np.array(5), np.int64(6)])
+    assert plain.stop_token_ids == (5, 6)
+    assert SamplingParams(best_of=1, logits_processors=None, detokenize=True, stop_token_ids=[5, 6]) == plain
+    with pytest.raises(InvalidParameter, match="by name"):
+        SamplingParams(0.7)
+
+
+class RecordingBar:
+    def __init__(self, total, desc):
+        self.total, self.done, self.closed = total, [], False
+
+    def update(self, n):
+        self.done.append(n)
+
+    def set_postfix_str(self, s):
+        assert s.endswith("tok/s")
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_progress_bar_counts_answers_as_they_come(llm: LLM, capsys) -> None:
+    bars = []
+
+    def tqdm(**options):
+        bars.append(RecordingBar(**options))
+        return bars[-1]
+
+    wishes = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 30, 60, 90)]
+    assert len(llm.generate([IDS] * 4, wishes, use_tqdm=tqdm)) == 4
+    assert (bars[0].total, sum(bars[0].done), bars[0].closed) == (4, 4, True)
+    assert len(bars[0].done) > 1, "it moves before the last answer"
+    with pytest.raises(InvalidPrompt):
+        llm.generate([IDS, [10**6]], SHORT, use_tqdm=tqdm)
+    assert bars[1].closed
+    asyncio.run(AsyncLLM(llm).generate([IDS] * 3, SHORT, use_tqdm=tqdm))
+    assert sum(bars[2].done) == 3
+    llm.generate([IDS] * 3, SHORT, use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err
+    llm.generate([IDS] * 3, SHORT)
+    assert capsys.readouterr().err == ""
+
+
+# -- chats
+
+
+def test_tools_and_variables_reach_the_template(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "w7"}}]
+    (plain,) = llm.chat(HELLO, SHORT)
+    (asked,) = llm.chat(HELLO, SHORT, tools=tools, chat_template_kwargs={"mood": "calm"})
+    assert plain.prompt == "user w5 w6 end  null w9"
+    assert asked.prompt == 'user w5 w6 end calm [{"type": "function", "function": {"name": "w7"}}] w9'
+    (streamed,) = [c.output for c in llm.stream(HELLO, SHORT, chat_template_kwargs={"mood": "calm"}) if c.output]
+    assert streamed.prompt == "user w5 w6 end calm null w9"
+    (other,) = llm.chat(HELLO, SHORT, chat_template="{{ messages[0].content }}", tools=[])
+    assert other.prompt == "w5 w6"
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.apply_chat_template(HELLO, tokenize=False, return_dict=False) == plain.prompt
+    with pytest.raises(InvalidParameter, match="return_tensors"):
+        tokenizer.apply_chat_template(HELLO, return_tensors="pt")
+
+
+def test_text_parts_are_text_and_the_last_message_may_be_continued(llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "w5"}, {"type": "text", "text": "w6"}]}]
+    assert llm.chat(parts, SHORT)[0].prompt == "user w5\nw6 end  null w9"
+    begun = [*HELLO, {"role": "assistant", "content": "w7 w8 "}]
+    for more in ({}, {"add_generation_prompt": False}):
+        assert llm.chat(begun, SHORT, continue_final_message=True, **more)[0].prompt == (
+            "user w5 w6 end assistant w7 w8 "
+        )
+    assert llm.chat(HELLO, SHORT, add_generation_prompt=False)[0].prompt == "user w5 w6 end  null "
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "sentence"),
+    [
+        (HELLO, {"tools": 5}, "list of tools"),
+        (HELLO, {"chat_template": "w5", "tools": [{"type": "function"}]}, "tools: .* does not read it"),
+        (HELLO, {"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking: .* does not read it"),
+        (HELLO, {"chat_template_kwargs": {"messages": []}}, "argument of its own"),
+        (HELLO, {"chat_template_kwargs": 5}, "map names to values"),
+        (HELLO, {"chat_template_kwargs": {"mood": object()}}, "refused the messages"),
+        (HELLO, {"chat_template": 5}, "as text"),
+        (HELLO, {"chat_template": "{% if %}"}, "invalid"),
+        (HELLO, {"continue_final_message": True, "add_generation_prompt": True}, "one of the two"),
+        (HELLO, {"continue_final_message": "yes"}, "True or False"),
+        (HELLO, {"continue_final_message": True, "chat_template": "w5"}, "no open end"),
+        (HELLO, {"documents": ["x"]}, "chat_template_kwargs"),
+        ([{"role": "robot", "content": "w5"}], {}, "role 'robot' is not there"),
+        ([{"role": 5, "content": "w5"}], {}, "role and content"),
+        ([{"role": "user", "content": 5}], {}, "content of a message is text"),
+        ([{"role": "user", "content": [5]}], {}, "part of a message"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "'image_url' is not there"),
+        ("w5", {}, "list of messages"),
+        (None, {}, "list of messages"),
+        (HELLO[0], {}, "list of messages"),
+        (iter(HELLO), {}, "list of messages"),
+        ([HELLO, None], {}, "list of messages"),
+        (["w5"], {}, "role and content"),
+    ],
+    ids=lambda value: shown(value, 60),
+)
+def test_a_chat_that_cannot_be_read_gets_a_sentence(messages, options, sentence: str, llm: LLM) -> None:
+    with pytest.raises(PacelineError, match=sentence):
+        llm.chat(messages, SHORT, **options)
+    assert llm.call(lambda engine: not engine.has_work)
+
+
+def test_a_role_that_the_template_names_is_known(llm: LLM) -> None:
+    template = "{% for m in messages %}{% if m.role == 'robot' %}w7{% endif %}{% endfor %}"
+    assert llm.chat([{"role": "robot", "content": "x"}], SHORT, chat_template=template)[0].prompt == "w7"
+
+
+LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+CALLS = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+ENDLESS = {
+    "loops": LOOPS,
+    "calls": CALLS,
+    "a macro without end": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a power": "{{ 10 ** 10 ** 10 }}",
+    "a product": "{{ 'a' * 10 ** 12 }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_never_ends_is_stopped(name: str, monkeypatch) -> None:
+    monkeypatch.setattr("paceline.chat_template.LONGEST_S", 0.2)
+    with pytest.raises(PacelineError, match="does not end"):
+        ChatTemplate(ENDLESS[name]).render(HELLO)
+
+
+# -- log-probabilities and allowed tokens, on the real model
+
+
+def test_prompt_logprobs_are_those_the_tokens_had_when_they_were_generated(smollm2) -> None:
+    """Bit for bit, whichever way they were drafted, and though the cache holds the prompt."""
+    prompt = smollm2.tokenizer.encode("The list of colours is red, green, blue. Again, the list of colours is")
+    for own in ("none", "suffix"):
+        wish = SamplingParams(temperature=0.8, seed=2, max_tokens=24, logprobs=2, speculation=own, ignore_eos=True)
+        (answer,) = smollm2.generate(prompt, wish)
+        (completion,) = answer.outputs
+        assert answer.prompt_logprobs is None
+        chosen = [e[t].logprob for t, e in zip(completion.token_ids, completion.logprobs, strict=True)]
+        assert completion.cumulative_logprob == sum(chosen)
+        (again,) = smollm2.generate(prompt + completion.token_ids, SamplingParams(max_tokens=1, prompt_logprobs=2))
+        assert again.prompt_logprobs[0] is None
+        assert len(again.prompt_logprobs) == len(again.prompt_token_ids)
+        assert again.prompt_logprobs[len(prompt) :] == completion.logprobs
+    assert smollm2.generate(prompt, SamplingParams(max_tokens=1))[0].outputs[0].cumulative_logprob is None
+    assert all(
+        math.isfinite(entry[token].logprob) for token, entry in zip(prompt[1:], again.prompt_logprobs[1:], strict=False)
+    )
+
+
+def test_only_allowed_tokens_are_written_and_drafts_change_nothing(smollm2) -> None:
+    words = [smollm2.tokenizer.encode(w, add_special_tokens=False)[0] for w in (" red", " green", " blue", ",", " and")]
+    prompt = "The list of colours is red, green, blue, red, green, blue, red, green,"
+    for sampling in (
+        {"temperature": 0},
+        {"temperature": 1.2, "seed": 5},
+        {"temperature": 1.2, "seed": 6, "top_p": 0.9},
+    ):
+        plain, drafted = (
+            smollm2.generate(
+                prompt, SamplingParams(max_tokens=14, allowed_token_ids=words, speculation=own, **sampling)
+            )[0].outputs[0]
+            for own in ("none", {"method": "ngram", "k": 4})
+        )
+        assert plain.token_ids == drafted.token_ids
+        assert len(plain.token_ids) == 14
+        assert set(plain.token_ids) <= set(words)
+    assert drafted.speculation.num_drafts > 0
+    with pytest.raises(InvalidParameter, match="allowed_token_ids"):
+        smollm2.generate(prompt, SamplingParams(allowed_token_ids=[10**6]))
+
+
+# -- what is exported
+
+
+def exported():
+    return [getattr(paceline, name) for name in paceline.__all__ if name != "__version__"]
+
+
+def test_dir_shows_what_is_exported() -> None:
+    assert dir(paceline) == sorted(paceline.__all__)
+    assert "StreamChunk" in dir(paceline)
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = paceline.import_something
+
+
+def test_everything_exported_has_a_docstring() -> None:
+    for thing in exported():
+        assert thing.__doc__, thing
+        for name, member in vars(thing).items():
+            public = not name.startswith("_") and (
+                inspect.isfunction(member) or isinstance(member, property | classmethod)
+            )
+            assert not public or inspect.getdoc(member), f"{thing.__name__}.{name}"
+    errors = inspect.getmembers(paceline.errors, inspect.isclass)
+    assert all(error.__doc__ for _, error in errors)
+
+
+@pytest.mark.parametrize("thing", [LLM, AsyncLLM])
+def test_the_example_in_the_docstring_runs(thing, smollm2_path, capsys) -> None:
+    lines = inspect.getdoc(thing).splitlines()
+    example = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
+    exec(compile(example, thing.__name__, "exec"), {"LLM": LLM, "SamplingParams": SamplingParams})
+    assert len(capsys.readouterr().out) > 20
+
+
+def test_an_async_llm_over_a_loaded_one_takes_no_options(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match="loaded already"):
+        AsyncLLM(llm, threads=2)
