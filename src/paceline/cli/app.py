@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from paceline import __version__
 from paceline.cli.advise import advise
@@ -26,15 +27,36 @@ from paceline.cli.prove import prove
 from paceline.cli.theory import theory
 from paceline.errors import PacelineError
 
+
+class _SwitchesTakeNoValue:
+    """Help shows a switch without a type: `--raw`, not `--raw <bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in found:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
+
+class Command(_SwitchesTakeNoValue, TyperCommand):
+    pass
+
+
+class Group(_SwitchesTakeNoValue, TyperGroup):
+    pass
+
+
 app = typer.Typer(
-    help="Language models that answer several times sooner without changing their output.",
+    cls=Group,
+    help="Speculative decoding: language models that answer sooner without changing their output.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (generate, chat, demo, prove, bench, advise, theory, pull, models, doctor):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from paceline.cli.options import RunOptions, with_options
 from paceline.cli.output import Interrupted, Tally, print_json, print_json_error, print_note, result_object, write
-from paceline.cli.progress import progress
+from paceline.cli.progress import progress, prompt_progress
 from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidPrompt
 from paceline.outputs import StreamChunk
@@ -44,7 +45,8 @@ def generate(
     tally = None
     try:
         llm = load_llm(options, drafting)
-        tally = Tally(llm)
+        remark_on_seed(llm, params, options)
+        tally = new_tally(llm, params, options)
         answer(llm, request, params, tally, quiet=options.json)
     except KeyboardInterrupt:
         return interrupted(tally, options.json)
@@ -102,6 +104,15 @@ def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
     return llm
 
 
+def new_tally(llm: LLM, params: SamplingParams, options: RunOptions) -> Tally:
+    return Tally(llm, params, default_limit=options.token_limit if options.max_tokens is None else None)
+
+
+def remark_on_seed(llm: LLM, params: SamplingParams, options: RunOptions) -> None:
+    if params.seed is not None and llm.client.resolve(params).greedy and not options.json:
+        print_note("--seed has no effect: decoding is greedy; --temperature above 0 samples")
+
+
 def answer(
     llm: LLM,
     request: Request,
@@ -109,18 +120,19 @@ def answer(
     tally: Tally,
     *,
     quiet: bool,
-    after_chunk: Callable[[], None] | None = None,
 ) -> None:
     """Run one request to its end, keeping the tally. A single answer is printed as it comes."""
     printer = None if quiet else AnswerPrinter(params.n)
     try:
-        with closing(llm.stream(request, params)) as chunks:
-            for chunk in chunks:
+        stream = llm.stream(request, params)
+        tally.sequences = stream.sequences
+        with closing(stream) as chunks:
+            with prompt_progress(None if quiet else stream.sequences[0]):
+                first = list(itertools.islice(chunks, 1))
+            for chunk in itertools.chain(first, chunks):
                 tally.add(chunk)
                 if printer is not None:
                     printer.add(chunk)
-                if after_chunk is not None:
-                    after_chunk()
     finally:
         if printer is not None:
             printer.end()

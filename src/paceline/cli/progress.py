@@ -5,6 +5,7 @@ tenth elsewhere.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from paceline.models.hub import Progress as ProgressCallback
+    from paceline.sequence import Sequence
+
+LONG_PROMPT_S = 1.0  # a prompt read sooner shows no bar
+REFRESH_S = 0.2
 
 
 @contextmanager
@@ -40,6 +45,32 @@ def live() -> Iterator[Bar | Lines]:
     columns = (stage_name, BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}", markup=False))
     with Progress(*columns, console=Console(stderr=True), transient=True) as display:
         yield Bar(display)
+
+
+@contextmanager
+def prompt_progress(sequence: Sequence | None) -> Iterator[None]:
+    """A bar while a long prompt is read, where there is a terminal to show it on."""
+    if sequence is None or not sys.stderr.isatty():
+        yield
+        return
+    read = threading.Event()
+    bar = threading.Thread(target=_show_prompt, args=(sequence, read), daemon=True)
+    bar.start()
+    try:
+        yield
+    finally:
+        read.set()
+        bar.join()
+
+
+def _show_prompt(sequence: Sequence, read: threading.Event) -> None:
+    if read.wait(LONG_PROMPT_S):
+        return
+    with live() as display:
+        while True:
+            display.work(sequence.num_computed, sequence.num_prompt, f"reading {sequence.num_prompt} tokens of prompt")
+            if read.wait(REFRESH_S):
+                return
 
 
 class Clock:
