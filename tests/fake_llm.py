@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from paceline.cli.options import DEFAULT_MAX_TOKENS
 from paceline.config import SpeculationConfig
-from paceline.errors import InvalidParameter, InvalidPrompt
+from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SpeculationStats, StreamChunk
 from paceline.sampling_params import SamplingParams
 
@@ -46,11 +46,21 @@ class FakeLLM:
         FakeLLM.created.append({"model": model, **options})
         self.name, self.method, self.load_s, self.note = model, options["method"], 0.5, None
         self.speculation = SpeculationConfig(method=options["method"], k=options["k"])
-        self.tokenizer, self.client = FakeTokenizer(), FakeClient()
+        self.tokenizer, self.client, self.open = FakeTokenizer(), FakeClient(), True
         self.max_model_len = options["max_model_len"] or 1000
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         return function(FakeEngine(self.method))
+
+    def generate(self, prompt: Any, params: SamplingParams) -> list[RequestOutput]:
+        chunks = list(self.stream(prompt, params))
+        assert chunks[-1].output is not None
+        return [chunks[-1].output]
+
+    chat = generate
+
+    def close(self) -> None:
+        self.open = False
 
     def stream(self, prompt: Any, params: SamplingParams) -> FakeStream:
         FakeLLM.requests.append((prompt, params))
@@ -64,7 +74,8 @@ class FakeLLM:
         count = min(5 if asked in (None, self.default_limit) else asked, self.max_model_len - len(words))
         seconds = self.plain_s if params.speculation == "none" else 2.0
         metrics = RequestMetrics(arrival_time=10.0, first_token_time=10.25, finished_time=10.25 + seconds)
-        outputs = [_answer(index, count, params) for index in range(params.n)]
+        reason = "stop" if asked == self.default_limit and count == 5 else "length"
+        outputs = [_answer(index, count, params, reason) for index in range(params.n)]
         whole = RequestOutput("0", None, list(range(len(words))), outputs, True, metrics)
         if started := os.environ.get("FAKE_STARTED"):
             Path(started).touch()
@@ -73,17 +84,19 @@ class FakeLLM:
                 for index in reversed(range(params.n)):  # the last answer is the first to be finished
                     if FakeLLM.error is not None:
                         raise FakeLLM.error
+                    if not self.open:
+                        raise EngineClosed("closed")
                     time.sleep(DELAY_S)
                     last = token == count - 1
                     text = f"word{token}" if token == 0 else f" word{token}"
                     output = whole if last and index == 0 else None
                     kinds = [0 if token % 2 and params.speculation is None else 2]
-                    yield StreamChunk(index, text, [token], "length" if last else None, output, kinds)
+                    yield StreamChunk(index, text, [token], reason if last else None, output, kinds)
         finally:
             FakeLLM.closed += 1
 
 
-def _answer(index: int, count: int, params: SamplingParams) -> CompletionOutput:
+def _answer(index: int, count: int, params: SamplingParams, reason: str) -> CompletionOutput:
     logprobs = None
     if params.logprobs is not None:
         logprobs = [{t: Logprob(-0.5, 2, f"word{t}"), t + 1: Logprob(-0.25, 1, f"word{t + 1}")} for t in range(count)]
@@ -93,7 +106,7 @@ def _answer(index: int, count: int, params: SamplingParams) -> CompletionOutput:
         tokens[-1] = FakeLLM.plain_says
     elif params.speculation is None and FakeLLM.drafted is not None:
         speculation = FakeLLM.drafted
-    return CompletionOutput(index, text, tokens, "length", None, logprobs, speculation)
+    return CompletionOutput(index, text, tokens, reason, None, logprobs, speculation)
 
 
 class FakeStream:

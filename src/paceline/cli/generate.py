@@ -1,4 +1,4 @@
-"""`paceline generate`: one prompt, streamed as it is committed."""
+"""`paceline generate`: one prompt, streamed as it is committed, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,17 +27,37 @@ Request = str | list[dict[str, Any]]  # raw text, or messages for the chat templ
 
 @with_options
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.", metavar="PROMPT")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask; - reads it from stdin.", metavar="PROMPT", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="Answer all prompts of a file: jsonl (prompt, messages or turns), OpenAI's batch lines, or text.",
+            metavar="FILE",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Where the answers to --prompts go; the same command goes on where one ended.", metavar="FILE"
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
-    n: Annotated[int, typer.Option("--n", help="How many answers.")] = 1,
+    n: Annotated[int, typer.Option("--n", help="How many answers to the prompt.")] = 1,
     *,
     options: RunOptions,
 ) -> int:
-    """Answer one prompt."""
+    """Answer a prompt, or a file of prompts."""
     if raw and options.system is not None:
         raise typer.BadParameter(
             "a system message needs the chat template, which --raw leaves out", param_hint="--system"
         )
+    if prompts is not None or out is not None:
+        return answer_file(prompt, prompts, out, raw, n, options)
+    if prompt is None:
+        raise typer.BadParameter("give a PROMPT, or --prompts FILE", param_hint="PROMPT")
     refuse_unseen_logprobs(options)
     text = read_prompt(prompt)
     params = options.sampling_params(n=n)
@@ -55,6 +76,18 @@ def generate(
     else:
         print_note(tally.line())
     return 0
+
+
+def answer_file(
+    prompt: str | None, prompts: Path | None, out: Path | None, raw: bool, n: int, options: RunOptions
+) -> int:
+    if prompt is not None:
+        raise typer.BadParameter("leave it out beside --prompts and --out", param_hint="PROMPT")
+    if prompts is None or out is None:
+        raise typer.BadParameter("--prompts FILE and --out FILE belong together", param_hint="--prompts")
+    from paceline.cli.batch import answer_prompts
+
+    return answer_prompts(prompts, out, raw=raw, n=n, options=options)
 
 
 def refuse_unseen_logprobs(options: RunOptions) -> None:

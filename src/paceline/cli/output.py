@@ -151,7 +151,7 @@ def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
     return {
         "model": llm.name,
         "method": llm.method,
-        "choices": [_choice(answer, top or 0) for answer in output.outputs],
+        "choices": [{**choice_object(answer, top), "token_ids": list(answer.token_ids)} for answer in output.outputs],
         "usage": {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": tally.completion_tokens},
         "timing": {
             "load_s": llm.load_s,
@@ -173,14 +173,14 @@ def speculation_object(tally: Tally) -> dict[str, Any]:
     }
 
 
-def _choice(answer: CompletionOutput, top: int) -> dict[str, Any]:
+def choice_object(answer: CompletionOutput, top: int | None) -> dict[str, Any]:
     logprobs = None
     if answer.logprobs is not None:
-        logprobs = [_position(token, seen, top) for token, seen in zip(answer.token_ids, answer.logprobs, strict=True)]
+        positions = zip(answer.token_ids, answer.logprobs, strict=True)
+        logprobs = [_position(token, seen, top or 0) for token, seen in positions]
     return {
         "index": answer.index,
         "text": answer.text,
-        "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
         "logprobs": logprobs,
     }
