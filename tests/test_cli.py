@@ -305,6 +305,23 @@ def test_bad_values_are_one_line_and_exit_code_1(
 
 
 @pytest.mark.parametrize(
+    ("method", "advice"),
+    [
+        ("draft_model", "'draft_model' is called draft-model here"),
+        ("prompt-lookup", "'prompt-lookup' is called ngram here"),
+        ("lookahead", "'lookahead' is not available here; auto drafts without training, a trained drafter may be of"),
+        ("ngrams", "did you mean ngram?"),
+        ("medusa", "drafter: method medusa needs one; give it, or choose auto"),
+    ],
+)
+def test_a_method_of_another_name_or_engine_is_answered_with_ours(
+    method: str, advice: str, paceline: Callable[..., Result]
+) -> None:
+    result = paceline("generate", "hello", "--method", method)
+    assert (result.code, advice in result.err) == (1, True)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["generate"],
@@ -478,6 +495,22 @@ def test_a_closed_pipe_ends_quietly() -> None:
     process.stderr.close()
     assert process.wait(timeout=20) != 0
     assert err == ""
+
+
+@pytest.mark.parametrize("arguments", [["generate", "hello"], ["generate", "hello", "--json"], ["models"]], ids=str)
+def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        process = start(*arguments, stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "error: cannot write the output: No space left on device\n")
+
+
+def test_streams_may_be_closed() -> None:
+    for closed in (0, 1, 2):
+        process = start("generate", "hello", preexec_fn=lambda: os.close(closed), delay_s=0)  # noqa: B023
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert (out.startswith("word0"), err.startswith("5 tokens")) == (closed != 1, closed != 2)
 
 
 def test_help_imports_nothing_heavy_and_is_quick() -> None:

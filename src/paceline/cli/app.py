@@ -6,6 +6,7 @@ error is an object on stdout instead. A traceback is shown only when PACELINE_DE
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from paceline.cli.output import Interrupted, print_error, print_json_error
 from paceline.cli.prove import prove
 from paceline.cli.theory import theory
 from paceline.errors import PacelineError
+
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _SwitchesTakeNoValue:
@@ -75,6 +78,9 @@ def _options(
 
 
 def main() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the process was started with it closed
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (to the end of the process)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -93,6 +99,8 @@ def run(arguments: Sequence[str]) -> int:
             return _usage_error(error, as_json)
         if os.environ.get("PACELINE_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.errno in CANNOT_WRITE and error.filename is None:
+            return _report(OutputError(f"cannot write the output: {error.strerror}"), as_json, 1)
         what = f"{type(error).__name__}: {error}"
         return _report(RuntimeError(f"unexpected {what} (set PACELINE_DEBUG=1 for the traceback)"), as_json, 1)
 
@@ -104,7 +112,10 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 
 def _report(error: Exception, as_json: bool, code: int) -> int:
-    (print_json_error if as_json else print_error)(error)
+    try:
+        (print_json_error if as_json else print_error)(error)
+    except OSError:  # stdout is what failed
+        print_error(error)
     return code
 
 
@@ -116,6 +127,10 @@ def _usage_error(error: Exception, as_json: bool) -> int:
     hint = f" (see {context.command_path} --help)" if context is not None else ""
     message = error.format_message()  # type: ignore[attr-defined]
     return _report(UsageError(f"{message.rstrip('.')}{hint}"), as_json, getattr(error, "exit_code", 2))
+
+
+class OutputError(Exception):
+    """Stdout is a file on a full disk, or fails otherwise."""
 
 
 class UsageError(Exception):

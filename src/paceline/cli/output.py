@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +206,8 @@ def print_json(value: dict[str, Any]) -> None:
 
 def print_note(text: str) -> None:
     """Onto stderr; a terminal gets lines that end between words."""
-    print(wrapped(text, _columns()) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # an answer counts, also where stderr cannot be written
+        print(wrapped(text, _columns()) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def wrapped(text: str, columns: int) -> str:

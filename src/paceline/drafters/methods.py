@@ -130,9 +130,7 @@ def unknown_method(name: str) -> str:
         return f"{name!r} is called {ours} here"
     if spelt.rstrip("0123456789.") in ELSEWHERE:
         trained = ", ".join(each.name for each in METHODS.values() if "drafter" in each.needs)
-        return (
-            f"{name!r} is not available here; {AUTO} needs no drafter, and one trained for this model may be: {trained}"
-        )
+        return f"{name!r} is not available here; {AUTO} drafts without training, a trained drafter may be of {trained}"
     known = (*method_names(), AUTO)
     near = get_close_matches(spelt, known, n=1)
     return f"{name!r} is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
