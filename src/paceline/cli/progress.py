@@ -43,7 +43,9 @@ def live() -> Iterator[Bar | Lines]:
 
     stage_name = TextColumn("{task.description}", markup=False)  # it may quote an error with brackets in it
     columns = (stage_name, BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    console = Console(stderr=True)
+    console.width -= 3  # room for the terminal's ^C, which would begin a new line and leave this one behind
+    with Progress(*columns, console=console, transient=True) as display:
         yield Bar(display)
 
 
@@ -68,7 +70,7 @@ def _show_prompt(sequence: Sequence, read: threading.Event) -> None:
         return
     with live() as display:
         while True:
-            display.work(sequence.num_computed, sequence.num_prompt, f"reading {sequence.num_prompt} tokens of prompt")
+            display.work(sequence.num_computed, sequence.num_prompt, "reading the prompt")
             if read.wait(REFRESH_S):
                 return
 
