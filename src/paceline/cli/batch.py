@@ -54,7 +54,7 @@ class Summary:
 def answer_prompts(prompts: Path, out: Path, *, raw: bool, n: int, options: RunOptions) -> int:
     params = options.sampling_params(n=n)
     drafting = speculation_arguments(options)
-    lines = read_lines(prompts, model=options.model, system=options.system, raw=raw, params=params)
+    lines = read_lines(prompts, target=options.target, system=options.system, raw=raw, params=params)
     with ResultFile(out, [line.id for line in lines]) as results:
         left = [line for line in lines if line.id not in results.done]
         summary = Summary(len(lines), earlier=len(lines) - len(left))

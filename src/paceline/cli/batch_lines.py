@@ -47,7 +47,10 @@ class Line(Protocol):
     def failure(self, error: PacelineError) -> dict[str, Any]: ...
 
 
-def read_lines(path: Path, *, model: str, system: str | None, raw: bool, params: SamplingParams) -> list[Line]:
+def read_lines(
+    path: Path, *, target: tuple[str, ...], system: str | None, raw: bool, params: SamplingParams
+) -> list[Line]:
+    """`target`: the model's name, and what else decides its output."""
     where, path = ("stdin", Path("/dev/stdin")) if str(path) == "-" else (str(path), path)
     text, jsonl = read_file(path)
     lines: list[Line] = []
@@ -57,10 +60,10 @@ def read_lines(path: Path, *, model: str, system: str | None, raw: bool, params:
         if "custom_id" in found and "body" in found:
             _refuse(system is not None, "system", f"{origin} has its own messages")
             _refuse(raw, "raw", f"{origin} says by its url whether the chat template is used")
-            lines.append(_read_batch_line(found, origin, model, params))
+            lines.append(_read_batch_line(found, origin, target, params))
         else:
             prompt = (read_json if jsonl else read_text)(line, origin, UNNAMED)
-            lines.append(_read_prompt_line(prompt, number, found.get("id"), model, system, raw, params))
+            lines.append(_read_prompt_line(prompt, number, found.get("id"), target, system, raw, params))
     if not lines:
         raise InvalidParameter("prompts", f"{where} is empty; give it at least one prompt")
     names: set[str] = set()
@@ -139,12 +142,18 @@ class PromptLine:
 
 
 def _read_prompt_line(
-    prompt: Prompt, number: int, prompt_id: Any, model: str, system: str | None, raw: bool, params: SamplingParams
+    prompt: Prompt,
+    number: int,
+    prompt_id: Any,
+    target: tuple[str, ...],
+    system: str | None,
+    raw: bool,
+    params: SamplingParams,
 ) -> PromptLine:
     _refuse(raw and bool(prompt.before or len(prompt.turns) > 1), "raw", f"{prompt.origin} needs the chat template")
     own_system = any(message["role"] == "system" for message in prompt.before)
     _refuse(system is not None and own_system, "system", f"{prompt.origin} has a system message")
-    name = _name(number, model, prompt.before, prompt.turns, system, raw, params)
+    name = _name(number, target, prompt.before, prompt.turns, system, raw, params)
     return PromptLine(name, number, prompt_id, prompt, system, raw, params)
 
 
@@ -188,7 +197,10 @@ class BatchLine:
         return {"id": self.id, "custom_id": self.custom_id, "response": response, "error": error}
 
 
-def _read_batch_line(request: Mapping[str, Any], origin: str, model: str, params: SamplingParams) -> BatchLine:
+def _read_batch_line(
+    request: Mapping[str, Any], origin: str, target: tuple[str, ...], params: SamplingParams
+) -> BatchLine:
+    model = target[0]
     custom_id, url, body = request["custom_id"], request.get("url"), request["body"]
     if not isinstance(custom_id, str) or not custom_id.isprintable():
         raise InvalidParameter("prompts", f"{origin}: custom_id must be some text, got {custom_id!r}")
@@ -207,7 +219,7 @@ def _read_batch_line(request: Mapping[str, Any], origin: str, model: str, params
         form = "a list of messages" if url == CHAT else "one text, or its token ids"
         raise InvalidParameter("prompts", f"{origin}: body needs {field}: {form}")
     own = _sampling(body, field, origin, params)
-    return BatchLine(_name(custom_id, model, url, content, own), custom_id, url, content, own)
+    return BatchLine(_name(custom_id, target, url, content, own), custom_id, url, content, own)
 
 
 def _sampling(body: Mapping[str, Any], field: str, origin: str, params: SamplingParams) -> SamplingParams:

@@ -151,6 +151,11 @@ class RunOptions:
     ] = None
 
     @property
+    def target(self) -> tuple[str, ...]:
+        """What decides the model's output beside sampling: drafting never does."""
+        return (self.model, self.dtype, self.numerics)
+
+    @property
     def token_limit(self) -> int:
         return max(DEFAULT_MAX_TOKENS, self.min_tokens or 0) if self.max_tokens is None else self.max_tokens
 
