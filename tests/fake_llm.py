@@ -79,6 +79,7 @@ class FakeLLM:
         whole = RequestOutput("0", None, list(range(len(words))), outputs, True, metrics)
         if started := os.environ.get("FAKE_STARTED"):
             Path(started).touch()
+        time.sleep(float(os.environ.get("FAKE_PROMPT_S", "0")))
         try:
             for token in range(count):
                 for index in reversed(range(params.n)):  # the last answer is the first to be finished

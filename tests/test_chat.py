@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from paceline.cli.output import wrapped
 from tests.fake_llm import FakeLLM, Result, Screen, environment, start
 from tests.test_cli import RESULT_KEYS
 
+needs_prompt_toolkit = pytest.mark.skipif(find_spec("prompt_toolkit") is None, reason="prompt_toolkit is not installed")
 PASTE = "\x1b[200~{}\x1b[201~"  # as terminals bracket it
 
 
@@ -150,6 +152,7 @@ def chat(home: Path, *arguments: str, columns: int = 60, **variables: str) -> It
         os.close(terminal)
 
 
+@needs_prompt_toolkit
 def test_a_pasted_text_of_many_lines_is_one_message_and_wide_characters_stay_whole(tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     with chat(tmp_path, "--max-tokens", "2") as screen:
@@ -167,6 +170,7 @@ def test_a_pasted_text_of_many_lines_is_one_message_and_wide_characters_stay_who
     assert asked == ["/etc/hosts has\n\nthree lines of 漢字", "one\ntwo"]
 
 
+@needs_prompt_toolkit
 def test_the_history_lasts_across_runs_and_is_private(tmp_path: Path) -> None:
     for keys in ("a memorable question\r", "\x1b[A\r"):  # typed, then found with the up arrow
         with chat(tmp_path, "--max-tokens", "2") as screen:
@@ -182,7 +186,7 @@ def test_the_history_lasts_across_runs_and_is_private(tmp_path: Path) -> None:
     assert history.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])  # prompt_toolkit, and the plain reader
+@pytest.mark.parametrize("term", ["xterm", "dumb"])  # prompt_toolkit where it is installed, and the plain reader
 def test_ctrl_c_stops_an_answer_and_clears_a_line_and_ctrl_d_leaves(term: str, tmp_path: Path) -> None:
     prompt = ">"
     with chat(tmp_path, "--max-tokens", "900", TERM=term) as screen:
@@ -217,6 +221,7 @@ def test_without_prompt_toolkit_a_terminal_is_read_line_by_line(tmp_path: Path) 
         assert screen.process.wait(timeout=20) == 0
 
 
+@needs_prompt_toolkit
 def test_an_answer_may_be_collected_from_stdout_while_the_prompt_is_on_the_terminal(tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     extra = {"TERM": "xterm", "PACELINE_HOME": str(tmp_path), "PROMPT_TOOLKIT_NO_CPR": "1"}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from paceline import __version__
 from paceline.cli.app import app
 from paceline.cli.options import DEFAULT_MAX_TOKENS
+from paceline.cli.output import Tally
 from paceline.outputs import SpeculationStats
 from tests.fake_llm import FakeLLM, Result, Screen, environment, start
 
@@ -461,6 +463,38 @@ def test_ctrl_c_keeps_what_was_streamed_and_exits_130() -> None:
     assert re.fullmatch(r"interrupted after \d+ tokens? · .* · suffix k≈2 · τ 1\.8 · est\. 1\.5x · first .*\n", err)
 
 
+def test_a_stopped_stream_of_the_real_engine_tells_what_drafting_did(smollm2: Any) -> None:
+    from paceline import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=60, speculation={"method": "ngram", "k": 4})
+    stream = smollm2.stream("one two three one two three one two three one two", params)
+    tally = Tally(smollm2, params, sequences=stream.sequences)
+    for _, chunk in zip(range(6), stream, strict=False):
+        tally.add(chunk)
+    stream.close()
+    assert (tally.output, tally.speculation.num_drafts > 0) == (None, True)
+    assert re.search(r"ngram k≈4 · τ \d\.\d · est\. \d\.\dx", tally.line())
+
+
+def test_a_long_prompt_shows_that_it_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_PROMPT_S", "2")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, inside = os.openpty()
+    process = start("generate", "four words of prompt", delay_s=0, stderr=inside)
+    os.close(inside)
+    try:
+        screen = Screen(terminal)
+        screen.wait_for("reading the prompt")
+        screen.wait_for("50 %")
+        screen.wait_for("5 tokens")
+        out, _ = process.communicate(timeout=20)
+        assert (process.returncode, out) == (0, "word0 word1 word2 word3 word4\n")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
 def test_ctrl_c_ends_the_demo_with_130() -> None:
     process = start("demo", "hello")
     assert process.stdout is not None
@@ -532,6 +566,20 @@ def test_every_command_has_help(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_names_every_flag_in_full_and_shows_a_switch_without_a_type(
+    command: str, columns: int, paceline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = paceline(command, "--help").out.splitlines()
+    assert max(map(len, lines)) <= columns
+    text = "\n".join(lines)
+    assert "<bool>" not in text
+    for flag in ("--include-stop-str-in-output", "--gpu-memory-fraction", "--speculative-config", "--json"):
+        assert re.search(rf"{flag}\b", text)
 
 
 def test_version(paceline: Callable[..., Result]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from paceline.cli.prove import prove
 from paceline.cli.theory import theory
 from paceline.errors import PacelineError
 
+PANELS = 80  # columns that help in panels needs
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -43,7 +45,11 @@ class _SwitchesTakeNoValue:
 
 
 class Command(_SwitchesTakeNoValue, TyperCommand):
-    pass
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Panels cut long flags short in a narrow terminal; plain help does not."""
+        if shutil.get_terminal_size().columns < PANELS:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
 
 class Group(_SwitchesTakeNoValue, TyperGroup):

@@ -41,7 +41,7 @@ def generate(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Where the answers to --prompts go; the same command goes on where one ended.", metavar="FILE"
+            "--out", help="Where answers to --prompts go. Run again, the command continues the file.", metavar="FILE"
         ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,

@@ -41,14 +41,14 @@ class RunOptions:
     dtype: Annotated[
         str, _model("--dtype", help="How weights are stored in memory: auto, float32 or bfloat16.", metavar="TYPE")
     ] = "auto"
-    device: Annotated[str, _model("--device", help="Where the model runs.", metavar="auto|cpu|cuda")] = "auto"
+    device: Annotated[str, _model("--device", help="Where the model runs: auto, cpu or cuda.", metavar="NAME")] = "auto"
     threads: Annotated[int | None, _model("--threads", help="CPU threads; unset: all usable cores.")] = None
     numerics: Annotated[
         str,
         _model(
             "--numerics",
             help="exact: drafting changes no bit; fast: large passes on a GPU may round differently.",
-            metavar="exact|fast",
+            metavar="NAME",
         ),
     ] = "exact"
     max_model_len: Annotated[
