@@ -131,8 +131,10 @@ def _usage_error(error: Exception, as_json: bool) -> int:
         print(getattr(error, "message", ""), file=sys.stderr)
         return 2
     hint = f" (see {context.command_path} --help)" if context is not None else ""
-    message = error.format_message()  # type: ignore[attr-defined]
-    return _report(UsageError(f"{message.rstrip('.')}{hint}"), as_json, getattr(error, "exit_code", 2))
+    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    if "unexpected extra argument" in message and context is not None and "prompt" in context.params:
+        message += "; put a prompt of several words in quotes"
+    return _report(UsageError(f"{message}{hint}"), as_json, getattr(error, "exit_code", 2))
 
 
 class OutputError(Exception):

@@ -60,6 +60,8 @@ def generate(
         raise typer.BadParameter("give a PROMPT, or --prompts FILE", param_hint="PROMPT")
     refuse_unseen_logprobs(options)
     text = read_prompt(prompt)
+    if not raw and not text.strip():
+        raise InvalidPrompt("the prompt has nothing but white space: give some text, or --raw to continue it as it is")
     params = options.sampling_params(n=n)
     drafting = speculation_arguments(options)
     request: Request = text if raw else messages(options.system, text)
