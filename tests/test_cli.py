@@ -187,6 +187,7 @@ def stats(**drafts_by_method: int) -> SpeculationStats:
         ("--method ngram --k 4", stats(ngram=18), None, "ngram k≈4 · τ 3.4 · est. 2.0x"),
         ("--method auto", None, 0.9, "no drafts: expected 0.9x"),
         ("--method ngram", None, 0.9, "no drafts: expected 0.9x"),
+        ("--method auto", None, 1.5, "no drafts: earlier ones did not pay"),
         ("--method auto", None, None, "no drafts: nothing to draft from"),
         ("--method ngram --k 4", None, 0.9, "no drafts: nothing to draft from"),
         ("--method none", None, None, "no drafts: method none"),

@@ -47,12 +47,12 @@ class ResultFile:
     def _lock(self) -> None:
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise InvalidParameter("out", f"{self.path} is not a regular file, which a later run could go on with")
-        with contextlib.suppress(ImportError):  # not on every platform
+        with contextlib.suppress(ImportError, OSError):  # locks are not on every platform, nor on every file system
             import fcntl
 
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise InvalidParameter("out", f"another run is writing to {self.path}; wait for its end") from None
 
     def _read(self) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.sequence import Sequence
 
 SHORT = 3  # tokens, the prompt's own included: the first steps of an answer measure, they do not draft
+PAYS = 1.2  # an expected gain that no margin of the policy holds back
 WIDTH = 80  # columns of a terminal that does not tell
 
 
@@ -126,6 +127,8 @@ def why_no_draft(llm: LLM, stats: SpeculationStats, params: SamplingParams | Non
         return "too short"
     if k is not None or llm.expected_gain is None:
         return "nothing to draft from"
+    if llm.expected_gain > PAYS:  # and yet the policy's guard has stopped it
+        return "earlier ones did not pay"
     return f"expected {llm.expected_gain:.1f}x"
 
 
