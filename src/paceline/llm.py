@@ -22,7 +22,7 @@ from paceline.client import Client, Job, StreamedRequest
 from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
 from paceline.drafters.methods import check
 from paceline.engine.engine import Engine
-from paceline.engine.loop import Delta, EngineThread, Event, Failed
+from paceline.engine.loop import Accepted, Delta, EngineThread, Event, Failed
 from paceline.errors import InvalidParameter, shown
 from paceline.models.hub import Progress
 from paceline.models.runtime import choose_device
@@ -267,7 +267,10 @@ class AnswerStream:
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None: closed
         self._over = False
         llm.thread.submit([request.request], self._events)
-        self._take()  # accepted, or refused
+        accepted = self._take()  # or refused
+        # Under way, so only to be read: how far the prompt is, and once the stream is over the figures of drafting,
+        # also of an answer that was cut short.
+        self.sequences = accepted.answers if isinstance(accepted, Accepted) else []
 
     def __iter__(self) -> AnswerStream:
         return self

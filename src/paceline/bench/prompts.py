@@ -50,21 +50,14 @@ def shipped(workloads: Sequence[str] = WORKLOADS, per_workload: int | None = Non
     prompts: list[Prompt] = []
     for name in _chosen(workloads, WORKLOADS):
         text = (resources.files("paceline.bench") / "workloads" / f"{name}.jsonl").read_text(encoding="utf-8")
-        prompts += _read(text, f"the workload {name}", name, _read_json)[:per_workload]
+        prompts += _read(text, f"the workload {name}", name, read_json)[:per_workload]
     return prompts
 
 
 def from_file(path: Path, workloads: Sequence[str] | None = None, per_workload: int | None = None) -> list[Prompt]:
     """The user's prompts; `workloads` and `per_workload` choose among them."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise InvalidParameter("prompts", f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidParameter("prompts", f"{path} is not UTF-8 text") from error
-    # By its name, or by a first character no ordinary prompt begins with.
-    jsonl = path.suffix in (".jsonl", ".json", ".ndjson") or text.lstrip().startswith('{"')
-    prompts = _read(text, str(path), UNNAMED, _read_json if jsonl else _read_text)
+    text, jsonl = read_file(path)
+    prompts = _read(text, str(path), UNNAMED, read_json if jsonl else read_text)
     if not prompts:
         raise InvalidParameter("prompts", f"{path} is empty; give it at least one prompt")
     names = list(dict.fromkeys(prompt.workload for prompt in prompts))
@@ -72,6 +65,18 @@ def from_file(path: Path, workloads: Sequence[str] | None = None, per_workload: 
     for name in names if workloads is None else _chosen(workloads, names):
         kept += [prompt for prompt in prompts if prompt.workload == name][:per_workload]
     return kept
+
+
+def read_file(path: Path) -> tuple[str, bool]:
+    """The text of a file of prompts, and whether its lines are JSON."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise InvalidParameter("prompts", f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidParameter("prompts", f"{path} is not UTF-8 text") from error
+    # By its name, or by a first character no ordinary prompt begins with.
+    return text, path.suffix in (".jsonl", ".json", ".ndjson") or text.lstrip().startswith('{"')
 
 
 def _chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -82,17 +87,20 @@ def _chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 def _read(text: str, where: str, workload: str, read: Callable[[str, str, str], Prompt]) -> list[Prompt]:
+    return [read(line, f"line {number} of {where}", workload) for number, line in numbered_lines(text)]
+
+
+def numbered_lines(text: str) -> list[tuple[int, str]]:
+    """Those that are not empty, counted from 1."""
     lines = re.split(r"\r\n|\n|\r", text)  # not splitlines: JSON strings may hold other line ends as they are
-    return [
-        read(line, f"line {number} of {where}", workload) for number, line in enumerate(lines, start=1) if line.strip()
-    ]
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _read_text(line: str, origin: str, workload: str) -> Prompt:
+def read_text(line: str, origin: str, workload: str) -> Prompt:
     return Prompt(workload=workload, turns=(line.strip(),), origin=origin)
 
 
-def _read_json(line: str, origin: str, workload: str) -> Prompt:
+def read_json(line: str, origin: str, workload: str) -> Prompt:
     try:
         found = json.loads(line)
     except ValueError as error:

@@ -6,12 +6,15 @@ error is an object on stdout instead. A traceback is shown only when PACELINE_DE
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from paceline import __version__
 from paceline.cli.advise import advise
@@ -26,15 +29,43 @@ from paceline.cli.prove import prove
 from paceline.cli.theory import theory
 from paceline.errors import PacelineError
 
+PANELS = 80  # columns that help in panels needs
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+class _SwitchesTakeNoValue:
+    """Help shows a switch without a type: `--raw`, not `--raw <bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in found:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
+
+class Command(_SwitchesTakeNoValue, TyperCommand):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Panels cut long flags short in a narrow terminal; plain help does not."""
+        if shutil.get_terminal_size().columns < PANELS:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
+
+
+class Group(_SwitchesTakeNoValue, TyperGroup):
+    pass
+
+
 app = typer.Typer(
-    help="Language models that answer several times sooner without changing their output.",
+    cls=Group,
+    help="Speculative decoding: language models that answer sooner without changing their output.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (generate, chat, demo, prove, bench, advise, theory, pull, models, doctor):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,6 +84,9 @@ def _options(
 
 
 def main() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the process was started with it closed
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (to the end of the process)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -71,6 +105,8 @@ def run(arguments: Sequence[str]) -> int:
             return _usage_error(error, as_json)
         if os.environ.get("PACELINE_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.errno in CANNOT_WRITE and error.filename is None:
+            return _report(OutputError(f"cannot write the output: {error.strerror}"), as_json, 1)
         what = f"{type(error).__name__}: {error}"
         return _report(RuntimeError(f"unexpected {what} (set PACELINE_DEBUG=1 for the traceback)"), as_json, 1)
 
@@ -82,7 +118,10 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 
 def _report(error: Exception, as_json: bool, code: int) -> int:
-    (print_json_error if as_json else print_error)(error)
+    try:
+        (print_json_error if as_json else print_error)(error)
+    except OSError:  # stdout is what failed
+        print_error(error)
     return code
 
 
@@ -92,8 +131,14 @@ def _usage_error(error: Exception, as_json: bool) -> int:
         print(getattr(error, "message", ""), file=sys.stderr)
         return 2
     hint = f" (see {context.command_path} --help)" if context is not None else ""
-    message = error.format_message()  # type: ignore[attr-defined]
-    return _report(UsageError(f"{message.rstrip('.')}{hint}"), as_json, getattr(error, "exit_code", 2))
+    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    if "unexpected extra argument" in message and context is not None and "prompt" in context.params:
+        message += "; put a prompt of several words in quotes"
+    return _report(UsageError(f"{message}{hint}"), as_json, getattr(error, "exit_code", 2))
+
+
+class OutputError(Exception):
+    """Stdout is a file on a full disk, or fails otherwise."""
 
 
 class UsageError(Exception):

@@ -1,17 +1,19 @@
-"""`paceline generate`: one prompt, streamed as it is committed."""
+"""`paceline generate`: one prompt, streamed as it is committed, or a file of prompts."""
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.options import RunOptions, with_options
 from paceline.cli.output import Interrupted, Tally, print_json, print_json_error, print_note, result_object, write
-from paceline.cli.progress import progress
+from paceline.cli.progress import progress, prompt_progress
 from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidPrompt
 from paceline.outputs import StreamChunk
@@ -25,26 +27,49 @@ Request = str | list[dict[str, Any]]  # raw text, or messages for the chat templ
 
 @with_options
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.", metavar="PROMPT")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask; - reads it from stdin.", metavar="PROMPT", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="Answer all prompts of a file: jsonl (prompt, messages or turns), OpenAI's batch lines, or text.",
+            metavar="FILE",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Where answers to --prompts go. Run again, the command continues the file.", metavar="FILE"
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
-    n: Annotated[int, typer.Option("--n", help="How many answers.")] = 1,
+    n: Annotated[int, typer.Option("--n", help="How many answers to the prompt.")] = 1,
     *,
     options: RunOptions,
 ) -> int:
-    """Answer one prompt."""
+    """Answer a prompt, or a file of prompts."""
     if raw and options.system is not None:
         raise typer.BadParameter(
             "a system message needs the chat template, which --raw leaves out", param_hint="--system"
         )
+    if prompts is not None or out is not None:
+        return answer_file(prompt, prompts, out, raw, n, options)
+    if prompt is None:
+        raise typer.BadParameter("give a PROMPT, or --prompts FILE", param_hint="PROMPT")
     refuse_unseen_logprobs(options)
     text = read_prompt(prompt)
+    if not raw and not text.strip():
+        raise InvalidPrompt("the prompt has nothing but white space: give some text, or --raw to continue it as it is")
     params = options.sampling_params(n=n)
     drafting = speculation_arguments(options)
     request: Request = text if raw else messages(options.system, text)
     tally = None
     try:
         llm = load_llm(options, drafting)
-        tally = Tally(llm)
+        remark_on_seed(llm, params, options)
+        tally = new_tally(llm, params, options)
         answer(llm, request, params, tally, quiet=options.json)
     except KeyboardInterrupt:
         return interrupted(tally, options.json)
@@ -53,6 +78,18 @@ def generate(
     else:
         print_note(tally.line())
     return 0
+
+
+def answer_file(
+    prompt: str | None, prompts: Path | None, out: Path | None, raw: bool, n: int, options: RunOptions
+) -> int:
+    if prompt is not None:
+        raise typer.BadParameter("leave it out beside --prompts and --out", param_hint="PROMPT")
+    if prompts is None or out is None:
+        raise typer.BadParameter("--prompts FILE and --out FILE belong together", param_hint="--prompts")
+    from paceline.cli.batch import answer_prompts
+
+    return answer_prompts(prompts, out, raw=raw, n=n, options=options)
 
 
 def refuse_unseen_logprobs(options: RunOptions) -> None:
@@ -102,6 +139,15 @@ def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
     return llm
 
 
+def new_tally(llm: LLM, params: SamplingParams, options: RunOptions) -> Tally:
+    return Tally(llm, params, default_limit=options.token_limit if options.max_tokens is None else None)
+
+
+def remark_on_seed(llm: LLM, params: SamplingParams, options: RunOptions) -> None:
+    if params.seed is not None and llm.client.resolve(params).greedy and not options.json:
+        print_note("--seed has no effect: decoding is greedy; --temperature above 0 samples")
+
+
 def answer(
     llm: LLM,
     request: Request,
@@ -109,18 +155,19 @@ def answer(
     tally: Tally,
     *,
     quiet: bool,
-    after_chunk: Callable[[], None] | None = None,
 ) -> None:
     """Run one request to its end, keeping the tally. A single answer is printed as it comes."""
     printer = None if quiet else AnswerPrinter(params.n)
     try:
-        with closing(llm.stream(request, params)) as chunks:
-            for chunk in chunks:
+        stream = llm.stream(request, params)
+        tally.sequences = stream.sequences
+        with closing(stream) as chunks:
+            with prompt_progress(None if quiet else stream.sequences[0]):
+                first = list(itertools.islice(chunks, 1))
+            for chunk in itertools.chain(first, chunks):
                 tally.add(chunk)
                 if printer is not None:
                     printer.add(chunk)
-                if after_chunk is not None:
-                    after_chunk()
     finally:
         if printer is not None:
             printer.end()

@@ -12,9 +12,12 @@ import typer
 
 from paceline.config import AUTO, NONE
 from paceline.drafters.methods import method_names
+from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from paceline.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 1024  # of an answer: a model that repeats itself would write on to the end of its context
 
 
 def _flag(*names: str, help: str, panel: str, metavar: str | None = None) -> Any:
@@ -25,101 +28,142 @@ def _flag(*names: str, help: str, panel: str, metavar: str | None = None) -> Any
 
 _model = functools.partial(_flag, panel="Model")
 _drafting = functools.partial(_flag, panel="Speculation (never changes the model's output)")
-_sampling = functools.partial(_flag, panel="Sampling (unset: the model's own generation config)")
+_sampling = functools.partial(_flag, panel="Sampling (unset: as the model's generation config says)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """A sampling field left at None is not passed on, so that the model's own defaults hold."""
+    """A sampling field left at None is not passed on, so that the model's own defaults hold; `max_tokens` has ours."""
 
     model: Annotated[
         str, _model("--model", "-m", help="Alias, folder with safetensors, .gguf file or hub id.", metavar="MODEL")
     ] = "smollm2"
-    dtype: Annotated[str, _model("--dtype", help="Weights.", metavar="auto|float32|bfloat16")] = "auto"
-    device: Annotated[str, _model("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto"
-    threads: Annotated[int | None, _model("--threads", help="CPU threads; all usable cores if unset.")] = None
+    dtype: Annotated[
+        str, _model("--dtype", help="How weights are stored in memory: auto, float32 or bfloat16.", metavar="TYPE")
+    ] = "auto"
+    device: Annotated[str, _model("--device", help="Where the model runs: auto, cpu or cuda.", metavar="NAME")] = "auto"
+    threads: Annotated[int | None, _model("--threads", help="CPU threads; unset: all usable cores.")] = None
     numerics: Annotated[
         str,
-        _model("--numerics", help="fast: a GPU's large passes may round by their size.", metavar="exact|fast"),
+        _model(
+            "--numerics",
+            help="exact: drafting changes no bit; fast: large passes on a GPU may round differently.",
+            metavar="NAME",
+        ),
     ] = "exact"
-    max_model_len: Annotated[int | None, _model("--max-model-len", help="Longest context, in tokens.")] = None
+    max_model_len: Annotated[
+        int | None, _model("--max-model-len", help="Longest context (prompt and answer), in tokens.")
+    ] = None
     gpu_memory_fraction: Annotated[
-        float, _model("--gpu-memory-fraction", help="Of the GPU's memory, for weights, cache and all.")
+        float, _model("--gpu-memory-fraction", help="Share of the GPU's memory to use, weights included.")
     ] = 0.9
-    system: Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")] = None
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message, before the prompt.", metavar="TEXT")
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer and nothing else.")] = False
 
     method: Annotated[
         str,
         _drafting(
             "--method",
-            help=f"Drafting method; {AUTO} chooses at each step, {NONE} decodes plainly.",
-            metavar="|".join((AUTO, *method_names())),
+            help=f"What drafts: {AUTO} (chosen at each step), {NONE} (plain decoding) or "
+            f"{', '.join(method_names()[1:])}.",
+            metavar="NAME",
         ),
     ] = AUTO
     k: Annotated[
         str, _drafting("--k", help=f"Tokens drafted ahead; {AUTO} decides each step.", metavar=f"N|{AUTO}")
     ] = AUTO
     draft_model: Annotated[
-        str | None, _drafting("--draft-model", help="A smaller model with the same vocabulary.", metavar="MODEL")
+        str | None,
+        _drafting("--draft-model", help="A smaller model of the same vocabulary to draft with.", metavar="MODEL"),
     ] = None
-    drafter: Annotated[str | None, _drafting("--drafter", help="A drafter trained for this model.", metavar="PATH")] = (
-        None
-    )
+    drafter: Annotated[
+        str | None, _drafting("--drafter", help="A drafter that was trained for this model.", metavar="PATH")
+    ] = None
     suffix_corpus: Annotated[
-        list[str] | None, _drafting("--suffix-corpus", help="Text to draft from; repeatable.", metavar="FILE")
+        list[str] | None, _drafting("--suffix-corpus", help="A text to draft from; repeatable.", metavar="FILE")
     ] = None
     suffix_store: Annotated[
-        str | None, _drafting("--suffix-store", help="Keeps past answers to draft from between runs.", metavar="FILE")
+        str | None,
+        _drafting("--suffix-store", help="Where answers are kept, to draft from in later runs.", metavar="FILE"),
     ] = None
     speculative_config: Annotated[
-        str | None, _drafting("--speculative-config", help="All of it in one object, as vLLM has it.", metavar="JSON")
+        str | None,
+        _drafting("--speculative-config", help="These settings as one object with vLLM's names.", metavar="JSON"),
     ] = None
 
-    temperature: Annotated[float | None, _sampling("--temperature", "-t", help="0 is greedy.")] = None
-    top_k: Annotated[int | None, _sampling("--top-k", help="Keep the k most likely tokens.")] = None
-    top_p: Annotated[float | None, _sampling("--top-p", help="Keep the smallest set with this mass.")] = None
-    min_p: Annotated[float | None, _sampling("--min-p", help="Drop tokens below this share of the likeliest.")] = None
+    temperature: Annotated[
+        float | None, _sampling("--temperature", "-t", help="0: always the likeliest token (greedy).")
+    ] = None
+    top_k: Annotated[int | None, _sampling("--top-k", help="Sample from the k likeliest tokens only.")] = None
+    top_p: Annotated[
+        float | None, _sampling("--top-p", help="Sample from the fewest tokens with this probability together.")
+    ] = None
+    min_p: Annotated[
+        float | None, _sampling("--min-p", help="Drop tokens less likely than this share of the likeliest.")
+    ] = None
     repetition_penalty: Annotated[
-        float | None, _sampling("--repetition-penalty", help="Above 1: repeat less, prompt included.")
+        float | None, _sampling("--repetition-penalty", help="Above 1: fewer repetitions of the prompt and the answer.")
     ] = None
     presence_penalty: Annotated[
-        float | None, _sampling("--presence-penalty", help="Subtracted once from tokens already written.")
+        float | None, _sampling("--presence-penalty", help="Lowers the logit of every token already in the answer.")
     ] = None
     frequency_penalty: Annotated[
-        float | None, _sampling("--frequency-penalty", help="Subtracted per occurrence in the answer.")
+        float | None, _sampling("--frequency-penalty", help="Lowers a token's logit each time the answer has it.")
     ] = None
     logit_bias: Annotated[
-        list[str] | None, _sampling("--logit-bias", help="Added to a token's logit; repeatable.", metavar="ID=VALUE")
+        list[str] | None,
+        _sampling("--logit-bias", help="Add VALUE to the logit of token ID; repeatable.", metavar="ID=VALUE"),
     ] = None
     bad_words: Annotated[
-        list[str] | None, _sampling("--bad-word", help="Never write this; repeatable.", metavar="TEXT")
+        list[str] | None,
+        _sampling(
+            "--bad-word",
+            help="Ban the tokens that spell TEXT, alone or after a space; others may still spell it. Repeatable.",
+            metavar="TEXT",
+        ),
     ] = None
-    min_tokens: Annotated[int | None, _sampling("--min-tokens", help="No end before this many tokens.")] = None
-    max_tokens: Annotated[int | None, _sampling("--max-tokens", help="Unset: to the end of the context.")] = None
-    stop: Annotated[list[str] | None, _sampling("--stop", help="End before this text; repeatable.", metavar="TEXT")] = (
-        None
-    )
+    min_tokens: Annotated[
+        int | None, _sampling("--min-tokens", help="The answer does not end before this many tokens.")
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        _sampling("--max-tokens", help=f"The answer ends after this many tokens; unset: {DEFAULT_MAX_TOKENS}."),
+    ] = None
+    stop: Annotated[
+        list[str] | None, _sampling("--stop", help="The answer ends before this text; repeatable.", metavar="TEXT")
+    ] = None
     stop_token_ids: Annotated[
-        list[int] | None, _sampling("--stop-token-id", help="End at this token; repeatable.", metavar="ID")
+        list[int] | None,
+        _sampling("--stop-token-id", help="The answer ends with this token; repeatable.", metavar="ID"),
     ] = None
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Write on past the end-of-sequence token.")] = False
     include_stop_str_in_output: Annotated[
         bool, _sampling("--include-stop-str-in-output", help="Keep the stop text in the answer.")
     ] = False
     keep_special_tokens: Annotated[
-        bool, _sampling("--keep-special-tokens", help="Show special tokens in the text.")
+        bool, _sampling("--keep-special-tokens", help="Show special tokens in the answer.")
     ] = False
-    seed: Annotated[int | None, _sampling("--seed", help="The same seed gives the same tokens.")] = None
+    seed: Annotated[int | None, _sampling("--seed", help="Sampling with the same seed gives the same answer.")] = None
     logprobs: Annotated[
-        int | None, _sampling("--logprobs", help="With --json: log-probabilities of this many tokens per position.")
+        int | None, _sampling("--logprobs", help="Log-probabilities of this many tokens per position (--json).")
     ] = None
+
+    @property
+    def target(self) -> tuple[str, ...]:
+        """What decides the model's output beside sampling: drafting never does."""
+        return (self.model, self.dtype, self.numerics)
+
+    @property
+    def token_limit(self) -> int:
+        return max(DEFAULT_MAX_TOKENS, self.min_tokens or 0) if self.max_tokens is None else self.max_tokens
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         from paceline.sampling_params import SamplingParams
 
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        given |= {"logit_bias": parse_logit_bias(self.logit_bias or []), **more}
+        given |= {"logit_bias": parse_logit_bias(self.logit_bias or []), "max_tokens": self.token_limit, **more}
         # By identity: 0 is a value the user may have given (--temperature 0), an unset flag is None, False or [].
         given = {
             name: value for name, value in given.items() if value is not None and value is not False and value != []
@@ -131,7 +175,7 @@ class RunOptions:
 
 _SAMPLING_FIELDS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("bad_words", "min_tokens", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    *("bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "seed", "logprobs"),
 )
 
@@ -147,6 +191,13 @@ def parse_logit_bias(items: list[str]) -> dict[int, float] | None:
     return bias or None
 
 
+def refuse_undecodable(name: str, value: object) -> None:
+    """Bytes of the command line that are not UTF-8 arrive as lone surrogates, which no tokenizer takes."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise InvalidParameter(name, "is not UTF-8 text")
+
+
 def with_options(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command every field of RunOptions as a flag; it receives them as its keyword `options`."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
@@ -158,6 +209,8 @@ def with_options(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> int:
+        for name in hints:
+            refuse_undecodable(name, values[name])
         options = RunOptions(**{parameter.name: values.pop(parameter.name) for parameter in shared})
         return command(**values, options=options)
 

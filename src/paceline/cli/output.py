@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import AUTO, NONE
+from paceline.config import NONE
 from paceline.outputs import CompletionOutput, Logprob, RequestOutput, SpeculationStats, StreamChunk
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+    from paceline.sampling_params import SamplingParams
+    from paceline.sequence import Sequence
+
+SHORT = 3  # tokens, the prompt's own included: the first steps of an answer measure, they do not draft
+PAYS = 1.2  # an expected gain that no margin of the policy holds back
+WIDTH = 80  # columns of a terminal that does not tell
 
 
 class Interrupted(Exception):
@@ -24,6 +33,9 @@ class Tally:
     """The progress of one request: enough for the last line even when it is interrupted."""
 
     llm: LLM
+    params: SamplingParams | None = None  # of the request, where it may choose its own method
+    default_limit: int | None = None  # tokens of an answer, where the user set no limit
+    sequences: SequenceOf[Sequence] = ()  # of the engine, one for each answer; settled once the stream is over
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
     last: float | None = None
@@ -65,17 +77,31 @@ class Tally:
 
     @property
     def speculation(self) -> SpeculationStats:
-        """Of all answers together; empty until the request is finished."""
+        """Of all answers together, once the stream is over; also of answers that were cut short."""
         merged = SpeculationStats()
-        for answer in self.output.outputs if self.output is not None else ():
-            merged.merge(answer.speculation)
+        if self.output is None:
+            for sequence in self.sequences:
+                merged.merge(sequence.stats)
+        else:
+            for answer in self.output.outputs:
+                merged.merge(answer.speculation)
         return merged
 
     def line(self) -> str:
         tokens = "1 token" if self.completion_tokens == 1 else f"{self.completion_tokens} tokens"
-        drafting = self.llm.method if self.output is None else drafting_words(self.llm, self.speculation)
+        drafting = drafting_words(self.llm, self.speculation, self.params)
         first = "" if self.ttft_s is None else f" · first after {self.ttft_s:.2f} s"
-        return f"{tokens} · {rate_words(self.tokens_per_second)} · {drafting}{first}"
+        return f"{tokens}{self._end_words()} · {rate_words(self.tokens_per_second)} · {drafting}{first}"
+
+    def _end_words(self) -> str:
+        """Why an answer ended that the model had not finished, unless the user set that limit."""
+        if self.output is None:
+            return ""
+        cut = [answer for answer in self.output.outputs if answer.finish_reason == "length"]
+        if any(len(answer.token_ids) == self.default_limit for answer in cut):
+            return f" (stopped at {self.default_limit}: --max-tokens allows more)"
+        full = self.llm.max_model_len - len(self.output.prompt_token_ids)
+        return " (the context is full)" if any(len(answer.token_ids) >= full for answer in cut) else ""
 
 
 def rate_words(tokens_per_second: float | None) -> str:
@@ -84,19 +110,36 @@ def rate_words(tokens_per_second: float | None) -> str:
     return f"{tokens_per_second:.{0 if tokens_per_second >= 10 else 1}f} tok/s"
 
 
-def drafting_words(llm: LLM, stats: SpeculationStats) -> str:
+def drafting_words(llm: LLM, stats: SpeculationStats, params: SamplingParams | None = None) -> str:
     """`suffix k≈4 · τ 2.4 · est. 1.7x`, or the reason why there was no draft."""
-    if llm.method == NONE:
-        return NONE
     if not stats.num_drafts:
-        if llm.method != AUTO and llm.speculation.k is not None:
-            return f"{llm.method}, nothing to draft from"
-        expected = "" if llm.expected_gain is None else f": expected {llm.expected_gain:.1f}x"
-        return f"speculation off{expected}"
-    words = [f"{method_words(stats)} k≈{stats.mean_draft_length:.0f}", f"τ {stats.mean_acceptance_length:.1f}"]
-    if stats.estimated_speedup is not None:
-        words.append(f"est. {stats.estimated_speedup:.1f}x")
-    return " · ".join(words)
+        return f"no drafts: {why_no_draft(llm, stats, params)}"
+    speedup = stats.estimated_speedup
+    gain = "too short to time" if speedup is None else f"est. {speedup:.1f}x"
+    return f"{method_words(stats)} k≈{stats.mean_draft_length:.0f} · τ {stats.mean_acceptance_length:.1f} · {gain}"
+
+
+def why_no_draft(llm: LLM, stats: SpeculationStats, params: SamplingParams | None = None) -> str:
+    method, k = chosen_drafting(llm, params)
+    if method == NONE:
+        return f"method {NONE}"
+    if stats.num_committed_tokens < SHORT:
+        return "too short"
+    if k is not None or llm.expected_gain is None:
+        return "nothing to draft from"
+    if llm.expected_gain > PAYS:  # and yet the policy's guard has stopped it
+        return "earlier ones did not pay"
+    return f"expected {llm.expected_gain:.1f}x"
+
+
+def chosen_drafting(llm: LLM, params: SamplingParams | None) -> tuple[str, int | None]:
+    """Method and k of a request: its own, or those the model was loaded with."""
+    own = None if params is None else params.speculation
+    if own is None:
+        return llm.method, llm.speculation.k
+    if isinstance(own, str):
+        return own, llm.speculation.k
+    return own.get("method", llm.method), own.get("k", llm.speculation.k)
 
 
 def method_words(stats: SpeculationStats) -> str:
@@ -112,7 +155,7 @@ def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
     return {
         "model": llm.name,
         "method": llm.method,
-        "choices": [_choice(answer, top or 0) for answer in output.outputs],
+        "choices": [{**choice_object(answer, top), "token_ids": list(answer.token_ids)} for answer in output.outputs],
         "usage": {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": tally.completion_tokens},
         "timing": {
             "load_s": llm.load_s,
@@ -120,18 +163,28 @@ def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
             "decode_s": tally.decode_s,
             "tokens_per_second": tally.tokens_per_second,
         },
-        "speculation": tally.speculation.as_dict(),
+        "speculation": speculation_object(tally),
     }
 
 
-def _choice(answer: CompletionOutput, top: int) -> dict[str, Any]:
+def speculation_object(tally: Tally) -> dict[str, Any]:
+    stats = tally.speculation
+    return {
+        **stats.as_dict(),
+        "drafts_by_method": dict(stats.drafts_by_method),
+        "estimated_speedup": stats.estimated_speedup if stats.num_drafts else None,
+        "why_no_draft": None if stats.num_drafts else why_no_draft(tally.llm, stats, tally.params),
+    }
+
+
+def choice_object(answer: CompletionOutput, top: int | None) -> dict[str, Any]:
     logprobs = None
     if answer.logprobs is not None:
-        logprobs = [_position(token, seen, top) for token, seen in zip(answer.token_ids, answer.logprobs, strict=True)]
+        positions = zip(answer.token_ids, answer.logprobs, strict=True)
+        logprobs = [_position(token, seen, top or 0) for token, seen in positions]
     return {
         "index": answer.index,
         "text": answer.text,
-        "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
         "logprobs": logprobs,
     }
@@ -155,7 +208,33 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def print_note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Onto stderr; a terminal gets lines that end between words."""
+    with suppress(OSError):  # an answer counts, also where stderr cannot be written
+        print(wrapped(text, _columns()) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def wrapped(text: str, columns: int) -> str:
+    """A word longer than a line is left to the terminal to break: it may be a path to copy."""
+    from rich.cells import cell_len  # a wide character takes two columns
+
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        line, *words = paragraph.split(" ")
+        for word in words:
+            if line.strip() and cell_len(line) + 1 + cell_len(word) > columns:
+                lines.append(line)
+                line = word
+            else:
+                line += f" {word}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or WIDTH
+    except (OSError, ValueError):  # not a real terminal
+        return WIDTH
 
 
 def print_error(error: BaseException) -> None:

@@ -5,6 +5,7 @@ tenth elsewhere.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from paceline.models.hub import Progress as ProgressCallback
+    from paceline.sequence import Sequence
+
+LONG_PROMPT_S = 1.0  # a prompt read sooner shows no bar
+REFRESH_S = 0.2
 
 
 @contextmanager
@@ -38,8 +43,36 @@ def live() -> Iterator[Bar | Lines]:
 
     stage_name = TextColumn("{task.description}", markup=False)  # it may quote an error with brackets in it
     columns = (stage_name, BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+    console = Console(stderr=True)
+    console.width -= 3  # room for the terminal's ^C, which would begin a new line and leave this one behind
+    with Progress(*columns, console=console, transient=True) as display:
         yield Bar(display)
+
+
+@contextmanager
+def prompt_progress(sequence: Sequence | None) -> Iterator[None]:
+    """A bar while a long prompt is read, where there is a terminal to show it on."""
+    if sequence is None or not sys.stderr.isatty():
+        yield
+        return
+    read = threading.Event()
+    bar = threading.Thread(target=_show_prompt, args=(sequence, read), daemon=True)
+    bar.start()
+    try:
+        yield
+    finally:
+        read.set()
+        bar.join()
+
+
+def _show_prompt(sequence: Sequence, read: threading.Event) -> None:
+    if read.wait(LONG_PROMPT_S):
+        return
+    with live() as display:
+        while True:
+            display.work(sequence.num_computed, sequence.num_prompt, "reading the prompt")
+            if read.wait(REFRESH_S):
+                return
 
 
 class Clock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,6 +69,13 @@ METHODS: Mapping[str, Method] = {
         ),
     )
 }
+# Names that users of other engines may try: of our methods, and of methods that are not here.
+OTHER_NAMES = {
+    **dict.fromkeys(("prompt-lookup", "prompt-lookup-decoding", "pld", "lookup", "[ngram]", "n-gram"), NGRAM),
+    **dict.fromkeys(("suffix-decoding", "suffix-tree", "arctic"), SUFFIX),
+    **dict.fromkeys(("draft", "speculative", "assisted", "assistant", "standalone"), DRAFT_MODEL),
+}
+ELSEWHERE = ("eagle", "mtp", "deepseek-mtp", "hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))
 _UNSET = {field.name: field.default for field in fields(SpeculationConfig)}
 
@@ -101,7 +109,7 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
     """
     method, known = speculation.method, (*method_names(), AUTO)
     if method not in known:
-        raise InvalidParameter("method", f"{method!r} is not one of {', '.join(known)}")
+        raise InvalidParameter("method", unknown_method(method))
     if method == NONE:
         taken: tuple[str, ...] = ()
     else:
@@ -111,4 +119,18 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
             raise InvalidParameter(option, f"means nothing to method {method}; leave one of the two out")
     for need in METHODS[method].needs if method in METHODS else ():
         if getattr(speculation, need) is None:
-            raise InvalidParameter(need, f"method {method} needs one; give it, or choose another method")
+            raise InvalidParameter(need, f"method {method} needs one; give it, or choose {AUTO}, which needs none")
+
+
+def unknown_method(name: str) -> str:
+    """What to do about a name that is no method here: other engines and papers have other names, and other methods."""
+    spelt = name.lower().replace("_", "-")
+    ours = OTHER_NAMES.get(spelt, spelt)
+    if ours in METHODS:
+        return f"{name!r} is called {ours} here"
+    if spelt.rstrip("0123456789.") in ELSEWHERE:
+        trained = ", ".join(each.name for each in METHODS.values() if "drafter" in each.needs)
+        return f"{name!r} is not available here; {AUTO} drafts without training, a trained drafter may be of {trained}"
+    known = (*method_names(), AUTO)
+    near = get_close_matches(spelt, known, n=1)
+    return f"{name!r} is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

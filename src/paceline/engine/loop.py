@@ -69,6 +69,7 @@ Command = Submit | Cancel | Call | Close
 
 class Accepted(NamedTuple):
     request_id: str
+    answers: list[Sequence]  # under way: the receiver only reads them
 
 
 class Ended(NamedTuple):
@@ -186,7 +187,7 @@ class EngineLoop:
             self._open[request_id] = _Open(answers, len(answers), request.streamed)
             self._watched.add(request_id)
             if request.streamed:
-                self._outputs.put(Accepted(request_id))
+                self._outputs.put(Accepted(request_id, answers))
         return True
 
     def _cancel(self, request_ids: SequenceOf[str], done: Future[None] | None) -> None:
