@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -11,10 +12,13 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import PacelineError
 
+TURNS = "_turns"  # the variable that counts
+MOST_TURNS = 1_000_000  # of all loops of one rendering: a second or two, and far more than any conversation needs
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -23,13 +27,21 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            environment = _environment()
+            tree = environment.parse(source)
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            self._template = environment.from_string(tree)
+        except (jinja2.TemplateError, RecursionError) as error:
             raise PacelineError(f"the model's chat template is invalid: {error}") from error
 
     def render(self, messages: Messages, **variables: Any) -> str:
         try:
-            return self._template.render(messages=_plain(list(messages)), **_plain(variables))
+            return self._template.render(
+                {**_plain(variables), "messages": _plain(list(messages)), TURNS: itertools.count(1)}
+            )
+        except RecursionError as error:
+            raise PacelineError("the model's chat template does not end: it calls itself") from error
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise PacelineError(f"the model's chat template refused the messages: {error}") from error
 
@@ -45,11 +57,29 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+@jinja2.pass_context
+def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    """What a loop goes through; all loops of a rendering share one count."""
+    turns = context[TURNS]
+    for item in items:
+        if next(turns) > MOST_TURNS:
+            raise jinja2.TemplateError(f"its loops do not end within {MOST_TURNS:,} turns")
+        yield item
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Powers are refused: 9**9**9 takes for ever, and no chat needs them."""
+
+    intercepted_binops = frozenset({"**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        raise jinja2.TemplateError(f"the operator {operator} is not available")
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
+    environment.filters["counted"] = _counted
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.triton_support import require_triton
+
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TRIPLE_1, _TRIPLE_2, _TRIPLE_3 = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
 
@@ -111,6 +113,7 @@ def _kernels(device: str) -> ModuleType | None:
     if device != "cuda":
         return None
     try:
+        require_triton()
         from paceline import rng_triton
     except ImportError:
         return None

@@ -10,6 +10,8 @@ from types import ModuleType
 
 from torch import Tensor
 
+from paceline.triton_support import require_triton
+
 
 def kernels(tensor: Tensor) -> ModuleType | None:
     """The package `device`, for tensors it can work on."""
@@ -19,7 +21,8 @@ def kernels(tensor: Tensor) -> ModuleType | None:
 @functools.cache
 def _device() -> ModuleType | None:
     try:
+        require_triton()
         from paceline.verify import device
-    except ImportError:  # no Triton here
+    except ImportError:  # no Triton that works here
         return None
     return device
