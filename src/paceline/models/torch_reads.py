@@ -66,8 +66,8 @@ class PassReads:
             starts = (ends - counts)[counts == count]
             rows = order[starts[:, None] + torch.arange(count, device=starts.device)]  # (S, R)
             seen = max(int((self.reach[rows].amax(1) - begin[rows].amin(1)).max()), 1)
-            for together in rows.split(max(1, LIMIT // (seen * max(key_size, count * heads)))):
-                for piece in together.split(max(1, LIMIT // (seen * heads)), dim=1):
+            for together in torch.split(rows, max(1, LIMIT // (seen * max(key_size, count * heads)))):
+                for piece in torch.split(together, max(1, LIMIT // (seen * heads)), dim=1):
                     yield self._part(piece, begin)
 
     def _part(self, rows: Tensor, begin: Tensor) -> Part:
@@ -90,7 +90,7 @@ class PassReads:
         """Slots of the last key each row sees (S, R), to pad with: what no row wrote may be NaN, and 0 x NaN is NaN."""
         plan = self.plan
         prefix, reach = self.prefix[rows], self.reach[rows]
-        paged = slots_of(
+        paged: Tensor = slots_of(
             plan.block_tables, self.sequence[rows], (reach.minimum(prefix) - 1).clamp(min=0), plan.block_size
         )
         if not plan.path.shape[1]:
