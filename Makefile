@@ -1,6 +1,7 @@
 # make demo   a fresh machine to answers, plain and drafted   make test   the gate: ruff, mypy and all tests
 # make demo PROMPT='...' asks that instead                    make quick  ruff and the core's tests, in under a minute
-# make clean  removes .venv and everything built          PYTHON=python3.12 make ... picks the interpreter
+# make wheel  dist/: any Python >= 3.10 on Linux, no compiler  make clean  removes .venv and everything built
+# PYTHON=python3.12 make ... picks the interpreter
 
 PYTHON ?= python3
 MODEL ?= smollm2
@@ -20,7 +21,7 @@ QUICK := tests/engine tests/verify/test_walk.py tests/drafters/test_methods.py t
 QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins \
 	or kernel_that_says or within_five_per_cent or -8]
 
-.PHONY: demo test quick clean
+.PHONY: demo test quick wheel clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/paceline pull $(MODEL)
@@ -37,10 +38,15 @@ quick: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(QUICK) -k 'not ($(QUICK_WITHOUT))'
 
-$(VENV)/.installed-demo: EXTRA := gguf
-$(VENV)/.installed-dev: EXTRA := dev
+# auditwheel refuses what an older system lacks; native/glibc.h keeps it out.
+wheel: $(VENV)/.installed-dev
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --outdir build/wheel
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --plat manylinux_2_28_$$(uname -m) --wheel-dir dist build/wheel/*.whl
+
+$(VENV)/.installed-dev: EXTRA := [dev]
 $(VENV)/.installed-demo $(VENV)/.installed-dev: $(BUILD) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRA)]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.$(EXTRA)'
 	@touch $@
 
 $(BIN)/python:

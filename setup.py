@@ -29,6 +29,8 @@ FLAGS = [
     "-fno-rtti",
     "-g0",
     "-pthread",
+    "-include",
+    "src/paceline/models/native/glibc.h",
 ]
 
 

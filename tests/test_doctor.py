@@ -58,18 +58,26 @@ def test_little_memory_is_reported(
     assert "only 300 MB of memory is free" in examined(capsys)[1]
 
 
-def test_missing_native_kernels_are_reported(
+def test_missing_native_kernels_are_reported_once_and_are_exit_code_1(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from paceline.models import kernels, native_kernels, runtime
-    from paceline.models.torch_kernels import TorchKernels
+    from paceline.models import native_kernels, runtime
 
+    monkeypatch.delenv("PACELINE_KERNELS", raising=False)
     monkeypatch.setattr(runtime, "choose_device", lambda name: runtime.torch.device("cpu"))
-    monkeypatch.setattr(kernels, "kernels_for", lambda device: TorchKernels())
-    monkeypatch.setattr(native_kernels, "library_status", lambda: "no native kernels: they were not built")
-    report, text = examined(capsys)
+    monkeypatch.setattr(native_kernels, "_best_library", lambda: (None, "no native kernels: they were not built"))
+    report, text = examined(capsys, code=1)
     assert report["use"]["numerics"] == "fast"
-    assert "they were not built → install paceline again where there is a C++ compiler" in text
+    assert [finding["slow"] for finding in report["findings"] if "built" in finding["problem"]] == [True]
+    assert "they were not built → install paceline's wheel" in text
+    assert text.count("they were not built") == 1
+
+
+def test_kernels_slowed_by_hand_are_reported(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_KERNELS", "torch")
+    assert "PACELINE_KERNELS=torch asks for them → unset it" in examined(capsys, code=1)[1]
 
 
 def test_a_broken_torch_is_fatal(

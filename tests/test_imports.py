@@ -19,8 +19,8 @@ SOURCE = Path(paceline.__file__).parent
 RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
-        *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
-        *("garbage", "cuda_graph", "vllm_names", "prompts", "progress_bar", "arguments"),
+        *("rng_triton", "tokenizer", "tokenizer_config", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
+        *("garbage", "cuda_graph", "triton_support", "vllm_names", "prompts", "progress_bar", "arguments"),
     },
     {"models", "verify"},
     {"controls"},
@@ -37,7 +37,7 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 PUBLIC = "__init__"  # the package itself: looks its names up lazily, so any module may import __version__
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
-VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "cuda_graph", "verify"}
+VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "cuda_graph", "triton_support", "verify"}
 NO_TORCH = (
     "errors",
     "config",

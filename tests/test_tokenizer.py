@@ -143,16 +143,68 @@ def test_added_tokens_of_the_config_get_their_ids(tmp_path: Path) -> None:
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
 
 
-def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
-    model = json.loads(byte_level().to_str())["model"]
-    vocabulary = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("\n".join(" ".join(merge) for merge in model["merges"]))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    ours, theirs = both(tmp_path)
-    assert ours.eos_token_id == theirs.eos_token_id == len(model["vocab"])
-    for text in TEXTS:
-        assert ours.encode(text) == theirs.encode(text)
+def test_a_folder_without_tokenizer_json_says_how_to_make_one(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(BrokenModel, match=r"holds tokenizer\.model but no tokenizer\.json; make one with transformers"):
+        Tokenizer.from_path(tmp_path)
+
+
+ODD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"eos_token": 5}, "eos_token must be the text"),
+    ({"eos_token": {"text": "<s>"}}, "eos_token must be the text"),
+    ({"bos_token": ["<s>"]}, "bos_token must be the text"),
+    ({"added_tokens_decoder": ["<s>"]}, "added_tokens_decoder must be an object"),
+    ({"added_tokens_decoder": {"one": {"content": "<s>"}}}, "added_tokens_decoder must be an object"),
+    ({"added_tokens_decoder": {"900": "<s>", "901": 7}}, "added_tokens_decoder must be the text"),
+    ({"added_tokens_decoder": {"900": {"content": "<s>", "special": "false"}}}, "without quotation marks"),
+    ({"extra_special_tokens": "<s>"}, "extra_special_tokens must be a list"),
+    ({"additional_special_tokens": [None]}, "additional_special_tokens must be the text"),
+    ({"chat_template": 5}, "chat_template must be text"),
+    ({"chat_template": [{"name": "default", "template": 5}]}, "chat_template must be text"),
+    ({"chat_template": {"default": "x"}}, "chat_template must be text"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), ODD_CONFIGS)
+def test_a_tokenizer_config_of_odd_types_names_the_key(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BrokenModel, match=message) as caught:
+        Tokenizer.from_path(save(byte_level(), tmp_path, **config))
+    assert "tokenizer_config.json" in str(caught.value)
+
+
+def test_a_tokenizer_config_nested_without_end_is_one_line(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(BrokenModel, match="nested too deeply"):
+        Tokenizer.from_path(tmp_path)
+
+
+ENDLESS = {
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a loop in a macro": "{% macro m() %}{% for a in range(99999) %}{% endfor %}{% endmacro %}"
+    "{% for b in range(99999) %}{{ m() }}{% endfor %}",
+    "a power": "{{ 9 ** 9 ** 9 ** 9 }}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_never_ends_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.chat_template.MOST_TURNS", 200_000)
+    with pytest.raises(PacelineError, match="chat template"):
+        ChatTemplate(source).render([{"role": "user", "content": "Hi"}])
+
+
+def test_loops_of_a_template_know_their_length_and_share_a_count_per_rendering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.chat_template.MOST_TURNS", 6)
+    source = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ' ' }}{% endfor %}"
+    template = ChatTemplate(source + "{% for a, b in pairs.items() if b %}{{ a }}{{ loop.revindex0 }}{% endfor %}")
+    for _ in range(3):
+        assert template.render([{"role": "x"}] * 2, pairs={"p": 1, "q": 0, "r": 2}) == "1/2 2/2.p1r0"
+    with pytest.raises(PacelineError, match="do not end within 6 turns"):
+        template.render([{"role": "x"}] * 7, pairs={})
 
 
 def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path: Path) -> None:
@@ -185,7 +237,7 @@ def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
 def test_a_missing_or_damaged_tokenizer_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound):
         Tokenizer.from_path(tmp_path / "none")
-    with pytest.raises(BrokenModel, match=r"no tokenizer\.json") as caught:
+    with pytest.raises(BrokenModel, match=r"holds no tokenizer: tokenizer\.json is missing; copy it") as caught:
         Tokenizer.from_path(tmp_path)
     assert "\n" not in str(caught.value)
     (tmp_path / "tokenizer.json").write_text("{")

@@ -55,7 +55,7 @@ def truth(field: str, value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `kind` is default, linear or llama3; the last four fields belong to llama3."""
+    """Rotary embedding: `kind` is default, linear, llama3 or yarn. The fields after `factor` belong to the last two."""
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -63,6 +63,10 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0  # yarn, as all below
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # of cos and sin
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,8 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = import_gguf()
+        if path.is_file() and not path.stat().st_size:
+            raise BrokenModel(f"{path} is empty: the download did not finish; download it again")
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -162,5 +164,5 @@ def import_gguf() -> Any:
         import gguf
         import gguf.quants
     except ImportError as error:
-        raise PacelineError('GGUF files need the gguf package: pip install "paceline[gguf]"') from error
+        raise PacelineError("GGUF files need the gguf package: pip install gguf") from error
     return gguf

@@ -1,7 +1,7 @@
 """Text to tokens and back, chat messages to tokens: as transformers' tokenizers, without importing transformers.
 
-That import costs a second at every start, so tokenizer.json is read by the tokenizers library directly, with the
-additions of tokenizer_config.json. Only folders without a tokenizer.json are read by transformers.
+tokenizer.json is read by the tokenizers library directly, with the additions of tokenizer_config.json. A folder without
+a tokenizer.json is refused with the way to make one.
 """
 
 from __future__ import annotations
@@ -12,26 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from paceline.chat_template import ROLES, ChatTemplate, Messages, open_ended, read_messages
 from paceline.detokenizer import IncrementalDecoder, StreamFactory, special_tokens, stream_factory
-from paceline.errors import (
-    BrokenModel,
-    InvalidParameter,
-    InvalidPrompt,
-    ModelNotFound,
-    PacelineError,
-    UnsupportedModel,
-    shown,
-)
+from paceline.errors import BrokenModel, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, shown
 from paceline.gguf_file import GGUFFile
 from paceline.gguf_vocab import tokenizer_files
+from paceline.tokenizer_config import chat_templates, declared_tokens, named_tokens
 
 __all__ = ["IncrementalDecoder", "Tokenizer"]
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Arguments of transformers' apply_chat_template that would otherwise be taken for variables of the template.
 TRANSFORMERS_OPTIONS = ("return_tensors", "return_dict", "padding", "truncation", "max_length")
 Json = dict[str, Any]
@@ -44,7 +35,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self.named_tokens = {name: _text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+        self.named_tokens = named_tokens(config)
         self._sources = dict(templates)
         self._templates: dict[str, ChatTemplate] = {}
         self._add_missing_tokens(config)
@@ -56,18 +47,15 @@ class Tokenizer:
         """Of a model folder or a .gguf file."""
         if path.suffix == ".gguf":
             body, config = tokenizer_files(GGUFFile(path).metadata, str(path))
-            return cls(Backend.from_str(json.dumps(body)), config, _templates_of(config))
+            return cls(Backend.from_str(json.dumps(body)), config, chat_templates(config))
         if not path.is_dir():
             raise ModelNotFound(f"{path} is not a model folder")
         config = _read_json(path / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # the older layout keeps the special tokens in a file of their own
             config |= _read_json(path / "special_tokens_map.json")
-        if (path / "tokenizer.json").exists():
-            backend = _read_backend(path / "tokenizer.json")
-        else:
-            backend, defaults = _through_transformers(path)
-            config = defaults | config
-        return cls(backend, config, _templates_in(path, config))
+        if not (path / "tokenizer.json").exists():
+            raise _no_tokenizer(path)
+        return cls(_read_backend(path / "tokenizer.json"), config, _templates_in(path, config))
 
     @property
     def vocab_size(self) -> int:
@@ -179,12 +167,7 @@ class Tokenizer:
     def _add_missing_tokens(self, config: Json) -> None:
         """Tokens tokenizer_config.json declares and tokenizer.json lacks, in the order of their ids."""
         known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
-        declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-        wanted = [_added_token(entry) for _, entry in declared]
-        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        wanted += [AddedToken(text, special=True, normalized=False) for text in self.named_tokens.values()]
-        wanted += [AddedToken(_text(token), special=True, normalized=False) for token in _values(extra)]
-        for token in wanted:
+        for token in declared_tokens(config):
             if token.content not in known:
                 known.add(token.content)
                 (self.backend.add_special_tokens if token.special else self.backend.add_tokens)([token])
@@ -200,59 +183,33 @@ def _read_backend(path: Path) -> Backend:
         raise BrokenModel(f"{path} cannot be read: {error}") from error
 
 
-def _through_transformers(folder: Path) -> tuple[Backend, Json]:
-    """The tokenizer, and the special tokens of its class."""
-    try:
-        from transformers import AutoTokenizer
-
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # anything a foreign file can cause
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        message = f"{folder} holds no tokenizer.json, and no tokenizer that transformers can read: {reason}"
-        raise BrokenModel(message) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, Backend):
-        raise UnsupportedModel(f"{folder}: the tokenizer cannot be expressed as a tokenizer.json")
-    return backend, dict(loaded.special_tokens_map)
+def _no_tokenizer(folder: Path) -> BrokenModel:
+    other = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
+    if not other:
+        return BrokenModel(
+            f"{folder} holds no tokenizer: tokenizer.json is missing; copy it and tokenizer_config.json from the model "
+            "that this one was made from"
+        )
+    return BrokenModel(
+        f"{folder} holds {other[0]} but no tokenizer.json; make one with transformers: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    )
 
 
 def _templates_in(folder: Path, config: Json) -> dict[str, str]:
     """Template files in the folder take precedence over tokenizer_config.json."""
-    templates = _templates_of(config)
+    templates = chat_templates(config)
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     return templates | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-
-
-def _templates_of(config: Json) -> dict[str, str]:
-    template = config.get("chat_template")
-    if isinstance(template, str):
-        return {"default": template}
-    try:
-        return {entry["name"]: entry["template"] for entry in template or []}
-    except (KeyError, TypeError) as error:
-        raise BrokenModel("tokenizer_config.json: chat_template must be text or a list of named templates") from error
-
-
-def _text(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _values(tokens: Any) -> list[Any]:
-    return list(tokens.values()) if isinstance(tokens, dict) else list(tokens)
-
-
-def _added_token(entry: Json) -> AddedToken:
-    flags = {
-        key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in entry
-    }
-    return AddedToken(entry["content"], **flags)
 
 
 def _read_json(path: Path) -> Json:
     """{} when there is no such file: every field has a default."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except RecursionError as error:
+        raise BrokenModel(f"{path} cannot be read: it is nested too deeply for a model's file") from error
     except (OSError, ValueError) as error:
         raise BrokenModel(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

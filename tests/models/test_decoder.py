@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
-from paceline.models.decoder import FINAL, LEAST_POSITIONS, rope_tables
+from paceline.models.decoder import FINAL, LEAST_POSITIONS
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
+from paceline.models.rope import rope_tables
 from paceline.models.runtime import load_model
 from paceline.testing import logits_of
 from tests.models.tiny import TINY, save_tiny

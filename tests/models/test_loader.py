@@ -16,6 +16,7 @@ from paceline.config import RopeConfig
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
 from paceline.models.hf_config import NEUTRAL, parse_config
 from paceline.models.loader import load_config, load_generation_defaults, load_weights
+from paceline.models.rope import rope_tables
 from paceline.models.runtime import load_model
 from paceline.models.weights import WeightKind
 from tests.models.tiny import write_tokenizer
@@ -37,6 +38,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("Llama", {"rms_norm_eps": 1e-3}, {"rms_norm_eps": 1e-3, "windows": ()}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}, {"tie_embeddings": True}),
@@ -116,6 +118,38 @@ def test_transformers_writes_a_rope_we_read(tmp_path: Path, write_model: Any) ->
     assert load_config(tmp_path).rope == RopeConfig(theta=7e4, kind="llama3", factor=8.0, original_max_positions=32)
 
 
+YARNS: dict[str, dict[str, Any]] = {
+    "as Qwen asks for it": {},
+    "betas": {"beta_fast": 16.0, "beta_slow": 2.0},
+    "without rounding": {"truncate": False, "factor": 8.0},
+    "attention factor": {"attention_factor": 1.25},
+    "mscale": {"mscale": 1.0, "mscale_all_dim": 0.7},
+    "one mscale alone": {"mscale": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", YARNS)
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_yarn_gives_the_tables_of_transformers(case: str, theta: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    raw = RAW | {"rope_scaling": YARN | YARNS[case], "rope_theta": theta}
+    config = parse_config(raw, "config.json")
+    oracle = LlamaRotaryEmbedding(
+        LlamaConfig(**(raw | {"rope_parameters": YARN | YARNS[case] | {"rope_theta": theta}}))
+    )
+    expected = oracle(torch.zeros(1), torch.arange(500)[None])
+    for got, wanted in zip(rope_tables(config.rope, config.head_dim, 500, torch.device("cpu")), expected, strict=True):
+        torch.testing.assert_close(got, wanted[0, :, : config.head_dim // 2], rtol=1e-6, atol=1e-6)
+
+
+def test_yarn_lengthens_a_context_that_the_config_left_short() -> None:
+    raw = RAW | {"max_position_embeddings": 64, "rope_scaling": YARN | {"original_max_position_embeddings": 64}}
+    assert parse_config(raw, "c").max_positions == 256
+    assert parse_config(RAW | {"max_position_embeddings": 500, "rope_scaling": YARN}, "c").max_positions == 500
+
+
 def test_layer_types_choose_the_windows() -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     raw = RAW | {"architectures": ["Qwen3ForCausalLM"], "layer_types": kinds, "sliding_window": 8, "head_dim": 16}
@@ -127,7 +161,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": [], "model_type": "gemma"}, "gemma"),
     ({"architectures": ["LlamaForCausalLM", "Other"]}, "Other"),
     ({"hidden_act": "gelu"}, "gelu"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ between layers"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -166,6 +200,16 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "all 3 layers"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names, found 'LlamaForCausalLM'"),
+    ({"architectures": [["LlamaForCausalLM"]]}, "architectures must be a list of names"),
+    ({"architectures": {"name": "LlamaForCausalLM"}}, "architectures must be a list of names"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false without quotation marks"),
+    ({"attention_bias": "true"}, "attention_bias must be true or false"),
+    ({"mlp_bias": 1}, "mlp_bias must be true or false"),
+    ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": "false"}, "use_sliding_window must be true or"),
+    ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate must be true or false"),
+    ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+    ({"hidden_size": "x" * 10_000}, r"hidden_size must be a positive integer .* found 'xxx.* \.\.\.$"),
 ]
 
 
@@ -180,7 +224,10 @@ EXOTIC: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e4,
     "rope_scaling": LLAMA3,
-    "rope_parameters": LLAMA3,
+    "rope_parameters": YARN,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
     "use_sliding_window": True,
     "sliding_window": 8,
     "max_window_layers": 1,
@@ -344,3 +391,43 @@ def test_generation_defaults_are_read_and_their_eos_outranks_the_config(llama: P
     file.unlink()
     assert load_generation_defaults(llama) == {}
     assert load_config(llama).eos_token_ids == (2,)
+
+
+# ---- folders that are no models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_a_lora_folder_is_called_one_with_the_name_of_its_model(with_config: bool, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/model"}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    if with_config:
+        (tmp_path / "config.json").write_text(json.dumps(RAW))
+    with pytest.raises(BrokenModel, match=r"LoRA adapter of some/model, not a model\. Merge the two") as caught:
+        load_weights(tmp_path, load_config(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("adapter", ["[]", "{", '{"base_model_name_or_path": 5}'])
+def test_a_damaged_lora_folder_is_still_called_one(adapter: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(adapter)
+    with pytest.raises(BrokenModel, match="LoRA adapter, not a model"):
+        load_config(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(tmp_path: Path, write_model: Any) -> None:
+    write_model(tmp_path, "Llama")
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(BrokenModel, match=r"holds no tokenizer: tokenizer\.json is missing; copy it"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_a_config_nested_without_end_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(BrokenModel, match="nested too deeply"):
+        load_config(tmp_path)
+
+
+def test_generation_defaults_take_no_word_for_true(llama: Path) -> None:
+    (llama / "generation_config.json").write_text('{"do_sample": "false"}')
+    with pytest.raises(BrokenModel, match="do_sample must be true or false, found 'false'"):
+        load_generation_defaults(llama)

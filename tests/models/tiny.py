@@ -25,6 +25,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama3-untied": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False, "head_dim": 16}),
@@ -36,6 +37,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN, "num_hidden_layers": 2}),
     "mistral-window": ("Mistral", {"sliding_window": 16, "head_dim": 24}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "num_key_value_heads": 3}),

@@ -20,11 +20,12 @@ LITTLE_MEMORY = 1 << 30  # torch, the default model in fp32 and a small cache
 
 @dataclass(frozen=True)
 class Finding:
-    """`fatal`: no model can run; only then is the exit code 1."""
+    """`fatal`: no model can run. `slow`: models run, but several times slower than they could. Both are exit code 1."""
 
     problem: str
     advice: str
     fatal: bool = False
+    slow: bool = False
 
 
 def doctor(
@@ -36,7 +37,7 @@ def doctor(
         print_json(report)
     else:
         print("\n".join(render(report)))
-    return 1 if any(finding["fatal"] for finding in report["findings"]) else 0
+    return 1 if any(finding["fatal"] or finding["slow"] for finding in report["findings"]) else 0
 
 
 def examine() -> dict[str, Any]:
@@ -117,16 +118,16 @@ def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
 
 def choices(findings: list[Finding]) -> dict[str, Any]:
     """The values that `auto` stands for on this machine."""
-    from paceline.models.kernels import kernels_for
+    from paceline.models.kernels import kernels_for, why_slow
     from paceline.models.native_kernels import library_status
     from paceline.models.runtime import choose_device
 
     device = choose_device("auto")
     kernels = kernels_for(device)
-    status = library_status()
-    if device.type == "cpu" and not kernels.exact:
-        advice = "install paceline again where there is a C++ compiler; plain torch works, slower and not bit for bit"
-        findings.append(Finding(status, advice))
+    status = library_status() if kernels.name.startswith("native") else kernels.name
+    if slow := why_slow(kernels, device):
+        findings.append(Finding(f"slow kernels serve: {slow.reason}", slow.advice, slow=True))
+        status = f"{kernels.name}, slow: see the findings"
     return {
         "device": device.type,
         "dtype": "as stored" if device.type == "cpu" else "bfloat16",
@@ -153,12 +154,14 @@ def render(report: dict[str, Any]) -> list[str]:
         lines += [
             "will use",
             f"  device   {use['device']}, weights {use['dtype']}, {use['threads']} threads",
-            f"  kernels  {use['kernels_status'] if use['device'] == 'cpu' else use['kernels']}",
+            f"  kernels  {use['kernels_status']}",
             f"  numerics {use['numerics']}",
         ]
     if not report["findings"]:
         return [*lines, "nothing is wrong"]
     lines.append("findings")
     for finding in report["findings"]:
-        lines.append(f"  {'✗' if finding['fatal'] else '!'} {finding['problem']} → {finding['advice']}")
+        lines.append(
+            f"  {'✗' if finding['fatal'] or finding['slow'] else '!'} {finding['problem']} → {finding['advice']}"
+        )
     return lines

@@ -67,6 +67,7 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any]:
     scaling = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "linear":
         return scaling
+    assert rope.kind == "llama3", "no GGUF file is read with another scaling"
     return scaling | {
         "low_freq_factor": rope.low_freq_factor,
         "high_freq_factor": rope.high_freq_factor,

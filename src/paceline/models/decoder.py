@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig, RopeConfig
+from paceline.config import ModelConfig
 from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
@@ -21,6 +21,7 @@ from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
+from paceline.models.rope import rope_tables
 from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
 
@@ -223,27 +224,3 @@ class Decoder:
         if added is None:
             return self.kernels.rms_norm(residual, self.final_norm, eps)
         return self.kernels.add_rms_norm(added, residual, self.final_norm, eps)
-
-
-def rope_tables(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, (length, head_dim / 2) in fp32: products in fp32, as every implementation of these models does."""
-    inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if rope.kind == "linear":
-        inverse = inverse / rope.factor
-    elif rope.kind == "llama3":
-        inverse = _llama3_frequencies(inverse, rope)
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse
-    return angles.cos().to(device), angles.sin().to(device)
-
-
-def _llama3_frequencies(inverse: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
-    wavelength = 2 * math.pi / inverse
-    longest = rope.original_max_positions / rope.low_freq_factor
-    shortest = rope.original_max_positions / rope.high_freq_factor
-    blend = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    between = (1 - blend) * inverse / rope.factor + blend * inverse
-    slowed = torch.where(wavelength > longest, inverse / rope.factor, between)
-    return torch.where(wavelength < shortest, inverse, slowed)

@@ -57,6 +57,10 @@ def fetch_snapshot(repository: str, folder: Path, progress: Progress) -> dict[st
     progress(f"asking the hub for {repository}", 0, None)
     info = _within(DEADLINE_SECONDS, lambda: _repository_info(repository))
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_kept(file.rfilename)}
+    if "adapter_config.json" in sizes and "config.json" not in sizes:
+        raise ModelNotFound(
+            f"{repository} on the hub is a LoRA adapter, not a model; merge it into its model with peft and name that"
+        )
     if "config.json" not in sizes or not any(name.endswith(".safetensors") for name in sizes):
         raise ModelNotFound(
             f"{repository} on the hub holds no config.json with safetensors weights; name another model"
@@ -75,8 +79,10 @@ def _refuse_unsupported(config: Path, repository: str) -> None:
     """Checked before gigabytes are downloaded in vain."""
     try:
         raw = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{repository}/config.json on the hub is not valid JSON") from error
+    if not isinstance(raw, dict):
+        raise BrokenModel(f"{repository}/config.json on the hub must hold a JSON object")
     parse_config(raw, f"{repository}/config.json")
 
 

@@ -6,6 +6,8 @@ model that was trained.
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
 from paceline.config import ModelConfig, RopeConfig
@@ -18,7 +20,8 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 MOST_LAYERS = 10_000  # more than any model has; a damaged file must not cost hours of building lists
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+SHOWN = 80  # characters of a wrong value in a message
 MISTRAL_WINDOW = 4096  # transformers' default when the key is absent
 QWEN_WINDOW, QWEN_FULL_LAYERS, QWEN3_HEAD_DIM = 4096, 28, 128
 
@@ -51,8 +54,11 @@ def parse_config(raw: Json, source: str) -> ModelConfig:
     num_layers = _integer(raw, "num_hidden_layers", source, largest=MOST_LAYERS)
     hidden_size = _integer(raw, "hidden_size", source)
     num_kv_heads = _integer(raw, "num_key_value_heads", source, default=num_heads)
-    attention_bias = bool(raw.get("attention_bias", False)) and architecture in ("llama", "qwen3")
+    attention_bias = _flag(raw, "attention_bias", source) and architecture in ("llama", "qwen3")
     max_positions = _integer(raw, "max_position_embeddings", source)
+    rope = _rope(raw, max_positions, source)
+    if rope.kind == "yarn":  # configs often keep the original length and add rope_scaling only
+        max_positions = max(max_positions, int(rope.original_max_positions * rope.factor))
     config = ModelConfig(
         architecture=architecture,
         vocab_size=_integer(raw, "vocab_size", source),
@@ -64,11 +70,11 @@ def parse_config(raw: Json, source: str) -> ModelConfig:
         head_dim=_head_dim(raw, architecture, hidden_size, num_heads, source),
         max_positions=max_positions,
         rms_norm_eps=_number(raw, "rms_norm_eps", source, default=1e-6),
-        rope=_rope(raw, max_positions, source),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rope=rope,
+        tie_embeddings=_flag(raw, "tie_word_embeddings", source),
         qkv_bias=attention_bias or architecture == "qwen2",
         output_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and architecture == "llama",
+        mlp_bias=_flag(raw, "mlp_bias", source) and architecture == "llama",
         qk_norm=architecture == "qwen3",
         windows=_windows(raw, architecture, num_layers, source),
         bos_token_id=_first(token_ids(raw, "bos_token_id", source)),
@@ -93,14 +99,16 @@ def token_ids(raw: Json, key: str, source: str) -> tuple[int, ...]:
     value = raw.get(key)
     values = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in values):
-        raise BrokenModel(f"{source}: {key} must be a token id or a list of them, found {value!r}")
+        raise BrokenModel(f"{source}: {key} must be a token id or a list of them, found {_shown(value)}")
     return tuple(values)
 
 
 def _architecture(raw: Json, source: str) -> str:
     names = raw.get("architectures") or []
     supported = ", ".join(ARCHITECTURES)
-    if isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise BrokenModel(f"{source}: architectures must be a list of names, found {_shown(names)}")
+    if len(names) == 1 and names[0] in ARCHITECTURES:
         return ARCHITECTURES[names[0]]
     if not names:
         model_type = raw.get("model_type")
@@ -108,9 +116,8 @@ def _architecture(raw: Json, source: str) -> str:
             return str(model_type)
         if model_type is None:
             raise BrokenModel(f"{source}: the key architectures is missing, so the model cannot be recognised")
-        names = [model_type]
-    found = ", ".join(map(str, names)) if isinstance(names, list) else str(names)
-    raise UnsupportedModel(f"{source}: architecture {found} is not supported; supported: {supported}")
+        names = [_shown(model_type)]
+    raise UnsupportedModel(f"{source}: architecture {', '.join(names)} is not supported; supported: {supported}")
 
 
 def _refuse_foreign_options(raw: Json, source: str) -> None:
@@ -149,11 +156,13 @@ def _rope(raw: Json, max_positions: int, source: str) -> RopeConfig:
     theta = _number({"rope_theta": raw.get("rope_theta")} | given, "rope_theta", source, default=10_000.0)
     if kind == "default":
         return RopeConfig(theta=theta)
-    factor = _number(given, "factor", source)
+    factor = 0.0 if kind == "yarn" else _number(given, "factor", source)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
     key = "original_max_position_embeddings"
     original = _integer({key: raw.get(key, given.get(key))}, key, source, default=max_positions)
+    if kind == "yarn":
+        return _yarn(given, theta, original, max_positions, source)
     low, high = _number(given, "low_freq_factor", source), _number(given, "high_freq_factor", source)
     if high <= low:
         raise BrokenModel(f"{source}: high_freq_factor ({high}) must be above low_freq_factor ({low})")
@@ -167,6 +176,31 @@ def _rope(raw: Json, max_positions: int, source: str) -> RopeConfig:
     )
 
 
+def _yarn(given: Json, theta: float, original: int, max_positions: int, source: str) -> RopeConfig:
+    factor = _number(given, "factor", source, default=max_positions / original)
+    fast, slow = _number(given, "beta_fast", source, default=32.0), _number(given, "beta_slow", source, default=1.0)
+    if theta <= 1:
+        raise BrokenModel(f"{source}: rope_theta must be above 1 for yarn, found {theta}")
+
+    def attention(multiplier: float) -> float:
+        return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    scales = [given.get(key) for key in ("mscale", "mscale_all_dim")]
+    usual = attention(1.0)
+    if all(scales):
+        usual = attention(_number(given, "mscale", source)) / attention(_number(given, "mscale_all_dim", source))
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=_flag(given, "truncate", source, default=True),
+        attention_factor=_number(given, "attention_factor", source, default=usual),
+    )
+
+
 def _windows(raw: Json, architecture: str, num_layers: int, source: str) -> tuple[int | None, ...]:
     """The sliding window of each layer, or () when every layer sees everything."""
     if architecture == "llama":
@@ -177,7 +211,7 @@ def _windows(raw: Json, architecture: str, num_layers: int, source: str) -> tupl
         if raw.get("layer_types") is not None and _layer_types(raw, num_layers, source) != sliding:
             raise UnsupportedModel(f"{source}: a Mistral model whose layer_types differ is not supported")
     else:
-        window = raw.get("sliding_window", QWEN_WINDOW) if raw.get("use_sliding_window", False) else None
+        window = raw.get("sliding_window", QWEN_WINDOW) if _flag(raw, "use_sliding_window", source) else None
         first = raw.get("max_window_layers", QWEN_FULL_LAYERS)
         if not isinstance(first, int):
             raise BrokenModel(f"{source}: max_window_layers must be an integer, found {first!r}")
@@ -203,6 +237,20 @@ def _layer_types(raw: Json, num_layers: int, source: str) -> list[bool]:
     return [kind == "sliding_attention" for kind in kinds]
 
 
+def _shown(value: Any) -> str:
+    """For a message: damaged files hold values of any size."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
+
+
+def _flag(raw: Json, key: str, source: str, default: bool = False) -> bool:
+    """A string would be true whatever it says."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise BrokenModel(f"{source}: {key} must be true or false without quotation marks, found {_shown(value)}")
+    return default if value is None else value
+
+
 def _first(values: tuple[int, ...]) -> int | None:
     return values[0] if values else None
 
@@ -214,7 +262,7 @@ def _integer(raw: Json, key: str, source: str, default: int | None = None, large
     if value is None:
         raise BrokenModel(f"{source}: the key {key} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-        raise BrokenModel(f"{source}: {key} must be a positive integer up to {largest}, found {value!r}")
+        raise BrokenModel(f"{source}: {key} must be a positive integer up to {largest}, found {_shown(value)}")
     return value
 
 
@@ -224,6 +272,6 @@ def _number(raw: Json, key: str, source: str, default: float | None = None) -> f
         return default
     if value is None:
         raise BrokenModel(f"{source}: the key {key} is missing")
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise BrokenModel(f"{source}: {key} must be a positive number, found {value!r}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise BrokenModel(f"{source}: {key} must be a positive number, found {_shown(value)}")
     return float(value)

@@ -20,6 +20,8 @@ from paceline.models.store import CachedModel, Progress, add_model, cache_home, 
 __all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cached_models", "pull", "resolve"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+LONGEST_HUB_ID = 96 * 2 + 1  # two names of the hub's own limit
+SHOWN = 100  # characters of a name in a message
 log = logging.getLogger(__name__)
 
 
@@ -49,16 +51,15 @@ def resolve(name: str, progress: Progress | None = None, download: bool = True) 
     """The model's folder or .gguf file. `download=False` never touches the network."""
     if name in ALIASES:
         return _cached(name, progress, download)
-    path = Path(name).expanduser()
-    if name and path.exists():
+    if (path := _existing(name)) is not None:
         if path.is_dir() or path.suffix == ".gguf":
             return path
         raise ModelNotFound(f"{name} is neither a model folder nor a .gguf file")
     if _looks_like_path(name):
-        raise ModelNotFound(f"{name} does not exist; check the path")
-    if HUB_ID.fullmatch(name):
+        raise ModelNotFound(f"{_shown(name)} does not exist; check the path")
+    if HUB_ID.fullmatch(name) and len(name) <= LONGEST_HUB_ID:
         return _cached(name, progress, download)
-    raise ModelNotFound(f"no model is called {name!r}{_suggestion(name)}; {_accepted()}")
+    raise ModelNotFound(f"no model is called {_shown(name)!r}{_suggestion(name)}; {_accepted()}")
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
@@ -108,6 +109,19 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
+
+
+def _existing(name: str) -> Path | None:
+    """None too for what no file system takes: thousands of characters, a null byte, the home of no user."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= SHOWN else f"{name[:SHOWN]} ... ({len(name):,} characters)"
 
 
 def _looks_like_path(name: str) -> bool:

@@ -20,9 +20,11 @@ from paceline.models.chain import GreedyChain
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight
+from paceline.triton_support import require_triton, triton_problem
 
 KERNELS = ("auto", "native", "triton", "torch")
 NUMERICS = ("exact", "fast")
+GET_NATIVE = "install paceline's wheel, or its checkout where there is a C++ compiler"
 Packed = Any  # a `Linear` in the layout of its kernels, opaque to all other code
 
 
@@ -173,13 +175,39 @@ def kernels_for(device: torch.device, threads: int | None = None, numerics: str 
     return _for_gpu(choice, device, numerics) or TorchKernels()
 
 
+class SlowKernels(NamedTuple):
+    """Why the torch kernels serve, and what to do about it."""
+
+    reason: str
+    advice: str
+
+    def __str__(self) -> str:
+        return (
+            f"slow kernels serve: {self.reason}; {self.advice}. Meanwhile a drafted answer may differ from the plain "
+            "one where two tokens are nearly as likely (numerics fast)"
+        )
+
+
+def why_slow(kernels: Kernels, device: torch.device) -> SlowKernels | None:
+    """None where kernels made for the device serve."""
+    if kernels.name != "torch":
+        return None
+    if os.environ.get("PACELINE_KERNELS", "") == "torch":
+        return SlowKernels("PACELINE_KERNELS=torch asks for them", "unset it")
+    if device.type == "cpu":
+        from paceline.models.native_kernels import library_status
+
+        return SlowKernels(library_status(), GET_NATIVE)
+    return SlowKernels(*(triton_problem() or (f"there are no others for {device.type}", "use cpu or cuda")))
+
+
 def _for_cpu(choice: str, threads: int | None) -> Kernels | None:
     from paceline.models.native_kernels import NativeKernels, library_status, load_library
 
     if (library := load_library()) is not None:
         return NativeKernels(library, threads)
     if choice == "native":
-        raise DeviceError(f"PACELINE_KERNELS=native: {library_status()}")
+        raise DeviceError(f"PACELINE_KERNELS=native: {library_status()}; {GET_NATIVE}")
     return None
 
 
@@ -187,6 +215,7 @@ def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None
     if device.type != "cuda":
         return None
     try:
+        require_triton()
         from paceline.models.fast_kernels import FastKernels
         from paceline.models.triton_kernels import TritonKernels
     except ImportError as problem:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.triton_support import require_triton
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -80,7 +82,8 @@ def _moves(nodes: Ints, path: Ints) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
     try:
+        require_triton()
         from paceline.models.triton.compact import compact
-    except ImportError:  # no Triton here
+    except ImportError:  # no Triton that works here
         return None
     return compact

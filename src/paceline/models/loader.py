@@ -23,6 +23,7 @@ from paceline.models.hf_config import parse_config, token_ids
 from paceline.models.weights import StoredWeight
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 FLOATS = ("F32", "F16", "BF16", "F64")
 REDUNDANT = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.masked_bias", "attn.bias")
 NUMERIC_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -85,7 +86,9 @@ def load_generation_defaults(path: Path) -> dict[str, Any]:
                 raise BrokenModel(f"{file}: {key} must be a number, found {raw[key]!r}")
             defaults[key] = raw[key]
     if raw.get("do_sample") is not None:
-        defaults["do_sample"] = bool(raw["do_sample"])
+        if not isinstance(raw["do_sample"], bool):
+            raise BrokenModel(f"{file}: do_sample must be true or false, found {raw['do_sample']!r}")
+        defaults["do_sample"] = raw["do_sample"]
     if eos := token_ids(raw, "eos_token_id", str(file)):
         defaults["eos_token_id"] = list(eos)
     return defaults
@@ -207,6 +210,11 @@ def _shards(folder: Path) -> list[str]:
 
 def _instead(folder: Path) -> str:
     """A suggestion, from the files in the folder."""
+    if (folder / ADAPTER).is_file():
+        return (
+            f": it is a LoRA adapter{_base_of(folder / ADAPTER)}, not a model. Merge the two with peft "
+            "(merge_and_unload, then save_pretrained) and name the merged folder"
+        )
     if any(folder.glob("*.gguf")):
         return f"; name the file itself: {sorted(folder.glob('*.gguf'))[0]}"
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
@@ -215,6 +223,14 @@ def _instead(folder: Path) -> str:
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) from transformers"
         )
     return ""
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        base = None
+    return f" of {base}" if isinstance(base, str) and base else ""
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -234,7 +250,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BrokenModel(f"{path.parent} holds no {path.name}") from error
+        raise BrokenModel(f"{path.parent} holds no {path.name}{_instead(path.parent)}") from error
+    except RecursionError as error:
+        raise BrokenModel(f"{path} cannot be read: it is nested too deeply for a model's file") from error
     except (OSError, ValueError) as error:
         raise BrokenModel(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

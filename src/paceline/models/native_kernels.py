@@ -97,15 +97,13 @@ def open_library(variant: str) -> Library:
     """Raises OSError when the file is missing, cannot be loaded or was built from older sources."""
     path = Path(__file__).parent / "native" / f"kernels_{variant}.so"
     if not path.exists():
-        raise OSError(f"{path.name} was not built (installing paceline where there is a C++ compiler builds it)")
+        raise OSError(f"{path.name} was not built")
     handle = ctypes.CDLL(str(path))
     if missing := [name for name in _SIGNATURES if not hasattr(handle, f"paceline_{name}")]:
-        raise OSError(
-            f"{path.name} is older than the sources: it has no {missing[0]}; install paceline again to build it"
-        )
+        raise OSError(f"{path.name} is older than the sources: it has no {missing[0]}")
     library = Library(variant, path, handle)
     if library.function("abi")() != ABI:
-        raise OSError(f"{path.name} is not of these sources; install paceline again to build it")
+        raise OSError(f"{path.name} is not of these sources")
     return library
 
 

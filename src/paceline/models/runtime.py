@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +15,7 @@ from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.machine import usable_cores
 from paceline.models.decoder import Decoder
-from paceline.models.kernels import kernels_for
+from paceline.models.kernels import kernels_for, why_slow
 from paceline.models.loader import Declared, load_all_weights, load_config, load_generation_defaults
 from paceline.models.weights import Dtypes, StoredWeight
 from paceline.tokenizer import Tokenizer
@@ -21,6 +23,7 @@ from paceline.tokenizer import Tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("auto", "cpu", "cuda")
 MOST_THREADS = 256  # of the native kernels' pool
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ def load_model(
         raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")
     threads = set_threads(threads)
     kernels = kernels_for(place, threads, numerics)
-    config = load_config(path)
+    if reason := why_slow(kernels, place):
+        _warn_once(str(reason))
+    config, tokenizer = load_config(path), Tokenizer.from_path(path)
     weights, extra = load_all_weights(path, config, declared)
     stored = choose_dtype(dtype, weights["model.embed_tokens.weight"].kind.dtype, place)
     try:
@@ -63,7 +68,13 @@ def load_model(
         raise DeviceError(
             f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16"
         ) from error
-    return LoadedModel(config, decoder, Tokenizer.from_path(path), load_generation_defaults(path), extra)
+    return LoadedModel(config, decoder, tokenizer, load_generation_defaults(path), extra)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """On stderr, unless the program that imported the package has set up logging otherwise."""
+    log.warning(message)
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,7 +1,7 @@
 """The reference kernels: plain torch, any device, any float dtype; the other kernels are tested against them.
 
-Sums are taken in fp32 at least. torch's products may round differently for different numbers of rows, so these are
-lossless in distribution but not bit-exact across passes.
+Sums are taken in fp32 at least. torch's products round differently for different numbers of rows, so these are lossless
+in distribution but not bit-exact across passes. What all layers of a pass share is worked out once (`torch_reads`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from paceline.models.chain import GreedyChain
 from paceline.models.kernels import Layer, LayerByLayer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.torch_reads import Part, PassReads
 from paceline.models.weights import Linear, StoredWeight, WeightKind
 
-GATHER_LIMIT = 1 << 24  # elements of K copied at once; rows beyond are processed in further parts
+FEW_ROWS = 7  # MKL multiplies (N, K) by (K, M) up to three times as fast as (M, K) by (K, N) up to here
 
 
 class TorchKernels:
@@ -27,6 +28,9 @@ class TorchKernels:
     exact = False
     captures = False
     torch_threads: int | None = None
+
+    def __init__(self) -> None:
+        self._last: tuple[PassPlan | None, PassReads | None] = None, None
 
     def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> Linear:
         """On CPU half-precision weights are widened: activations are fp32 there."""
@@ -37,7 +41,11 @@ class TorchKernels:
         return Linear(stored, None if bias is None else bias.detach().to(stored.kind.dtype))
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        return F.linear(x, weight.weight.data, weight.bias)
+        matrix, bias = weight.weight.data, weight.bias
+        if not 1 < len(x) <= FEW_ROWS or x.device.type != "cpu":
+            return F.linear(x, matrix, bias)
+        product = (matrix @ x.t()).t().contiguous()
+        return product if bias is None else product.add_(bias)
 
     def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
         logits = self.linear(x, weight).float()
@@ -58,36 +66,28 @@ class TorchKernels:
         q, k, v = torch.tensor_split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], dim=1)
         q = q if rope.q_norm is None else self.rms_norm(q, rope.q_norm, rope.eps)
         k = k if rope.k_norm is None else self.rms_norm(k, rope.k_norm, rope.eps)
-        cos, sin = rope.cos[plan.positions][:, None], rope.sin[plan.positions][:, None]  # (M, 1, D / 2)
-        writes = plan.slots >= 0
-        slots = plan.slots[writes].long()
-        cache.k[slots] = _rotate(k, cos, sin)[writes].to(cache.k.dtype)
-        cache.v[slots] = v[writes].to(cache.v.dtype)
+        reads = self._reads(plan)
+        cos, sin = reads.rotation(rope)
+        k, v = _rotate(k, cos, sin), v
+        if reads.writing is not None:
+            k, v = k[reads.writing], v[reads.writing]
+        cache.k.index_copy_(0, reads.slots, k.to(cache.k.dtype))
+        cache.v.index_copy_(0, reads.slots, v.to(cache.v.dtype))
         return _rotate(q, cos, sin)
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
-        begin, seen = torch.zeros_like(plan.positions), plan.max_len
-        if window is not None:
-            begin = (plan.positions - window + 1).clamp(min=0)
-            seen = int((plan.reach - begin).max()) if len(q) else 0
-        step = max(1, GATHER_LIMIT // max(seen * cache.k[0].numel(), 1))
-        turns = [torch.arange(at, min(at + step, len(q)), device=q.device) for at in range(0, len(q), step)]
-        done = [self._attend(q[rows], plan, cache, scale, begin[rows], seen, rows) for rows in turns]
-        return torch.cat(done) if done else q.flatten(1)
+        out = torch.empty_like(q)
+        for part in self._reads(plan).parts(window, q.shape[1], cache):
+            out[part.rows] = _attend(q[part.rows], part, cache, scale).to(q.dtype)
+        return out.flatten(1)
 
-    def _attend(
-        self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, begin: Tensor, seen: int, rows: Tensor
-    ) -> Tensor:
-        """Up to `seen` keys of each row from `begin` (R,) on, gathered and padded with the row's last."""
-        last = plan.reach[rows][:, None] - 1
-        positions = begin[:, None] + torch.arange(seen, device=q.device)  # (R, seen)
-        visible = positions <= last
-        slots = _slots_of(plan, positions.minimum(last), rows).long()
-        keys, values = (_widen(t[slots]).transpose(1, 2) for t in (cache.k, cache.v))  # (R, Hkv, seen, D)
-        grouped = _widen(q).view(len(q), keys.shape[1], -1, q.shape[2])  # (R, Hkv, G, D)
-        scores = (grouped * scale) @ keys.transpose(2, 3)
-        weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
-        return (weights @ values).flatten(1).to(q.dtype)
+    def _reads(self, plan: PassPlan) -> PassReads:
+        """Kept for the plan of the last call: the layers of a pass come one after the other."""
+        last, reads = self._last
+        if reads is None or last is not plan:
+            reads = PassReads(plan)
+            self._last = plan, reads
+        return reads
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -102,15 +102,25 @@ class TorchKernels:
         return None
 
 
-def _slots_of(plan: PassPlan, positions: Tensor, rows: Tensor) -> Tensor:
-    """The slots `rows` (R,) read logical `positions` (R, T) from."""
-    blocks = (positions // plan.block_size).clamp(max=plan.block_tables.shape[1] - 1)
-    paged = plan.block_tables[plan.sequence[rows][:, None], blocks] * plan.block_size + positions % plan.block_size
-    if plan.path.shape[1] == 0:
-        return paged
-    ahead = positions - plan.prefix[rows][:, None]
-    along_path = plan.path[rows].gather(1, ahead.clamp(0, plan.path.shape[1] - 1).long())
-    return torch.where(ahead < 0, paged, along_path)
+def _attend(q: Tensor, part: Part, cache: LayerCache, scale: float) -> Tensor:
+    """S sequences of R rows each: (S, R, Hq, D) in, the same out. Keys of the sequence first, then the row's own."""
+    shape = q.shape
+    heads = cache.k.shape[1]
+    grouped = _widen(q).view(*shape[:2], heads, -1, shape[3]).permute(0, 2, 3, 1, 4) * scale  # (S, Hkv, G, R, D)
+    keys, values = (_widen(t[part.slots]).permute(0, 2, 1, 3)[:, :, None] for t in (cache.k, cache.v))
+    scores = grouped @ keys.transpose(-1, -2)  # (S, Hkv, G, R, T)
+    if part.hidden is not None:
+        scores.masked_fill_(part.hidden[:, None, None], float("-inf"))
+    if part.path is None or part.path_hidden is None:
+        mixed = scores.softmax(-1) @ values
+    else:
+        shared = scores.shape[-1]
+        ahead, ahead_values = (_widen(t[part.path]).permute(0, 3, 1, 2, 4) for t in (cache.k, cache.v))  # (S,Hkv,R,P,D)
+        along = torch.einsum("shgrd,shrpd->shgrp", grouped, ahead)
+        along.masked_fill_(part.path_hidden[:, None, None], float("-inf"))
+        weights = torch.cat([scores, along], -1).softmax(-1)
+        mixed = weights[..., :shared] @ values + torch.einsum("shgrp,shrpd->shgrd", weights[..., shared:], ahead_values)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(shape)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor, device
 P = ParamSpec("P")
 R = TypeVar("R")
 
+from paceline.triton_support import require_triton
+
 
 def kernels(tensor: Tensor) -> ModuleType | None:
     """The package `device`, for tensors it can work on."""
@@ -55,7 +57,8 @@ def moved(part: Any, to: device | str) -> Any:
 @functools.cache
 def _device() -> ModuleType | None:
     try:
+        require_triton()
         from paceline.verify import device
-    except ImportError:  # no Triton here
+    except ImportError:  # no Triton that works here
         return None
     return device
