@@ -21,6 +21,8 @@ NGRAM = "ngram"
 SUFFIX = "suffix"
 DRAFT_MODEL = "draft-model"
 MEDUSA = "medusa"
+DSPARK = "dspark"
+DFLASH = "dflash"
 
 
 class Method(NamedTuple):
