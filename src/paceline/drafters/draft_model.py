@@ -80,6 +80,7 @@ class DraftModelDrafter:
     name = DRAFT_MODEL
     on_device = True
     taps: tuple[int, ...] = ()
+    pairs, room = False, 0
 
     def __init__(
         self,

@@ -78,7 +78,12 @@ class DrafterSet:
     @property
     def pairs(self) -> bool:
         """Some drafter keeps K/V of (hidden state of t, token t + 1): no pair may be missing after a prefix hit."""
-        return any(drafter.taps and drafter.kv_layers for drafter in self.drafters)
+        return any(drafter.taps and drafter.kv_layers and drafter.pairs for drafter in self.drafters)
+
+    @property
+    def rooms(self) -> dict[str, int]:
+        """Slots behind a sequence's tokens that a draft of each method writes to, whatever its number of nodes."""
+        return {drafter.name: drafter.room for drafter in self.drafters if drafter.room}
 
     @property
     def begins(self) -> frozenset[str]:
