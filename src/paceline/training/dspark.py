@@ -41,6 +41,7 @@ class DSparkOptions:
     confidence: float = 0.1
     decay: float = 4.0  # position i of a block weighs exp(-i / decay)
     temperature: float = 1.0  # of the target's distribution that is learnt
+    portable: bool = False  # only what vLLM's class has: no norm per tap, masks are the embedding of one token
 
 
 def make_config(target: FrozenTarget, options: DSparkOptions, vocab: Tensor, name: str) -> DSparkConfig:
@@ -58,15 +59,21 @@ def make_config(target: FrozenTarget, options: DSparkOptions, vocab: Tensor, nam
         ),
         block_size=options.block,
         taps=spread_taps(body, options.num_taps),
-        mask_token_id=None,
+        mask_token_id=_spare_token(vocab, body.vocab_size) if options.portable else None,
         draft_vocab_size=len(vocab),
         markov_rank=options.rank,
         confidence=options.rank > 0,
-        tap_norm=True,
-        mask_embedding=True,
+        tap_norm=not options.portable,
+        mask_embedding=not options.portable,
         markov_over_draft_vocab=options.rank > 0,
         target=TargetShape.of(body, target.embedding, name),
     )
+
+
+def _spare_token(vocab: Tensor, vocab_size: int) -> int:
+    """The first token that answers do not contain, or 0: it stands for tokens that are not known yet."""
+    used = set(vocab.tolist())
+    return next((token for token in range(vocab_size) if token not in used), 0)
 
 
 def spread_taps(config: ModelConfig, count: int) -> tuple[int, ...]:

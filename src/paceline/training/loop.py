@@ -154,8 +154,8 @@ class Loop:
                     logged = now
                     entry = self._log(done)
                 if measure and self.measure is not None and not stop:
-                    measured = now
                     self._measure(entry)
+                    measured = time.perf_counter()
                 if save or stop:
                     saved = now
                     self.save()

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.drafters.block_tree import BEAM, CANDIDATES, Nodes, grow, lattice
 from paceline.drafters.dspark_config import W2
 from paceline.training.dspark import DSparkTrainee, block_layer, context_kv, layer_parameters, markov_features
 from paceline.training.filters import repeats
 from paceline.training.target import additive, rms_norm
-
-BEAM = BRANCH = 8  # nodes of a level that have children, and children of each
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,6 @@ class Walk:
     @property
     def drafts(self) -> int:
         return self.passes - 1
-
-
-class Tree(NamedTuple):
-    """Candidates level by level, `BEAM * BRANCH` each; `kept` are the nodes of the draft."""
-
-    tokens: list[Tensor]  # (S, C) target ids
-    parents: list[Tensor]  # (S, C) column of the level before; 0 at the first
-    kept: list[Tensor]  # (S, C) bool
 
 
 def tau(walks: SequenceOf[Walk], *, without_loops: bool = False) -> float:
@@ -84,7 +74,7 @@ def _walk(
 ) -> list[Walk]:
     model, target, config = trainee.model, trainee.target, trainee.config
     device, size = target.device, config.block_size
-    depth = min(size, nodes) if chain else size
+    depth = min(config.depth, nodes) if chain else config.depth
     lengths = [len(prompt) + len(answer) for prompt, answer in answers]
     longest = -(-max(lengths) // 8) * 8
     tokens = torch.zeros(len(answers), longest + size + 1, dtype=torch.long)
@@ -114,10 +104,10 @@ def _walk(
         for (k, v), one in zip(cached, weights, strict=True):
             x = block_layer(x, k, v, at_block, mask, one, model.eps, model.dtype)
         states = rms_norm(x, parameters["norm.weight"], model.eps).to(model.dtype)
-        tree = grow(trainee, parameters, states, tokens.gather(1, place[:, None])[:, 0], nodes, depth, chain)
+        tree = _tree(trainee, parameters, states, tokens.gather(1, place[:, None])[:, 0], nodes, chain)
         actual = tokens.gather(1, place[:, None] + ahead)
         actual = torch.where(place[:, None] + ahead <= last[:, None], actual, -1)
-        reached = accepted_path(tree, actual)  # (S, depth) bool
+        reached = accepted_path(tree, actual, depth)  # (S, depth) bool
         running = place < last
         accepted += reached & running[:, None]
         passes += running
@@ -126,50 +116,27 @@ def _walk(
     return [Walk(len(answer), n, tuple(each), repeats(np.array(answer))) for n, each, (_, answer) in counts]
 
 
-def grow(
-    trainee: DSparkTrainee,
-    parameters: Mapping[str, Tensor],
-    states: Tensor,
-    anchor: Tensor,
-    nodes: int,
-    depth: int,
-    chain: bool,
-) -> Tree:
-    """The best `nodes` of a beam over the block's positions, children by the Markov head. `states` (S, g, H)."""
-    base = (states @ trainee.head.T).float()  # (S, g, Vd)
-    w2 = parameters.get(W2)
-    branch = 1 if chain else min(BRANCH, base.shape[2])
-    frontier = anchor[:, None]  # (S, F) target ids
-    score = torch.zeros(len(anchor), 1, device=anchor.device)
-    columns = torch.zeros_like(frontier)
-    tokens, parents, scores = [], [], []
-    for level in range(depth):
-        logits = base[:, level, None, :].expand(-1, frontier.shape[1], -1)
-        features = markov_features(parameters, trainee.draft_id, frontier.flatten(), trainee.model.dtype)
-        if features is not None and w2 is not None:
-            logits = logits + (features @ w2.to(features.dtype).T).float().view(*frontier.shape, -1)
-        best = (logits - logits.logsumexp(-1, keepdim=True)).topk(branch, -1)
-        total = (score[:, :, None] + best.values).flatten(1)  # (S, F * branch)
-        tokens.append(trainee.vocab[best.indices].flatten(1))
-        parents.append(columns.repeat_interleave(branch, 1))
-        scores.append(total)
-        top = total.topk(min(1 if chain else BEAM, total.shape[1]), -1)
-        frontier, score, columns = tokens[-1].gather(1, top.indices), top.values, top.indices
-    sizes = [one.shape[1] for one in scores]
-    every = torch.cat(scores, 1)
-    chosen = torch.zeros_like(every, dtype=torch.bool)
-    chosen.scatter_(1, every.topk(min(nodes, every.shape[1]), -1).indices, True)
-    return Tree(tokens, parents, list(chosen.split(sizes, 1)))
+def _tree(
+    trainee: DSparkTrainee, parameters: Mapping[str, Tensor], states: Tensor, anchor: Tensor, nodes: int, chain: bool
+) -> Nodes:
+    """The drafter's own tree from the head's input (S, g, H), with the target's ids."""
+    depth = min(trainee.config.depth, nodes) if chain else trainee.config.depth
+    logits = (states @ trainee.head.T).float()[:, -trainee.config.depth :][:, :depth]
+    before = markov_features(parameters, trainee.draft_id, anchor, trainee.model.dtype)
+    of_draft = markov_features(parameters, trainee.draft_id, trainee.vocab, trainee.model.dtype)
+    w2 = None if before is None else parameters[W2].to(before.dtype)
+    found = grow(lattice(logits, before, of_draft, w2, CANDIDATES), nodes, 1 if chain else BEAM)
+    return found._replace(tokens=trainee.vocab[found.tokens])
 
 
-def accepted_path(tree: Tree, actual: Tensor) -> Tensor:
+def accepted_path(tree: Nodes, actual: Tensor, depth: int) -> Tensor:
     """(S, depth) bool: whether the first d actual tokens are a path of the tree."""
     alive = torch.ones(len(actual), dtype=torch.bool, device=actual.device)
-    column = torch.zeros(len(actual), dtype=torch.long, device=actual.device)
+    node = torch.full((len(actual),), -1, device=actual.device)
     reached = []
-    for level, (tokens, parents, kept) in enumerate(zip(*tree, strict=True)):
-        match = kept & (parents == column[:, None]) & (tokens == actual[:, level, None])
+    for level in range(depth):
+        match = (tree.parents == node[:, None]) & (tree.tokens == actual[:, level, None]) & (tree.depth == level + 1)
         alive = alive & match.any(1)
-        column = match.long().argmax(1)
+        node = match.long().argmax(1)
         reached.append(alive)
     return torch.stack(reached, 1)

@@ -1,0 +1,86 @@
+"""The table of trainees: from a method's name to something the loop can train and measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.drafters.methods import DFLASH, DSPARK
+from paceline.errors import InvalidParameter
+from paceline.training.loop import Measure
+from paceline.training.target import FrozenTarget
+from paceline.training.trainee import Trainee
+
+Answers = SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a trainee is made from."""
+
+    target: FrozenTarget
+    name: str  # of the target, for the checkpoint
+    sizes: Mapping[str, Any]  # fields of the method's options
+    vocabulary: Callable[[int], Tensor]  # size -> the draft tokens, ascending
+    init_from: Path | None
+    seed: int
+    compiled: bool
+    answers: Answers  # held out, to measure τ on
+
+
+@dataclass(frozen=True)
+class Made:
+    trainee: Trainee
+    recipe: Mapping[str, Any]
+    measure: Measure | None
+
+
+def trainee_of(method: str, plan: Plan) -> Made:
+    if method not in TRAINEES:
+        raise InvalidParameter("method", f"{method!r} cannot be trained; choose one of {', '.join(TRAINEES)}")
+    return TRAINEES[method](plan)
+
+
+def options_of(kind: Any, sizes: Mapping[str, Any]) -> Any:
+    known = {field.name for field in fields(kind)}
+    for name in sizes:
+        if name not in known:
+            raise InvalidParameter(name, f"means nothing to this method; it has {', '.join(sorted(known))}")
+    return kind(**sizes)
+
+
+def _dspark(plan: Plan, *, rank: int | None = None) -> Made:
+    from paceline.training.dspark import DSparkOptions, DSparkTrainee
+    from paceline.training.walk import by_depth, tau, walk
+
+    sizes = dict(plan.sizes) if rank is None else {**plan.sizes, "rank": rank}
+    options = options_of(DSparkOptions, sizes)
+    if plan.init_from is not None:
+        trainee = DSparkTrainee.from_folder(plan.init_from, plan.target, options, compiled=plan.compiled)
+    else:
+        vocabulary = plan.vocabulary(options.draft_vocab)
+        trainee = DSparkTrainee(
+            plan.target, options, vocabulary, seed=plan.seed, name=plan.name, compiled=plan.compiled
+        )
+
+    def measure(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        chain = walk(trainee, plan.answers, options.block - 1, chain=True, parameters=parameters)
+        tree = walk(trainee, plan.answers, 60, parameters=parameters)
+        return {
+            f"τ chain {options.block - 1}": tau(chain),
+            "τ tree 60": tau(tree),
+            "by depth": [round(one, 3) for one in by_depth(chain)],
+        }
+
+    return Made(trainee, asdict(trainee.options), measure if plan.answers else None)
+
+
+TRAINEES: Mapping[str, Callable[[Plan], Made]] = {
+    DSPARK: _dspark,
+    DFLASH: lambda plan: _dspark(plan, rank=0),
+}
