@@ -132,7 +132,9 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         rows = packed(learnt, args.length)
         vocabulary = draft_vocabulary(learnt, args.draft_vocab, config.vocab_size, config.eos_token_ids)
     filled = float((rows.segments > 0).mean())
-    share = float(torch.isin(torch.from_numpy(learnt.tokens.astype("int64")), torch.from_numpy(vocabulary)).float().mean())
+    share = float(
+        torch.isin(torch.from_numpy(learnt.tokens.astype("int64")), torch.from_numpy(vocabulary)).float().mean()
+    )
     say(
         f"{len(rows):,} rows of {args.length}, {filled:.0%} full, {int(learnt.answer.sum()):,} answer tokens; "
         f"{len(vocabulary):,} draft tokens are {share:.2%} of them"
@@ -175,8 +177,14 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
 
     def measure(parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         with costs.of("measuring τ"):
-            walks = {name: walk(trainee, answers, nodes, chain=chain, parameters=parameters) for name, (nodes, chain) in SHAPES.items()}
-            return {**{f"τ {name}": tau(each) for name, each in walks.items()}, "by depth": _rounded(by_depth(walks["chain 7"]))}
+            walks = {
+                name: walk(trainee, answers, nodes, chain=chain, parameters=parameters)
+                for name, (nodes, chain) in SHAPES.items()
+            }
+            return {
+                **{f"τ {name}": tau(each) for name, each in walks.items()},
+                "by depth": _rounded(by_depth(walks["chain 7"])),
+            }
 
     sampler = RowSampler(rows.source, _mix(args.mix, store), args.seed)
     folder = args.work / args.name
@@ -190,7 +198,9 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     say(f"{size:,} parameters, taps {trainee.taps}, {loop_config}")
     with costs.of("compiling, and the first step"):
         loop.trainee.loss(
-            loop.rows.batch(torch.arange(loop_config.rows, device=target.device) % len(rows), target, trainee.taps, (0, 0))
+            loop.rows.batch(
+                torch.arange(loop_config.rows, device=target.device) % len(rows), target, trainee.taps, (0, 0)
+            )
         ).loss.backward()
         for weight in loop.weights:
             weight.grad = None
@@ -281,7 +291,11 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         data={"sequences": counts, "answer tokens": f"{int(sequences.answer.sum()):,}"},
         recipe={k: v for k, v in vars(trainee.options).items() if k != "anchors"},
         figures=after,
-        cost={"steps": last.get("step", ""), "seconds of steps": last.get("seconds", ""), "epochs": last.get("epochs", "")},
+        cost={
+            "steps": last.get("step", ""),
+            "seconds of steps": last.get("seconds", ""),
+            "epochs": last.get("epochs", ""),
+        },
     )
     return {"before": before, "after": after, "bytes": total}
 

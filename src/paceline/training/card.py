@@ -82,7 +82,9 @@ def _table(figures: Mapping[str, Any]) -> list[str]:
     if nested:
         columns = list(dict.fromkeys(column for row in nested.values() for column in row))
         lines += [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        lines += [f"| {name} | {' | '.join(_words(row.get(one, '')) for one in columns)} |" for name, row in nested.items()]
+        lines += [
+            f"| {name} | {' | '.join(_words(row.get(one, '')) for one in columns)} |" for name, row in nested.items()
+        ]
         lines.append("")
     return lines
 

@@ -28,7 +28,9 @@ PROMPT_TOKENS = 160  # the longest prompt the target may write
 LEAST_PROMPT = 4  # tokens
 LEAST_ROOM = 16  # tokens left for an answer
 LEAST_TRIED = 256  # prompts before the target is found unable to write any
-MARK = "\ue000"  # stands for the user's text in a rendered chat; no tokenizer merges a private-use character with others
+MARK = (
+    "\ue000"  # stands for the user's text in a rendered chat; no tokenizer merges a private-use character with others
+)
 Report = Callable[[str], None]
 Tokens = tuple[int, ...]
 
@@ -91,14 +93,10 @@ def answer(llm: LLM, prompts: SequenceOf[SequenceOf[int]], length: int, source: 
         for kind in range(len(TEMPERATURES))
         for room in {length - len(prompt) for prompt in fitting}
     }
-    wanted = [
-        params[(at + turn) % len(TEMPERATURES), length - len(prompt)] for at, prompt in enumerate(fitting)
-    ]
+    wanted = [params[(at + turn) % len(TEMPERATURES), length - len(prompt)] for at, prompt in enumerate(fitting)]
     outputs = llm.generate(fitting, wanted) if fitting else []
     written = [one.outputs[0].token_ids for one in outputs]
-    return without_loops(
-        Sequences.of(list(zip(fitting, written, strict=True)), llm.config.vocab_size, source)
-    )
+    return without_loops(Sequences.of(list(zip(fitting, written, strict=True)), llm.config.vocab_size, source))
 
 
 def _sampling(kind: int, room: int) -> SamplingParams:
@@ -113,7 +111,9 @@ class Maker:
         self._began = time.perf_counter()
         self._tokens = 0
 
-    def synthesise(self, count: int, *, deadline: float = float("inf"), answers: int = 2, name: str = "synthetic") -> int:
+    def synthesise(
+        self, count: int, *, deadline: float = float("inf"), answers: int = 2, name: str = "synthetic"
+    ) -> int:
         """`count` prompts, each answered `answers` times at different temperatures; ends by `deadline`, a time of
         `perf_counter`, with what is there then. Returns the number of prompts."""
         frame = chat_frame(self.llm.tokenizer)
@@ -157,7 +157,8 @@ class Maker:
         self._tokens += int(sequences.answer.sum())
         seconds = time.perf_counter() - self._began
         self.report(
-            f"{shard}: {len(sequences):,} answers, {self._tokens:,} answer tokens kept, {self._tokens / seconds:,.0f} a second"
+            f"{shard}: {len(sequences):,} answers, {self._tokens:,} answer tokens kept, "
+            f"{self._tokens / seconds:,.0f} a second"
         )
 
     def regenerate(self, path: Path, *, answers: int = 1, deadline: float = float("inf")) -> None:
@@ -169,7 +170,9 @@ class Maker:
             turns.append(example.prompts)
         first = [messages[: _first_turn(messages)] for messages in turns]
         texts = [tokenizer.render_chat(messages) for messages in first]
-        self.answer_prompts(tokenizer.encode_each(texts, add_special_tokens=False), name, answers=answers, deadline=deadline)
+        self.answer_prompts(
+            tokenizer.encode_each(texts, add_special_tokens=False), name, answers=answers, deadline=deadline
+        )
 
 
 def _first_turn(messages: SequenceOf[Message]) -> int:
@@ -193,7 +196,9 @@ def read_file(path: Path, tokenizer: Tokenizer, eos: tuple[int, ...], vocab_size
     )
 
 
-def draft_vocabulary(sequences: Sequences, size: int, vocab_size: int, always: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def draft_vocabulary(
+    sequences: Sequences, size: int, vocab_size: int, always: tuple[int, ...]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The most frequent tokens of the answers, ascending; `always` are among them."""
     if size >= vocab_size:
         return np.arange(vocab_size)

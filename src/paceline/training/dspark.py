@@ -105,7 +105,9 @@ def initial(config: DSparkConfig, vocab: Tensor, norm: Tensor, seed: int) -> Par
 def _spread(name: str, shape: tuple[int, ...], layers: int) -> float:
     if name in (MASKS, W1):
         return 0.1
-    return 1 / math.sqrt(shape[1]) / (math.sqrt(2 * layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+    return (
+        1 / math.sqrt(shape[1]) / (math.sqrt(2 * layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+    )
 
 
 class LayerParameters(NamedTuple):
@@ -244,7 +246,14 @@ class DSparkTrainee:
     """What the loop trains."""
 
     def __init__(
-        self, target: FrozenTarget, options: DSparkOptions, vocab: Tensor, *, seed: int, name: str, compiled: bool = False
+        self,
+        target: FrozenTarget,
+        options: DSparkOptions,
+        vocab: Tensor,
+        *,
+        seed: int,
+        name: str,
+        compiled: bool = False,
     ) -> None:
         self.target, self.options, self.vocab = target, options, vocab.to(target.device)
         self.config = make_config(target, options, vocab, name)

@@ -147,8 +147,10 @@ class Loop:
                 progress.elapsed_s = before + now - began
                 late = config.stop_minutes is not None and now - began > 60 * config.stop_minutes
                 done, stop = self._position(late)
-                due = [now - since > seconds for since, seconds in (
-                    (logged, config.log_s), (saved, config.save_s), (measured, config.measure_s))]
+                due = [
+                    now - since > seconds
+                    for since, seconds in ((logged, config.log_s), (saved, config.save_s), (measured, config.measure_s))
+                ]
                 log, save, measure = (bool(one) for one in self.processes.agreed(*map(float, due)))
                 if log or save or measure or stop:
                     logged = now
@@ -203,7 +205,14 @@ class Loop:
     # -- figures
 
     def _add(self, found: StepLoss) -> None:
-        parts = [found.loss.detach().double().clone(), found.weight, found.hits, found.counts, found.walked, found.anchors]
+        parts = [
+            found.loss.detach().double().clone(),
+            found.weight,
+            found.hits,
+            found.counts,
+            found.walked,
+            found.anchors,
+        ]
         values = [part.detach().double() for part in parts]
         self._sums = values if self._sums is None else [old + new for old, new in zip(self._sums, values, strict=True)]
 
@@ -255,7 +264,9 @@ class Loop:
         if self.processes.rank:
             return
         if not all(bool(torch.isfinite(weight).all()) for weight in self.weights):
-            raise PacelineError(f"weights are not finite at step {self.progress.step}; {self.folder} keeps the last state")
+            raise PacelineError(
+                f"weights are not finite at step {self.progress.step}; {self.folder} keeps the last state"
+            )
         state = {
             "weights": dict(zip(self.names, self.weights, strict=True)),
             "ema": self.averaged(),

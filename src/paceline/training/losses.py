@@ -40,6 +40,18 @@ def chunk_loss(
     return (weight * (ce * entropy + tv * away)).sum(), (weight[:, None] * gradient).to(z.dtype), away, hit
 
 
+class _Markov(NamedTuple):
+    previous: Tensor  # (N, r)
+    w2: Tensor  # (Vd, r) in the dtype of the logits
+    grad_previous: Tensor
+    grad_w2: Tensor  # summed in fp32 over chunks
+
+    @staticmethod
+    def of(previous: Tensor, w2: Tensor) -> _Markov:
+        wide = torch.promote_types(w2.dtype, torch.float32)
+        return _Markov(previous, w2.to(previous.dtype), torch.empty_like(previous), torch.zeros_like(w2, dtype=wide))
+
+
 class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -56,26 +68,23 @@ class _DraftLoss(torch.autograd.Function):
         rows: int,
         chunk: Chunk,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = [None if one is None else torch.empty_like(one) for one in (hidden, previous)]
-        grad_w2 = None if w2 is None else torch.zeros(w2.shape, dtype=torch.float32, device=w2.device)
-        narrow = None if w2 is None else w2.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden)
+        markov = None if previous is None or w2 is None else _Markov.of(previous, w2)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         away = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         hits = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         for start in range(0, len(hidden), rows):
             at = slice(start, start + rows)
             z = hidden[at] @ head.T
-            if previous is not None and narrow is not None:
-                z.addmm_(previous[at], narrow.T)
+            if markov is not None:
+                z.addmm_(markov.previous[at], markov.w2.T)
             loss, gradient, away[at], hits[at] = chunk(z, target[at] @ head.T, weight[at], ce, tv, temperature)
             total += loss
-            assert grads[0] is not None
-            torch.mm(gradient, head, out=grads[0][at])
-            if previous is not None and narrow is not None:
-                assert grads[1] is not None and grad_w2 is not None
-                torch.mm(gradient, narrow, out=grads[1][at])
-                grad_w2 += gradient.T @ previous[at]
-        ctx.grads = (*grads, None if w2 is None or grad_w2 is None else grad_w2.to(w2.dtype))
+            torch.mm(gradient, head, out=grad_hidden[at])
+            if markov is not None:
+                torch.mm(gradient, markov.w2, out=markov.grad_previous[at])
+                markov.grad_w2.add_(gradient.T @ markov.previous[at])
+        ctx.grads = (grad_hidden, *((None, None) if markov is None else (markov.grad_previous, markov.grad_w2)))
         ctx.mark_non_differentiable(away, hits)
         return total, away, hits
 

@@ -43,7 +43,10 @@ def packed(sequences: Sequences, length: int) -> Rows:
     if not parts:
         raise InvalidParameter("data", f"no sequence has an answer within its first {length} tokens")
     return Rows(
-        *(np.concatenate([getattr(part, field) for part in parts]) for field in ("tokens", "segments", "answer", "source"))
+        *(
+            np.concatenate([getattr(part, field) for part in parts])
+            for field in ("tokens", "segments", "answer", "source")
+        )
     )
 
 
@@ -92,7 +95,7 @@ def held_out(sequences: Sequences, share: float) -> Array:
 
 
 class RowSampler:
-    """Rows of each source in an order drawn anew for every pass over them; sources by weight, all rows alike if None."""
+    """Rows of each source in an order drawn anew for every pass over them; sources by weight, or by their size."""
 
     def __init__(self, source: Array, weights: Mapping[int, float] | None, seed: int) -> None:
         self._rows = {one: np.flatnonzero(source == one) for one in np.unique(source).tolist()}

@@ -1,8 +1,8 @@
 """`paceline train`: from a target and some data to a drafter's folder.
 
-    OUT/config.json, *.safetensors      the drafter, as the engine reads it
-    OUT/README.md, curve.png, .json     the card, written by the run itself
-    OUT/training/tokens, training.pt    what a later run continues from
+OUT/config.json, *.safetensors      the drafter, as the engine reads it
+OUT/README.md, curve.png, .json     the card, written by the run itself
+OUT/training/tokens, training.pt    what a later run continues from
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from paceline.errors import InvalidParameter, PacelineError
+from paceline.errors import InvalidParameter
 from paceline.models.hub import resolve
 from paceline.models.loader import load_config
 from paceline.models.runtime import choose_device
@@ -71,7 +69,9 @@ def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
     store = TokenStore(work / "tokens", config.vocab_size)
     data_s = time.perf_counter() - began
     sequences = store.read()
-    apart = held_out(sequences, HELD_OUT) if len(sequences) >= 50 else torch.zeros(len(sequences), dtype=torch.bool).numpy()
+    apart = (
+        held_out(sequences, HELD_OUT) if len(sequences) >= 50 else torch.zeros(len(sequences), dtype=torch.bool).numpy()
+    )
     learnt, tested = sequences.chosen(~apart), sequences.chosen(apart)
     rows = packed(learnt, options.length)
     compiled = device.type == "cuda"
@@ -82,7 +82,9 @@ def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
         target=target,
         name=options.target,
         sizes=dict(options.sizes or {}),
-        vocabulary=lambda size: torch.from_numpy(draft_vocabulary(learnt, size, config.vocab_size, config.eos_token_ids)),
+        vocabulary=lambda size: torch.from_numpy(
+            draft_vocabulary(learnt, size, config.vocab_size, config.eos_token_ids)
+        ),
         init_from=options.init_from,
         seed=options.loop.seed,
         compiled=compiled,
@@ -133,11 +135,18 @@ def finish(
         options.out,
         method=options.method,
         target=options.target,
-        data={"sequences": tokens, "answer tokens": f"{int(sequences.answer.sum()):,}", "mix": options.mix or "by size"},
+        data={
+            "sequences": tokens,
+            "answer tokens": f"{int(sequences.answer.sum()):,}",
+            "mix": options.mix or "by size",
+        },
         recipe={**made.recipe, **{k: v for k, v in asdict(loop.config).items() if not k.endswith("_s")}},
         figures=figures,
-        cost={"data": f"{data_s:.0f} s", "training": f"{progress.elapsed_s:.0f} s, {progress.step} steps",
-              "device": _device_name(loop.target.device)},
+        cost={
+            "data": f"{data_s:.0f} s",
+            "training": f"{progress.elapsed_s:.0f} s, {progress.step} steps",
+            "device": _device_name(loop.target.device),
+        },
     )
     report(f"{options.out}: {' '.join(f'{k} {v:.2f}' for k, v in figures.items() if isinstance(v, float))}")
     return {"out": str(options.out), "steps": progress.step, "seconds": progress.elapsed_s, **figures}

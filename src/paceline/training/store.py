@@ -1,4 +1,4 @@
-"""A folder of training tokens: sequences with a mark on every token that the target wrote. Hidden states are never kept.
+"""A folder of training tokens: sequences, with a mark on tokens that the target wrote. Never hidden states.
 
 A folder holds shards, each of which appears whole or not at all, so a run that is cut short keeps what it had finished
 and a later one adds to it:
@@ -60,9 +60,7 @@ class Sequences:
     def chosen(self, keep: Array) -> Sequences:
         """Those of a boolean (S,)."""
         inside = np.repeat(keep, self.lengths)
-        return Sequences(
-            self.tokens[inside], self.answer[inside], self.lengths[keep].cumsum(), self.source[keep]
-        )
+        return Sequences(self.tokens[inside], self.answer[inside], self.lengths[keep].cumsum(), self.source[keep])
 
     def cut(self, lengths: Array) -> Sequences:
         """Each sequence's first `lengths[i]` tokens."""
@@ -150,7 +148,9 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def disk_error(folder: Path, error: OSError) -> InvalidParameter:
-    return InvalidParameter("out", f"cannot write to {folder}: {error.strerror or error}; free some space and run again")
+    return InvalidParameter(
+        "out", f"cannot write to {folder}: {error.strerror or error}; free some space and run again"
+    )
 
 
 def _read_info(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -44,8 +45,11 @@ def tau(walks: SequenceOf[Walk], *, without_loops: bool = False) -> float:
 
 def by_depth(walks: SequenceOf[Walk]) -> list[float]:
     """Share of drafts accepted to depth 1, 2, ... of those accepted to the depth before."""
-    reached = [sum(walk.drafts for walk in walks), *(sum(each) for each in zip(*(w.accepted for w in walks), strict=True))]
-    return [after / before if before else 0.0 for before, after in zip(reached, reached[1:], strict=False)]
+    reached = [
+        sum(walk.drafts for walk in walks),
+        *(sum(each) for each in zip(*(w.accepted for w in walks), strict=True)),
+    ]
+    return [after / before if before else 0.0 for before, after in pairwise(reached)]
 
 
 @torch.no_grad()
