@@ -2,11 +2,11 @@
 
     python benchmarks/train_smollm2.py data     --work W --target T --minutes 5 --gsm8k-train gsm8k_train.jsonl \
                                                 --mt-bench mt_bench.jsonl --gsm8k gsm8k.jsonl
-    python benchmarks/train_smollm2.py train    --work W --target T --minutes 17 --stop-minutes 8.8   # run twice
+    python benchmarks/train_smollm2.py train    --work W --target T --minutes 17 --call-minutes 9.2   # run twice
     python benchmarks/train_smollm2.py evaluate --work W --target T
     python benchmarks/train_smollm2.py pack     --work W --target T --out DIR
 
-`data`: the target writes prompts and answers them, and answers the questions of gsm8k_train; prompts of mt_bench and
+`--call-minutes` bounds one call of `train`, from the start of the process to the saved drafter. `data`: the target writes prompts and answers them, and answers the questions of gsm8k_train; prompts of mt_bench and
 gsm8k are answered apart, to be measured on, and never trained on. `train` continues where the last run stopped; its
 schedule ends after `--minutes` of steps over all runs. `evaluate`: τ of a chain of 7, trees of 15 and 60, as an engine
 walks the target's own answers. `pack`: int8, with τ before and after. Every stage prints what its time went into.
@@ -14,12 +14,16 @@ walks the target's own answers. `pack`: int8, with τ before and after. Every st
 
 from __future__ import annotations
 
+import time
+
+BEGAN = time.perf_counter()  # before torch is imported, which counts too
+
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +38,17 @@ from paceline.training.card import write_card, write_curve
 from paceline.training.data import Maker, draft_vocabulary, open_generator
 from paceline.training.dspark import DSparkOptions, DSparkTrainee
 from paceline.training.files import read_examples
-from paceline.training.loop import Loop, LoopConfig
+from paceline.training.loop import STATE, Loop, LoopConfig
 from paceline.training.rows import RowSampler, held_out, packed
 from paceline.training.run import HELD_OUT, answers_of, publish
 from paceline.training.store import TokenStore
 from paceline.training.target import FrozenTarget
 from paceline.training.walk import by_depth, tau, walk
 
-STATE = "training.pt"
+TARGET = "smollm2"  # as the card and the checkpoint name it
 SHAPES = {"chain 7": (7, True), "tree 15": (15, False), "tree 60": (60, False)}
 ANSWERS = "answers.json"  # of the prompts that are measured on
+SAVING_S = 10  # for the last checkpoint and the drafter
 SHIPPED_BYTES, FILE_BYTES = 28_000_000, 16_000_000
 
 
@@ -156,13 +161,13 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         trainee = DSparkTrainee.from_folder(args.init_from, target, options, compiled=compiled)
     else:
         trainee = DSparkTrainee(
-            target, options, torch.from_numpy(vocabulary), seed=args.seed, name="smollm2", compiled=compiled
+            target, options, torch.from_numpy(vocabulary), seed=args.seed, name=TARGET, compiled=compiled
         )
     loop_config = LoopConfig(
         rows=args.rows or 64,
         minutes=args.minutes if args.steps is None else None,
         steps=args.steps,
-        stop_minutes=args.stop_minutes,
+        stop_minutes=None,
         lr=args.lr,
         warmup=args.warmup,
         weight_decay=args.weight_decay,
@@ -170,7 +175,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         optimizer=args.optimizer,
         seed=args.seed,
         log_s=args.log_s,
-        save_s=60,
+        save_s=150,
         measure_s=args.measure_s,
     )
     answers = answers_of(tested if len(tested) else learnt, 64, args.length)
@@ -205,7 +210,9 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         for weight in loop.weights:
             weight.grad = None
         _wait(target.device)
-    _profile(loop, costs)
+    _profile(loop)
+    left = args.call_minutes - (time.perf_counter() - BEGAN + SAVING_S) / 60
+    loop.config = replace(loop_config, stop_minutes=max(left, 0.05))
     with costs.of("steps"):
         loop.run()
     publish(folder, lambda where: trainee.save(where, loop.averaged()))
@@ -214,7 +221,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     return {"steps": loop.progress.step, "seconds": loop.progress.elapsed_s, "parameters": size, **last}
 
 
-def _profile(loop: Loop, costs: Costs) -> None:
+def _profile(loop: Loop) -> None:
     """Where a step's time goes, from three steps that are not kept."""
     target, device = loop.target, loop.target.device
     which = torch.arange(loop.config.rows, device=device) % len(loop.rows.tokens)
@@ -287,7 +294,7 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     write_card(
         args.out,
         method=trainee.config.method,
-        target="smollm2",
+        target=TARGET,
         data={"sequences": counts, "answer tokens": f"{int(sequences.answer.sum()):,}"},
         recipe={k: v for k, v in vars(trainee.options).items() if k != "anchors"},
         figures=after,
@@ -326,7 +333,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=5.0, help="of data, or of the whole training")
-    parser.add_argument("--stop-minutes", type=float, default=8.8, help="of this run of the training")
+    parser.add_argument("--call-minutes", type=float, default=9.2, help="of this call of the training, all included")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rows", type=int, help="sequences at once (512 on a GPU), or rows of a step (64)")
     parser.add_argument("--limit", type=int, help="prompts of a file, to try the script")

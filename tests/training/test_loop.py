@@ -73,7 +73,8 @@ def test_a_killed_run_continues_to_the_very_weights_it_would_have_had(target, tm
         if line.startswith("step 3"):
             break
     os.kill(killed.pid, signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "killed" / STATE).exists()
     assert not (tmp_path / "killed" / "end.pt").exists()
     again = started(script(target, tmp_path / "killed", resume=True))

@@ -12,7 +12,6 @@ from paceline.training.loop import Loop, LoopConfig
 from paceline.training.rows import RowSampler, packed
 from paceline.training.store import Sequences
 from paceline.training.target import FrozenTarget
-from tests.models.tiny import save_tiny
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -20,6 +19,8 @@ SMALL = DSparkOptions(layers=2, block=4, num_taps=2, rank=8, draft_vocab=64, anc
 
 
 def toy_target(folder: Path, name: str = "llama-tied") -> FrozenTarget:
+    from tests.models.tiny import save_tiny  # imports transformers, which the processes of a test need not
+
     save_tiny(name, folder)
     return FrozenTarget(folder, CPU, torch.float32)
 

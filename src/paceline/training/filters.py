@@ -41,7 +41,7 @@ def loop_ends(sequences: Sequences, size: int = GRAM, times: int = TIMES) -> Arr
     first = np.concatenate(([True], keys[order][1:] != keys[order][:-1])) if len(order) else np.zeros(0, bool)
     group = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
     late = starts[order[np.arange(len(order)) - group >= times - 1]]
-    ends = lengths.copy()
+    ends: Array = lengths.copy()
     np.minimum.at(ends, owner[late], place[late] + size)
     return ends
 

@@ -16,7 +16,6 @@ import numpy as np
 from paceline.errors import InvalidParameter
 from paceline.training.store import Array, Sequences
 
-OPEN_ROWS = 64  # rows that a sequence may still be added to while packing
 LEAST_ANSWER = 2  # tokens of an answer that can be learnt from
 
 
@@ -51,24 +50,19 @@ def packed(sequences: Sequences, length: int) -> Rows:
 
 
 def _packed(sequences: Sequences, length: int, source: int) -> Rows:
+    """The longest sequences first, each into the fullest row that has room for it."""
     rows: list[list[tuple[Array, Array]]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, row), of open rows
-    for tokens, answer in sequences:
-        tokens, answer = tokens[:length], answer[:length]
-        if np.count_nonzero(answer) < LEAST_ANSWER:
-            continue
-        best = min((one for one in free if one[0] >= len(tokens)), default=None)
-        if best is None:
-            best = length, len(rows)
+    free: list[list[int]] = [[] for _ in range(length)]  # by tokens left: rows
+    pieces = [(tokens[:length], answer[:length]) for tokens, answer in sequences]
+    pieces = [piece for piece in pieces if np.count_nonzero(piece[1]) >= LEAST_ANSWER]
+    for tokens, answer in sorted(pieces, key=lambda piece: -len(piece[0])):
+        left = next((left for left in range(len(tokens), length) if free[left]), None)
+        row = len(rows) if left is None else free[left].pop()
+        if left is None:
+            left = length
             rows.append([])
-        else:
-            free.remove(best)
-        left, row = best
         rows[row].append((tokens, answer))
-        if left - len(tokens) >= 16:
-            free.append((left - len(tokens), row))
-            if len(free) > OPEN_ROWS:
-                free.remove(min(free))
+        free[left - len(tokens)].append(row)
     found = Rows(
         np.zeros((len(rows), length), np.int32),
         np.zeros((len(rows), length), np.int16),
