@@ -1,4 +1,4 @@
-"""The walk over stored answers counts the passes that an engine takes, with the drafter's folder as a trainer writes it."""
+"""The walk over stored answers counts the passes that an engine takes with the folder that a trainer wrote."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_good_state(target, tmp_path)
     kept = (tmp_path / STATE).read_bytes()
     with torch.no_grad():
         loop.weights[0].fill_(float("nan"))
-    with pytest.raises(PacelineError, match="not a number at step 2.*--resume"):
+    with pytest.raises(PacelineError, match=r"not a number at step 2.*--resume"):
         loop.run()
     assert (tmp_path / STATE).read_bytes() == kept
 
