@@ -23,6 +23,8 @@ DRAFT_MODEL = "draft-model"
 MEDUSA = "medusa"
 DSPARK = "dspark"
 DFLASH = "dflash"
+EAGLE = "eagle"
+EAGLE3 = "eagle3"
 
 
 class Method(NamedTuple):
