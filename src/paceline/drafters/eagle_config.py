@@ -23,6 +23,7 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 HEADS = {"llama": 32, "qwen3": 32}  # transformers' default, which speculators' files leave out
 POSITIONS = 2048
 LAYER = "layers.0"
+UP = ("gate", "up")
 Json = dict[str, Any]
 
 
@@ -134,6 +135,10 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
     known = {key: value for key, value in ours.items() if key in TargetShape.__dataclass_fields__}
     known["embedding_sample"] = tuple(known.get("embedding_sample", ()))
     vocab = raw.get("draft_vocab_size")
+    biases = frozenset(name.removesuffix(".bias") for name in tensors if name.endswith(".bias"))
+    for parts in ([f"{LAYER}.self_attn.{part}_proj" for part in "qkv"], [f"{LAYER}.mlp.{part}_proj" for part in UP]):
+        if biases & set(parts) and not biases >= set(parts):
+            raise BrokenModel(f"{source}: tensor {min(set(parts) - biases)}.bias is missing")
     return EagleConfig(
         body=body,
         fused=fused,
@@ -146,7 +151,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
         norm_output=_flag(raw, "norm_output"),
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
-        biases=frozenset(name.removesuffix(".bias") for name in tensors if name.endswith(".bias")),
+        biases=biases,
         target=TargetShape(**{"name": verifier.get("name_or_path") or "", **known}),
     )
 
@@ -219,7 +224,7 @@ def check_target(config: EagleConfig, target: ModelConfig, source: str) -> None:
     if not config.own_head and config.vocab < target.vocab_size and not target.tie_embeddings:
         raise BrokenModel(f"{source}: tensor lm_head.weight is missing; a smaller vocabulary needs a head of its own")
     taps = config.taps(target.num_layers)
-    if len(set(taps)) < len(taps) or min(taps) < FINAL or max(taps) > target.num_layers:
+    if config.fused and not (len(set(taps)) == len(taps) and 0 <= min(taps) <= max(taps) <= target.num_layers):
         raise InvalidParameter(
             "drafter", f"{source} reads the inputs of layers {list(taps)}, and this model has {target.num_layers}"
         )

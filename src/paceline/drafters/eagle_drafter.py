@@ -59,15 +59,14 @@ class EagleDrafter(TappedDrafter):
         self._cache: LayerCache | None = None
         self._recorder = GraphRecorder()
         self._graphs: dict[tuple[int, int], tuple[Inputs, CudaGraph]] = {}
-        self._work = functools.lru_cache(64)(self._divided)
+        self._work = functools.cache(self._divided)  # few shapes; graphs point into what it returns
+        self._most_blocks = 0  # of a sequence
 
     @classmethod
-    def from_context(cls, context: DrafterContext, method: str) -> EagleDrafter:
+    def from_context(cls, context: DrafterContext) -> EagleDrafter:
         if context.checkpoint is None:
-            raise InvalidParameter("drafter", f"method {method} needs the folder of its drafter; give it with --drafter")
+            raise InvalidParameter("drafter", "an EAGLE drafter needs the folder of its weights; give it with --drafter")
         config, tensors = read(context.checkpoint, context.config)
-        if config.method != method:
-            raise InvalidParameter("drafter", f"{context.checkpoint} holds a drafter of method {config.method}")
         kernels = context.kernels or TorchKernels()
         dtype = None if context.dtype == "auto" else getattr(torch, context.dtype)
         layer = EagleLayer(
@@ -88,13 +87,14 @@ class EagleDrafter(TappedDrafter):
         (self._cache,) = caches
         longest = min(self._max_positions, len(self._cache.k))
         self._layer.bind(longest + DEPTH)
+        self._most_blocks = -(-longest // block_size)
         if self.device.type == "cuda" and self._kernels.captures:
             with torch.cuda.device(self.device):
-                self._capture(-(-longest // block_size))
+                self._capture()
 
-    def _capture(self, blocks: int) -> None:
+    def _capture(self) -> None:
         """Every shape is run once, which compiles it, and captured, so that no draft waits for either."""
-        config, dtype = self._layer.config, self._layer.dtypes.compute
+        config, dtype, blocks = self._layer.config, self._layer.dtypes.compute, self._most_blocks
         try:
             for rows in sorted(ROWS, reverse=True):
                 taps = torch.zeros(rows, len(self.taps), config.feature_size, dtype=dtype, device=self.device)
@@ -113,9 +113,8 @@ class EagleDrafter(TappedDrafter):
     @torch.inference_mode()
     def absorb(self, batch: TapBatch) -> None:
         assert self._cache is not None
-        size = len(batch.tokens)
-        nothing = torch.zeros(size, dtype=torch.int32, device=self.device)
-        plan = self._plan(batch.positions, batch.slots, nothing, nothing, nothing, nothing[:, None][:, :0], nothing[None])
+        nothing = torch.zeros_like(batch.slots)
+        plan = self._plan(batch.positions, batch.slots, nothing, nothing, nothing, nothing[:, None][:, :0], None)
         self._layer.store(batch.tokens, self._layer.fuse(batch.taps), plan, self._cache)
 
     @torch.inference_mode()
@@ -138,6 +137,8 @@ class EagleDrafter(TappedDrafter):
         taps, tokens = self._ring.load(seats, lengths - 2, self._columns)
         sequences = [row.sequence for row in rows]
         width = max(len(one.blocks) for one in sequences)
+        if self._kernels.captures:  # few widths, so that few divisions of the work occur
+            width = max(min(1 << (width - 1).bit_length(), self._most_blocks), width)
         tables = torch.tensor([[*one.blocks, *[0] * (width - len(one.blocks))] for one in sequences])
         starts = [max(self._states[one.key].start, 1) for one in sequences]
         ends = [len(one.blocks) * self._block_size for one in sequences]
@@ -167,7 +168,7 @@ class EagleDrafter(TappedDrafter):
         context = inputs.starts[:, None] + torch.arange(longest, device=self.device)
         table = self._slots(inputs, context).int()  # (B, L) slots of the context in order
         owner = torch.arange(batch, device=self.device)
-        root = self._plan(inputs.lengths - 2, owner - owner - 1, owner, keys, keys, owner[:, None][:, :0], table)
+        root = self._plan(inputs.lengths - 2, torch.full_like(owner, -1), owner, keys, keys, owner[:, None][:, :0], table)
         logits, features = layer.read(layer.run(inputs.tokens, layer.fuse(inputs.taps), root, cache))
 
         def expand(nodes: Frontier) -> tuple[Tensor, Tensor]:
@@ -204,10 +205,18 @@ class EagleDrafter(TappedDrafter):
         return inputs.tables.gather(1, block) * self._block_size + positions % self._block_size
 
     def _plan(
-        self, positions: Tensor, slots: Tensor, owner: Tensor, prefix: Tensor, reach: Tensor, path: Tensor, table: Tensor
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        owner: Tensor,
+        prefix: Tensor,
+        reach: Tensor,
+        path: Tensor,
+        table: Tensor | None,  # None: the pass only writes K/V
     ) -> PassPlan:
-        batch, longest = table.shape
-        work = self._work(len(owner), batch, path.shape[1], longest) if self._kernels.captures else None
+        batch, longest = (1, 1) if table is None else table.shape
+        divides = self._kernels.captures and table is not None
+        work = self._work(len(owner), batch, path.shape[1], longest) if divides else None
         return PassPlan(
             positions=positions.clamp(0, self._layer.num_positions - 1).int(),
             slots=slots.int(),
@@ -215,7 +224,7 @@ class EagleDrafter(TappedDrafter):
             prefix=prefix.int(),
             reach=reach.int(),
             path=path.int(),
-            block_tables=table,
+            block_tables=slots.int()[:1, None] if table is None else table,
             block_size=1,
             max_len=longest + DEPTH,
             work=work,

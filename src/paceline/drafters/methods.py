@@ -70,6 +70,10 @@ METHODS: Mapping[str, Method] = {
         Method(
             MEDUSA, _made_by("medusa", "MedusaDrafter.from_context"), ("drafter",), needs=("drafter",), vllm="medusa"
         ),
+        *(
+            Method(name, _made_by("eagle_drafter", "EagleDrafter.from_context"), ("drafter",), ("drafter",), vllm=name)
+            for name in (EAGLE3, EAGLE)
+        ),
     )
 }
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))
