@@ -29,6 +29,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.testing import context_logits, toy_config
 from paceline.verify import Nodes, probabilities, process
+from tests.drafters.eagles import toy_drafter
 
 VOCAB = 11
 TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), lag, trees known on the device alone
@@ -284,7 +285,7 @@ def context_for(config, **options):
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # Steps are launched before the one before is read or published, as on a device.
 EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix")}
-EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa")}
+EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa", "eagle3")}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
@@ -292,6 +293,8 @@ MAKERS = {
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     TAPPED: lambda config: PairDrafter(config.vocab_size),
     "medusa": lambda config: MedusaDrafter(medusa_heads(config.vocab_size), config.vocab_size),
+    "eagle3": lambda config: toy_drafter(config, medusa_heads(config.vocab_size), fused=True, knows=True),
+    "eagle": lambda config: toy_drafter(config, medusa_heads(config.vocab_size), fused=False, knows=False),
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
 MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}

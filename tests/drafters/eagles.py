@@ -10,7 +10,8 @@ from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.eagle_config import LAYER, EagleConfig, shapes
 from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.eagle_layer import EagleLayer
-from paceline.models.weights import Dtypes
+from paceline.models.torch_kernels import TorchKernels
+from paceline.models.weights import Dtypes, WeightKind
 
 
 def config_for(target: ModelConfig, *, vocab=0, **flags) -> EagleConfig:
@@ -185,9 +186,52 @@ def overfit(config, embedding, head, texts, taps, *, depth=4, steps=80, rate=0.0
                 loss = loss + F.cross_entropy(logits[s, : len(wanted)], wanted)
         optimiser.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimiser.step()
     tensors = {name: tensor.detach().float() for name, tensor in reference.weights.items()}
     return tensors | ({"d2t": reference.ids - torch.arange(config.vocab)} if reference.ids is not None else {})
 
 
-__all__ = ["Dtypes", "overfit", "unrolled", "Reference", "config_for", "drafter_of", "random_tensors"]
+def fitted(decoder, texts, taps_of, *, fused):
+    """A drafter of random weights whose head is fitted to what follows each position of these texts."""
+    target = decoder.config
+    known = sorted({token for text in texts for token in text})
+    flags = {"layer_ids": (1, target.num_layers - 1)} if fused else {"fused": False}
+    config = config_for(target, vocab=len(known), **flags)
+    tensors = random_tensors(config)
+    tensors["d2t"] = torch.tensor(known) - torch.arange(len(known))
+    identity = torch.eye(target.hidden_size)
+    reference = Reference(config, {**tensors, "lm_head.weight": identity}, decoder.embedding, identity)
+    states, wanted = [], []
+    for text in texts:
+        n = len(text) - 2
+        features = reference.fuse(taps_of(decoder, text, config.taps(target.num_layers))[:n])
+        visible = torch.ones(n, n, dtype=torch.bool).tril()
+        states.append(reference(torch.tensor(text[1 : n + 1]), features, torch.arange(n).double(), visible)[0])
+        wanted += text[2:]
+    which = torch.searchsorted(torch.tensor(known), torch.tensor(wanted))
+    goal = F.one_hot(which, len(known)).double()
+    solved = torch.linalg.lstsq(torch.cat(states), goal, driver="gelsd").solution
+    tensors["lm_head.weight"] = 20 * solved.T.float().contiguous()
+    return drafter_of(config, tensors, target, decoder.kernels, decoder.embedding, decoder.head)
+
+
+def toy_drafter(target, heads, *, fused, knows):
+    """For a target of `features`: with random weights, or one that hands the feature on to heads that know it."""
+    hidden = heads[0].output.shape[1]
+    flags = {"layer_ids": (1,), "vocab": target.vocab_size - 1} if fused else {"fused": False, "own_head": False}
+    config = config_for(target, hidden_size=hidden, num_heads=1, num_kv_heads=1, head_dim=2, **flags)
+    tensors = random_tensors(config, dtype=torch.float64)
+    if knows:
+        for name in (f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight", "fc.weight"):
+            tensors[name] = torch.zeros_like(tensors[name])
+        tensors["fc.weight"][:, -hidden:] = torch.eye(hidden)
+    output = heads[0].output.double()
+    if fused:
+        tensors["d2t"] = torch.zeros(config.vocab, dtype=torch.int64)
+        if knows:
+            tensors["lm_head.weight"] = output[: config.vocab].contiguous()
+    kernels, wide = TorchKernels(), torch.float64
+    embedding = torch.randn(target.vocab_size, hidden, generator=torch.Generator().manual_seed(3))
+    dtypes = Dtypes(WeightKind.FLOAT64, wide, wide)
+    return drafter_of(config, tensors, target, kernels, embedding, kernels.pack(output), dtypes=dtypes)

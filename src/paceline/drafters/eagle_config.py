@@ -297,7 +297,12 @@ def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
     layer["rope_parameters"] = {"rope_type": "default", "rope_theta": config.body.rope.theta} | layer.pop(
         "rope_scaling", {}
     )
-    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         "speculators_model_type": config.method,
         "speculators_version": "0.9.0",

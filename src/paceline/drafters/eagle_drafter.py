@@ -65,7 +65,9 @@ class EagleDrafter(TappedDrafter):
     @classmethod
     def from_context(cls, context: DrafterContext) -> EagleDrafter:
         if context.checkpoint is None:
-            raise InvalidParameter("drafter", "an EAGLE drafter needs the folder of its weights; give it with --drafter")
+            raise InvalidParameter(
+                "drafter", "an EAGLE drafter needs the folder of its weights; give it with --drafter"
+            )
         config, tensors = read(context.checkpoint, context.config)
         kernels = context.kernels or TorchKernels()
         dtype = None if context.dtype == "auto" else getattr(torch, context.dtype)
@@ -168,7 +170,9 @@ class EagleDrafter(TappedDrafter):
         context = inputs.starts[:, None] + torch.arange(longest, device=self.device)
         table = self._slots(inputs, context).int()  # (B, L) slots of the context in order
         owner = torch.arange(batch, device=self.device)
-        root = self._plan(inputs.lengths - 2, torch.full_like(owner, -1), owner, keys, keys, owner[:, None][:, :0], table)
+        root = self._plan(
+            inputs.lengths - 2, torch.full_like(owner, -1), owner, keys, keys, owner[:, None][:, :0], table
+        )
         logits, features = layer.read(layer.run(inputs.tokens, layer.fuse(inputs.taps), root, cache))
 
         def expand(nodes: Frontier) -> tuple[Tensor, Tensor]:
