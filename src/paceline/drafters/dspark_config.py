@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.config import MAX_K, ModelConfig
-from paceline.drafters.methods import DFLASH, DSPARK
+from paceline.config import MAX_K, ModelConfig, RopeConfig
+from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.hf_config import parse_config
 
-ARCHITECTURES = {"DSparkDraftModel": DSPARK, "Qwen3DSparkModel": DSPARK, "DFlashDraftModel": DFLASH}
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"
 TAP_NORM, MASKS = "tap_norm.weight", "mask_embedding.weight"
@@ -89,16 +88,6 @@ def embedding_sample(embedding: Tensor) -> tuple[float, ...]:
     return tuple(round(value, 6) for value in values)
 
 
-def is_block_drafter(raw: Mapping[str, Any]) -> str | None:
-    """The method of a folder with this config.json, if it is one of these two."""
-    kind, names = raw.get("speculators_model_type"), raw.get("architectures")
-    if kind in (DSPARK, DFLASH):
-        return str(kind)
-    if kind is None and isinstance(names, list) and names and names[0] in ARCHITECTURES:
-        return ARCHITECTURES[names[0]]
-    return (DSPARK if raw.get("markov_rank") else DFLASH) if "dflash_config" in raw else None
-
-
 def check_target(config: DSparkConfig, target: ModelConfig, folder: Path) -> None:
     """Refuse a drafter that was trained for a model of another shape."""
     trained = config.target
@@ -155,7 +144,7 @@ def shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig:
-    if is_block_drafter(raw) is None:
+    if block_drafter(raw) is None:
         raise BrokenModel(f"{source} describes no DSpark or DFlash drafter")
     published = raw.get("dflash_config") or {}
     if raw.get("markov_head_type", "vanilla") != "vanilla":
@@ -173,13 +162,16 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig
         draft_vocab_size=_whole(raw, "draft_vocab_size", source, default=body.vocab_size, most=body.vocab_size),
         markov_rank=_whole(raw, "markov_rank", source, default=0, least=0) if W1 in tensors else 0,
         confidence=f"{CONFIDENCE}.weight" in tensors,
-        sample_from_anchor=bool(raw.get("sample_from_anchor", is_block_drafter(raw) == DSPARK)),
+        # Where the key is missing: speculators means False, DSpark folders as published mean True.
+        sample_from_anchor=bool(
+            raw.get("sample_from_anchor", "speculators_model_type" not in raw and block_drafter(raw) == DSPARK)
+        ),
         tap_norm=bool(ours.get("tap_norm")),
         mask_embedding=bool(ours.get("mask_embedding")),
         markov_over_draft_vocab=bool(ours.get("markov_over_draft_vocab")),
         target=target,
     )
-    if is_block_drafter(raw) == DSPARK and not config.markov_rank:
+    if block_drafter(raw) == DSPARK and not config.markov_rank:
         raise BrokenModel(
             f"{source}: a DSpark drafter needs a Markov head; tensor {W1} or the key markov_rank is missing"
         )
@@ -241,6 +233,7 @@ def described(config: DSparkConfig) -> Json:
         "head_dim": body.head_dim,
         "rms_norm_eps": body.rms_norm_eps,
         "rope_theta": body.rope.theta,
+        "rope_parameters": _rope(body.rope),
         "max_position_embeddings": body.max_positions,
         "vocab_size": body.vocab_size,
         "hidden_act": "silu",
@@ -248,19 +241,11 @@ def described(config: DSparkConfig) -> Json:
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-    if body.rope.kind != "default":
-        layer["rope_scaling"] = {
-            "rope_type": body.rope.kind,
-            "factor": body.rope.factor,
-            "low_freq_factor": body.rope.low_freq_factor,
-            "high_freq_factor": body.rope.high_freq_factor,
-            "original_max_position_embeddings": body.rope.original_max_positions,
-        }
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.depth}
     return {
         "speculators_model_type": config.method,
         "speculators_version": "0.4.0",
-        "architectures": [next(name for name, method in ARCHITECTURES.items() if method == config.method)],
+        "architectures": [next(name for name, method in BLOCK_DRAFTERS.items() if method == config.method)],
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": list(config.taps),
         "mask_token_id": config.mask_token_id,
@@ -268,6 +253,8 @@ def described(config: DSparkConfig) -> Json:
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",
         "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence and bool(config.markov_rank),
+        "target_hidden_size": body.hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
         "transformer_layer_config": layer,
         "speculators_config": {
@@ -288,3 +275,13 @@ def described(config: DSparkConfig) -> Json:
             "markov_over_draft_vocab": config.markov_over_draft_vocab,
         },
     }
+
+
+def _rope(rope: RopeConfig) -> Json:
+    found: Json = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    if rope.kind != "default":
+        found["factor"] = rope.factor
+    if rope.kind == "llama3":
+        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        found["original_max_position_embeddings"] = rope.original_max_positions
+    return found

@@ -8,7 +8,7 @@ deterministic proposals. Everything is a tensor operation without a host synchro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -72,16 +72,14 @@ def grow(
     best, ids = _best(logits, shape.children)  # (B, K)
     scores, tokens = [best], [translate(ids)]
     parents = [torch.full_like(ids, -1)]
-    above = ids.new_empty(batch, width, 0)
-    features, first = features[:, None].expand(-1, width, -1), 0
+    outputs, numbers = features[:, None], ids.new_empty(batch, 1, 0)  # of the nodes expanded last
+    first, each = 0, shape.children  # of the last level: its first candidate, and the candidates of one parent
     for level in range(1, shape.depth):
         score, chosen = scores[-1].topk(width)  # (B, W) among the last level's candidates
         number = (level - 1) * widths + lane
         alive = (lane < widths) & (number < budgets[:, None]) & score.isfinite()
-        if level > 1:
-            features, above = _taken(outputs, chosen // shape.children), _taken(numbers, chosen // shape.children)
-        outer = Frontier(tokens[-1].gather(1, chosen), features, number, above, alive, level)
-        logits, outputs = expand(outer)
+        features, above = (_taken(part, chosen // each) for part in (outputs, numbers))
+        logits, outputs = expand(Frontier(tokens[-1].gather(1, chosen), features, number, above, alive, level))
         numbers = torch.cat((above, number[..., None]), 2)
         best, ids = _best(logits, shape.children)  # (B, W, K)
         best = torch.where(alive[..., None], score[..., None] + best, -torch.inf)
@@ -110,7 +108,3 @@ def _ranked(scores: Tensor, tokens: Tensor, parents: Tensor, count: int) -> Prop
     rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
     above = parents.gather(1, order)
     return Proposed(tokens.gather(1, order), torch.where(above < 0, -1, rank.gather(1, above.clamp_min(0))))
-
-
-def budgets_of(nodes: Sequence[int], shape: TreeShape) -> list[int]:
-    return [shape.most(count) for count in nodes]

@@ -21,9 +21,11 @@ from paceline.models.hf_config import parse_config
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 HEADS = {"llama": 32, "qwen3": 32}  # transformers' default, which speculators' files leave out
+LLAMAS = (EAGLE, "qwen2", "mistral")  # whose layers differ from Llama's in biases and windows alone
 POSITIONS = 2048
 LAYER = "layers.0"
 UP = ("gate", "up")
+UNKNOWN_TARGET = TargetShape()
 Json = dict[str, Any]
 
 
@@ -41,7 +43,7 @@ class EagleConfig:
     own_embedding: bool = False
     own_head: bool = True
     biases: frozenset[str] = field(default_factory=frozenset)  # linear layers with one
-    target: TargetShape = TargetShape()
+    target: TargetShape = UNKNOWN_TARGET
 
     @property
     def method(self) -> str:
@@ -159,7 +161,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
 def _body(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) -> ModelConfig:
     """Keys that a file leaves out are read off the tensors, or are transformers' defaults."""
     family = str(layer.get("model_type", "llama"))
-    family = "llama" if family not in FAMILIES and family in ("eagle", "qwen2", "mistral") else family
+    family = "llama" if family in LLAMAS else family
     if family not in FAMILIES:
         raise UnsupportedModel(f"{source}: a layer of model_type {family!r} is not supported; llama and qwen3 are")
     if layer.get("num_hidden_layers", 1) != 1:
@@ -317,7 +319,7 @@ def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
         "eagle_aux_hidden_state_layer_ids": None if config.layer_ids is None else list(config.layer_ids),
         "speculators_config": {
             "algorithm": config.method,
-            "proposal_methods": [proposal],
+            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": config.target.name, "architectures": []},
         },

@@ -63,12 +63,12 @@ class EagleDrafter(TappedDrafter):
         self._most_blocks = 0  # of a sequence
 
     @classmethod
-    def from_context(cls, context: DrafterContext) -> EagleDrafter:
+    def from_context(cls, context: DrafterContext, method: str) -> EagleDrafter:
         if context.checkpoint is None:
-            raise InvalidParameter(
-                "drafter", "an EAGLE drafter needs the folder of its weights; give it with --drafter"
-            )
+            raise InvalidParameter("drafter", f"method {method} needs the folder of its drafter; give --drafter")
         config, tensors = read(context.checkpoint, context.config)
+        if config.method != method:
+            raise InvalidParameter("drafter", f"{context.checkpoint} is of method {config.method}, not {method}")
         kernels = context.kernels or TorchKernels()
         dtype = None if context.dtype == "auto" else getattr(torch, context.dtype)
         layer = EagleLayer(
