@@ -75,6 +75,7 @@ class Drafter(Protocol):
     kv_layers: tuple[KVSpec, ...]
     pairs: bool  # with taps and K/V: these are of (hidden state of t, token t + 1), not of the hidden state of t alone
     room: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
+    trees: bool  # nodes come in order of their probability: the first n are the best tree of n, and no dearer than one
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers of `kv_layers`; called once, before anything else."""
@@ -132,6 +133,7 @@ class HostDrafter:
     idle = False  # rarely used: only sequences that need a draft are indexed
     pairs = False
     room = 0
+    trees = False
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass

@@ -25,6 +25,8 @@ DRAFT_MODEL = "draft-model"
 MEDUSA = "medusa"
 DSPARK = "dspark"
 DFLASH = "dflash"
+EAGLE = "eagle"
+EAGLE3 = "eagle3"
 
 
 # Published architectures of drafters that draft a block in one pass.
@@ -39,6 +41,17 @@ def block_drafter(raw: Mapping[str, Any]) -> str | None:
     if kind is None and isinstance(names, list) and names and names[0] in BLOCK_DRAFTERS:
         return BLOCK_DRAFTERS[names[0]]
     return (DSPARK if raw.get("markov_rank") else DFLASH) if "dflash_config" in raw else None
+
+
+def eagle_drafter(raw: Mapping[str, Any]) -> str | None:
+    """The method of a drafter with this config.json, if it is an EAGLE; one as published may look like any small
+    Llama."""
+    kind, names = raw.get("speculators_model_type"), str(raw.get("architectures"))
+    if kind is not None or block_drafter(raw) is not None:
+        return str(kind) if kind in (EAGLE, EAGLE3) else None
+    if "Eagle3" in names or "draft_vocab_size" in raw or "eagle_config" in raw:
+        return EAGLE3
+    return EAGLE if "Eagle" in names or raw.get("num_hidden_layers") == 1 else None
 
 
 class Method(NamedTuple):
@@ -100,6 +113,17 @@ METHODS: Mapping[str, Method] = {
                 recognise=lambda raw, name=name: block_drafter(raw) == name,  # type: ignore[misc]
             )
             for name in (DSPARK, DFLASH)
+        ),
+        *(
+            Method(
+                name,
+                _made_by("eagle_drafter", "EagleDrafter.from_context", name),
+                ("drafter",),
+                needs=("drafter",),
+                vllm=name,
+                recognise=lambda raw, name=name: eagle_drafter(raw) == name,  # type: ignore[misc]
+            )
+            for name in (EAGLE3, EAGLE)
         ),
     )
 }

@@ -106,6 +106,7 @@ class TappedDrafter:
     kv_layers: tuple[KVSpec, ...] = ()
     pairs = True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t
     room = 0
+    trees = True
 
     def __init__(self) -> None:
         self._states: dict[str, TapState] = {}
