@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,3 +67,30 @@ def anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
     """(B, A) places in the row that a draft may start from, drawn without replacement, and which of them exist."""
     drawn = torch.where(batch.follows, batch.dice, -1.0).topk(min(count, batch.tokens.shape[1]), dim=1)
     return drawn.indices, drawn.values >= 0
+
+
+class Ahead(NamedTuple):
+    """Positions behind anchors, (B, A, D) each: the target's token at `here` + 1 is what a drafter predicts there."""
+
+    here: Tensor
+    valid: Tensor  # bool: the answer goes on to there
+    known: Tensor  # the token at `here`
+    wanted: Tensor  # the token behind it
+
+    def states(self, final: Tensor) -> Tensor:
+        """(B * A * D, H) the target's head inputs at `here`, from (B, L, H)."""
+        flat = self.here.flatten(1)
+        return final.gather(1, flat[:, :, None].expand(-1, -1, final.shape[2])).flatten(0, 1)
+
+
+def ahead(batch: Batch, at: Tensor, exists: Tensor, depth: int) -> Ahead:
+    """The first `depth` positions from the anchors `at` on, themselves included."""
+    length = batch.tokens.shape[1]
+    here = at[:, :, None] + torch.arange(depth, device=at.device)
+    inside = here < length - 1
+    here = here.clamp(max=length - 2)
+    flat = here.flatten(1)
+    same = batch.segments.gather(1, flat).view_as(here) == batch.segments.gather(1, at)[:, :, None]
+    valid = exists[:, :, None] & inside & same & batch.follows.gather(1, flat).view_as(here)
+    known, wanted = (batch.tokens.gather(1, flat + shift).view_as(here) for shift in (0, 1))
+    return Ahead(here, valid.cumprod(2).bool(), known, wanted)

@@ -20,7 +20,7 @@ from paceline.config import ModelConfig
 from paceline.drafters import dspark_checkpoint
 from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, TargetShape, shapes
 from paceline.errors import InvalidParameter
-from paceline.training.batch import Batch, anchors
+from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import chunk_loss, draft_loss
 from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 from paceline.training.trainee import StepLoss
@@ -313,25 +313,14 @@ class DSparkTrainee:
         anchor_tokens, anchor_positions = batch.tokens.gather(1, at), batch.positions.gather(1, at)
         hidden = self.model.hidden(self.parameters, context, batch.positions, anchor_tokens, anchor_positions, seen)
 
-        steps = torch.arange(size, device=at.device)
-        here = at[:, :, None] + steps  # (B, A, g): places whose next token is predicted
-        inside = here < length - 1
-        here = here.clamp(max=length - 2)
-        flat = here.flatten(1)
-        previous, wanted = batch.tokens.gather(1, flat), batch.tokens.gather(1, flat + 1)
-        valid = exists[:, :, None] & inside & batch.follows.gather(1, flat).view_as(here)
-        valid = valid & (batch.segments.gather(1, flat).view_as(here) == batch.segments.gather(1, at)[:, :, None])
-        valid = valid.cumprod(2).bool()
-        known = self.draft_id[wanted].view_as(here) >= 0
-        weight = valid * known * torch.exp(-steps / options.decay)
-
-        states = batch.hidden.final
-        target = states.gather(1, flat[:, :, None].expand(-1, -1, states.shape[2])).flatten(0, 1)
-        features = markov_features(self.parameters, self.draft_id, previous.flatten(), self.model.dtype)
+        there = ahead(batch, at, exists, size)
+        known = self.draft_id[there.wanted] >= 0
+        weight = there.valid * known * torch.exp(-torch.arange(size, device=at.device) / options.decay)
+        features = markov_features(self.parameters, self.draft_id, there.known.flatten(), self.model.dtype)
         found = draft_loss(
             hidden.flatten(0, 2),
             self.head,
-            target,
+            there.states(batch.hidden.final),
             weight.flatten(),
             previous=features,
             w2=self.parameters.get(W2),
@@ -343,15 +332,7 @@ class DSparkTrainee:
         loss = found.loss
         if self.config.confidence and features is not None:
             loss = loss + options.confidence * self._confidence_loss(hidden, features, found.tv, weight.flatten())
-        hits = found.hit.view_as(here) & valid & known
-        return StepLoss(
-            loss=loss,
-            weight=weight.sum(),
-            hits=hits.sum((0, 1)),
-            counts=valid.sum((0, 1)),
-            walked=(exists.sum() + hits.cumprod(2).sum()),
-            anchors=exists.sum(),
-        )
+        return StepLoss.of(loss, weight, found.hit.view_as(weight) & known, there.valid, exists)
 
     def _confidence_loss(self, hidden: Tensor, features: Tensor, tv: Tensor, weight: Tensor) -> Tensor:
         """It learns to predict acceptance and does not change what it predicts from."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.drafters.methods import METHODS
 from paceline.llm import LLM
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
@@ -29,7 +30,9 @@ def engine_tau(
     """Over a few answers with drafts of `nodes` tokens each."""
     stats = SpeculationStats()
     params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, max_tokens=max_tokens)
-    settings: dict[str, Any] = {"device": device, "method": method, "k": nodes, "drafter": str(drafter)}
+    settings: dict[str, Any] = {"device": device, "method": method, "k": nodes}
+    (need,) = METHODS[method].needs  # a drafter's folder or a model's
+    settings[need] = str(drafter)
     with LLM(target, max_num_seqs=8, gpu_memory_fraction=0.3, **settings) as llm:
         for output in llm.generate([list(prompt) for prompt in prompts], params):
             stats.merge(output.outputs[0].speculation)

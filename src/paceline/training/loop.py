@@ -326,7 +326,7 @@ def make_optimizers(parameters: Mapping[str, Tensor], config: LoopConfig) -> lis
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() == 2 and (name == "fc.weight" or name.startswith("layers."))
+    return parameter.dim() == 2 and name.endswith(("_proj.weight", "fc.weight", "linear.weight"))
 
 
 def duration(seconds: float) -> str:

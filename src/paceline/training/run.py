@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, PacelineError
 from paceline.models.hub import resolve
 from paceline.models.loader import load_config
 from paceline.models.runtime import choose_device
@@ -28,7 +28,9 @@ from paceline.tokenizer import Tokenizer
 from paceline.training.batch import DeviceRows
 from paceline.training.card import write_card, write_curve
 from paceline.training.data import Maker, draft_vocabulary, open_generator, read_file
+from paceline.training.engine_tau import engine_tau
 from paceline.training.loop import Loop, LoopConfig, Processes, Report
+from paceline.training.names import drafting_method
 from paceline.training.rows import RowSampler, held_out, packed
 from paceline.training.store import Sequences, TokenStore, disk_error
 from paceline.training.target import FrozenTarget
@@ -36,6 +38,7 @@ from paceline.training.trainees import Made, Plan, trainee_of
 
 HELD_OUT = 0.01  # of all prompts, never trained on
 MEASURED = 32  # held-out answers whose τ is measured while training
+PROMPTS = 8  # held-out prompts that the engine answers at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,9 @@ def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
     if Processes.current().rank:
         return {}
     figures = made.measure(loop.averaged()) if made.measure is not None else {}
-    return finish(loop, made, options, sequences, store, figures, data_s, report)
+    publish(options.out, lambda folder: made.trainee.save(folder, loop.averaged()))
+    figures |= by_engine(options, made, [prompt for prompt, _ in plan.answers[:PROMPTS]], report)
+    return finish(loop, made, options, sequences, store, figures, data_s)
 
 
 def finish(
@@ -122,10 +127,8 @@ def finish(
     store: TokenStore,
     figures: Mapping[str, Any],
     data_s: float,
-    report: Report,
 ) -> dict[str, Any]:
-    """The drafter's folder, its card and its curve; files appear under their names only when they are whole."""
-    publish(options.out, lambda folder: made.trainee.save(folder, loop.averaged()))
+    """The card and the curve."""
     progress = loop.progress
     if progress.curve:
         progress.curve[-1].update(figures)
@@ -148,8 +151,31 @@ def finish(
             "device": _device_name(loop.target.device),
         },
     )
-    report(f"{options.out}: {' '.join(f'{k} {v:.2f}' for k, v in figures.items() if isinstance(v, float))}")
     return {"out": str(options.out), "steps": progress.step, "seconds": progress.elapsed_s, **figures}
+
+
+def by_engine(options: TrainOptions, made: Made, prompts: list[list[int]], report: Report) -> dict[str, Any]:
+    """τ as the engine counts it. A drafter that it cannot run is reported, and kept."""
+    if not prompts:
+        return {}
+    method, found = drafting_method(options.method), {}
+    try:
+        for temperature in (0.0, 0.7):
+            measured = engine_tau(
+                options.target,
+                options.out,
+                method,
+                prompts,
+                nodes=made.nodes,
+                temperature=temperature,
+                device=options.device,
+            )
+            found[f"τ of the engine, {made.nodes} nodes, T {temperature:g}"] = measured["tau"]
+            found[f"accepted by depth, T {temperature:g}"] = measured["by depth"]
+            report(f"{options.out}: τ {measured['tau']:.2f} at T {temperature:g}, by depth {measured['by depth']}")
+    except PacelineError as error:
+        report(f"the engine could not measure {options.out}: {error}")
+    return found
 
 
 def publish(out: Path, save: Callable[[Path], None]) -> None:

@@ -21,6 +21,19 @@ class StepLoss(NamedTuple):
     walked: Tensor  # () tokens committed from these anchors, had each been the start of a step
     anchors: Tensor  # ()
 
+    @staticmethod
+    def of(loss: Tensor, weight: Tensor, hit: Tensor, valid: Tensor, exists: Tensor) -> StepLoss:
+        """From (B, A, D) weights, hits and positions that count, and (B, A) anchors that exist."""
+        hits = hit & valid
+        return StepLoss(
+            loss=loss,
+            weight=weight.sum(),
+            hits=hits.sum((0, 1)),
+            counts=valid.sum((0, 1)),
+            walked=exists.sum() + hits.cumprod(2).sum(),
+            anchors=exists.sum(),
+        )
+
 
 class Trainee(Protocol):
     parameters: dict[str, Tensor]  # leaves, in fp32

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.drafters.methods import DFLASH, DSPARK
+from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
 from paceline.errors import InvalidParameter
 from paceline.training.loop import Measure
+from paceline.training.names import DRAFT
 from paceline.training.target import FrozenTarget
 from paceline.training.trainee import Trainee
 
@@ -37,7 +38,8 @@ class Plan:
 class Made:
     trainee: Trainee
     recipe: Mapping[str, Any]
-    measure: Measure | None
+    measure: Measure | None  # while training, where that is cheap
+    nodes: int  # of a draft when the engine measures the result
 
 
 def trainee_of(method: str, plan: Plan) -> Made:
@@ -77,10 +79,48 @@ def _dspark(plan: Plan, *, rank: int | None = None) -> Made:
             "by depth": [round(one, 3) for one in by_depth(chain)],
         }
 
-    return Made(trainee, asdict(trainee.options), measure if plan.answers else None)
+    return Made(trainee, asdict(trainee.options), measure if plan.answers else None, 60)
+
+
+def _eagle(plan: Plan, *, fused: bool) -> Made:
+    from paceline.training.eagle import EagleOptions, EagleTrainee
+
+    plain = {} if fused else {"steps": 3, "features": 1.0, "ce": 0.1, "tv": 0.0}
+    options = options_of(EagleOptions, {**plain, **plan.sizes})
+    trainee = EagleTrainee(
+        plan.target,
+        options,
+        plan.vocabulary(options.draft_vocab if fused else plan.target.config.vocab_size),
+        fused=fused,
+        seed=plan.seed,
+        name=plan.name,
+        compiled=plan.compiled,
+        init_from=plan.init_from,
+    )
+    return Made(trainee, asdict(options), None, 60 if fused else 30)
+
+
+def _medusa(plan: Plan) -> Made:
+    from paceline.training.medusa import MedusaOptions, MedusaTrainee
+
+    options = options_of(MedusaOptions, plan.sizes)
+    trainee = MedusaTrainee(plan.target, options, name=plan.name, compiled=plan.compiled, init_from=plan.init_from)
+    return Made(trainee, asdict(options), None, 30)
+
+
+def _draft(plan: Plan) -> Made:
+    from paceline.training.draft import DraftOptions, DraftTrainee
+
+    options = options_of(DraftOptions, plan.sizes)
+    trainee = DraftTrainee(plan.target, options, compiled=plan.compiled, init_from=plan.init_from)
+    return Made(trainee, asdict(options), None, 5)
 
 
 TRAINEES: Mapping[str, Callable[[Plan], Made]] = {
     DSPARK: _dspark,
     DFLASH: lambda plan: _dspark(plan, rank=0),
+    EAGLE3: lambda plan: _eagle(plan, fused=True),
+    EAGLE: lambda plan: _eagle(plan, fused=False),
+    MEDUSA: _medusa,
+    DRAFT: _draft,
 }
