@@ -58,12 +58,18 @@ def make_config(target: FrozenTarget, options: EagleOptions, vocab: Tensor, name
         return EagleConfig(body=body, fused=False, own_head=False, target=shape)
     return EagleConfig(
         body=body,
-        layer_ids=published_layers(target.config.num_layers),
+        layer_ids=tapped_layers(target.config.num_layers),
         draft_vocab_size=len(vocab) if len(vocab) < body.vocab_size else 0,
         fc_norm=options.fc_norm,
         norm_output=options.norm_output,
         target=shape,
     )
+
+
+def tapped_layers(num_layers: int) -> tuple[int, ...]:
+    """The published ones, where the target is deep enough for them."""
+    found = published_layers(num_layers)
+    return found if list(found) == sorted(set(found)) else (0, num_layers // 2, num_layers)
 
 
 def initial(config: EagleConfig, norm: Tensor, seed: int) -> dict[str, Tensor]:
