@@ -27,9 +27,9 @@ RANKS: list[set[str]] = [
     {"drafters"},
     {"engine", "speculative_config"},
     {"build", "client"},
-    {"llm", "training"},
+    {"llm"},
     {"async_llm"},
-    {"server", "bench", "prove"},
+    {"server", "bench", "prove", "training"},
     {"advisor"},
     {"cli"},
 ]

@@ -87,7 +87,11 @@ def make_drafters(
     used unchanged, for engines that share the weights of a draft model."""
     ready = dict(given or {})
     context = drafter_context(loaded, speculation)
-    made = {method.name: method.make(context) for method in available(speculation) if method.name not in ready}
+    made = {
+        method.name: method.make(context)
+        for method in available(speculation, context.checkpoint)
+        if method.name not in ready
+    }
     return [*made.values(), *ready.values()]
 
 

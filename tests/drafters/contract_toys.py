@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,7 @@ from paceline.controls import ControlsBuilder
 from paceline.draft import Draft
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
+from paceline.drafters.dspark_config import W1, W2
 from paceline.drafters.medusa import MedusaDrafter
 from paceline.drafters.medusa_checkpoint import MedusaHead
 from paceline.drafters.tapped import TappedDrafter
@@ -25,10 +27,14 @@ from paceline.models.chain import READ
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import PassPlan
+from paceline.models.weights import Dtypes, WeightKind
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.testing import context_logits, toy_config
 from paceline.verify import Nodes, probabilities, process
+from tests.drafters.dspark_reference import drafter_config, random_tensors
+from tests.drafters.dspark_reference import make as make_block_drafter
+from tests.drafters.eagles import toy_drafter
 
 VOCAB = 11
 TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), lag, trees known on the device alone
@@ -230,6 +236,20 @@ def medusa_heads(vocab_size, count=4):
     return heads
 
 
+def block_drafter(config, **options):
+    """Random layers that read `features`; a Markov head knows how tokens follow one another under `repeating`."""
+    target = replace(config, hidden_size=VOCAB * VOCAB + 1)
+    drafter = drafter_config(target, num_layers=1, mask_token_id=0, **options)
+    tensors = random_tensors(drafter, scale=0.5)
+    if drafter.markov_rank:
+        tokens = range(config.vocab_size)
+        logits = torch.tensor([[context_logits((a, b), config.vocab_size, "pair") for b in tokens] for a in tokens])
+        tensors[W1], tensors[W2] = torch.eye(config.vocab_size), logits.softmax(-1).mean(0).log().T.contiguous()
+    embedding = torch.randn(config.vocab_size, target.hidden_size, generator=torch.Generator().manual_seed(1)).double()
+    exact = Dtypes(WeightKind.FLOAT64, torch.float64, torch.float64)  # as the cache of `FunctionModel`
+    return make_block_drafter(drafter, tensors, embedding / 20, dtypes=exact)
+
+
 def read_contexts(plan, caches, rows):
     if not len(rows):
         return []
@@ -284,7 +304,7 @@ def context_for(config, **options):
 AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, as on a device
 # Steps are launched before the one before is read or published, as on a device.
 EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix")}
-EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa")}
+EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa", "dspark", "eagle3")}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
@@ -292,6 +312,10 @@ MAKERS = {
     "draft-model": lambda config: DraftModelDrafter(FunctionModel(imitating, config, num_layers=1)),
     TAPPED: lambda config: PairDrafter(config.vocab_size),
     "medusa": lambda config: MedusaDrafter(medusa_heads(config.vocab_size), config.vocab_size),
+    "dspark": lambda config: block_drafter(config, markov_rank=config.vocab_size),
+    "dflash": lambda config: block_drafter(config, markov_rank=0, sample_from_anchor=False),
+    "eagle3": lambda config: toy_drafter(config, medusa_heads(config.vocab_size), fused=True, knows=True),
+    "eagle": lambda config: toy_drafter(config, medusa_heads(config.vocab_size), fused=False, knows=False),
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
 }
 MAKERS |= {way: MAKERS[method] for way, method in EARLY.items()}

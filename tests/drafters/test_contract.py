@@ -45,7 +45,8 @@ from tests.drafters.contract_toys import (
     repeating,
     run,
 )
-from tests.drafters.overfit import overfit_heads
+from tests.drafters.eagles import fitted
+from tests.drafters.overfit import overfit_heads, taps_of
 
 METHODS = list(DRAFTERS)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN]
@@ -447,6 +448,8 @@ def make_real(method, llm, texts):
     if method == "medusa":
         decoder = llm.loaded.decoder
         return MedusaDrafter(overfit_heads(decoder, texts), llm.config.vocab_size, kernels=decoder.kernels)
+    if method in ("eagle3", "eagle"):
+        return fitted(llm.loaded.decoder, texts, taps_of, fused=method == "eagle3")
     return DRAFTERS[method](
         DrafterContext(
             config=llm.config,

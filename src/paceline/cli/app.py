@@ -22,11 +22,13 @@ from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
+from paceline.cli.export import export
 from paceline.cli.generate import generate
 from paceline.cli.models import models, pull
 from paceline.cli.output import Interrupted, print_error, print_json_error
 from paceline.cli.prove import prove
 from paceline.cli.theory import theory
+from paceline.cli.train import train
 from paceline.errors import PacelineError
 
 PANELS = 80  # columns that help in panels needs
@@ -64,7 +66,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, demo, prove, bench, advise, theory, pull, models, doctor):
+for command in (generate, chat, demo, prove, bench, advise, train, export, theory, pull, models, doctor):
     app.command(cls=Command)(command)
 
 

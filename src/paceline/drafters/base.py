@@ -5,8 +5,9 @@ A drafter proposes tokens that may follow a sequence; the engine verifies them. 
 preemption and prefix sharing move both.
 
 **Slots.** K/V computed from the pair (hidden state of t, token t + 1) are stored in slot t + 1, and K/V computed from
-token t alone in slot t. Then no slot depends on a later token, blocks can be shared whole, and after a prefix hit the
-engine supplies the one missing pair of a drafter with taps and K/V by recomputing the last shared token.
+token t, or from the hidden state of t, alone in slot t. Then no slot depends on a later token, blocks can be shared
+whole, and after a prefix hit the engine supplies the one missing pair of a drafter of pairs by recomputing the last
+shared token.
 
 **Host and device.** A drafter on the host proposes from committed tokens. One on the device launches and never waits:
 it may begin the next draft behind a step that is not read yet, from that step's verdict on the device.
@@ -14,7 +15,8 @@ it may begin the next draft behind a step that is not read yet, from that step's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.weights import StoredWeight
 from paceline.sequence import Sequence
 
+SAMPLED = 4096  # values of a tensor that enter its digest
 LEARNED = 6  # evidence of a trained drafter: it always proposes, and most proposals are good
 
 
@@ -70,6 +73,9 @@ class Drafter(Protocol):
     on_device: bool  # True: a `DeviceDrafter`, which launches and never waits
     taps: tuple[int, ...]
     kv_layers: tuple[KVSpec, ...]
+    pairs: bool  # with taps and K/V: these are of (hidden state of t, token t + 1), not of the hidden state of t alone
+    room: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
+    trees: bool  # nodes come in order of their probability: the first n are the best tree of n, and no dearer than one
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         """Receive the cache layers of `kv_layers`; called once, before anything else."""
@@ -125,6 +131,9 @@ class HostDrafter:
     kv_layers: tuple[KVSpec, ...] = ()
     covers: tuple[str, ...] = ()  # methods that search the same texts and find less
     idle = False  # rarely used: only sequences that need a draft are indexed
+    pairs = False
+    room = 0
+    trees = False
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         pass
@@ -157,3 +166,13 @@ def excluded(sequence: Sequence, method: str) -> bool:
     own = sequence.params.speculation
     wanted = own if own is None or isinstance(own, str) else own.get("method")
     return wanted not in (None, AUTO, method)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Digest of values spread over every tensor: training changes all of them."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        spread = tensor.flatten()[:: -(-tensor.numel() // SAMPLED)]
+        found.update(spread.float().cpu().numpy().tobytes())
+    return found.hexdigest()

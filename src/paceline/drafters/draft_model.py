@@ -80,6 +80,7 @@ class DraftModelDrafter:
     name = DRAFT_MODEL
     on_device = True
     taps: tuple[int, ...] = ()
+    pairs, room, trees = False, 0, False
 
     def __init__(
         self,

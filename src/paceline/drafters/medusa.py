@@ -9,7 +9,6 @@ is kept. There are no K/V: a draft reads one hidden state of each row, also behi
 from __future__ import annotations
 
 import functools
-import hashlib
 import heapq
 import logging
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 from paceline.config import MAX_K
 from paceline.cuda_graph import CudaGraph, GraphRecorder
 from paceline.draft import Draft
-from paceline.drafters.base import DrafterContext, DraftRow
+from paceline.drafters.base import DrafterContext, DraftRow, digest
 from paceline.drafters.medusa_checkpoint import MedusaHead, load_heads
 from paceline.drafters.methods import MEDUSA
 from paceline.drafters.tapped import TappedDrafter
@@ -42,7 +41,6 @@ RANKS = 10  # tokens considered at each position: the published trees look no fu
 # It gives the first head 60 % at rank 0 and 88 % within rank 4, about as published; the order of nodes follows from it.
 FIRST, LATER = 0.6, 0.8
 MOST_ROWS = 128  # rows of one pass of the heads; larger batches are split, so that few shapes occur
-SAMPLED = 4096  # values of a tensor that enter its digest
 
 
 class Tree(NamedTuple):
@@ -89,7 +87,7 @@ class MedusaDrafter(TappedDrafter):
         are stored; None: unchanged."""
         super().__init__()
         self.device = device or torch.device("cpu")
-        self.version = f"{self.name}/{digest(heads)}"
+        self.version = f"{self.name}/{digest(part for head in heads for part in head.tensors)}"
         self._kernels: Kernels = kernels or TorchKernels()
 
         def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
@@ -190,13 +188,3 @@ class MedusaDrafter(TappedDrafter):
                 x = x + F.silu(self._kernels.linear(x, block))
             ranked.append(self._kernels.logits(x, head.output).topk(self._ranks).indices)
         return torch.cat(ranked, 1)
-
-
-def digest(heads: SequenceOf[MedusaHead]) -> str:
-    """Digest of values spread over every tensor: training changes all of them."""
-    found = hashlib.blake2b(digest_size=8)
-    for tensor in (part for head in heads for part in head.tensors):
-        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-        spread = tensor.flatten()[:: -(-tensor.numel() // SAMPLED)]
-        found.update(spread.float().cpu().numpy().tobytes())
-    return found.hexdigest()

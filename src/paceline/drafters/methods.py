@@ -6,10 +6,12 @@ read without torch, so that the command line can check its flags first: a drafte
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.config import AUTO, NONE, SpeculationConfig
@@ -22,6 +24,35 @@ NGRAM = "ngram"
 SUFFIX = "suffix"
 DRAFT_MODEL = "draft-model"
 MEDUSA = "medusa"
+DSPARK = "dspark"
+DFLASH = "dflash"
+EAGLE = "eagle"
+EAGLE3 = "eagle3"
+
+
+# Published architectures of drafters that draft a block in one pass.
+BLOCK_DRAFTERS = {"Qwen3DSparkModel": DSPARK, "DSparkDraftModel": DSPARK, "DFlashDraftModel": DFLASH}
+
+
+def block_drafter(raw: Mapping[str, Any]) -> str | None:
+    """The method of a drafter with this config.json, if it drafts a block in one pass."""
+    kind, names = raw.get("speculators_model_type"), raw.get("architectures")
+    if kind in (DSPARK, DFLASH):
+        return str(kind)
+    if kind is None and isinstance(names, list) and names and names[0] in BLOCK_DRAFTERS:
+        return BLOCK_DRAFTERS[names[0]]
+    return (DSPARK if raw.get("markov_rank") else DFLASH) if "dflash_config" in raw else None
+
+
+def eagle_drafter(raw: Mapping[str, Any]) -> str | None:
+    """The method of a drafter with this config.json, if it is an EAGLE; one as published may look like any small
+    Llama."""
+    kind, names = raw.get("speculators_model_type"), str(raw.get("architectures"))
+    if kind is not None or block_drafter(raw) is not None:
+        return str(kind) if kind in (EAGLE, EAGLE3) else None
+    if "Eagle3" in names or "draft_vocab_size" in raw or "eagle_config" in raw:
+        return EAGLE3
+    return EAGLE if "Eagle" in names or raw.get("num_hidden_layers") == 1 else None
 
 
 class Method(NamedTuple):
@@ -31,16 +62,17 @@ class Method(NamedTuple):
     needs: tuple[str, ...] = ()  # those of them that must be given
     vllm: str | None = None  # its spelling in vLLM's speculative_config; None: vLLM has no such method
     covers: tuple[str, ...] = ()  # methods that search the same texts and find less
+    recognise: Callable[[Mapping[str, Any]], bool] | None = None  # a drafter's config.json is of this method
 
 
-def _made_by(module: str, maker: str) -> Callable[..., Drafter]:
-    """`maker` is a class or one of its class methods."""
+def _made_by(module: str, maker: str, *given: Any) -> Callable[..., Drafter]:
+    """`maker` is a class or one of its class methods; `given` follow a call's own arguments."""
 
     def make(*args: Any, **kwargs: Any) -> Drafter:
         found: Any = import_module(f"paceline.drafters.{module}")
         for name in maker.split("."):
             found = getattr(found, name)
-        drafter: Drafter = found(*args, **kwargs)
+        drafter: Drafter = found(*args, *given, **kwargs)
         return drafter
 
     return make
@@ -65,7 +97,34 @@ METHODS: Mapping[str, Method] = {
             vllm="draft_model",
         ),
         Method(
-            MEDUSA, _made_by("medusa", "MedusaDrafter.from_context"), ("drafter",), needs=("drafter",), vllm="medusa"
+            MEDUSA,
+            _made_by("medusa", "MedusaDrafter.from_context"),
+            ("drafter",),
+            needs=("drafter",),
+            vllm="medusa",
+            recognise=lambda raw: "medusa_num_heads" in raw,
+        ),
+        *(
+            Method(
+                name,
+                _made_by("dspark", "DSparkDrafter.from_context", name),
+                ("drafter",),
+                needs=("drafter",),
+                vllm=name,
+                recognise=lambda raw, name=name: block_drafter(raw) == name,  # type: ignore[misc]
+            )
+            for name in (DSPARK, DFLASH)
+        ),
+        *(
+            Method(
+                name,
+                _made_by("eagle_drafter", "EagleDrafter.from_context", name),
+                ("drafter",),
+                needs=("drafter",),
+                vllm=name,
+                recognise=lambda raw, name=name: eagle_drafter(raw) == name,  # type: ignore[misc]
+            )
+            for name in (EAGLE3, EAGLE)
         ),
     )
 }
@@ -95,11 +154,31 @@ def given_options(speculation: SpeculationConfig) -> list[str]:
     ]
 
 
-def available(speculation: SpeculationConfig) -> list[Method]:
-    """Methods whose needs are all given. A request may choose its own, whichever is the engine's."""
+def available(speculation: SpeculationConfig, checkpoint: Path | None = None) -> list[Method]:
+    """Methods whose needs are all given. A request may choose its own, whichever is the engine's.
+
+    `checkpoint`: the drafter's folder, which is of one method; the one that is asked for by name says itself what is
+    wrong with it.
+    """
     if speculation.method == NONE:
         return []
-    return [each for each in METHODS.values() if all(getattr(speculation, need) is not None for need in each.needs)]
+    found = [each for each in METHODS.values() if all(getattr(speculation, need) is not None for need in each.needs)]
+    if checkpoint is None:
+        return found
+    raw, known = _config_of(checkpoint), [each for each in found if each.recognise is not None]
+    mine = [each for each in known if each.name == speculation.method or (each.recognise and each.recognise(raw))]
+    if not mine:
+        names = ", ".join(each.name for each in known)
+        raise InvalidParameter("drafter", f"{checkpoint} holds no drafter of a known method; known are {names}")
+    return [each for each in found if each.recognise is None or each in mine]
+
+
+def _config_of(checkpoint: Path) -> Mapping[str, Any]:
+    try:
+        raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:

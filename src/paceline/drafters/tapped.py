@@ -2,8 +2,9 @@
 
 Behind every pass the hidden states of committed positions, and the token after each, are written into a ring by seat,
 on the device, from a verdict the host has not read. A drafter with K/V of its own absorbs them in one batch for all
-rows: the pair (hidden state of t, token t + 1) into slot t + 1. It does so when it drafts, when its ring would
-overflow, and for prompts at once. So a plain step costs the ring's write only, and a drafter may lag behind the target.
+rows: the pair (hidden state of t, token t + 1) into slot t + 1, or the hidden state of t alone into slot t. It does so
+when it drafts, when its ring would overflow, and for prompts at once. So a plain step costs the ring's write only, and
+a drafter may lag behind the target.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class TapRing:
         at = seats * self.capacity + positions % self.capacity
         return self._states[at].index_select(-2, columns), self._tokens[at]
 
+    def tokens_after(self, seats: Tensor, positions: Tensor) -> Tensor:
+        return self._tokens[seats * self.capacity + positions % self.capacity]
+
     def _room(self, taps: Tensor, seats: int) -> Tensor:
         have = 0 if self._states is None else (len(self._states) - 1) // self.capacity
         if self._states is None or seats > have:
@@ -65,12 +69,13 @@ class TapRing:
 
 
 class TapBatch(NamedTuple):
-    """Pairs of all rows, to be absorbed in one batch; A is an upper bound that the host knows."""
+    """Hidden states of all rows, to be absorbed in one batch; A is an upper bound that the host knows."""
 
     taps: Tensor  # (A, T, H) hidden states of positions t
     tokens: Tensor  # (A,) t + 1
     positions: Tensor  # (A,) t
-    slots: Tensor  # (A,) of position t + 1; -1: padding
+    slots: Tensor  # (A,) of position t + 1 for pairs, else of t; -1: padding
+    end: int  # no position is as large
 
 
 class Chunk(NamedTuple):
@@ -84,7 +89,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class TapState:
-    """Valid slots [start, end) of one sequence. Slot 0 has no pair and counts as valid."""
+    """Valid slots [start, end) of one sequence. Slot 0 has no pair and counts as valid for a drafter of pairs."""
 
     start: int
     end: int
@@ -99,6 +104,9 @@ class TappedDrafter:
     warm = True
     taps: tuple[int, ...] = ()
     kv_layers: tuple[KVSpec, ...] = ()
+    pairs = True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t
+    room = 0
+    trees = True
 
     def __init__(self) -> None:
         self._states: dict[str, TapState] = {}
@@ -127,6 +135,19 @@ class TappedDrafter:
         """(B, T, H) hidden states from which the target picked each sequence's last token."""
         return self._ring.load(seats, lengths - 2, self._columns)[0]
 
+    def last_tokens(self, seats: Tensor, lengths: Tensor) -> Tensor:
+        """(B,) each sequence's last token."""
+        return self._ring.tokens_after(seats, lengths - 2)
+
+    @property
+    def _shift(self) -> int:
+        """From a hidden state's position to its slot."""
+        return int(self.pairs)
+
+    def _complete(self, length: int) -> int:
+        """Where valid slots end once everything known of a sequence of this length is absorbed."""
+        return length - 1 + self._shift
+
     def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
         sequences = [row.sequence for row in rows]
         seats, lengths = self._where(sequences, after)
@@ -151,25 +172,27 @@ class TappedDrafter:
         """Absorb all positions in the ring: those the host knows, and up to `unread` more."""
         ends, most = [], 0
         for sequence in sequences:
-            state, length = self._states[sequence.key], len(sequence.tokens)
-            if length + unread - state.end > self._ring.capacity:  # the pairs between were overwritten
-                state.start = state.end = length + unread - self._ring.capacity
+            state, last = self._states[sequence.key], self._complete(len(sequence.tokens)) + unread
+            if last - state.end > self._ring.capacity:  # what lies between was overwritten
+                state.start = state.end = last - self._ring.capacity
             ends.append(state.end)
-            most = max(most, length + unread - state.end)
-        if not most:
+            most = max(most, last - state.end)
+        if most <= 0:
             return
         width = max(len(sequence.blocks) for sequence in sequences)
         tables = torch.tensor([[*one.blocks, *[0] * (width - len(one.blocks))] for one in sequences])
         end, tables = packed_to(self.device, torch.tensor(ends), tables)
-        position = end[:, None] + torch.arange(most, device=self.device)  # t + 1
-        taps, tokens = self._ring.load(seats[:, None], position - 1, self._columns)
-        slots = tables.gather(1, (position // self._block_size).clamp_max(width - 1)) * self._block_size
-        slots = torch.where(position < lengths[:, None], slots + position % self._block_size, -1)
-        self.absorb(TapBatch(taps.flatten(0, 1), tokens.flatten(), position.flatten() - 1, slots.flatten()))
+        at = end[:, None] + torch.arange(most, device=self.device)  # t + 1 for pairs, else t
+        position = at - self._shift
+        taps, tokens = self._ring.load(seats[:, None], position, self._columns)
+        slots = tables.gather(1, (at // self._block_size).clamp_max(width - 1)) * self._block_size
+        slots = torch.where(position < lengths[:, None] - 1, slots + at % self._block_size, -1)
+        parts = taps.flatten(0, 1), tokens.flatten(), position.flatten(), slots.flatten()
+        self.absorb(TapBatch(*parts, max(ends) + most))
 
     def _caught_up(self, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:
-            self._states[sequence.key].end = len(sequence.tokens)
+            self._states[sequence.key].end = self._complete(len(sequence.tokens))
 
     def before_store(self, sequences: list[Sequence], most: int) -> None:
         """Up to `most` positions of each sequence are about to be stored: absorb what they would overwrite."""
@@ -179,7 +202,7 @@ class TappedDrafter:
                 for one in sequences
                 if not excluded(one, self.name)
                 and len(one.tokens) + most + 1 - self._states[one.key].end > self._ring.capacity
-                and len(one.tokens) > self._states[one.key].end
+                and self._complete(len(one.tokens)) > self._states[one.key].end
             ]
             if full:
                 self._catch_up(full, *self._where(full, None), 0)
@@ -192,19 +215,22 @@ class TappedDrafter:
             return
         rows, tokens, positions, slots = [], [], [], []
         for sequence, first, count, begin in mine:
-            state = self._states[sequence.key]
-            if first + 1 != state.end:
-                state.start = first + 1  # the pairs between were never seen
-            state.end = first + 1 + count
+            state, at = self._states[sequence.key], first + self._shift
+            if at != state.end:
+                state.start = at  # what lies between was never seen
+            state.end = at + count
             rows.append(np.arange(begin, begin + count))
             tokens += sequence.tokens[first + 1 : first + 1 + count]
             position = np.arange(first, first + count)
             positions.append(position)
-            blocks = np.array(sequence.blocks)[(position + 1) // self._block_size]
-            slots.append(blocks * self._block_size + (position + 1) % self._block_size)
+            slot = position + self._shift
+            slots.append(
+                np.array(sequence.blocks)[slot // self._block_size] * self._block_size + slot % self._block_size
+            )
         columns = np.array([np.concatenate(rows), tokens, np.concatenate(positions), np.concatenate(slots)])
         row, token, position, slot = sent(torch.from_numpy(columns), taps.device)
-        self.absorb(TapBatch(taps[row].index_select(1, self._columns), token, position, slot))
+        end = max(chunk.first + chunk.size for chunk in mine)
+        self.absorb(TapBatch(taps[row].index_select(1, self._columns), token, position, slot, end))
 
     def landed(self, judged: SequenceOf[Judged], begun: SequenceOf[Sequence]) -> None:
         """The step behind which drafts were begun was read: all tokens it committed are absorbed."""
@@ -214,7 +240,7 @@ class TappedDrafter:
         pass
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
-        self._states[sequence.key] = TapState(start, max(end, 1))
+        self._states[sequence.key] = TapState(start, max(end, self._shift))
 
     def absorbed(self, sequence: Sequence) -> tuple[int, int]:
         state = self._states[sequence.key]
@@ -227,7 +253,7 @@ class TappedDrafter:
         return LEARNED
 
     def lag(self, sequence: Sequence) -> int:
-        return len(sequence.tokens) - self._states[sequence.key].end if self.kv_layers else 0
+        return self._complete(len(sequence.tokens)) - self._states[sequence.key].end if self.kv_layers else 0
 
     def close(self) -> None:
         pass

@@ -24,14 +24,14 @@ from paceline.engine.acceptance import Acceptance
 from paceline.engine.cost import FIRST_DRAFTS, LOOKUP_GUESS, PASS_GUESS, DraftTimes, Floats, StepTimes, size_of
 from paceline.engine.evidence import DrafterEvidence
 from paceline.engine.guard import Guard
-from paceline.engine.policy import DEEPEST, Choice, StepReport, any_sampled, wish
+from paceline.engine.policy import Choice, StepReport, any_sampled, wish
 from paceline.models.pass_prior import CPU, PassPrior
 from paceline.sequence import Sequence
 
 # Over plain decoding, that a plan must promise: less is within the error of the tables. For lookups times the root of
 # the number of sequences: of many estimates here and there those are chosen that promise too much.
 MARGIN = 0.02
-LEAST = 0.02  # survival below which a node is not worth a row anywhere
+LEAST = 0.005  # survival below which a node is not worth a row anywhere
 MAX_NODES = 1024  # of one step: passes beyond are as dear as they are long
 # Planned steps from one plain step to the next, twice as many each time: the measure that drafting is judged by ages.
 PLAIN_FIRST, PLAIN_EVERY = 8, 128
@@ -47,7 +47,6 @@ FORESIGHT, PACE_DEPTH = 0.3, 4  # share of a draft's promise, so deep, that coun
 PACE_RATE = 0.1  # weight of the newest step in a sequence's tokens per step
 WORST = -2.0  # plain steps that one drafted step may be seen to lose: more says something about the machine
 
-DEPTHS = np.arange(1, DEEPEST + 1)
 _choice = cache(Choice)
 
 
@@ -66,8 +65,9 @@ class _Offer(NamedTuple):
     method: str
     rows: list[_Open]
     evidence: list[int]
-    worth: Floats  # (rows, DEEPEST) of their nodes in tokens; 0 beyond what a row may have
+    worth: Floats  # (rows, nodes) of their nodes in tokens; 0 beyond what a row may have
     line: tuple[float, float]  # seconds of such a draft: a + b depth
+    at_once: bool  # trees, whose time does not grow with their nodes: their depth counts as one
     values: dict[str, float]  # of a token, by sequence of the batch; empty: 1 each
 
 
@@ -181,7 +181,8 @@ class AdaptivePolicy:
         # Prompts beside them are read whatever is drafted, so their time does not count.
         number, rows, times = len(step.sequences), step.base + step.other_rows, step.times
         plain_s = times.seconds(step.base)
-        with_nodes = times.seconds_with(rows, min(len(open_rows) * DEEPEST, MAX_NODES)) - times.seconds(rows) + plain_s
+        most = min(len(open_rows) * MAX_K, MAX_NODES)
+        with_nodes = times.seconds_with(rows, most) - times.seconds(rows) + plain_s
         chosen: list[_Offer] = []
         wishes = dict.fromkeys(row.method for row in open_rows)
         for asked in wishes:
@@ -216,7 +217,7 @@ class AdaptivePolicy:
         given = iter(budgets)
         for offer in offers:
             self._plan.values.update(offer.values)
-            left, most = len(offer.rows), DEEPEST
+            left, most = len(offer.rows), MAX_K
             if left > TRIAL_ROWS and not self._acceptance.is_tried(offer.method):
                 left, most = TRIAL_ROWS, TRIAL_NODES
             for row, evidence in zip(offer.rows, offer.evidence, strict=True):
@@ -232,7 +233,8 @@ class AdaptivePolicy:
         if not rows:
             return None
         alike = [(row.sequence.sampled, evidence) for row, evidence in zip(rows, found, strict=True)]
-        survival = {one: self._acceptance.survival(method, *one) for one in set(alike)}
+        tree = self._evidence.makes_trees(method)
+        survival = {one: self._acceptance.survival(method, *one, tree=tree) for one in set(alike)}
         worth, values = np.array([survival[one] for one in alike]), dict[str, float]()
         models = self._evidence.runs_model(method)
         if step.jobs and not models:  # a model's drafts are as long for all
@@ -240,11 +242,11 @@ class AdaptivePolicy:
             values = self._values(step.sequences, dict(zip([row.sequence.key for row in rows], promised, strict=True)))
         if values:
             worth *= np.array([[values[row.sequence.key]] for row in rows])
-        if min(row.most for row in rows) < DEEPEST:
-            worth[np.array([[row.most] for row in rows]) < DEPTHS] = 0.0
+        if min(row.most for row in rows) < worth.shape[1]:
+            worth[np.array([[row.most] for row in rows]) <= np.arange(worth.shape[1])] = 0.0
         guess_s = (PASS_GUESS if models else LOOKUP_GUESS) * step.times.seconds(1)
         line = self._draft_times.line(method, len(rows), guess_s)
-        return _Offer(method, rows, found, worth, line, values)
+        return _Offer(method, rows, found, worth, line, tree, values)
 
     def _values(self, sequences: SequenceOf[Sequence], promised: Mapping[str, float]) -> dict[str, float]:
         """What a token of each sequence is worth: one that will end long before the others of its job saves little.
@@ -308,9 +310,14 @@ class AdaptivePolicy:
         outputs = report.outputs
         if outputs.sequences:
             self._learn_times(plan, report, drafted)
-        for at, (method, _, accepted, depth) in outputs.drafts.items():
+        for at, (method, nodes, accepted, depth) in outputs.drafts.items():
             sequence = outputs.sequences[at]
-            self._acceptance.note(method, sequence.sampled, plan.evidence.get(sequence.key, 1), depth, accepted)
+            known = method, sequence.sampled, plan.evidence.get(sequence.key, 1)
+            if method in self._evidence.drafters and self._evidence.makes_trees(method):
+                path = range(accepted) if outputs.paths is None else outputs.paths(at)
+                self._acceptance.note_tree(*known, nodes, path)
+            else:
+                self._acceptance.note(*known, depth, accepted)
         for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True) if drafted else ():
             pace = self._pace.get(sequence.key, 1.0)  # in other steps all have the same
             self._pace[sequence.key] = pace + PACE_RATE * (len(tokens) - pace)
@@ -375,15 +382,16 @@ def _best(
 
     A node's survival is never more than that of the one before it, so the best so many are drafts without gaps.
     """
-    worth = np.concatenate([offer.worth for offer in offers])
+    width = max(offer.worth.shape[1] for offer in offers)
+    worth = np.concatenate([np.pad(one.worth, ((0, 0), (0, width - one.worth.shape[1]))) for one in offers])
     order = np.argsort(-worth, axis=None, kind="stable")[: min(np.count_nonzero(worth >= LEAST), len(with_nodes))]
     if not len(order):
         return 0.0, []
-    row, depth = np.divmod(order, DEEPEST)
+    row, depth = np.divmod(order, width)
     seconds, end = with_nodes[: len(order)].copy(), 0
     for offer in offers:
         start, end = end, end + len(offer.rows)
-        deepest = np.maximum.accumulate(np.where((start <= row) & (row < end), depth + 1, 0))
+        deepest = np.maximum.accumulate(np.where((start <= row) & (row < end), 1 if offer.at_once else depth + 1, 0))
         seconds += np.where(deepest > 0, offer.line[0] + offer.line[1] * deepest, 0.0)
     rates = (num_sequences + np.cumsum(worth.ravel()[order])) / seconds
     best = int(rates.argmax())

@@ -118,6 +118,7 @@ class StepOutputs(SequenceOf[StepOutput]):
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     kinds: Callable[[int], list[int]] | None = None  # of a sequence with a draft; a plain one's token is a bonus
+    paths: Callable[[int], list[int]] | None = None  # the nodes of its draft that were accepted; None: the first ones
     drafts: dict[int, tuple[str, int, int, int]] = field(default_factory=dict)  # method, nodes, accepted, depth
     texts: dict[int, str] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)  # indices of sequences this step ended
@@ -128,6 +129,7 @@ class StepOutputs(SequenceOf[StepOutput]):
             [output.sequence for output in outputs],
             [output.tokens for output in outputs],
             lambda at: outputs[at].kinds,
+            None,
             {at: output[5:] for at, output in enumerate(outputs) if output.drafted},
             {at: output.text for at, output in enumerate(outputs)},
             [at for at, output in enumerate(outputs) if output.finished],

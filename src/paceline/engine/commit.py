@@ -101,6 +101,7 @@ class Committer:
             if nodes[index]:
                 landed.outputs.drafts[at] = drafts[index][0], nodes[index], accepted_of[row], depths[index]
         landed.outputs.kinds = lambda at: reading.kinds(rows[at])
+        landed.outputs.paths = lambda at: reading.path(rows[at], accepted_of[rows[at]])
 
     def publish(self, landed: Landed) -> StepOutputs:
         """The rest of it; sequences that have ended leave."""

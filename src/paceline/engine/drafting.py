@@ -78,7 +78,12 @@ class DrafterSet:
     @property
     def pairs(self) -> bool:
         """Some drafter keeps K/V of (hidden state of t, token t + 1): no pair may be missing after a prefix hit."""
-        return any(drafter.taps and drafter.kv_layers for drafter in self.drafters)
+        return any(drafter.taps and drafter.kv_layers and drafter.pairs for drafter in self.drafters)
+
+    @property
+    def rooms(self) -> dict[str, int]:
+        """Slots behind a sequence's tokens that a draft of each method writes to, whatever its number of nodes."""
+        return {drafter.name: drafter.room for drafter in self.drafters if drafter.room}
 
     @property
     def begins(self) -> frozenset[str]:
@@ -141,7 +146,7 @@ class DrafterSet:
         at = [of.rows[row.sequence.key] for row in rows]
         there = of.draft.num_nodes.tolist()
         counts = [min(row.budget, there[i]) for row, i in zip(rows, at, strict=True)]
-        self._timed[method] = Timed(of.draft.max_depth, of.watch, before=True)
+        self._timed[method] = Timed(self._steps(self._on_device[method], of.draft), of.watch, before=True)
         self.seconds[method] = max(counts), 0.0
         self._on_device[method].adopt(
             [DraftRow(*pair) for pair in zip([r.sequence for r in rows], counts, strict=True)]
@@ -162,7 +167,8 @@ class DrafterSet:
             draft = self._propose(drafter, rows, None)
         if draft is not None and lag <= CATCHING_UP:
             self.seconds[method] = most, 0.0
-            self._timed[method] = Timed(draft.max_depth, watch if on_device.warm and not more else None, before=False)
+            watch_or_none = watch if on_device.warm and not more else None
+            self._timed[method] = Timed(self._steps(on_device, draft), watch_or_none, before=False)
         return draft
 
     def time_devices(self) -> float:
@@ -175,6 +181,11 @@ class DrafterSet:
                 before += timed.watch.seconds if timed.before else 0.0
         self._timed = {}
         return before
+
+    @staticmethod
+    def _steps(drafter: Drafter, draft: Draft) -> int:
+        """What a draft's time grows with: its depth, unless all of it is made at once."""
+        return 1 if drafter.trees else draft.max_depth
 
     @staticmethod
     def _lag(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:

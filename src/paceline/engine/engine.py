@@ -79,6 +79,7 @@ class Engine:
             self.blocks,
             self.policy,
             recompute_last=self.drafters.pairs,
+            rooms=self.drafters.rooms,
             on_admit=self._admit,
             on_seated=lambda sequence: self.runner.sampler.admit(sequence),
             on_release=self._release,

@@ -48,6 +48,10 @@ class DrafterEvidence:
         own_lag: object = type(drafter).lag
         return not isinstance(drafter, HostDrafter) or own_lag is not HostDrafter.lag
 
+    def makes_trees(self, method: str) -> bool:
+        """The first n nodes of its drafts are the best tree of n, all made at once."""
+        return self.drafters[method].trees
+
     def of(self, sequences: SequenceOf[Sequence], method: str) -> list[int]:
         """The evidence for a draft of each; 0: there would be none."""
         drafter = self.drafters[method]

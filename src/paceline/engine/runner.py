@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.config import MAX_K
 from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to, sent
 from paceline.engine.batch import Batch
 from paceline.engine.drafting import DrafterSet
@@ -55,7 +56,8 @@ class Reading:
         rows, depth = self._verdict.path.shape
         places, _ = Verdict.places(self._verdict.packed_rows or rows, depth)
         self._arrived, packed = buffer.over, buffer.ints.view(np.uint8)
-        self._parts: list[Any] = [packed[places[0]].view(np.int64), packed[places[1]].view(np.int64), packed[places[3]]]
+        numbers = [packed[place].view(np.int64) for place in places[:3]]
+        self._parts: list[Any] = [*numbers, packed[places[3]]]  # tokens, accepted, path, kinds
 
     @property
     def there(self) -> bool:
@@ -81,9 +83,16 @@ class Reading:
     def kinds(self, row: int) -> list[int]:
         """Of a row's places for tokens, once it was read."""
         width = self._verdict.tokens.shape[1]
-        part = self._verdict.kinds[row] if self._arrived is None else self._parts[2][row * width : (row + 1) * width]
+        part = self._verdict.kinds[row] if self._arrived is None else self._parts[3][row * width : (row + 1) * width]
         kinds: list[int] = part.tolist()
         return kinds
+
+    def path(self, row: int, accepted: int) -> list[int]:
+        """The nodes of a row's draft that were accepted, once it was read."""
+        depth = self._verdict.path.shape[1]
+        part = self._verdict.path[row] if self._arrived is None else self._parts[2][row * depth : (row + 1) * depth]
+        path: list[int] = part[:accepted].tolist()
+        return path
 
     def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
         """Of committed tokens of a row: the chosen token's, and those of the `most` most likely."""
@@ -124,7 +133,9 @@ class Runner:
 
     def prepare(self, most_sequences: int, most_rows: int) -> None:
         """Compile and capture beforehand what steps would wait for when they first come, where that is so."""
-        shapes = verifying(most_sequences, most_rows, DEEPEST if self.drafters.drafters else 0)
+        trees = any(drafter.trees for drafter in self.drafters.drafters)
+        deepest = DEEPEST if self.drafters.drafters else 0
+        shapes = verifying(most_sequences, most_rows, deepest, MAX_K if trees else deepest)
         if self.model.prepare(self._caches, self.cache.block_size, self.drafters.taps, shapes):
             assert isinstance(self.model, Decoder)  # no other model prepares anything
             samples = any(drafter.on_device for drafter in self.drafters.drafters)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from types import MappingProxyType
 
 import numpy as np
 
@@ -35,12 +36,14 @@ class Scheduler:
         policy: Policy,
         *,
         recompute_last: bool = False,
+        rooms: Mapping[str, int] = MappingProxyType({}),
         on_admit: Callable[[Sequence], None] = lambda sequence: None,
         on_seated: Callable[[Sequence], None] = lambda sequence: None,
         on_release: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
-        """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps."""
-        self.config, self.blocks, self.policy = config, blocks, policy
+        """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps.
+        `rooms`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes."""
+        self.config, self.blocks, self.policy, self._rooms = config, blocks, policy, rooms
         self.recompute_last = recompute_last
         self._on_admit, self._on_seated, self._on_release = on_admit, on_seated, on_release
         self._most_tokens = config.max_num_batched_tokens
@@ -159,7 +162,7 @@ class Scheduler:
                 continue
             # The step commits one token at least, and the last token of an answer is never drafted.
             budget = min(drafted, sequence.room - 2) if sequence.status is Status.RUNNING else 0
-            end = min(len(sequence.tokens) + drafted + 1 + budget, sequence.max_len)
+            end = min(len(sequence.tokens) + drafted + 1 + self._room(method, budget), sequence.max_len)
             more = self.blocks.blocks_for(end) - len(sequence.blocks)
             if budget > 0 and self.blocks.num_free - more >= len(self.running):
                 self.blocks.allocate(sequence, end)
@@ -233,17 +236,21 @@ class Scheduler:
             most = left - count - promised, self._draft_cap - self._num_drafted, sequence.max_len - length - 1
             budget = max(min(budget, *most), 0)
         end = first + count + 1  # one slot more: what the pass commits
-        if len(sequence.blocks) * self.blocks.block_size < end + budget:
-            more = self.blocks.blocks_for(end + budget) - len(sequence.blocks)
+        last = max(min(end + self._room(choice.method, budget), sequence.max_len), end + budget) if budget else end
+        if len(sequence.blocks) * self.blocks.block_size < last:
+            more = self.blocks.blocks_for(last) - len(sequence.blocks)
             if budget and more + promised > self.blocks.num_free:  # the other decodes may need a block each
-                budget = 0  # rather give up the draft than another's cache
+                budget, last = 0, end  # rather give up the draft than another's cache
             if not self._make_room(sequence, end):
                 return
-            self.blocks.allocate(sequence, end + budget)
+            self.blocks.allocate(sequence, last)
         method = choice.method if budget else NO_DRAFT.method
         self._rows[sequence.key] = Row(sequence, first, count, count == uncomputed, method, budget)
         self._num_tokens += count + budget
         self._num_drafted += budget
+
+    def _room(self, method: str, budget: int) -> int:
+        return max(budget, self._rooms.get(method, 0))
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Preempt the youngest until the sequence can hold `end` tokens; False: it was the youngest itself."""

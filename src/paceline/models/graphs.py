@@ -213,7 +213,7 @@ class PassGraphs:
 
         with parallel_compile():
             for of in passes:
-                self._compute(of)
+                self.compute(of)
 
     def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...], from_hidden: bool) -> tuple[Bucket, Any]:
         """The bucket, and first row and number of rows of each tile. Cached by the assignment of rows to sequences,
@@ -286,11 +286,12 @@ class PassGraphs:
             output: ModelOutput = of.graph.result
         else:
             self._compiled.add(of.kernels)
-            output = self._compute(of)
+            output = self.compute(of)
         self._staging.mark()
         return output
 
-    def _compute(self, of: Placed) -> ModelOutput:
+    def compute(self, of: Placed) -> ModelOutput:
+        """The launches of a placed pass; a drafter captures them together with its own."""
         assert self._caches is not None
         bucket = of.bucket
         out, out_taps = self._logits_buffer(bucket.logits or bucket.rows), self._taps_buffer(bucket)
@@ -299,8 +300,8 @@ class PassGraphs:
 
     def _capture(self, of: Placed) -> None:
         started, before = time.perf_counter(), self._reserved()
-        of.graph = self._recorder.capture(lambda: self._compute(of))
-        of.kept = [of.graph.result, *self._scratch()]
+        of.graph = self._recorder.capture(lambda: self.compute(of))
+        of.kept = [of.graph.result, *self.scratch()]
         self.captured += 1
         self.captured_late += not self._starting
         if self.captured_late == 1 and not self._starting:
@@ -311,7 +312,12 @@ class PassGraphs:
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved() if self._decoder.device.type == "cuda" else 0
 
-    def _scratch(self) -> list[Tensor]:
+    def launched(self) -> None:
+        """The pass placed last was launched, as part of a capture that is not of this class."""
+        self._staging.mark()
+
+    def scratch(self) -> list[Tensor]:
+        """Tensors that captured passes point into."""
         workspace: Any = getattr(self._decoder.kernels, "workspace", None)
         return [] if workspace is None else workspace.tensors
 

@@ -33,8 +33,9 @@ class PassShape(NamedTuple):
         return sum(self.counts)
 
 
-def verifying(sequences: int, most_rows: int, nodes: int) -> Iterator[PassShape]:
-    """Passes of a target for up to `sequences` sequences with up to `nodes` drafted nodes each."""
+def verifying(sequences: int, most_rows: int, nodes: int, tree_nodes: int = 0) -> Iterator[PassShape]:
+    """Passes of a target for up to `sequences` sequences with chains of up to `nodes` drafted nodes each, or trees of
+    as many or of up to `tree_nodes`."""
     for count in _sizes(sequences, most_rows):
         yield PassShape((1,) * count)
         for rows in _totals(count, min(count * (1 + nodes), most_rows)):
@@ -42,6 +43,8 @@ def verifying(sequences: int, most_rows: int, nodes: int) -> Iterator[PassShape]
                 yield PassShape(counts)
                 if nodes and count < rows <= TREES:
                     yield PassShape(counts, tree=True)
+        for rows in _totals(count * (2 + nodes), min(count * (1 + tree_nodes), most_rows, TREES)):
+            yield PassShape(_spread(count, rows, 1 + tree_nodes)[0], tree=True)
     if nodes:
         yield from (PassShape((rows,)) for rows in STEPS if 1 + nodes < rows <= min(CHAIN, most_rows))
     yield from reading(sequences, most_rows)

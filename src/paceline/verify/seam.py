@@ -12,10 +12,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, device
 
+from paceline.triton_support import require_triton
+
 P = ParamSpec("P")
 R = TypeVar("R")
-
-from paceline.triton_support import require_triton
 
 
 def kernels(tensor: Tensor) -> ModuleType | None:

@@ -1,0 +1,383 @@
+"""Trains the drafter that ships with smollm2, in stages that continue from a work folder. One H200, under 25 minutes.
+
+    python benchmarks/train_smollm2.py data     --work W --target T --minutes 5 --gsm8k-train gsm8k_train.jsonl \
+                                                --mt-bench mt_bench.jsonl --gsm8k gsm8k.jsonl
+    python benchmarks/train_smollm2.py train    --work W --target T --minutes 17 --call-minutes 9.2   # run twice
+    python benchmarks/train_smollm2.py evaluate --work W --target T
+    python benchmarks/train_smollm2.py pack     --work W --target T --out DIR
+
+`data`: the target writes prompts and answers them, and answers the questions of gsm8k_train; prompts of mt_bench and
+gsm8k are answered apart, to be measured on, and never trained on. `train` continues where the last run stopped; its
+schedule ends after `--minutes` of steps over all runs, and `--call-minutes` bound one call, start-up included.
+`evaluate`: τ of a chain of 7, trees of 15 and 60, as an engine walks the target's own answers. `pack`: int8, with τ
+before and after. Every stage prints what its time went into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import finish
+
+from paceline.models.hub import resolve
+from paceline.models.runtime import choose_device
+from paceline.sampling_params import SamplingParams
+from paceline.training.batch import DeviceRows
+from paceline.training.card import write_card, write_curve
+from paceline.training.data import Maker, draft_vocabulary, open_generator
+from paceline.training.dspark import DSparkOptions, DSparkTrainee
+from paceline.training.files import read_examples
+from paceline.training.loop import STATE, Loop, LoopConfig
+from paceline.training.rows import RowSampler, held_out, packed
+from paceline.training.run import HELD_OUT, answers_of, publish
+from paceline.training.store import TokenStore
+from paceline.training.target import FrozenTarget
+from paceline.training.walk import by_depth, tau, walk
+
+TARGET = "smollm2"  # as the card and the checkpoint name it
+SHAPES = {"chain 7": (7, True), "tree 15": (15, False), "tree 60": (60, False)}
+ANSWERS = "answers.json"  # of the prompts that are measured on
+BEGAN = time.perf_counter()
+SPARE_S = 25  # of a call: for imports before it, the last checkpoint and the drafter
+SHIPPED_BYTES, FILE_BYTES = 28_000_000, 16_000_000
+
+
+class Costs:
+    """Seconds by what they went into."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+
+    def words(self) -> str:
+        largest = sorted(self.seconds.items(), key=lambda item: -item[1])[:3]
+        return "costs: " + ", ".join(f"{what} {seconds:.1f} s" for what, seconds in largest)
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+# -- stages
+
+
+def data(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
+    began = time.perf_counter()
+    deadline = began + 60 * args.minutes
+    with costs.of("starting the engine"):
+        llm = open_generator(args.target, args.device, args.rows)
+    say(f"engine started in {time.perf_counter() - began:.0f} s")
+    store = TokenStore(args.work / "tokens", llm.config.vocab_size)
+    tokenizer = llm.tokenizer
+
+    def prompts(path: Path) -> list[list[int]]:
+        texts = [tokenizer.render_chat(example.prompts[:1]) for example in read_examples(path)[: args.limit]]
+        return tokenizer.encode_each(texts, add_special_tokens=False)
+
+    if not (args.work / ANSWERS).exists():
+        with costs.of("answers to measure on"):
+            measured = {}
+            for path in (args.mt_bench, args.gsm8k):
+                given = prompts(path) if path is not None else []
+                for temperature in (0.0, 0.7) if given else ():
+                    params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, max_tokens=args.max_tokens)
+                    outputs = llm.generate(given, params)
+                    measured[f"{path.stem} T {temperature:g}"] = [
+                        (prompt, output.outputs[0].token_ids) for prompt, output in zip(given, outputs, strict=True)
+                    ]
+            (args.work / ANSWERS).write_text(json.dumps(measured))
+    maker = Maker(llm, store, args.length, say)
+    if args.gsm8k_train is not None:
+        with costs.of("answers to gsm8k_train"):
+            maker.answer_prompts(prompts(args.gsm8k_train), "gsm8k_train", answers=3, deadline=deadline)
+    with costs.of("prompts and answers of the target"):
+        maker.synthesise(args.synthesise, deadline=deadline, answers=args.answers)
+    sequences = store.read()
+    llm.close()
+    return {"sequences": len(sequences), "tokens": len(sequences.tokens), "answer_tokens": int(sequences.answer.sum())}
+
+
+def opened(args: argparse.Namespace, costs: Costs) -> FrozenTarget:
+    device = choose_device(args.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")
+    with costs.of("opening the target"):
+        return FrozenTarget(
+            resolve(args.target), device, torch.bfloat16 if on_gpu else torch.float32, compiled=on_gpu and args.compile
+        )
+
+
+def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
+    target = opened(args, costs)
+    config = target.config
+    with costs.of("packing rows"):
+        store = TokenStore(args.work / "tokens", config.vocab_size)
+        sequences = store.read()
+        apart = held_out(sequences, HELD_OUT)
+        learnt, tested = sequences.chosen(~apart), sequences.chosen(apart)
+        rows = packed(learnt, args.length)
+        vocabulary = draft_vocabulary(learnt, args.draft_vocab, config.vocab_size, config.eos_token_ids)
+    filled = float((rows.segments > 0).mean())
+    share = float(
+        torch.isin(torch.from_numpy(learnt.tokens.astype("int64")), torch.from_numpy(vocabulary)).float().mean()
+    )
+    say(
+        f"{len(rows):,} rows of {args.length}, {filled:.0%} full, {int(learnt.answer.sum()):,} answer tokens; "
+        f"{len(vocabulary):,} draft tokens are {share:.2%} of them"
+    )
+    options = DSparkOptions(
+        layers=args.layers,
+        block=args.block,
+        num_taps=args.taps,
+        rank=args.rank,
+        draft_vocab=args.draft_vocab,
+        anchors=args.anchors,
+        ce=args.ce,
+        tv=args.tv,
+        temperature=args.temperature,
+        portable=args.portable,
+    )
+    compiled = target.device.type == "cuda" and args.compile
+    if args.init_from is not None:
+        trainee = DSparkTrainee.from_folder(args.init_from, target, options, compiled=compiled)
+    else:
+        trainee = DSparkTrainee(
+            target, options, torch.from_numpy(vocabulary), seed=args.seed, name=TARGET, compiled=compiled
+        )
+    loop_config = LoopConfig(
+        rows=args.rows or 64,
+        minutes=args.minutes if args.steps is None else None,
+        steps=args.steps,
+        stop_minutes=None,
+        lr=args.lr,
+        warmup=args.warmup,
+        weight_decay=args.weight_decay,
+        ema=args.ema,
+        optimizer=args.optimizer,
+        seed=args.seed,
+        log_s=args.log_s,
+        save_s=150,
+        measure_s=args.measure_s,
+    )
+    answers = answers_of(tested if len(tested) else learnt, 64, args.length)
+
+    def measure(parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        with costs.of("measuring τ"):
+            walks = {
+                name: walk(trainee, answers, nodes, chain=chain, parameters=parameters)
+                for name, (nodes, chain) in SHAPES.items()
+            }
+            return {
+                **{f"τ {name}": tau(each) for name, each in walks.items()},
+                "by depth": _rounded(by_depth(walks["chain 7"])),
+            }
+
+    sampler = RowSampler(rows.source, _mix(args.mix, store), args.seed)
+    folder = args.work / args.name
+    loop = Loop(
+        trainee, target, DeviceRows.of(rows, target.device), sampler, loop_config, folder, report=say, measure=measure
+    )
+    if (folder / STATE).exists():
+        loop.resume()
+        say(f"continues at step {loop.progress.step}, after {loop.progress.elapsed_s:.0f} s of steps")
+    size = sum(one.numel() for one in trainee.parameters.values())
+    say(f"{size:,} parameters, taps {trainee.taps}, {loop_config}")
+    with costs.of("compiling, and the first step"):
+        loop.trainee.loss(
+            loop.rows.batch(
+                torch.arange(loop_config.rows, device=target.device) % len(rows), target, trainee.taps, (0, 0)
+            )
+        ).loss.backward()
+        for weight in loop.weights:
+            weight.grad = None
+        _wait(target.device)
+    _profile(loop)
+    left = args.call_minutes - (time.perf_counter() - BEGAN + SPARE_S) / 60
+    loop.config = replace(loop_config, stop_minutes=max(left, 0.05))
+    with costs.of("steps"):
+        loop.run()
+    publish(folder, lambda where: trainee.save(where, loop.averaged()))
+    write_curve(folder, loop.progress.curve, "dspark for smollm2")
+    last = loop.progress.curve[-1] if loop.progress.curve else {}
+    return {"steps": loop.progress.step, "seconds": loop.progress.elapsed_s, "parameters": size, **last}
+
+
+def _profile(loop: Loop) -> None:
+    """Where a step's time goes, from three steps that are not kept."""
+    target, device = loop.target, loop.target.device
+    which = torch.arange(loop.config.rows, device=device) % len(loop.rows.tokens)
+    for _ in range(3):
+        began = time.perf_counter()
+        batch = loop.rows.batch(which, target, loop.trainee.taps, (0, 0))
+        _wait(device)
+        middle = time.perf_counter()
+        found = loop.trainee.loss(batch).loss
+        _wait(device)
+        forward = time.perf_counter()
+        found.backward()  # type: ignore[no-untyped-call]
+        _wait(device)
+        end = time.perf_counter()
+        for weight in loop.weights:
+            weight.grad = None
+    say(
+        f"a step: target {1e3 * (middle - began):.1f} ms, drafter and loss {1e3 * (forward - middle):.1f} ms, "
+        f"backward {1e3 * (end - forward):.1f} ms"
+    )
+
+
+def evaluate(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
+    target = opened(args, costs)
+    trainee = DSparkTrainee.from_folder(args.drafter or args.work / args.name, target)
+    with costs.of("walking"):
+        return figures(args, trainee)
+
+
+def figures(args: argparse.Namespace, trainee: DSparkTrainee) -> dict[str, Any]:
+    answers = json.loads((args.work / ANSWERS).read_text())
+    found: dict[str, Any] = {}
+    for name, each in answers.items():
+        each = each[: args.limit]
+        row: dict[str, Any] = {}
+        for shape, (nodes, chain) in SHAPES.items():
+            walks = walk(trainee, each, nodes, chain=chain)
+            row[shape] = tau(walks)
+            row[f"{shape}, no loops"] = tau(walks, without_loops=True)
+            if chain:
+                row["loops"] = f"{sum(one.loops for one in walks)} of {len(walks)}"
+                depths = _rounded(by_depth(walks))
+        found[name] = row
+        say(f"{name}: " + ", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        say(f"{name}: chain accepted by depth {depths}")
+    return found
+
+
+def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
+    target = opened(args, costs)
+    folder = args.drafter or args.work / args.name
+    trainee = DSparkTrainee.from_folder(folder, target)
+    with costs.of("walking"):
+        say("before:")
+        before = figures(args, trainee)
+    publish(args.out, lambda where: trainee.save(where, int8=True))
+    with costs.of("walking"):
+        say("after:")
+        after = figures(args, DSparkTrainee.from_folder(args.out, target))
+    files = {file.name: file.stat().st_size for file in args.out.iterdir() if file.suffix in (".safetensors", ".json")}
+    largest, total = max(files.values()), sum(files.values())
+    say(f"{total:,} bytes in {len(files)} files, the largest {largest:,}")
+    if total > SHIPPED_BYTES or largest > FILE_BYTES:
+        say(f"too large to ship: at most {SHIPPED_BYTES:,} bytes, {FILE_BYTES:,} a file; train with fewer layers")
+    curve = json.loads((folder / "curve.json").read_text()) if (folder / "curve.json").exists() else []
+    store = TokenStore(args.work / "tokens", target.config.vocab_size)
+    sequences = store.read()
+    counts = {name: int((sequences.source == i).sum()) for i, name in enumerate(store.sources)}
+    last = curve[-1] if curve else {}
+    write_card(
+        args.out,
+        method=trainee.config.method,
+        target=TARGET,
+        data={"sequences": counts, "answer tokens": f"{int(sequences.answer.sum()):,}"},
+        recipe={k: v for k, v in vars(trainee.options).items() if k != "anchors"},
+        figures=after,
+        cost={
+            "steps": last.get("step", ""),
+            "seconds of steps": last.get("seconds", ""),
+            "epochs": last.get("epochs", ""),
+        },
+    )
+    return {"before": before, "after": after, "bytes": total}
+
+
+def _mix(given: str | None, store: TokenStore) -> dict[int, float] | None:
+    if not given:
+        return None
+    pairs = dict(part.split("=") for part in given.split(","))
+    return {store.sources.index(name): float(weight) for name, weight in pairs.items()}
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [round(one, 3) for one in values]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+STAGES = {"data": data, "train": trained, "evaluate": evaluate, "pack": pack}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of data, or of the whole training")
+    parser.add_argument("--call-minutes", type=float, default=9.2, help="of this call of the training, all included")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--rows", type=int, help="sequences at once (512 on a GPU), or rows of a step (64)")
+    parser.add_argument("--limit", type=int, help="prompts of a file, to try the script")
+    parser.add_argument("--name", default="dspark", help="folder of this drafter in the work folder")
+    of_data = parser.add_argument_group("data")
+    of_data.add_argument("--gsm8k-train", type=Path)
+    of_data.add_argument("--mt-bench", type=Path)
+    of_data.add_argument("--gsm8k", type=Path)
+    of_data.add_argument("--synthesise", type=int, default=1_000_000, help="prompts at most; the time ends it")
+    of_data.add_argument("--answers", type=int, default=2, help="to each prompt of the target's own")
+    of_data.add_argument("--max-tokens", type=int, default=256, help="of answers that are measured on")
+    of_train = parser.add_argument_group("train")
+    of_train.add_argument("--steps", type=int, help="instead of minutes")
+    of_train.add_argument("--init-from", type=Path)
+    of_train.add_argument("--layers", type=int, default=5)
+    of_train.add_argument("--block", type=int, default=8)
+    of_train.add_argument("--taps", type=int, default=5)
+    of_train.add_argument("--rank", type=int, default=128)
+    of_train.add_argument("--draft-vocab", type=int, default=16_384)
+    of_train.add_argument("--anchors", type=int, default=64)
+    of_train.add_argument("--ce", type=float, default=0.3)
+    of_train.add_argument("--tv", type=float, default=0.7)
+    of_train.add_argument("--temperature", type=float, default=1.0)
+    of_train.add_argument("--lr", type=float, default=1e-3)
+    of_train.add_argument("--warmup", type=int, default=200)
+    of_train.add_argument("--weight-decay", type=float, default=0.05)
+    of_train.add_argument("--ema", type=float, default=0.999)
+    of_train.add_argument("--optimizer", default="adamw")
+    of_train.add_argument("--seed", type=int, default=0)
+    of_train.add_argument("--mix", help="weights of sources: synthetic=0.8,gsm8k_train=0.2; by size if unset")
+    of_train.add_argument("--portable", action="store_true")
+    of_train.add_argument("--log-s", type=float, default=15.0)
+    of_train.add_argument("--measure-s", type=float, default=120.0)
+    of_train.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--drafter", type=Path, help="another folder than the work folder's")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.stage == "pack" and args.out is None:
+        sys.exit("pack needs --out DIR")
+    args.work.mkdir(parents=True, exist_ok=True)
+    costs, began = Costs(), time.perf_counter()
+    result = STAGES[args.stage](args, costs)
+    say(f"{args.stage} took {time.perf_counter() - began:.0f} s; {costs.words()}")
+    finish(f"train_smollm2 {args.stage}", {"result": result, "costs": costs.seconds})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""`paceline export`: a drafter's folder in the layout of another engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.output import print_json
+from paceline.training.formats import FORMATS
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="A drafter's folder.", metavar="FOLDER")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", metavar="DIR")],
+    form: Annotated[str, typer.Option("--format", help="Layout to write.", metavar="|".join(FORMATS))],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="The model it drafts for, where the folder needs it.", metavar="MODEL"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Write a drafter in the layout of vLLM and speculators."""
+    from paceline.training.export import export as write
+    from paceline.training.export import target_of
+
+    method = write(folder, form, out, None if model is None else target_of(model))
+    if json:
+        print_json({"folder": str(folder), "method": method, "format": form, "out": str(out)})
+    else:
+        print(f"wrote {out}: {method} as {form}")

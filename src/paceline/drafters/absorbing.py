@@ -1,0 +1,113 @@
+"""A block drafter's K/V of the target's hidden states: joined into one vector a position, then keys and values of every
+layer. Nothing attends, so a prompt costs a few products. On a GPU this is captured for some numbers of positions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.cuda_graph import CudaGraph, GraphRecorder
+from paceline.drafters.dspark_config import TAP_NORM, DSparkConfig
+from paceline.drafters.tapped import TapBatch
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import Rope
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import PassPlan
+
+log = logging.getLogger("paceline")
+POSITIONS = (8, 16, 32, 64, 128, 256, 512)  # of a captured batch; more are absorbed in parts
+
+
+class Absorbing:
+    def __init__(self, config: DSparkConfig, tensors: Mapping[str, Tensor], decoder: Decoder) -> None:
+        self._config, self._decoder = config, decoder
+        self._caches: SequenceOf[LayerCache] = ()
+        kernels, dtypes, device = decoder.kernels, decoder.dtypes, decoder.device
+
+        def stored(*names: str) -> Tensor:
+            return torch.cat([tensors[name] for name in names]).to(device, dtypes.stored.dtype)
+
+        def vector(name: str) -> Tensor:
+            return tensors[name].to(device, dtypes.compute).contiguous()
+
+        self._fc, self._norm = kernels.pack(stored("fc.weight")), vector("hidden_norm.weight")
+        layers = range(config.body.num_layers)
+        # Keys and values of all layers are one product.
+        self._kv = kernels.pack(
+            stored(*(f"layers.{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "kv"))
+        )
+        self._tap_norm = vector(TAP_NORM) if config.tap_norm else None
+        self._graphs: dict[int, CudaGraph] = {}
+        self._recorder, self._kept = GraphRecorder(), list[object]()
+        self._taps = self._at = torch.empty(0)  # (positions, T, H) and (2, positions), what graphs read
+
+    def bind(self, caches: SequenceOf[LayerCache]) -> None:
+        self._caches = caches
+        graphs, device = self._decoder.graphs, self._decoder.device
+        if graphs is None or not graphs.capture or device.type != "cuda":
+            return
+        most, dtype = POSITIONS[-1], self._decoder.dtypes.compute
+        shape = most, len(self._config.taps), self._config.body.hidden_size
+        self._taps = torch.zeros(shape, dtype=dtype, device=device)
+        self._at = torch.full((2, most), -1, dtype=torch.int32, device=device)
+        self._at[0] = 0
+        try:
+            with torch.cuda.device(device):
+                for count in reversed(POSITIONS):
+                    self._work(count)
+                    self._graphs[count] = self._recorder.capture(lambda count=count: self._work(count))  # type: ignore[misc]
+            self._kept = list(graphs.scratch())
+        except RuntimeError as problem:
+            self._graphs = {}
+            reason = str(problem).partition("\n")[0]
+            log.warning("absorbing hidden states cannot be captured, and runs kernel by kernel: %s", reason)
+
+    def __call__(self, batch: TapBatch) -> None:
+        positions = batch.positions.clamp(0, self._decoder.config.max_positions - 1)
+        if not self._graphs:
+            self._store(batch.taps, positions.int(), batch.slots.int(), batch.end)
+            return
+        for first in range(0, len(positions), POSITIONS[-1]):
+            part = slice(first, first + POSITIONS[-1])
+            taps = batch.taps[part]
+            count = next(count for count in POSITIONS if count >= len(taps))
+            self._taps[: len(taps)] = taps
+            self._at[0, : len(taps)], self._at[1, : len(taps)] = positions[part], batch.slots[part]
+            self._at[1, len(taps) : count] = -1
+            self._graphs[count].replay()
+
+    def _work(self, count: int) -> None:
+        self._store(self._taps[:count], self._at[0, :count], self._at[1, :count], self._caches[0].k.shape[0])
+
+    def joined(self, taps: Tensor) -> Tensor:
+        """(A, H) from hidden states (A, T, H)."""
+        kernels, eps = self._decoder.kernels, self._config.body.rms_norm_eps
+        taps = taps.to(self._decoder.dtypes.compute)
+        if self._tap_norm is not None:
+            taps = F.rms_norm(taps, taps.shape[-1:], eps=eps) * self._tap_norm
+        return kernels.rms_norm(kernels.linear(taps.flatten(1), self._fc), self._norm, eps)
+
+    def _store(self, taps: Tensor, positions: Tensor, slots: Tensor, end: int) -> None:
+        kernels, layers, shape = self._decoder.kernels, self._decoder.layers, self._decoder.shape(end)
+        kv = kernels.linear(self.joined(taps), self._kv).view(len(taps), len(layers), -1)
+        nothing = slots[:, None]
+        plan = PassPlan(
+            positions=positions,
+            slots=slots,
+            sequence=slots,
+            prefix=slots,
+            reach=slots,
+            path=nothing[:, :0],
+            block_tables=nothing[:1],
+            block_size=1,
+            max_len=end,
+        )
+        each = kv.transpose(0, 1).contiguous()  # (layers, A, 2 kv)
+        for layer, cache, part in zip(layers, self._caches, each, strict=True):
+            # Rows of keys and values alone: there are no queries to norm or rotate.
+            kernels.rope_and_store(part, plan, Rope(shape.cos, shape.sin, layer.k_norm, layer.k_norm, shape.eps), cache)

@@ -1,0 +1,176 @@
+"""The pass of a block drafter: `size` rows a sequence from its last token on, which see the sequence and each other.
+
+Positions, slots and reach follow from the sequences' lengths, which only the device may know. On a GPU the whole of a
+draft, from embeddings to trees, is captured for some numbers of sequences; a draft is one copy and one launch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.cuda_graph import CudaGraph, GraphRecorder
+from paceline.draft import packed_to
+from paceline.models.decoder import Decoder
+from paceline.models.graphs import Placed
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
+
+log = logging.getLogger("paceline")
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # of a captured draft; more are drafted in parts
+ENDS, STARTS = ROW_FIELDS.index("positions"), ROW_FIELDS.index("prefix")  # where a placed pass carries them
+
+
+class BlockRows(NamedTuple):
+    """Sequences to draft for. A sequence's keys begin at `starts`, and its blocks in `tables` with them."""
+
+    anchors: Tensor  # (B,) the last tokens, on the device
+    lengths: Tensor  # (B,) on the device
+    starts: list[int]
+    ends: list[int]  # positions that its blocks have slots for
+    tables: SequenceOf[SequenceOf[int]]  # block ids
+
+
+class BlockPasses:
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: SequenceOf[LayerCache],
+        block_size: int,
+        size: int,
+        embed: Callable[[Tensor], Tensor],
+        finish: Callable[[Tensor, Tensor, int], Tensor],
+        most: int,
+    ) -> None:
+        """`embed`: (B,) anchors to the rows (B * size, H) of a block; `finish`: logits (B * size, V), anchors and a
+        number of nodes to a tensor of drafts (parts, B, nodes); `most`: nodes of a captured draft."""
+        self._decoder, self._caches, self._block_size, self._size = decoder, caches, block_size, size
+        self._embed, self._finish, self._most = embed, finish, most
+        self._captured: dict[int, tuple[Placed, CudaGraph]] = {}
+        self._recorder = GraphRecorder()
+        self._known = torch.empty(0, dtype=torch.int64)  # (2, most sequences) anchors and lengths, which graphs read
+        self._blank = torch.empty(0)  # (most rows, H), what a pass is placed with before its embeddings are known
+        graphs, device = decoder.graphs, decoder.device
+        if graphs is not None and graphs.capture and device.type == "cuda":
+            self._known = torch.ones(2, SEQUENCES[-1], dtype=torch.int64, device=device)
+            shape = SEQUENCES[-1] * size, decoder.config.hidden_size
+            self._blank = torch.zeros(shape, dtype=decoder.dtypes.compute, device=device)
+            self._capture_all()
+
+    def run(self, rows: BlockRows, nodes: int) -> Tensor:
+        """(parts, B, nodes) of a draft's numbers; on a GPU as many nodes as were captured."""
+        if not self._captured:
+            return self._eagerly(rows, nodes)
+        most = SEQUENCES[-1]
+        parts = [self._replayed(rows, at, min(at + most, len(rows.starts))) for at in range(0, len(rows.starts), most)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _eagerly(self, rows: BlockRows, nodes: int) -> Tensor:
+        count, device = len(rows.starts), self._decoder.device
+        width = max(map(len, rows.tables))
+        tables = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows.tables])
+        columns = torch.tensor([rows.starts, rows.ends])
+        tables, columns = packed_to(device, tables, columns)
+        starts, ends = columns[0], columns[1]
+        position, slots, reach = placed(rows.lengths, starts, ends, tables, width, self._size, self._block_size)
+        owner = torch.arange(count, device=device, dtype=torch.int32).repeat_interleave(self._size)
+        plan = PassPlan(
+            positions=position.int(),
+            slots=slots.int(),
+            sequence=owner,
+            prefix=reach.int(),
+            reach=reach.int(),
+            path=owner.new_empty(len(owner), 0),
+            block_tables=tables.int(),
+            block_size=self._block_size,
+            max_len=max(rows.ends),
+        )
+        output = self._decoder.run(self._embed(rows.anchors), plan, self._caches, None)
+        return self._finish(output.logits, rows.anchors, nodes)
+
+    # -- captured
+
+    def _capture_all(self) -> None:
+        """Every number of sequences is run once, which compiles it, and captured, so that no draft waits for either."""
+        graphs = self._decoder.graphs
+        assert graphs is not None
+        try:
+            with torch.cuda.device(self._decoder.device), graphs.starting():
+                for count in reversed(SEQUENCES):
+                    of = self._place(count, [], [], [])
+                    self._work(of, count)
+                    graph = self._recorder.capture(lambda of=of, count=count: self._work(of, count))  # type: ignore[misc]
+                    of.kept = [graph.result, *graphs.scratch()]
+                    self._captured[count] = of, graph
+        except RuntimeError as problem:
+            self._captured = {}
+            reason = str(problem).partition("\n")[0]
+            log.warning("a block drafter cannot be captured, and runs kernel by kernel: %s", reason)
+
+    def _place(self, count: int, starts: list[int], ends: list[int], tables: SequenceOf[SequenceOf[int]]) -> Placed:
+        """Copy a pass of `count` sequences to the device: block tables, and where keys begin and slots end."""
+        size, graphs = self._size, self._decoder.graphs
+        assert graphs is not None
+        each = np.zeros((len(ROW_FIELDS) + 1, count * size), np.int32)
+        each[ROW_FIELDS.index("sequence")] = np.repeat(np.arange(count), size)
+        each[ENDS, : len(ends) * size] = np.repeat(ends, size)
+        each[STARTS, : len(starts) * size] = np.repeat(starts, size)
+        blocks = np.zeros((count, max(map(len, tables), default=1)), np.int32)
+        for row, ids in enumerate(tables):
+            blocks[row, : len(ids)] = ids
+        host = HostPlan(each, np.zeros((count * size, 0), np.int32), blocks)
+        plan = PassPlan.on_host(host, self._block_size, max(ends, default=2))
+        return graphs.place(self._blank[: count * size], plan, self._caches, torch.arange(count * size))
+
+    def _work(self, of: Placed, count: int) -> Tensor:
+        """The launches of a draft behind `_place`."""
+        graphs, plan, rows = self._decoder.graphs, of.plan, count * self._size
+        assert graphs is not None
+        anchors, lengths = self._known[0, :count], self._known[1, :count]
+        ends, starts = (part[:rows].view(count, -1)[:, 0].long() for part in (plan.positions, plan.prefix))
+        at = lengths, starts, ends, plan.block_tables, of.header[0], self._size, self._block_size
+        position, slots, reach = placed(*at)
+        for into, part in ((plan.positions, position), (plan.slots, slots), (plan.prefix, reach), (plan.reach, reach)):
+            into[:rows] = part
+        of.inputs[:rows] = self._embed(anchors)
+        logits = graphs.compute(of).logits[:rows]
+        return self._finish(logits, anchors, self._most)
+
+    def _replayed(self, rows: BlockRows, first: int, last: int) -> Tensor:
+        count = next(count for count in SEQUENCES if count >= last - first)
+        part = slice(first, last)
+        self._known[:, : last - first] = torch.stack((rows.anchors[part], rows.lengths[part]))
+        of = self._place(count, rows.starts[part], rows.ends[part], rows.tables[part])
+        recorded, graph = self._captured[count]
+        assert of is recorded, "a captured pass is never replaced: its tables are as large as the cache"
+        graph.replay()
+        graphs = self._decoder.graphs
+        assert graphs is not None
+        graphs.launched()
+        result: Tensor = graph.result
+        return result[:, : last - first].clone()  # the next draft overwrites it
+
+
+def placed(
+    lengths: Tensor, starts: Tensor, ends: Tensor, tables: Tensor, width: Tensor | int, size: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B * size,) positions, slots and reach of blocks behind sequences of these lengths; no host sync.
+
+    A row for which there is no slot, behind `ends`, is not stored, and its tokens are arbitrary.
+    """
+    first = (lengths - 1)[:, None]
+    position = first + torch.arange(size, device=lengths.device)
+    inside = position < ends[:, None]
+    position = position.minimum(ends[:, None] - 1).clamp_min(0)
+    at = (position - starts[:, None]).clamp_min(0)
+    owner = torch.arange(len(lengths), device=lengths.device)[:, None]
+    block = tables.reshape(-1).take(owner * width + at // block_size)
+    slots = torch.where(inside, block * block_size + at % block_size, -1)
+    reach = ((first + size).minimum(ends[:, None]) - starts[:, None]).clamp_min(1).expand_as(slots)
+    return position.flatten(), slots.flatten(), reach.flatten()

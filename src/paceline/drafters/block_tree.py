@@ -1,0 +1,101 @@
+"""Trees from one pass of a block drafter: the likeliest paths through the distributions of its positions.
+
+Position i of a block has logits U_i, and a Markov head adds W1[x] . W2 for the token x before it. Only the likeliest
+tokens of each position are looked at, as children and as parents, so that all transitions between two positions are one
+small matrix, and a tree costs no further pass. Everything is batched, and nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CANDIDATES = 64  # tokens looked at in each position
+BEAM = 8  # nodes of a level that have children, and children of each
+DEEPER = 1e-4  # by which a node's score is below its parent's at least: sorting keeps parents first
+
+
+class Lattice(NamedTuple):
+    """Log probabilities of the likeliest tokens of D positions, given the token before."""
+
+    tokens: Tensor  # (B, D, C) of the draft vocabulary, by their logits without the Markov head
+    first: Tensor  # (B, C) of the first position
+    later: Tensor  # (B, D - 1, P, C) of the others, by the candidate before; P = 1: whichever it is
+
+
+class Nodes(NamedTuple):
+    """Trees of N nodes, the likeliest first; a parent stands before its children."""
+
+    tokens: Tensor  # (B, N) of the draft vocabulary
+    parents: Tensor  # (B, N), -1: the root
+    depth: Tensor  # (B, N) from 1
+    score: Tensor  # (B, N) log probability of the path, less `DEEPER` for each step
+
+
+def lattice(logits: Tensor, anchor: Tensor | None, w1: Tensor | None, w2: Tensor | None, count: int) -> Lattice:
+    """From logits (B, D, V) of the positions; `anchor` (B, R) is the row of W1 of the token before the first.
+
+    w1, w2 (V, R): None without a Markov head. Tokens that are no candidates count as if it added nothing to them.
+    """
+    count = min(count, logits.shape[-1])
+    best, tokens = logits.topk(count)  # (B, D, C)
+    if w1 is None or w2 is None or anchor is None:
+        shares = best - logits.logsumexp(-1, keepdim=True)
+        return Lattice(tokens, shares[:, 0], shares[:, 1:, None])
+    total, among = logits.logsumexp(-1), best.logsumexp(-1)
+    others = total + torch.log1p(-(among - total).exp().clamp_max(1 - 1e-6))  # (B, D)
+    into = w2[tokens]  # (B, D, C, R)
+    out = w1[tokens[:, :-1]]  # (B, D - 1, C, R)
+    first = best[:, 0] + (into[:, 0] @ anchor[..., None]).squeeze(-1).float()
+    later = best[:, 1:, None] + (out @ into[:, 1:].transpose(-1, -2)).float()  # (B, D - 1, C, C)
+    first = first - torch.logaddexp(first.logsumexp(-1), others[:, 0])[..., None]
+    later = later - torch.logaddexp(later.logsumexp(-1), others[:, 1:, None])[..., None]
+    return Lattice(tokens, first, later)
+
+
+def grow(of: Lattice, count: int, beam: int = BEAM) -> Nodes:
+    """The likeliest `count` nodes, fewer if there are not so many: in every level the best `beam` nodes have children,
+    the best `beam` of them each. With a beam of one these are chains."""
+    batch, depth, candidates = of.tokens.shape
+    wide = min(beam, candidates)
+    score, place = of.first.topk(wide)  # the first level: (B, F)
+    levels = [(score - DEEPER, place, torch.full_like(place, -1))]
+    at = levels[0][0], place, 0  # the frontier's scores and candidates, and where its level begins among all nodes
+    frontier = torch.arange(wide, device=score.device).expand(batch, wide)  # its nodes within the level
+    for level in range(1, depth):
+        before, who, begin = at
+        rows = of.later[:, level - 1]  # (B, P, C)
+        if rows.shape[1] == 1:
+            rows = rows.expand(batch, who.shape[1], candidates)
+        else:
+            rows = rows.gather(1, who[..., None].expand(-1, -1, candidates))
+        best, child = rows.topk(wide)  # (B, F, beam)
+        score = (before[..., None] + best - DEEPER).flatten(1)
+        place, parent = child.flatten(1), (frontier + begin).repeat_interleave(wide, 1)
+        levels.append((score, place, parent))
+        if level + 1 < depth:
+            kept, frontier = score.topk(min(beam, score.shape[1]))
+            at = kept, place.gather(1, frontier), begin + levels[-2][0].shape[1]
+    scores, places, parents = (torch.cat([level[part] for level in levels], 1) for part in range(3))
+    depths = _depths(tuple(level[0].shape[1] for level in levels), scores.device)
+    score, chosen = scores.topk(min(count, scores.shape[1]))
+    where = torch.empty_like(parents).scatter_(1, chosen, _numbers(chosen.shape[1], scores.device).expand_as(chosen))
+    parent, level_of = parents.gather(1, chosen), depths[chosen]
+    token = of.tokens.flatten(1).gather(1, (level_of - 1) * candidates + places.gather(1, chosen))
+    return Nodes(token, torch.where(parent < 0, -1, where.gather(1, parent.clamp_min(0))), level_of, score)
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
+
+
+def _depths(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """(nodes,) the level of each node, from 1; without a copy from the host, which a capture does not permit."""
+    ends = [sum(widths[: level + 1]) for level in range(len(widths))]
+    numbers = _numbers(ends[-1], device)
+    depth = torch.ones_like(numbers)
+    for end in ends[:-1]:
+        depth += numbers >= end
+    return depth

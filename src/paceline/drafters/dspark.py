@@ -1,0 +1,189 @@
+"""DSpark and DFlash: a small decoder over a block of masks behind the last token, one pass for all drafted tokens.
+
+Hidden states of several layers of the target are joined into one vector a position, whose K/V every layer of the
+drafter keeps (slot t holds position t). A draft is one pass of a block: the last token and masks, which see all K/V
+before them and each other. Its logits, over a draft vocabulary, and the Markov head make a tree (`block_tree`).
+Proposals are deterministic, so any target distribution is kept. On a GPU both halves are captured and nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.config import MAX_K
+from paceline.draft import Draft
+from paceline.drafters.absorbing import Absorbing
+from paceline.drafters.base import DrafterContext, DraftRow, digest
+from paceline.drafters.block_passes import BlockPasses, BlockRows
+from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
+from paceline.drafters.dspark_checkpoint import read
+from paceline.drafters.dspark_config import MASKS, W1, W2, DSparkConfig, check_target
+from paceline.drafters.tapped import TapBatch, TappedDrafter
+from paceline.errors import InvalidParameter
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import Kernels, Packed
+from paceline.models.kv_cache import LayerCache
+from paceline.models.torch_kernels import TorchKernels
+from paceline.models.weights import Dtypes
+
+PART = 64  # components of hidden states whose head weights are read at once
+
+
+class DSparkDrafter(TappedDrafter):
+    pairs = False
+
+    def __init__(
+        self,
+        config: DSparkConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        embedding: Tensor,
+        head: Tensor,
+        kernels: Kernels | None = None,
+        device: torch.device | None = None,
+        dtypes: Dtypes | None = None,
+        beam: int = BEAM,
+    ) -> None:
+        """`embedding` (V, H) is the target's, `head` (draft vocabulary, H) its output weights for the draft tokens.
+        `beam`: nodes of a level that have children; 1: drafts are chains."""
+        super().__init__()
+        self.config, self.name, self.taps = config, config.method, config.taps
+        self.device = device or torch.device("cpu")
+        self.version = f"{self.name}/{digest(tensors.values())}"
+        self.room = config.block_size - 1
+        self._beam = beam
+        kernels = kernels or TorchKernels()
+        dtypes = dtypes or Dtypes.of(torch.float32, self.device)
+        body = replace(config.body, vocab_size=config.draft_vocab_size)
+        weights = {f"model.{name}": tensor for name, tensor in tensors.items() if name.startswith(("layers.", "norm."))}
+        packed = kernels.pack(head.to(self.device, dtypes.stored.dtype))
+        self._decoder = Decoder(
+            body, weights, kernels, device=self.device, dtypes=dtypes, embedding=embedding, head=packed
+        )
+        self.kv_layers = self._decoder.kv_specs
+        self._absorbing = Absorbing(config, tensors, self._decoder)
+        self._embedding, self._passes = embedding, None  # type: tuple[Tensor, BlockPasses | None]
+
+        def placed(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, dtypes.compute)
+
+        masks = tensors[MASKS] if config.mask_embedding else embedding[config.mask_token_id].expand(self.room, -1)
+        self._masks = placed(masks)[None]  # (1, block - 1, H)
+        self._ids = draft_ids(config, tensors).to(self.device)  # the target's ids of draft tokens
+        self._w1 = self._w2 = self._anchor_rows = None  # type: Tensor | None
+        if config.markov_rank:
+            self._w2 = placed(tensors[W2])
+            self._anchor_rows = placed(_anchor_rows(config, tensors[W1], self._ids.cpu()))  # (V, R)
+            self._w1 = self._anchor_rows[self._ids]  # (draft vocabulary, R)
+        # Nodes of the largest tree: the first level, and all children of the others.
+        wide = min(beam, CANDIDATES, config.draft_vocab_size)
+        self._most = min(wide + (config.depth - 1) * wide * wide, MAX_K)
+
+    @classmethod
+    def from_context(cls, context: DrafterContext, method: str) -> DSparkDrafter:
+        folder = context.checkpoint
+        if folder is None or context.embedding is None or context.head is None or context.kernels is None:
+            raise InvalidParameter("drafter", f"method {method} needs a drafter's folder and a target's weights")
+        config, tensors = read(folder)
+        check_target(config, context.config, folder)
+        if config.method != method:
+            raise InvalidParameter("drafter", f"{folder} holds a drafter of method {config.method}, not {method}")
+        if not config.target.is_like(context.embedding):
+            name = config.target.name or "another model"
+            raise InvalidParameter("drafter", f"{folder} was trained for {name}, whose embeddings are not this model's")
+        config = replace(config, body=replace(config.body, max_positions=context.config.max_positions))
+        head = context.embedding if context.config.tie_embeddings else None
+        ids = draft_ids(config, tensors).to(context.device)
+        # A CPU reads bf16 fastest; a GPU computes in the target's own dtype.
+        stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
+        return cls(
+            config,
+            tensors,
+            embedding=context.embedding,
+            head=head_rows(context.head, context.kernels, ids, config) if head is None else head[ids],
+            kernels=context.kernels,
+            device=context.device,
+            dtypes=Dtypes.of(stored, context.device),
+        )
+
+    @torch.inference_mode()
+    def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
+        super().bind(caches, block_size)
+        self._absorbing.bind(caches)
+        size = self.config.block_size
+        self._passes = BlockPasses(self._decoder, caches, block_size, size, self._block, self._trees, self._most)
+
+    @torch.inference_mode()
+    def absorb(self, batch: TapBatch) -> None:
+        self._absorbing(batch)
+
+    @torch.inference_mode()
+    def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
+        assert self._passes is not None, "bind comes first"
+        counts = torch.tensor([min(row.budget, self._most) for row in rows])
+        width = int(counts.max())
+        if not width:
+            return Draft.empty(len(rows))
+        tokens, parents, depth = self._passes.run(self._rows(rows, seats, lengths), width)[:, :, :width]
+        if self._beam == 1:
+            return Draft.chains(tokens, counts, unseen=not tokens.is_cpu)
+        if not tokens.is_cpu:
+            return Draft.device_trees(tokens, parents, counts, self.config.depth)
+        used = torch.arange(width) < counts[:, None]
+        return Draft(tokens=tokens * used, parents=torch.where(used, parents, -1), depth=depth * used, num_nodes=counts)
+
+    def _rows(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> BlockRows:
+        """Blocks whose K/V are not the drafter's own are left out: keys have their positions in them already."""
+        size, most = self._block_size, self.config.body.max_positions
+        starts, ends, tables = [], [], []
+        for sequence, _ in rows:
+            start, end = self.absorbed(sequence)
+            known = max(end, len(sequence.tokens) - 1)
+            first = min(-(-start // size), known // size)
+            starts.append(first * size)
+            ends.append(min(len(sequence.blocks) * size, most))
+            tables.append(sequence.blocks[first:])
+        return BlockRows(self.last_tokens(seats, lengths), lengths, starts, ends, tables)
+
+    def _block(self, anchors: Tensor) -> Tensor:
+        """(B * block, H): embeddings of the last tokens, each with its masks behind it."""
+        first = self._embedding[anchors].to(self._masks.dtype)[:, None]
+        return torch.cat((first, self._masks.expand(len(anchors), -1, -1)), 1).flatten(0, 1)
+
+    def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> Tensor:
+        """(3, B, nodes) tokens, parents and depths from the logits of all rows of the blocks."""
+        positions = logits.view(len(anchors), self.config.block_size, -1)
+        depth = min(self.config.depth, nodes)
+        positions = positions[:, self.config.block_size - self.config.depth :][:, :depth]
+        before = None if self._anchor_rows is None else self._anchor_rows[anchors]
+        found = grow(lattice(positions, before, self._w1, self._w2, CANDIDATES), nodes, self._beam)
+        return torch.stack((self._ids[found.tokens], found.parents, found.depth))
+
+
+def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:
+    """(draft vocabulary,) the target's ids."""
+    ids = torch.arange(config.draft_vocab_size)
+    return ids + tensors["d2t"].cpu() if "d2t" in tensors else ids
+
+
+def _anchor_rows(config: DSparkConfig, w1: Tensor, ids: Tensor) -> Tensor:
+    """(V, R): W1 over the target's vocabulary, zero for tokens it has no row for."""
+    if not config.markov_over_draft_vocab:
+        return w1
+    rows = w1.new_zeros(config.body.vocab_size, w1.shape[1])
+    rows[ids] = w1.cpu()
+    return rows
+
+
+@torch.inference_mode()
+def head_rows(head: Packed, kernels: Kernels, ids: Tensor, config: DSparkConfig) -> Tensor:
+    """(N, H) output weights of tokens, in whatever layout the kernels keep them: products with unit vectors."""
+    hidden = config.body.hidden_size
+    kind = torch.float32 if ids.device.type == "cpu" else torch.bfloat16
+    unit = torch.eye(hidden, dtype=kind, device=ids.device)
+    return torch.cat([kernels.logits(part, head)[:, ids] for part in unit.split(PART)]).T.contiguous()

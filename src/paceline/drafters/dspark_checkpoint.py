@@ -1,0 +1,161 @@
+"""A folder of a block drafter, DSpark or DFlash: config.json (`dspark_config`) and safetensors files.
+
+Embedding and output head are the target's own and not stored. A 2-d tensor may be stored as int8 codes beside
+`NAME_scale`, one scale a row or one for each group of a row's columns; reading multiplies them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.drafters.dspark_config import (
+    CONFIDENCE,
+    MASKS,
+    TAP_NORM,
+    DSparkConfig,
+    Json,
+    described,
+    parse,
+    shapes,
+)
+from paceline.errors import BrokenModel, ModelNotFound
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 15 << 20  # of one file
+SCALE = "_scale"
+SHARED = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "rotary_emb.")  # the target's own, whatever a folder holds
+SMALL = (TAP_NORM, MASKS, f"{CONFIDENCE}.weight")  # 2-d, and never stored as codes
+
+
+def read(folder: Path) -> tuple[DSparkConfig, dict[str, Tensor]]:
+    """The config, and its tensors in floating point, checked for presence and shape."""
+    raw = _read_json(folder)
+    tensors = _expanded(_load(folder), folder)
+    config = parse(raw, tensors, str(folder / CONFIG))
+    wanted = shapes(config)
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise BrokenModel(f"{folder}: tensor {name} is missing")
+        if tuple(tensors[name].shape) != shape:
+            raise BrokenModel(
+                f"{folder}: tensor {name} has shape {list(tensors[name].shape)}, and {CONFIG} asks for {list(shape)}"
+            )
+    extra = next((name for name in tensors if name not in wanted and name != "t2d"), None)
+    if extra is not None:
+        raise BrokenModel(f"{folder}: tensor {extra} has no place in a drafter as {CONFIG} describes it")
+    return config, {name: tensors[name] for name in wanted}
+
+
+def _read_json(folder: Path) -> Json:
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is not a drafter's folder; it does not exist or is a file")
+    try:
+        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BrokenModel(f"{folder} is not a drafter's folder: it holds no {CONFIG}") from error
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise BrokenModel(f"{folder / CONFIG} must hold an object")
+    return raw
+
+
+def _load(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BrokenModel(f"{folder} holds no weights: no .safetensors file is there")
+    found: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            found |= load_file(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise BrokenModel(f"{path} is truncated or damaged ({reason}); download it again") from error
+    named = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    return {name: tensor for name, tensor in named.items() if not name.startswith(SHARED)}
+
+
+def quantised(tensors: Mapping[str, Tensor], group: int | None = 64) -> dict[str, Tensor]:
+    """Matrices as int8 codes and fp16 scales, one for `group` columns of a row (None: for a row); others unchanged."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or not tensor.is_floating_point() or name in SMALL:
+            found[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        size = group if group and columns % group == 0 else columns
+        parts = tensor.float().view(rows, columns // size, size)
+        scale = (parts.abs().amax(-1, keepdim=True) / 127).half()
+        scale = torch.where(scale == 0, torch.full_like(scale, torch.finfo(torch.half).tiny), scale)
+        codes = (parts / scale.float()).round().clamp(-127, 127).to(torch.int8)
+        found |= {name: codes.view(rows, columns), f"{name}{SCALE}": scale.squeeze(-1)}
+    return found
+
+
+def _expanded(stored: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name.endswith(SCALE) and name.removesuffix(SCALE) in stored:
+            continue
+        if tensor.dtype == torch.int8:
+            scale = stored.get(f"{name}{SCALE}")
+            if scale is None:
+                raise BrokenModel(f"{folder}: tensor {name} holds int8 codes, and {name}{SCALE} is missing")
+            if tensor.dim() != 2 or scale.dim() != 2 or len(scale) != len(tensor) or tensor.shape[1] % scale.shape[1]:
+                raise BrokenModel(f"{folder}: the shape of {name}{SCALE} does not divide that of {name}")
+            parts = tensor.float().view(*scale.shape, -1) * scale.float()[..., None]
+            tensor = parts.view(tensor.shape)
+        elif name in ("d2t", "t2d"):
+            tensor = tensor.long() if name == "d2t" else tensor
+        elif not tensor.is_floating_point():
+            raise BrokenModel(f"{folder}: tensor {name} has dtype {tensor.dtype}, not one of floating point")
+        found[name] = tensor
+    return found
+
+
+def write(
+    folder: Path,
+    config: DSparkConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    int8: bool = False,
+    group: int | None = 64,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """`tensors` by the names of `shapes`; `t2d` is derived. `int8`: matrices as codes, see `quantised`."""
+    wanted = shapes(config)
+    assert tensors.keys() >= wanted.keys(), f"missing: {sorted(wanted.keys() - tensors.keys())}"
+    kept = {name: tensors[name].detach().cpu().contiguous() for name in wanted}
+    assert all(tuple(kept[name].shape) == shape for name, shape in wanted.items()), "shapes contradict the config"
+    stored = quantised(kept, group) if int8 else kept
+    if "d2t" in kept:
+        stored["t2d"] = torch.zeros(config.body.vocab_size, dtype=torch.bool)
+        stored["t2d"][kept["d2t"].long() + torch.arange(len(kept["d2t"]))] = True
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("*.safetensors"), folder / INDEX):
+        old.unlink(missing_ok=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in stored.items():
+        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    count = len(shards)
+    names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for path, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / path, {"format": "pt"})
+    if count > 1:
+        where = {name: path for path, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(tensor.nbytes for tensor in stored.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    _write_json(folder / CONFIG, described(config))
+
+
+def _write_json(path: Path, content: Json) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,110 @@
+"""Trees that grow where the drafter is confident (EAGLE-2, Li et al. 2024), for all rows of a batch at once.
+
+A level's best nodes by cumulative probability are expanded together; of everything they proposed the best are kept. A
+node is never likelier than its parent and ties go to the earlier level, so the nodes kept form a tree, in topological
+order, and the first n of them are the tree of n nodes. Trees depend on probabilities of the drafter alone, so they are
+deterministic proposals. Everything is a tensor operation without a host synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TOP_K = 10  # children considered of a node, and nodes expanded on a level, at most
+DEPTH = 7
+BELOW = DEPTH - 1  # levels whose nodes are expanded
+
+
+class TreeShape(NamedTuple):
+    """What the host decides before a batch is drafted."""
+
+    nodes: int  # of the largest tree
+    children: int  # considered of each node
+    width: int  # nodes expanded on a level, of the largest tree
+    depth: int
+
+    @staticmethod
+    def of(nodes: int, vocab_size: int, top_k: int = TOP_K) -> TreeShape:
+        children = min(top_k, nodes, vocab_size)
+        return TreeShape(nodes, children, min(width_of(nodes), children), min(DEPTH, nodes))
+
+    def most(self, nodes: int) -> int:
+        """How many of `nodes` nodes a row can have."""
+        return min(nodes, self.children * (1 + min(width_of(nodes), self.width) * (self.depth - 1)))
+
+
+def width_of(nodes: int) -> int:
+    """Nodes expanded on each level of a tree of so many nodes; all levels together expand no more than it has."""
+    return max(nodes // BELOW, 1)
+
+
+class Frontier(NamedTuple):
+    """Nodes to be expanded, W of each row; B rows. Those that are not `alive` stand for nothing."""
+
+    tokens: Tensor  # (B, W)
+    features: Tensor  # (B, W, h) outputs of their parents
+    number: Tensor  # (B, W) of each among all nodes its row expands, level by level
+    above: Tensor  # (B, W, L) numbers of its ancestors from the root's child down, of the level before; -1 beyond
+    alive: Tensor  # (B, W)
+    level: int  # 1: children of the root
+
+
+class Proposed(NamedTuple):
+    tokens: Tensor  # (B, N)
+    parents: Tensor  # (B, N) -1: the root
+
+
+Expand = Callable[[Frontier], tuple[Tensor, Tensor]]  # (B, W, Vd) logits behind the nodes, (B, W, h) their outputs
+Translate = Callable[[Tensor], Tensor]  # ids of the draft vocabulary to the target's
+
+
+def grow(
+    logits: Tensor, features: Tensor, budgets: Tensor, shape: TreeShape, expand: Expand, translate: Translate
+) -> Proposed:
+    """Trees from logits (B, Vd) and output (B, h) of the root; row b expands at most `budgets[b]` nodes."""
+    batch, width = len(logits), shape.width
+    widths = (budgets // BELOW).clamp(1, width)[:, None]  # (B, 1) as `width_of`
+    lane = torch.arange(width, device=logits.device)
+    best, ids = _best(logits, shape.children)  # (B, K)
+    scores, tokens = [best], [translate(ids)]
+    parents = [torch.full_like(ids, -1)]
+    outputs, numbers = features[:, None], ids.new_empty(batch, 1, 0)  # of the nodes expanded last
+    first, each = 0, shape.children  # of the last level: its first candidate, and the candidates of one parent
+    for level in range(1, shape.depth):
+        score, chosen = scores[-1].topk(width)  # (B, W) among the last level's candidates
+        number = (level - 1) * widths + lane
+        alive = (lane < widths) & (number < budgets[:, None]) & score.isfinite()
+        features, above = (_taken(part, chosen // each) for part in (outputs, numbers))
+        logits, outputs = expand(Frontier(tokens[-1].gather(1, chosen), features, number, above, alive, level))
+        numbers = torch.cat((above, number[..., None]), 2)
+        best, ids = _best(logits, shape.children)  # (B, W, K)
+        best = torch.where(alive[..., None], score[..., None] + best, -torch.inf)
+        scores.append(best.flatten(1))
+        tokens.append(translate(ids).flatten(1))
+        parents.append((first + chosen)[..., None].expand_as(ids).flatten(1))
+        first += scores[-2].shape[1]
+    return _ranked(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1), shape.nodes)
+
+
+def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest ids and their log-probabilities; a logit that is not a number makes its node worthless."""
+    best, ids = logits.topk(count)
+    return (best - logits.logsumexp(-1, keepdim=True)).nan_to_num(-torch.inf, -torch.inf, -torch.inf), ids
+
+
+def _taken(values: Tensor, which: Tensor) -> Tensor:
+    """values[b, which[b, i]] of (B, W, ...)."""
+    return values.gather(1, which[..., None].expand(-1, -1, values.shape[2]))
+
+
+def _ranked(scores: Tensor, tokens: Tensor, parents: Tensor, count: int) -> Proposed:
+    """The best candidates in order, with parents counted in that order."""
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    rank = torch.zeros_like(tokens)
+    rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    above = parents.gather(1, order)
+    return Proposed(tokens.gather(1, order), torch.where(above < 0, -1, rank.gather(1, above.clamp_min(0))))

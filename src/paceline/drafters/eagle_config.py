@@ -1,0 +1,327 @@
+"""The config of an EAGLE drafter: config.json as published or in speculators' layout, and the tensors it asks for.
+
+EAGLE-3 reads the residual stream *entering* some layers of the target (vLLM's and speculators' meaning of layer ids),
+EAGLE-1 the hidden state after the final norm. Where a folder names no layers they are 2, L // 2 and L - 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.drafters.dspark_config import TargetShape
+from paceline.drafters.methods import EAGLE, EAGLE3
+from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
+from paceline.models.decoder import FINAL
+from paceline.models.hf_config import parse_config
+
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+HEADS = {"llama": 32, "qwen3": 32}  # transformers' default, which speculators' files leave out
+LLAMAS = (EAGLE, "qwen2", "mistral")  # whose layers differ from Llama's in biases and windows alone
+POSITIONS = 2048
+LAYER = "layers.0"
+UP = ("gate", "up")
+UNKNOWN_TARGET = TargetShape()
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    body: ModelConfig  # of the one layer; vocab_size is the target's
+    fused: bool = True  # EAGLE-3; False: EAGLE-1
+    layer_ids: tuple[int, ...] | None = None  # None: as published for the target's number of layers
+    target_hidden_size: int = 0  # 0: the drafter's own
+    draft_vocab_size: int = 0  # 0: the target's vocabulary
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False  # one norm over all taps
+    fc_norm: bool = False  # a norm for each tap
+    norm_output: bool = False  # feed back the normed output
+    own_embedding: bool = False
+    own_head: bool = True
+    biases: frozenset[str] = field(default_factory=frozenset)  # linear layers with one
+    target: TargetShape = UNKNOWN_TARGET
+
+    @property
+    def method(self) -> str:
+        return EAGLE3 if self.fused else EAGLE
+
+    @property
+    def vocab(self) -> int:
+        return self.draft_vocab_size or self.body.vocab_size
+
+    @property
+    def feature_size(self) -> int:
+        return self.target_hidden_size or self.body.hidden_size
+
+    @property
+    def num_taps(self) -> int:
+        return 1 if not self.fused else 3 if self.layer_ids is None else len(self.layer_ids)
+
+    def taps(self, num_layers: int) -> tuple[int, ...]:
+        """Of a target with so many layers."""
+        return self.layer_ids or published_layers(num_layers) if self.fused else (FINAL,)
+
+
+def published_layers(num_layers: int) -> tuple[int, ...]:
+    return 2, num_layers // 2, num_layers - 3
+
+
+def is_eagle(raw: Mapping[str, Any], names: frozenset[str]) -> str | None:
+    """The method of a folder with this config.json and tensors of these names, if it is one of these two."""
+    kind = raw.get("speculators_model_type")
+    if kind is not None:
+        return str(kind) if kind in (EAGLE, EAGLE3) else None
+    names = frozenset(plain_name(name) for name in names)
+    if "fc.weight" not in names or f"{LAYER}.self_attn.q_proj.weight" not in names:
+        return None
+    if f"{LAYER}.hidden_norm.weight" in names:
+        return EAGLE3
+    return EAGLE if f"{LAYER}.input_layernorm.weight" not in names and "hidden_norm.weight" not in names else None
+
+
+def plain_name(name: str) -> str:
+    """One spelling of a tensor's name for all layouts."""
+    return name.removeprefix("model.").replace("midlayer.", f"{LAYER}.")
+
+
+def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of such a drafter."""
+    body, wide = config.body, config.body.hidden_size
+    into = 2 * wide if config.fused else wide
+    fused = config.num_taps * config.feature_size
+    each: dict[str, tuple[int, ...]] = {
+        "fc": (wide, fused if config.fused else 2 * wide),
+        f"{LAYER}.self_attn.q_proj": (body.q_size, into),
+        f"{LAYER}.self_attn.k_proj": (body.kv_size, into),
+        f"{LAYER}.self_attn.v_proj": (body.kv_size, into),
+        f"{LAYER}.self_attn.o_proj": (wide, body.q_size),
+        f"{LAYER}.mlp.gate_proj": (body.intermediate_size, wide),
+        f"{LAYER}.mlp.up_proj": (body.intermediate_size, wide),
+        f"{LAYER}.mlp.down_proj": (wide, body.intermediate_size),
+        f"{LAYER}.post_attention_layernorm": (wide,),
+    }
+    if config.fused:
+        each |= {f"{LAYER}.input_layernorm": (wide,), f"{LAYER}.hidden_norm": (wide,), "norm": (wide,)}
+    if body.qk_norm:
+        each |= {f"{LAYER}.self_attn.{part}_norm": (body.head_dim,) for part in "qk"}
+    if config.norm_before_fc:
+        each["input_norm"] = (fused,)
+    if config.fc_norm:
+        each |= {f"fc_norm.{tap}": (config.feature_size,) for tap in range(config.num_taps)}
+    if config.own_head:
+        each["lm_head"] = (config.vocab, wide)
+    if config.own_embedding:
+        each["embed_tokens"] = (body.vocab_size, wide)
+    found = {f"{name}.weight": shape for name, shape in each.items()}
+    found |= {f"{name}.bias": each[name][:1] for name in config.biases}
+    return found | ({"d2t": (config.vocab,)} if config.vocab < body.vocab_size else {})
+
+
+def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
+    method = is_eagle(raw, frozenset(tensors))
+    if method is None:
+        raise BrokenModel(f"{source} describes no EAGLE drafter")
+    speculators = "speculators_model_type" in raw
+    fused, eagle = method == EAGLE3, raw.get("eagle_config") or {}
+    layer = dict(raw.get("transformer_layer_config") or {}) if speculators else dict(raw)
+    body = _body(layer, tensors, fused, source)
+    if eagle.get("use_aux_hidden_state", True) is not True:
+        raise UnsupportedModel(f"{source}: use_aux_hidden_state false is not supported")
+    ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    ours = (raw.get("paceline") or {}).get("target") or {}
+    known = {key: value for key, value in ours.items() if key in TargetShape.__dataclass_fields__}
+    known["embedding_sample"] = tuple(known.get("embedding_sample", ()))
+    vocab = raw.get("draft_vocab_size")
+    biases = frozenset(name.removesuffix(".bias") for name in tensors if name.endswith(".bias"))
+    for parts in ([f"{LAYER}.self_attn.{part}_proj" for part in "qkv"], [f"{LAYER}.mlp.{part}_proj" for part in UP]):
+        if biases & set(parts) and not biases >= set(parts):
+            raise BrokenModel(f"{source}: tensor {min(set(parts) - biases)}.bias is missing")
+    return EagleConfig(
+        body=body,
+        fused=fused,
+        layer_ids=_layer_ids(ids, source) if fused else None,
+        target_hidden_size=_whole(raw, "target_hidden_size", source),
+        draft_vocab_size=0 if vocab in (None, body.vocab_size) else _whole(raw, "draft_vocab_size", source),
+        norm_before_residual=_flag(raw, "norm_before_residual"),
+        norm_before_fc=fused and _flag({**raw, **eagle}, "norm_before_fc"),
+        fc_norm=fused and _flag(raw, "fc_norm"),
+        norm_output=_flag(raw, "norm_output"),
+        own_embedding="embed_tokens.weight" in tensors,
+        own_head="lm_head.weight" in tensors,
+        biases=biases,
+        target=TargetShape(**{"name": verifier.get("name_or_path") or "", **known}),
+    )
+
+
+def _body(layer: Json, tensors: Mapping[str, Tensor], fused: bool, source: str) -> ModelConfig:
+    """Keys that a file leaves out are read off the tensors, or are transformers' defaults."""
+    family = str(layer.get("model_type", "llama"))
+    family = "llama" if family in LLAMAS else family
+    if family not in FAMILIES:
+        raise UnsupportedModel(f"{source}: a layer of model_type {family!r} is not supported; llama and qwen3 are")
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise UnsupportedModel(f"{source}: {layer['num_hidden_layers']} layers are not supported; one is")
+    attention = f"{LAYER}.self_attn"
+    queries, gate = tensors.get(f"{attention}.q_proj.weight"), tensors.get(f"{LAYER}.mlp.gate_proj.weight")
+    if queries is None or gate is None:
+        missing = f"{attention}.q_proj.weight" if queries is None else f"{LAYER}.mlp.gate_proj.weight"
+        raise BrokenModel(f"{source}: tensor {missing} is missing")
+    heads = layer.get("num_attention_heads") or HEADS[family]
+    found: Json = {
+        "hidden_size": queries.shape[1] // (2 if fused else 1),
+        "intermediate_size": len(gate),
+        "num_attention_heads": heads,
+        "max_position_embeddings": POSITIONS,
+        **({"head_dim": len(queries) // heads} if type(heads) is int and heads > 0 else {}),
+        **({"vocab_size": len(tensors["t2d"])} if "t2d" in tensors else {}),
+    }
+    given = {key: value for key, value in layer.items() if value is not None and key != "architectures"}
+    merged = {**found, **given, "architectures": [FAMILIES[family]], "num_hidden_layers": 1, "attention_bias": False}
+    body = parse_config({**merged, "mlp_bias": False, "layer_types": None, "use_sliding_window": False}, source)
+    if f"{attention}.q_norm.weight" not in tensors and body.qk_norm:
+        raise BrokenModel(f"{source}: tensor {attention}.q_norm.weight is missing")
+    return body
+
+
+def _layer_ids(given: object, source: str) -> tuple[int, ...] | None:
+    if given is None or given == []:
+        return None
+    if not isinstance(given, list) or not all(type(one) is int and one >= 0 for one in given):
+        raise BrokenModel(f"{source}: eagle_aux_hidden_state_layer_ids must be layer numbers, found {given!r}")
+    if sorted(set(given)) != given:
+        raise UnsupportedModel(f"{source}: eagle_aux_hidden_state_layer_ids must ascend, found {given}")
+    return tuple(given)
+
+
+def _whole(raw: Json, key: str, source: str) -> int:
+    value = raw.get(key) or 0
+    if type(value) is not int or value < 0:
+        raise BrokenModel(f"{source}: {key} must be a positive whole number, found {value!r}")
+    return value
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    return bool(raw.get(key, False))
+
+
+def check_target(config: EagleConfig, target: ModelConfig, source: str) -> None:
+    """Refuse a drafter that was trained for a model of another shape."""
+    trained, made_for = config.target, config.target.name or "another model"
+    for what, theirs, ours in (
+        ("hidden size", trained.hidden_size or config.feature_size, target.hidden_size),
+        ("number of layers", trained.num_layers or target.num_layers, target.num_layers),
+        ("vocabulary", trained.vocab_size or config.body.vocab_size, target.vocab_size),
+    ):
+        if theirs != ours:
+            raise InvalidParameter(
+                "drafter", f"{source} was trained for {made_for}: its {what} is {theirs}, and this model's is {ours}"
+            )
+    if config.body.hidden_size != target.hidden_size and not (config.own_embedding and config.own_head):
+        raise InvalidParameter("drafter", f"{source} has another hidden size and no embedding and head of its own")
+    if not config.own_head and config.vocab < target.vocab_size and not target.tie_embeddings:
+        raise BrokenModel(f"{source}: tensor lm_head.weight is missing; a smaller vocabulary needs a head of its own")
+    taps = config.taps(target.num_layers)
+    if config.fused and not (len(set(taps)) == len(taps) and 0 <= min(taps) <= max(taps) <= target.num_layers):
+        raise InvalidParameter(
+            "drafter", f"{source} reads the inputs of layers {list(taps)}, and this model has {target.num_layers}"
+        )
+
+
+def layer_keys(config: EagleConfig) -> Json:
+    """The drafter's layer in the keys of a Hugging Face config."""
+    body, rope = config.body, config.body.rope
+    found: Json = {
+        "model_type": "qwen3" if body.qk_norm else "llama",
+        "hidden_size": body.hidden_size,
+        "intermediate_size": body.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": body.num_heads,
+        "num_key_value_heads": body.num_kv_heads,
+        "head_dim": body.head_dim,
+        "rms_norm_eps": body.rms_norm_eps,
+        "max_position_embeddings": body.max_positions,
+        "vocab_size": body.vocab_size,
+        "hidden_act": "silu",
+        "attention_bias": any("self_attn" in name for name in config.biases),
+        "mlp_bias": any("mlp" in name for name in config.biases),
+        "tie_word_embeddings": False,
+        "rope_theta": rope.theta,
+    }
+    if rope.kind != "default":
+        found["rope_scaling"] = {"rope_type": rope.kind, "factor": rope.factor}
+        if rope.kind == "llama3":
+            found["rope_scaling"] |= {
+                "low_freq_factor": rope.low_freq_factor,
+                "high_freq_factor": rope.high_freq_factor,
+                "original_max_position_embeddings": rope.original_max_positions,
+            }
+    return found
+
+
+def target_keys(target: TargetShape) -> Json:
+    return {
+        "hidden_size": target.hidden_size,
+        "num_layers": target.num_layers,
+        "vocab_size": target.vocab_size,
+        "embedding_sample": list(target.embedding_sample),
+    }
+
+
+def raw_description(config: EagleConfig) -> Json:
+    """config.json of a folder as published."""
+    name = "LlamaForCausalLMEagle3" if config.fused else "EagleLlamaForCausalLM"
+    found: Json = {"architectures": [name], **layer_keys(config)}
+    if config.fused:
+        found |= {"draft_vocab_size": config.vocab, "norm_before_residual": config.norm_before_residual}
+        found |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_fc": config.norm_before_fc}
+        if config.target_hidden_size:
+            found["target_hidden_size"] = config.target_hidden_size
+        if config.layer_ids is not None:
+            found["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+                "use_aux_hidden_state": True,
+                "norm_before_fc": config.norm_before_fc,
+            }
+    else:
+        found["bias"] = "fc" in config.biases
+    return found | {"paceline": {"target": target_keys(config.target)}}
+
+
+def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
+    """config.json in speculators' layout; `tokens`: of a chain, unless its reader chooses."""
+    assert config.fused, "speculators has no EAGLE-1"
+    layer = {**layer_keys(config), "num_aux_hidden_states": config.num_taps}
+    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": config.body.rope.theta} | layer.pop(
+        "rope_scaling", {}
+    )
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": config.method,
+        "speculators_version": "0.9.0",
+        "architectures": ["Eagle3DraftModel"],
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.vocab,
+        "target_hidden_size": config.target_hidden_size or None,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "eagle_aux_hidden_state_layer_ids": None if config.layer_ids is None else list(config.layer_ids),
+        "speculators_config": {
+            "algorithm": config.method,
+            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": config.target.name, "architectures": []},
+        },
+        "paceline": {"target": target_keys(config.target)},
+    }

@@ -1,0 +1,246 @@
+"""EAGLE (Li et al. 2024) and EAGLE-3 (2025): one layer over the target's hidden states, which drafts a dynamic tree.
+
+The pair (feature of position t, token t + 1) has its K/V in slot t + 1 and is rotated at t. Slot 0 has no pair, so
+passes read the context through a table of slots (blocks of one slot) that begins at the first valid one. Nodes that are
+expanded keep their K/V in the slots reserved behind the sequence until their draft ends; tokens that are committed are
+absorbed again, with the target's own hidden states.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.cuda_graph import CudaGraph, GraphRecorder
+from paceline.draft import Draft, packed_to
+from paceline.drafters.base import DrafterContext, DraftRow
+from paceline.drafters.dynamic_tree import DEPTH, TOP_K, Frontier, Proposed, TreeShape, grow
+from paceline.drafters.eagle_checkpoint import read
+from paceline.drafters.eagle_layer import EagleLayer
+from paceline.drafters.tapped import TapBatch, TappedDrafter
+from paceline.errors import InvalidParameter
+from paceline.models.kernels import Kernels
+from paceline.models.kv_cache import LayerCache
+from paceline.models.plan import PassPlan
+from paceline.models.torch_kernels import TorchKernels
+from paceline.models.weights import Dtypes
+
+log = logging.getLogger("paceline")
+ROWS, NODES = (1, 4, 16), (8, 16, 32, 64)  # captured numbers of rows and of nodes; larger batches run kernel by kernel
+
+
+class Inputs(NamedTuple):
+    """What a draft of B rows reads, all on the device."""
+
+    taps: Tensor  # (B, T, H) from which the target picked each row's last token
+    tokens: Tensor  # (B,) these tokens
+    lengths: Tensor  # (B,) committed tokens
+    starts: Tensor  # (B,) the first valid slot
+    budgets: Tensor  # (B,) nodes that have a slot behind the committed tokens
+    ends: Tensor  # (B,) slots of the row's blocks
+    tables: Tensor  # (B, W) block ids
+
+
+class EagleDrafter(TappedDrafter):
+    def __init__(
+        self, layer: EagleLayer, taps: tuple[int, ...], kernels: Kernels, max_positions: int, top_k: int = TOP_K
+    ) -> None:
+        """`top_k` 1 drafts chains."""
+        super().__init__()
+        self.name, self.taps, self.kv_layers = layer.config.method, taps, (layer.kv_spec,)
+        self.device, self.version = layer.device, layer.digest
+        self._layer, self._kernels, self._top_k, self._max_positions = layer, kernels, top_k, max_positions
+        self._cache: LayerCache | None = None
+        self._recorder = GraphRecorder()
+        self._graphs: dict[tuple[int, int], tuple[Inputs, CudaGraph]] = {}
+        self._work = functools.cache(self._divided)  # few shapes; graphs point into what it returns
+        self._most_blocks = 0  # of a sequence
+
+    @classmethod
+    def from_context(cls, context: DrafterContext, method: str) -> EagleDrafter:
+        if context.checkpoint is None:
+            raise InvalidParameter("drafter", f"method {method} needs the folder of its drafter; give --drafter")
+        config, tensors = read(context.checkpoint, context.config)
+        if config.method != method:
+            raise InvalidParameter("drafter", f"{context.checkpoint} is of method {config.method}, not {method}")
+        kernels = context.kernels or TorchKernels()
+        dtype = None if context.dtype == "auto" else getattr(torch, context.dtype)
+        layer = EagleLayer(
+            config,
+            tensors,
+            context.config,
+            kernels,
+            device=context.device,
+            dtypes=None if dtype is None else Dtypes.of(dtype, context.device),
+            embedding=context.embedding,
+            head=context.head,
+        )
+        return cls(layer, config.taps(context.config.num_layers), kernels, context.config.max_positions)
+
+    @torch.inference_mode()
+    def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
+        super().bind(caches, block_size)
+        (self._cache,) = caches
+        longest = min(self._max_positions, len(self._cache.k))
+        self._layer.bind(longest + DEPTH)
+        self._most_blocks = -(-longest // block_size)
+        if self.device.type == "cuda" and self._kernels.captures:
+            with torch.cuda.device(self.device):
+                self._capture()
+
+    def _capture(self) -> None:
+        """Every shape is run once, which compiles it, and captured, so that no draft waits for either."""
+        config, dtype, blocks = self._layer.config, self._layer.dtypes.compute, self._most_blocks
+        try:
+            for rows in sorted(ROWS, reverse=True):
+                taps = torch.zeros(rows, len(self.taps), config.feature_size, dtype=dtype, device=self.device)
+                zero = torch.zeros(rows, dtype=torch.int64, device=self.device)
+                tables = torch.zeros(rows, blocks, dtype=torch.int64, device=self.device)
+                inputs = Inputs(taps, zero, zero + 2, zero + 1, zero.clone(), zero.clone(), tables)
+                for nodes in NODES:
+                    work = functools.partial(self._grow, inputs, self._shape(nodes))
+                    work()
+                    self._graphs[rows, nodes] = inputs, self._recorder.capture(work)
+        except RuntimeError as problem:
+            self._graphs = {}
+            reason = str(problem).partition("\n")[0]
+            log.warning("drafts of %s cannot be captured, and run kernel by kernel: %s", self.name, reason)
+
+    @torch.inference_mode()
+    def absorb(self, batch: TapBatch) -> None:
+        assert self._cache is not None
+        nothing = torch.zeros_like(batch.slots)
+        plan = self._plan(batch.positions, batch.slots, nothing, nothing, nothing, nothing[:, None][:, :0], None)
+        self._layer.store(batch.tokens, self._layer.fuse(batch.taps), plan, self._cache)
+
+    @torch.inference_mode()
+    def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
+        most = max((row.budget for row in rows), default=0)
+        if not most:
+            return Draft.empty(len(rows))
+        nodes = next((count for count in NODES if count >= most), most) if self._graphs else most
+        shape = self._shape(nodes)
+        counts = torch.tensor([shape.most(row.budget) for row in rows])
+        width = int(counts.max())
+        proposed = self._proposed(self._inputs(rows, seats, lengths), shape)
+        tokens, parents = proposed.tokens[:, :width], proposed.parents[:, :width]
+        return Draft.device_trees(tokens, parents, counts, min(shape.depth, width))
+
+    def _shape(self, nodes: int) -> TreeShape:
+        return TreeShape.of(nodes, self._layer.config.vocab, self._top_k)
+
+    def _inputs(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Inputs:
+        taps, tokens = self._ring.load(seats, lengths - 2, self._columns)
+        sequences = [row.sequence for row in rows]
+        width = max(len(one.blocks) for one in sequences)
+        if self._kernels.captures:  # few widths, so that few divisions of the work occur
+            width = max(min(1 << (width - 1).bit_length(), self._most_blocks), width)
+        tables = torch.tensor([[*one.blocks, *[0] * (width - len(one.blocks))] for one in sequences])
+        starts = [max(self._states[one.key].start, 1) for one in sequences]
+        ends = [len(one.blocks) * self._block_size for one in sequences]
+        columns = torch.tensor([starts, [row.budget for row in rows], ends])
+        (start, budget, end), tables = packed_to(self.device, columns, tables)
+        return Inputs(taps, tokens, lengths, start, budget, end, tables)
+
+    def _proposed(self, inputs: Inputs, shape: TreeShape) -> Proposed:
+        count = len(inputs.tokens)
+        rows = next((rows for rows in ROWS if rows >= count), 0)
+        if (rows, shape.nodes) not in self._graphs:
+            return self._grow(inputs, shape)
+        places, graph = self._graphs[rows, shape.nodes]
+        for place, given in zip(places, inputs, strict=True):
+            (place[:count] if place.dim() != 2 else place[:count, : given.shape[1]]).copy_(given)
+        places.budgets[count:] = 0  # rows that are padding write nothing
+        places.lengths[count:], places.starts[count:] = 2, 1
+        graph.replay()
+        tokens, parents = graph.result
+        return Proposed(tokens[:count].clone(), parents[:count].clone())  # the next replay writes them again
+
+    def _grow(self, inputs: Inputs, shape: TreeShape) -> Proposed:
+        layer, cache = self._layer, self._cache
+        assert cache is not None
+        batch, longest = len(inputs.tokens), inputs.tables.shape[1] * self._block_size
+        keys = (inputs.lengths - inputs.starts).clamp_min(1)
+        context = inputs.starts[:, None] + torch.arange(longest, device=self.device)
+        table = self._slots(inputs, context).int()  # (B, L) slots of the context in order
+        owner = torch.arange(batch, device=self.device)
+        root = self._plan(
+            inputs.lengths - 2, torch.full_like(owner, -1), owner, keys, keys, owner[:, None][:, :0], table
+        )
+        logits, features = layer.read(layer.run(inputs.tokens, layer.fuse(inputs.taps), root, cache))
+
+        def expand(nodes: Frontier) -> tuple[Tensor, Tensor]:
+            width = nodes.tokens.shape[1]
+            numbers = torch.cat((nodes.above, nodes.number[..., None]), 2)  # (B, W, level)
+            position = inputs.lengths[:, None, None] + numbers
+            slots = self._slots(inputs, position.flatten(1)).view_as(position)
+            alive = nodes.alive & (position[..., -1] < inputs.ends[:, None])
+            reach = keys[:, None] + torch.where(alive, nodes.level, 0)
+            path = slots.new_zeros(batch, width, DEPTH)
+            path[..., : nodes.level] = slots
+
+            def each(values: Tensor) -> Tensor:
+                return values[:, None].expand(-1, width).flatten()
+
+            plan = self._plan(
+                each(inputs.lengths - 2 + nodes.level),
+                torch.where(alive, slots[..., -1], -1).flatten(),
+                each(owner),
+                each(keys),
+                reach.flatten(),
+                path.flatten(0, 1),
+                table,
+            )
+            outputs = layer.run(nodes.tokens.flatten(), nodes.features.flatten(0, 1), plan, cache)
+            logits, features = layer.read(outputs)
+            return logits.view(batch, width, -1), features.view(batch, width, -1)
+
+        return grow(logits, features, inputs.budgets, shape, expand, layer.tokens)
+
+    def _slots(self, inputs: Inputs, positions: Tensor) -> Tensor:
+        """(B, P) cache slots of positions; beyond a row's blocks any."""
+        block = (positions // self._block_size).clamp_max(inputs.tables.shape[1] - 1)
+        return inputs.tables.gather(1, block) * self._block_size + positions % self._block_size
+
+    def _plan(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        owner: Tensor,
+        prefix: Tensor,
+        reach: Tensor,
+        path: Tensor,
+        table: Tensor | None,  # None: the pass only writes K/V
+    ) -> PassPlan:
+        batch, longest = (1, 1) if table is None else table.shape
+        divides = self._kernels.captures and table is not None
+        work = self._work(len(owner), batch, path.shape[1], longest) if divides else None
+        return PassPlan(
+            positions=positions.clamp(0, self._layer.num_positions - 1).int(),
+            slots=slots.int(),
+            sequence=owner.int(),
+            prefix=prefix.int(),
+            reach=reach.int(),
+            path=path.int(),
+            block_tables=slots.int()[:1, None] if table is None else table,
+            block_size=1,
+            max_len=longest + DEPTH,
+            work=work,
+        )
+
+    def _divided(self, rows: int, batch: int, path_width: int, longest: int) -> object:
+        """How the kernels divide a pass of as many rows for each sequence: known before anything is drawn."""
+        from paceline.models.triton.division import Division, Work, tiles_of
+
+        body = self._layer.config.body
+        tile, begin, count = tiles_of(np.repeat(np.arange(batch), rows // batch), body.num_heads // body.num_kv_heads)
+        division = Division.of(len(begin), tile, path_width, body.num_kv_heads, longest + DEPTH)
+        header = np.array(division.header(longest + DEPTH, longest))
+        (tiles,) = packed_to(self.device, torch.from_numpy(np.concatenate([header, begin, count])))
+        return Work(division, tiles.int())

@@ -1,0 +1,159 @@
+"""The one layer of an EAGLE drafter, by the target's kernels.
+
+EAGLE-3: hidden states of the target are fused by `fc`; attention reads the normed embedding beside the normed feature.
+EAGLE-1: `fc` joins embedding and feature, attention reads that without a norm, and the target's head reads the output.
+The output of a position takes the place of the feature of the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.drafters.eagle_config import LAYER, EagleConfig
+from paceline.models.decoder import rope_tables
+from paceline.models.kernels import Kernels, Packed, Rope
+from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.plan import PassPlan
+from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
+
+SAMPLED = 4096  # values of a tensor that enter the digest
+
+
+class EagleLayer:
+    def __init__(
+        self,
+        config: EagleConfig,
+        tensors: Mapping[str, Tensor],
+        target: ModelConfig,
+        kernels: Kernels,
+        *,
+        device: torch.device,
+        dtypes: Dtypes | None = None,  # None: as the checkpoint stores them
+        embedding: Tensor | None = None,
+        head: Packed | None = None,
+    ) -> None:
+        """`embedding` and `head`: the target's, for what the checkpoint leaves to it."""
+        self.config, self.device, self._kernels = config, device, kernels
+        self.dtypes = dtypes = dtypes or Dtypes.of(tensors["fc.weight"].dtype, device)
+        self.kv_spec = KVSpec(num_kv_heads=config.body.num_kv_heads, head_dim=config.body.head_dim)
+
+        def vector(name: str) -> Tensor | None:
+            found = tensors.get(f"{name}.weight")
+            return None if found is None else found.to(device, dtypes.compute).contiguous()
+
+        def packed(*names: str) -> Packed:
+            kind = WeightKind.of(tensors[f"{names[0]}.weight"].dtype) if device.type == "cpu" else dtypes.stored
+            parts = [StoredWeight.of(tensors[f"{name}.weight"]).to(kind, device) for name in names]
+            biases = [tensors[f"{name}.bias"].to(device, dtypes.compute) for name in names if name in config.biases]
+            return kernels.pack(joined(parts), torch.cat(biases) if biases else None)
+
+        attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+        self._fc = packed("fc")
+        self._qkv = packed(*(f"{attention}.{part}_proj" for part in "qkv"))
+        self._output = packed(f"{attention}.o_proj")
+        self._gate_up, self._down = packed(f"{mlp}.gate_proj", f"{mlp}.up_proj"), packed(f"{mlp}.down_proj")
+        self._q_norm, self._k_norm = (vector(f"{attention}.{part}_norm") for part in "qk")
+        self._input_norm, self._hidden_norm = vector(f"{LAYER}.input_layernorm"), vector(f"{LAYER}.hidden_norm")
+        self._mlp_norm, self._norm = vector(f"{LAYER}.post_attention_layernorm"), vector("norm")
+        self._taps_norm = vector("input_norm")
+        self._tap_norms = [vector(f"fc_norm.{tap}") for tap in range(config.num_taps)] if config.fc_norm else []
+        self.ids: Tensor | None = None  # (Vd,) the target's tokens of the draft vocabulary
+        if config.vocab < config.body.vocab_size:
+            self.ids = (tensors["d2t"].long() + torch.arange(config.vocab)).to(device)
+        own = tensors.get("embed_tokens.weight")
+        assert own is not None or embedding is not None, "neither the checkpoint nor the target gives an embedding"
+        self._embedding = embedding if own is None else own.to(device, dtypes.stored.dtype)
+        if config.own_head:
+            self._head = packed("lm_head")
+        elif self.ids is None:
+            assert head is not None, "neither the checkpoint nor the target gives a head"
+            self._head = head
+        else:  # of a target that shares its embedding with its head
+            assert embedding is not None
+            self._head = kernels.pack(embedding[self.ids])
+        self._eps, self._scale = config.body.rms_norm_eps, 1 / math.sqrt(config.body.head_dim)
+        self._rope: Rope | None = None
+        self.digest = digest(tensors, config.taps(target.num_layers))
+
+    def bind(self, positions: int) -> None:
+        """Rotary tables for so many positions: a drafter's own limit is often shorter than its target's context."""
+        body = self.config.body
+        cos, sin = rope_tables(body.rope, body.head_dim, positions, self.device)
+        self._rope = Rope(cos, sin, self._q_norm, self._k_norm, self._eps)
+
+    @property
+    def num_positions(self) -> int:
+        assert self._rope is not None, "bind first"
+        return len(self._rope.cos)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """(M, T, H) hidden states of the target -> (M, h) features."""
+        taps = taps.to(self.dtypes.compute)
+        if not self.config.fused:
+            return taps[:, 0].contiguous()
+        if self._tap_norms:
+            normed = [self._norms(taps[:, at].contiguous(), weight) for at, weight in enumerate(self._tap_norms)]
+            flat = torch.cat(normed, 1)
+        else:
+            flat = taps.flatten(1)
+        if self._taps_norm is not None:
+            flat = self._norms(flat, self._taps_norm)
+        return self._kernels.linear(flat.contiguous(), self._fc)
+
+    def store(self, tokens: Tensor, features: Tensor, plan: PassPlan, cache: LayerCache) -> None:
+        """Write the K/V of pairs of a feature and the token after it."""
+        self._queries(self._inputs(tokens, features)[0], plan, cache)
+
+    def run(self, tokens: Tensor, features: Tensor, plan: PassPlan, cache: LayerCache) -> Tensor:
+        """(M, h) outputs of such pairs, before the final norm; their K/V are written where the plan has slots."""
+        kernels = self._kernels
+        hidden, residual = self._inputs(tokens, features)
+        attended = kernels.attention(self._queries(hidden, plan, cache), plan, cache, self._scale, None)
+        assert self._mlp_norm is not None
+        hidden = kernels.add_rms_norm(kernels.linear(attended, self._output), residual, self._mlp_norm, self._eps)
+        return residual + kernels.linear(kernels.silu_mul(kernels.linear(hidden, self._gate_up)), self._down)
+
+    def read(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, Vd) logits in fp32, and the features that the next tokens are paired with."""
+        normed = outputs if self._norm is None else self._norms(outputs, self._norm)
+        return self._kernels.logits(normed, self._head), normed if self.config.norm_output else outputs
+
+    def tokens(self, drafted: Tensor) -> Tensor:
+        """The target's tokens of ids in the draft vocabulary."""
+        return drafted if self.ids is None else self.ids[drafted]
+
+    def _inputs(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and a residual stream that may be overwritten."""
+        embedded = self._embedding[tokens].to(self.dtypes.compute)
+        if not self.config.fused:
+            joint = self._kernels.linear(torch.cat((embedded, features), 1), self._fc)
+            return joint, joint.clone()
+        assert self._input_norm is not None
+        assert self._hidden_norm is not None
+        normed = self._norms(features, self._hidden_norm)
+        hidden = torch.cat((self._norms(embedded, self._input_norm), normed), 1)
+        return hidden, (normed if self.config.norm_before_residual else features).clone()
+
+    def _queries(self, hidden: Tensor, plan: PassPlan, cache: LayerCache) -> Tensor:
+        assert self._rope is not None, "bind first"
+        return self._kernels.rope_and_store(self._kernels.linear(hidden, self._qkv), plan, self._rope, cache)
+
+    def _norms(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        assert weight is not None
+        return self._kernels.rms_norm(x, weight, self._eps)
+
+
+def digest(tensors: Mapping[str, Tensor], taps: tuple[int, ...]) -> str:
+    """Digest of values spread over every tensor: training changes all of them."""
+    found = hashlib.blake2b(repr(taps).encode(), digest_size=8)
+    for name, tensor in sorted(tensors.items()):
+        found.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
+        spread = tensor.flatten()[:: max(-(-tensor.numel() // SAMPLED), 1)]
+        found.update(spread.double().cpu().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,96 @@
+"""A step's rows on the device, and random anchors in them. Every draw is keyed by seed and step: nothing to store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.training.rows import Rows
+from paceline.training.target import FrozenTarget, Hidden, positions_of
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: Tensor  # (B, L) long
+    segments: Tensor  # (B, L)
+    positions: Tensor  # (B, L) in the sequence
+    answer: Tensor  # (B, L) bool
+    hidden: Hidden
+    dice: Tensor  # (B, L) uniform numbers, the same however the rows are spread over processes
+
+    @property
+    def follows(self) -> Tensor:
+        """(B, L) bool: this token and the next are both the target's own, in one sequence."""
+        inside = torch.zeros_like(self.answer)
+        inside[:, :-1] = self.answer[:, :-1] & self.answer[:, 1:] & (self.segments[:, :-1] == self.segments[:, 1:])
+        return inside
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """All rows on the device: tokens of a training fit beside any model, and no step waits for the host."""
+
+    tokens: Tensor
+    segments: Tensor
+    answer: Tensor
+
+    @staticmethod
+    def of(rows: Rows, device: torch.device) -> DeviceRows:
+        return DeviceRows(*(torch.from_numpy(part).to(device) for part in (rows.tokens, rows.segments, rows.answer)))
+
+    def batch(
+        self,
+        which: Tensor,
+        target: FrozenTarget,
+        taps: tuple[int, ...],
+        key: tuple[int, int],
+        share: tuple[int, int] = (0, 1),
+    ) -> Batch:
+        """Rows `which` (global batch), of which this process takes its `share` (rank, processes)."""
+        rank, world = share
+        generator = torch.Generator(device=self.tokens.device)
+        generator.manual_seed(key[0] << 32 | key[1])
+        dice = torch.rand(len(which), self.tokens.shape[1], generator=generator, device=self.tokens.device)
+        each = len(which) // world
+        mine = slice(rank * each, (rank + 1) * each)
+        own = which[mine]
+        tokens, segments = self.tokens[own].long(), self.segments[own].long()
+        positions = positions_of(segments)
+        hidden = target(tokens, segments, positions, taps)
+        return Batch(tokens, segments, positions, self.answer[own], hidden, dice[mine])
+
+
+def anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+    """(B, A) places in the row that a draft may start from, drawn without replacement, and which of them exist."""
+    drawn = torch.where(batch.follows, batch.dice, -1.0).topk(min(count, batch.tokens.shape[1]), dim=1)
+    return drawn.indices, drawn.values >= 0
+
+
+class Ahead(NamedTuple):
+    """Positions behind anchors, (B, A, D) each: the target's token at `here` + 1 is what a drafter predicts there."""
+
+    here: Tensor
+    valid: Tensor  # bool: the answer goes on to there
+    known: Tensor  # the token at `here`
+    wanted: Tensor  # the token behind it
+
+    def states(self, final: Tensor) -> Tensor:
+        """(B * A * D, H) the target's head inputs at `here`, from (B, L, H)."""
+        flat = self.here.flatten(1)
+        return final.gather(1, flat[:, :, None].expand(-1, -1, final.shape[2])).flatten(0, 1)
+
+
+def ahead(batch: Batch, at: Tensor, exists: Tensor, depth: int) -> Ahead:
+    """The first `depth` positions from the anchors `at` on, themselves included."""
+    length = batch.tokens.shape[1]
+    here = at[:, :, None] + torch.arange(depth, device=at.device)
+    inside = here < length - 1
+    here = here.clamp(max=length - 2)
+    flat = here.flatten(1)
+    same = batch.segments.gather(1, flat).view_as(here) == batch.segments.gather(1, at)[:, :, None]
+    valid = exists[:, :, None] & inside & same & batch.follows.gather(1, flat).view_as(here)
+    known, wanted = (batch.tokens.gather(1, flat + shift).view_as(here) for shift in (0, 1))
+    return Ahead(here, valid.cumprod(2).bool(), known, wanted)

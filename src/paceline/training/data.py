@@ -1,0 +1,207 @@
+"""Tokens to train on, made by the target itself through the engine: it answers prompts, and writes prompts too.
+
+A third each of the answers is greedy, at temperature 0.7 and at 1. Shards are written one by one, so a run that is cut
+short keeps them. Tokens stay tokens all the way: no text is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+
+import numpy as np
+
+from paceline.config import NONE
+from paceline.errors import InvalidParameter, PacelineError
+from paceline.llm import LLM
+from paceline.sampling_params import SamplingParams
+from paceline.tokenizer import Tokenizer
+from paceline.training.files import Message, encoded, read_examples
+from paceline.training.filters import first_of_each, loop_ends, without_loops
+from paceline.training.store import Sequences, TokenStore, token_dtype
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+SHARD = 16_384  # answers of one shard
+PROMPT_TOKENS = 160  # the longest prompt the target may write
+LEAST_PROMPT = 4  # tokens
+LEAST_ROOM = 16  # tokens left for an answer
+LEAST_TRIED = 256  # prompts before the target is found unable to write any
+MARK = (
+    "\ue000"  # stands for the user's text in a rendered chat; no tokenizer merges a private-use character with others
+)
+Report = Callable[[str], None]
+Tokens = tuple[int, ...]
+
+
+def open_generator(model: str, device: str, rows: int | None = None) -> LLM:
+    """An engine for throughput: many rows, large passes, no drafting."""
+    import torch
+
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    rows = rows or (512 if on_gpu else 16)
+    return LLM(
+        model,
+        device=device,
+        method=NONE,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(8 * rows, 256),
+        max_model_len=1024,
+        gpu_memory_fraction=0.5,
+    )
+
+
+def chat_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Tokens before and behind the user's text in a chat of one message, up to where the answer begins."""
+    if not tokenizer.has_chat_template:
+        raise PacelineError("the model has no chat template, so it cannot write prompts; give --data FILE with text")
+    opening, found, closing = tokenizer.render_chat([{"role": "user", "content": MARK}]).partition(MARK)
+    if not found:
+        raise PacelineError("the model's chat template does not show the user's text; give --data FILE with text")
+    first, second = tokenizer.encode_each([opening, closing], add_special_tokens=False)
+    return first, second
+
+
+def write_prompts(llm: LLM, count: int, known: Collection[Tokens] = ()) -> list[Tokens]:
+    """Prompts by the target, which is given only the opening of a user's turn: complete, distinct, without loops."""
+    opening, _ = chat_frame(llm.tokenizer)
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=PROMPT_TOKENS)
+    answers = llm.generate([opening] * count, params)
+    eos = set(llm.config.eos_token_ids)
+    texts = [
+        tuple(answer.outputs[0].token_ids[:-1])
+        for answer in answers
+        if answer.outputs[0].finish_reason == "stop" and answer.outputs[0].token_ids[-1] in eos
+    ]
+    added = llm.tokenizer.backend.get_added_tokens_decoder()
+    specials = {token for token, text in added.items() if text.special} | eos
+    kept = [text for text in texts if len(text) >= LEAST_PROMPT and not specials & set(text)]
+    kept = [text for text in first_of_each(kept) if text not in known]
+    if not kept:
+        return []
+    sequences = Sequences.of([((), text) for text in kept], llm.config.vocab_size)
+    loops = loop_ends(sequences, size=8) < sequences.lengths
+    return [text for text, loop in zip(kept, loops.tolist(), strict=True) if not loop]
+
+
+def answer(llm: LLM, prompts: SequenceOf[SequenceOf[int]], length: int, source: int, *, turn: int = 0) -> Sequences:
+    """The target's answers to token prompts, to EOS or a whole of `length` tokens; `turn` shifts the temperatures."""
+    fitting = [list(prompt) for prompt in prompts if len(prompt) <= length - LEAST_ROOM]
+    params = {
+        (kind, room): _sampling(kind, room)
+        for kind in range(len(TEMPERATURES))
+        for room in {length - len(prompt) for prompt in fitting}
+    }
+    wanted = [params[(at + turn) % len(TEMPERATURES), length - len(prompt)] for at, prompt in enumerate(fitting)]
+    outputs = llm.generate(fitting, wanted) if fitting else []
+    written = [one.outputs[0].token_ids for one in outputs]
+    return without_loops(Sequences.of(list(zip(fitting, written, strict=True)), llm.config.vocab_size, source))
+
+
+def _sampling(kind: int, room: int) -> SamplingParams:
+    return SamplingParams(temperature=TEMPERATURES[kind], top_p=1.0, top_k=0, max_tokens=room)
+
+
+class Maker:
+    """Fills a store, shard by shard."""
+
+    def __init__(self, llm: LLM, store: TokenStore, length: int, report: Report = print) -> None:
+        self.llm, self.store, self.length, self.report = llm, store, length, report
+        self._began = time.perf_counter()
+        self._tokens = 0
+
+    def synthesise(
+        self, count: int, *, deadline: float = float("inf"), answers: int = 2, name: str = "synthetic"
+    ) -> int:
+        """`count` prompts, each answered `answers` times at different temperatures; ends by `deadline`, a time of
+        `perf_counter`, with what is there then. Returns the number of prompts."""
+        frame = chat_frame(self.llm.tokenizer)
+        prompts: set[Tokens] = set()
+        tried, pace = 0, 0.0  # pace: seconds for each prompt tried, its answers included
+        while len(prompts) < count:
+            began = time.perf_counter()
+            fits = int((deadline - began) / pace) if pace and deadline < float("inf") else SHARD
+            wanted = min(max(count - len(prompts), 16), SHARD // answers, fits)
+            if wanted < 16 or began >= deadline:
+                break
+            found = write_prompts(self.llm, wanted, prompts)[: count - len(prompts)]
+            tried += wanted
+            if tried >= LEAST_TRIED and len(prompts) + len(found) < tried // 100:
+                raise PacelineError(
+                    f"of {tried} prompts that the model wrote {len(prompts)} were usable; give --data FILE with prompts"
+                )
+            number = sum(path.name.startswith(f"{name}-") for path in self.store.shards())
+            self._answered([[*frame[0], *one, *frame[1]] for one in found], name, answers, number)
+            prompts.update(found)
+            pace = (time.perf_counter() - began) / wanted
+        return len(prompts)
+
+    def answer_prompts(
+        self, prompts: SequenceOf[SequenceOf[int]], name: str, *, answers: int = 3, deadline: float = float("inf")
+    ) -> None:
+        size = max(SHARD // answers, 1)
+        for start in range(0, len(prompts), size):
+            if time.perf_counter() >= deadline:
+                self.report(f"{name}: {start} of {len(prompts)} prompts answered in the time given")
+                return
+            self._answered(prompts[start : start + size], name, answers, start)
+
+    def _answered(self, prompts: SequenceOf[SequenceOf[int]], name: str, answers: int, start: int) -> None:
+        shard = f"{name}-{start:08d}"
+        if not prompts or self.store.has(shard):
+            return
+        repeated = [prompt for prompt in prompts for _ in range(answers)]
+        sequences = answer(self.llm, repeated, self.length, self.store.source(name), turn=start)
+        self.store.add(shard, sequences)
+        self._tokens += int(sequences.answer.sum())
+        seconds = time.perf_counter() - self._began
+        self.report(
+            f"{shard}: {len(sequences):,} answers, {self._tokens:,} answer tokens kept, "
+            f"{self._tokens / seconds:,.0f} a second"
+        )
+
+    def regenerate(self, path: Path, *, answers: int = 1, deadline: float = float("inf")) -> None:
+        """The target answers the first turn of every example of a file."""
+        tokenizer, turns, name = self.llm.tokenizer, [], path.stem
+        for example in read_examples(path):
+            if example.text:
+                raise InvalidParameter("data", f"{example.origin} is text without a prompt; leave --regenerate out")
+            turns.append(example.prompts)
+        first = [messages[: _first_turn(messages)] for messages in turns]
+        texts = [tokenizer.render_chat(messages) for messages in first]
+        self.answer_prompts(
+            tokenizer.encode_each(texts, add_special_tokens=False), name, answers=answers, deadline=deadline
+        )
+
+
+def _first_turn(messages: SequenceOf[Message]) -> int:
+    """Where the first user's turn ends: a system message may stand before it."""
+    roles = [message["role"] for message in messages]
+    return roles.index("user") + 1 if "user" in roles else len(roles)
+
+
+def read_file(path: Path, tokenizer: Tokenizer, eos: tuple[int, ...], vocab_size: int, source: int) -> Sequences:
+    """The user's own answers, unchanged."""
+    examples = read_examples(path)
+    missing = next((example for example in examples if not example.answered), None)
+    if missing is not None:
+        raise InvalidParameter("data", f"{missing.origin} has no answer; add --regenerate, and the target answers it")
+    found = [one for example in examples for one in encoded(example, tokenizer, eos)]
+    return Sequences(
+        np.array([token for tokens, _ in found for token in tokens], dtype=token_dtype(vocab_size)),
+        np.array([one for _, answer in found for one in answer], dtype=bool),
+        np.cumsum([len(tokens) for tokens, _ in found]),
+        np.full(len(found), source, np.uint8),
+    )
+
+
+def draft_vocabulary(
+    sequences: Sequences, size: int, vocab_size: int, always: tuple[int, ...]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The most frequent tokens of the answers, ascending; `always` are among them."""
+    if size >= vocab_size:
+        return np.arange(vocab_size)
+    counts = np.bincount(sequences.tokens[sequences.answer].astype(np.int64), minlength=vocab_size)
+    counts[list(always)] = counts.max() + 1
+    return np.sort(np.argsort(-counts, kind="stable")[:size])

@@ -1,0 +1,140 @@
+"""Training a draft model: some layers of the target, with its embedding and head, distilled from the whole of it.
+
+It begins as the target with layers left out, evenly spaced, and learns the target's distribution at every token of its
+answers. Embedding and head stay the target's own, and the folder is a model folder like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.errors import InvalidParameter, UnsupportedModel
+from paceline.models.loader import WEIGHTS, load_config, load_weights
+from paceline.training.batch import Batch, ahead, anchors
+from paceline.training.losses import chunk_loss, draft_loss
+from paceline.training.target import LINEARS, FrozenTarget, LayerWeights, additive, rms_norm, run_layer
+from paceline.training.trainee import StepLoss
+
+NORMS = {
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    layers: int = 4
+    anchors: int = 128  # tokens a row that count
+    ce: float = 0.3
+    tv: float = 0.7
+
+
+class DraftTrainee:
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self, target: FrozenTarget, options: DraftOptions, *, compiled: bool = False, init_from: Path | None = None
+    ) -> None:
+        self.target, self.options = target, options
+        config = target.config
+        if config.windows:
+            raise UnsupportedModel("draft models of targets with sliding windows are not supported")
+        if not 1 <= options.layers < config.num_layers:
+            raise InvalidParameter("layers", f"must be between 1 and {config.num_layers - 1}, got {options.layers}")
+        source = init_from or target.path
+        given = load_config(source)
+        weights = load_weights(source, given)
+        last = given.num_layers - 1
+        chosen = [round(i * last / max(options.layers - 1, 1)) for i in range(options.layers)]
+        self.parameters = {"model.norm.weight": weights["model.norm.weight"].data}
+        for new, old in enumerate(chosen):
+            at = f"model.layers.{old}."
+            self.parameters |= {
+                f"model.layers.{new}.{name.removeprefix(at)}": weights[name].data
+                for name in weights
+                if name.startswith(at)
+            }
+        self.parameters = {
+            name: one.to(device=target.device, dtype=torch.float32, copy=True).requires_grad_()
+            for name, one in self.parameters.items()
+        }
+        self._layer = torch.compile(run_layer, dynamic=False) if compiled else run_layer
+        self._chunk = torch.compile(chunk_loss, dynamic=False) if compiled else chunk_loss
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """(B, L, H), the head's input."""
+        config, target = self.target.config, self.target
+        length = batch.tokens.shape[1]
+        at = torch.arange(length, device=batch.tokens.device)
+        seen = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (at[:, None] >= at)
+        mask, rotary = additive(seen[:, None], target.dtype), target.rotary(batch.positions)
+        x = target.embedding[batch.tokens]
+        for index in range(self.options.layers):
+            x = self._layer(x, rotary, mask, self._weights(index), config.num_kv_heads, config.rms_norm_eps)
+        return rms_norm(x, self.parameters["model.norm.weight"].to(x.dtype), config.rms_norm_eps)
+
+    def _weights(self, index: int) -> LayerWeights:
+        at, dtype = f"model.layers.{index}", self.target.dtype
+
+        def joined(names: tuple[str, ...], kind: str) -> Tensor | None:
+            parts = [f"{at}.{name}.{kind}" for name in names]
+            return (
+                torch.cat([self.parameters[part].to(dtype) for part in parts]) if parts[0] in self.parameters else None
+            )
+
+        found = {field: joined((name,), "weight") for field, name in NORMS.items()}
+        for field, names in LINEARS.items():
+            found |= {field: joined(names, "weight"), f"{field}_bias": joined(names, "bias")}
+        return LayerWeights(**found)  # type: ignore[arg-type]
+
+    def loss(self, batch: Batch) -> StepLoss:
+        options = self.options
+        at, exists = anchors(batch, options.anchors)
+        there = ahead(batch, at, exists, 1)
+        weight = there.valid.float()
+        found = draft_loss(
+            there.states(self.hidden(batch)),
+            self.target.head,
+            there.states(batch.hidden.final),
+            weight.flatten(),
+            ce=options.ce,
+            tv=options.tv,
+            chunk=self._chunk,
+        )
+        return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)
+
+    def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """A model folder: config and tokenizer are the target's, with fewer layers."""
+        source = self.target.path
+        if not source.is_dir():
+            raise UnsupportedModel(
+                f"{source} is not a folder; train a draft model from the Hugging Face folder instead"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in source.iterdir():
+            if (
+                file.suffix in (".json", ".jinja", ".model")
+                and "safetensors" not in file.name
+                and file.name != "paceline.json"
+            ):
+                shutil.copy(file, folder / file.name)
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config |= {"num_hidden_layers": self.options.layers, "torch_dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tensors = {
+            name: one.detach().to("cpu", torch.bfloat16) for name, one in (parameters or self.parameters).items()
+        }
+        tensors["model.embed_tokens.weight"] = self.target.embedding.to("cpu", torch.bfloat16)
+        if not self.target.config.tie_embeddings:
+            tensors["lm_head.weight"] = self.target.head.to("cpu", torch.bfloat16)
+        save_file({name: one.contiguous() for name, one in tensors.items()}, folder / WEIGHTS, {"format": "pt"})

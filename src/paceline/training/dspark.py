@@ -1,0 +1,361 @@
+"""Training DSpark: blocks from random anchors, all positions of a block at once (DFlash and DSpark, 2026).
+
+Context K/V do not depend on the anchor, so they are computed once a row; all blocks of a row share one attention whose
+mask lets a block see the context before its anchor and itself. Parameters carry the names of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.config import ModelConfig
+from paceline.drafters import dspark_checkpoint
+from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, TargetShape, shapes
+from paceline.errors import InvalidParameter
+from paceline.training.batch import Batch, ahead, anchors
+from paceline.training.losses import chunk_loss, draft_loss
+from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
+from paceline.training.trainee import StepLoss
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkOptions:
+    layers: int = 5
+    block: int = 8
+    num_taps: int = 5
+    rank: int = 128  # of the Markov head; 0 trains DFlash
+    draft_vocab: int = 16_384
+    anchors: int = 64  # blocks a row
+    ce: float = 0.3
+    tv: float = 0.7
+    confidence: float = 0.1
+    decay: float = 4.0  # position i of a block weighs exp(-i / decay)
+    temperature: float = 1.0  # of the target's distribution that is learnt
+    portable: bool = False  # only what vLLM's class has: no norm per tap, masks are the embedding of one token
+
+
+def make_config(target: FrozenTarget, options: DSparkOptions, vocab: Tensor, name: str) -> DSparkConfig:
+    body = target.config
+    return DSparkConfig(
+        body=replace(
+            body,
+            architecture="qwen3",
+            num_layers=options.layers,
+            qk_norm=True,
+            qkv_bias=False,
+            output_bias=False,
+            mlp_bias=False,
+            windows=(),
+        ),
+        block_size=options.block,
+        taps=spread_taps(body, options.num_taps),
+        mask_token_id=_spare_token(vocab, body.vocab_size) if options.portable else None,
+        draft_vocab_size=len(vocab),
+        markov_rank=options.rank,
+        confidence=options.rank > 0,
+        tap_norm=not options.portable,
+        mask_embedding=not options.portable,
+        markov_over_draft_vocab=options.rank > 0,
+        target=TargetShape.of(body, target.embedding, name),
+    )
+
+
+def _spare_token(vocab: Tensor, vocab_size: int) -> int:
+    """The first token that answers do not contain, or 0: it stands for tokens that are not known yet."""
+    used = set(vocab.tolist())
+    return next((token for token in range(vocab_size) if token not in used), 0)
+
+
+def spread_taps(config: ModelConfig, count: int) -> tuple[int, ...]:
+    """Evenly from the input of layer 1 to that of the last."""
+    last = config.num_layers - 1
+    if not 1 <= count <= last:
+        raise InvalidParameter("taps", f"must be between 1 and {last}, got {count}")
+    return tuple(sorted({1 + round(i * (last - 1) / max(count - 1, 1)) for i in range(count)}))
+
+
+def initial(config: DSparkConfig, vocab: Tensor, norm: Tensor, seed: int) -> Parameters:
+    """`vocab` (Vd,) are the draft tokens, ascending; `norm` the target's final norm, which suits its head."""
+    noise = torch.Generator().manual_seed(seed)
+    found: Parameters = {}
+    for name, shape in shapes(config).items():
+        if name == "d2t":
+            found[name] = vocab.cpu().long() - torch.arange(len(vocab))
+        elif name == "norm.weight":
+            found[name] = norm.float().cpu().clone()
+        elif name.endswith("norm.weight") or name == TAP_NORM or "layernorm" in name:
+            found[name] = torch.ones(shape)
+        elif name in (W2, f"{CONFIDENCE}.weight", f"{CONFIDENCE}.bias"):
+            found[name] = torch.zeros(shape)
+        else:
+            found[name] = torch.randn(shape, generator=noise) * _spread(name, shape, config.body.num_layers)
+    return found
+
+
+def _spread(name: str, shape: tuple[int, ...], layers: int) -> float:
+    if name in (MASKS, W1):
+        return 0.1
+    return (
+        1 / math.sqrt(shape[1]) / (math.sqrt(2 * layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+    )
+
+
+class LayerParameters(NamedTuple):
+    input_norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+def layer_parameters(parameters: Mapping[str, Tensor], index: int) -> LayerParameters:
+    def get(name: str) -> Any:
+        return parameters.get(f"layers.{index}.{name}.weight")
+
+    return LayerParameters(
+        get("input_layernorm"),
+        *(get(f"self_attn.{name}") for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj")),
+        get("post_attention_layernorm"),
+        *(get(f"mlp.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
+    )
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+def fuse(taps: Tensor, tap_norm: Tensor | None, fc: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """(..., T, H) -> (..., H): what the drafter's layers see of a committed position."""
+    if tap_norm is not None:
+        taps = rms_norm(taps, tap_norm.to(taps.dtype), eps)
+    return rms_norm(linear(taps.flatten(-2), fc), norm.to(taps.dtype), eps)
+
+
+def context_kv(context: Tensor, rotary: Rotary, w: LayerParameters, eps: float) -> tuple[Tensor, Tensor]:
+    """K and V (B, kv heads, L, d) of committed positions in one layer."""
+    head_dim = 2 * rotary[0].shape[-1]
+    k, v = heads(linear(context, w.k), head_dim), heads(linear(context, w.v), head_dim)
+    return rotated(k if w.k_norm is None else rms_norm(k, w.k_norm.to(k.dtype), eps), rotary), v
+
+
+def block_layer(
+    x: Tensor, k: Tensor, v: Tensor, rotary: Rotary, mask: Tensor, w: LayerParameters, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Blocks (B, N, H) in fp32 over the context's K/V and their own; `mask` is (B, 1, N, L + N)."""
+    head_dim = 2 * rotary[0].shape[-1]
+    normed = rms_norm(x, w.input_norm, eps).to(dtype)
+    q, own_k, own_v = (heads(linear(normed, part), head_dim) for part in (w.q, w.k, w.v))
+    if w.q_norm is not None and w.k_norm is not None:
+        q, own_k = rms_norm(q, w.q_norm.to(dtype), eps), rms_norm(own_k, w.k_norm.to(dtype), eps)
+    k = torch.cat((k, rotated(own_k, rotary)), 2)
+    mixed = attention(rotated(q, rotary), k, torch.cat((v, own_v), 2), mask)
+    x = x + linear(mixed, w.output)
+    normed = rms_norm(x, w.mlp_norm, eps).to(dtype)
+    return x + linear(F.silu(linear(normed, w.gate)) * linear(normed, w.up), w.down)
+
+
+def context_and_layer(
+    x: Tensor,
+    context: Tensor,
+    at_context: Rotary,
+    at_block: Rotary,
+    mask: Tensor,
+    w: LayerParameters,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    k, v = context_kv(context, at_context, w, eps)
+    return block_layer(x, k, v, at_block, mask, w, eps, dtype)
+
+
+class DSparkModel:
+    """The drafter's arithmetic over parameters by name. The trainer and the walk that measures it share it."""
+
+    def __init__(self, config: DSparkConfig, target: FrozenTarget, *, compiled: bool = False) -> None:
+        self.config, self.target = config, target
+        self.eps, self.dtype = config.body.rms_norm_eps, target.dtype
+
+        def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, dynamic=False) if compiled else function
+
+        self._fuse, self._layer, self._chunk = compile_(fuse), compile_(context_and_layer), compile_(chunk_loss)
+
+    def context(self, parameters: Mapping[str, Tensor], taps: Tensor, *, compiled: bool = True) -> Tensor:
+        run = self._fuse if compiled else fuse
+        found: Tensor = run(
+            taps, parameters.get(TAP_NORM), parameters["fc.weight"], parameters["hidden_norm.weight"], self.eps
+        )
+        return found
+
+    def blocks(self, parameters: Mapping[str, Tensor], anchor_tokens: Tensor) -> Tensor:
+        """(B, A) -> (B, A * g, H) in fp32: what enters the first layer."""
+        first = self.target.embedding[anchor_tokens].float()
+        masks = parameters.get(MASKS)
+        if masks is None:
+            assert self.config.mask_token_id is not None
+            masks = self.target.embedding[self.config.mask_token_id].float().expand(self.config.block_size - 1, -1)
+        rest = masks.expand(*anchor_tokens.shape, *masks.shape)
+        return torch.cat((first[:, :, None], rest), 2).flatten(1, 2)
+
+    def hidden(
+        self,
+        parameters: Mapping[str, Tensor],
+        context: Tensor,
+        positions: Tensor,
+        anchor_tokens: Tensor,
+        anchor_positions: Tensor,
+        seen: Tensor,
+    ) -> Tensor:
+        """(B, A, g, H), the head's input. `seen` (B, A, L): context positions that a block sees."""
+        size, (rows, count) = self.config.block_size, anchor_tokens.shape
+        steps = torch.arange(size, device=context.device)
+        at_block = self.target.rotary((anchor_positions[:, :, None] + steps).flatten(1))
+        at_context = self.target.rotary(positions)
+        block = torch.arange(count, device=context.device).repeat_interleave(size)
+        own = (block[:, None] == block).expand(rows, -1, -1)
+        mask = additive(torch.cat((seen.repeat_interleave(size, 1), own), 2)[:, None], self.dtype)
+        x = self.blocks(parameters, anchor_tokens)
+        for index in range(self.config.body.num_layers):
+            weights = layer_parameters(parameters, index)
+            x = self._layer(x, context, at_context, at_block, mask, weights, self.eps, self.dtype)
+        normed = rms_norm(x, parameters["norm.weight"], self.eps).to(self.dtype)
+        return normed.unflatten(1, (count, size))
+
+    @property
+    def chunk(self) -> Any:
+        return self._chunk
+
+
+class DSparkTrainee:
+    """What the loop trains."""
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        options: DSparkOptions,
+        vocab: Tensor,
+        *,
+        seed: int,
+        name: str,
+        compiled: bool = False,
+    ) -> None:
+        self.target, self.options, self.vocab = target, options, vocab.to(target.device)
+        self.config = make_config(target, options, vocab, name)
+        self._prepare(initial(self.config, vocab, target.norm, seed), compiled)
+
+    def _prepare(self, tensors: Parameters, compiled: bool) -> None:
+        target, device = self.target, self.target.device
+        self.model = DSparkModel(self.config, target, compiled=compiled)
+        self.taps = self.config.taps
+        self.parameters = {
+            name: tensor.to(device=device, dtype=torch.float32).requires_grad_()
+            for name, tensor in tensors.items()
+            if name != "d2t"
+        }
+        self.head = target.head[self.vocab].contiguous()
+        self.draft_id = torch.full((target.config.vocab_size,), -1, dtype=torch.long, device=device)
+        self.draft_id[self.vocab] = torch.arange(len(self.vocab), device=device)
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, target: FrozenTarget, options: DSparkOptions | None = None, *, compiled: bool = False
+    ) -> DSparkTrainee:
+        """A checkpoint, to be trained further or measured; sizes are the checkpoint's own."""
+        from paceline.drafters.dspark_config import check_target
+
+        config, tensors = dspark_checkpoint.read(folder)
+        check_target(config, target.config, folder)
+        trainee = cls.__new__(cls)
+        given = options or DSparkOptions()
+        trainee.options = replace(
+            given,
+            layers=config.body.num_layers,
+            block=config.block_size,
+            num_taps=len(config.taps),
+            rank=config.markov_rank,
+            draft_vocab=config.draft_vocab_size,
+        )
+        offsets = tensors.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        trainee.target, trainee.config = target, config
+        trainee.vocab = (offsets + torch.arange(len(offsets))).to(target.device)
+        trainee._prepare(tensors, compiled)
+        return trainee
+
+    @property
+    def step_tokens(self) -> int:
+        """Rows of loss that a row of the batch gives."""
+        return self.options.anchors * self.options.block
+
+    def loss(self, batch: Batch) -> StepLoss:
+        options, size = self.options, self.config.block_size
+        at, exists = anchors(batch, options.anchors)  # (B, A)
+        context = self.model.context(self.parameters, batch.hidden.taps)
+        length = batch.tokens.shape[1]
+        place = torch.arange(length, device=at.device)
+        same = batch.segments[:, None, :] == batch.segments.gather(1, at)[:, :, None]
+        seen = same & (place < at[:, :, None])  # (B, A, L)
+        anchor_tokens, anchor_positions = batch.tokens.gather(1, at), batch.positions.gather(1, at)
+        hidden = self.model.hidden(self.parameters, context, batch.positions, anchor_tokens, anchor_positions, seen)
+
+        there = ahead(batch, at, exists, size)
+        known = self.draft_id[there.wanted] >= 0
+        weight = there.valid * known * torch.exp(-torch.arange(size, device=at.device) / options.decay)
+        features = markov_features(self.parameters, self.draft_id, there.known.flatten(), self.model.dtype)
+        found = draft_loss(
+            hidden.flatten(0, 2),
+            self.head,
+            there.states(batch.hidden.final),
+            weight.flatten(),
+            previous=features,
+            w2=self.parameters.get(W2),
+            ce=options.ce,
+            tv=options.tv,
+            temperature=options.temperature,
+            chunk=self.model.chunk,
+        )
+        loss = found.loss
+        if self.config.confidence and features is not None:
+            loss = loss + options.confidence * self._confidence_loss(hidden, features, found.tv, weight.flatten())
+        return StepLoss.of(loss, weight, found.hit.view_as(weight) & known, there.valid, exists)
+
+    def _confidence_loss(self, hidden: Tensor, features: Tensor, tv: Tensor, weight: Tensor) -> Tensor:
+        """It learns to predict acceptance and does not change what it predicts from."""
+        given = torch.cat((hidden.flatten(0, 2), features), 1).detach()
+        bias = self.parameters[f"{CONFIDENCE}.bias"]
+        score = linear(given, self.parameters[f"{CONFIDENCE}.weight"]).float()[:, 0] + bias
+        return (weight * F.binary_cross_entropy_with_logits(score, 1 - tv, reduction="none")).sum()
+
+    def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None, *, int8: bool = False) -> None:
+        tensors = {name: tensor.detach().float() for name, tensor in (parameters or self.parameters).items()}
+        if len(self.vocab) < self.target.config.vocab_size:
+            tensors["d2t"] = self.vocab.cpu() - torch.arange(len(self.vocab))
+        if not int8:
+            tensors = {name: one if one.dim() < 2 else one.to(torch.bfloat16) for name, one in tensors.items()}
+        dspark_checkpoint.write(folder, self.config, tensors, int8=int8)
+
+
+def markov_features(
+    parameters: Mapping[str, Tensor], draft_id: Tensor, previous: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """W1 of the tokens before, (N, r); zero for tokens outside the draft vocabulary."""
+    w1 = parameters.get(W1)
+    if w1 is None:
+        return None
+    ids = draft_id[previous] if len(w1) != len(draft_id) else previous
+    return (F.embedding(ids.clamp(min=0), w1) * (ids >= 0)[:, None]).to(dtype)

@@ -1,0 +1,256 @@
+"""Training EAGLE-1 and EAGLE-3 with their training-time test (Li et al. 2025): the drafter learns on its own outputs.
+
+Index t of a row is a draft that starts behind token t + 1. Step s pairs the token t + 1 + s with the feature of t + s,
+which is the target's in step 0 and the drafter's own output afterwards; the pair stands at position t + s and predicts
+token t + 2 + s. It attends to the pairs of step 0 up to index t, whose features are the target's, and to the pairs of
+its own draft, which are those of index t in later steps: one diagonal for each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.drafters import eagle_checkpoint
+from paceline.drafters.dspark_config import TargetShape
+from paceline.drafters.eagle_config import LAYER, EagleConfig, published_layers, shapes
+from paceline.training.batch import Batch, ahead, anchors
+from paceline.training.losses import chunk_loss, draft_loss
+from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
+from paceline.training.trainee import StepLoss
+
+FROZEN = ("lm_head.weight", "d2t")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions:
+    steps: int = 5  # of the training-time test
+    draft_vocab: int = 16_384  # of EAGLE-3; EAGLE-1 drafts from the whole vocabulary
+    anchors: int = 64  # drafts a row that count; all are computed
+    ce: float = 0.3
+    tv: float = 0.7
+    features: float = 0.0  # smooth L1 to the target's own feature: EAGLE-1's loss
+    decay: float = 0.8  # of the weight, from step to step
+    fc_norm: bool = True  # EAGLE-3.1: a norm for each tap
+    norm_output: bool = True  # EAGLE-3.1: the normed output is fed back
+
+
+def make_config(target: FrozenTarget, options: EagleOptions, vocab: Tensor, name: str, *, fused: bool) -> EagleConfig:
+    body = replace(
+        target.config,
+        architecture="llama",
+        num_layers=1,
+        qk_norm=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        windows=(),
+    )
+    shape = TargetShape.of(target.config, target.embedding, name)
+    if not fused:
+        return EagleConfig(body=body, fused=False, own_head=False, target=shape)
+    return EagleConfig(
+        body=body,
+        layer_ids=tapped_layers(target.config.num_layers),
+        draft_vocab_size=len(vocab) if len(vocab) < body.vocab_size else 0,
+        fc_norm=options.fc_norm,
+        norm_output=options.norm_output,
+        target=shape,
+    )
+
+
+def tapped_layers(num_layers: int) -> tuple[int, ...]:
+    """The published ones, where the target is deep enough for them."""
+    found = published_layers(num_layers)
+    return found if list(found) == sorted(set(found)) else (0, num_layers // 2, num_layers)
+
+
+def initial(config: EagleConfig, norm: Tensor, seed: int) -> dict[str, Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes(config).items():
+        if name in FROZEN:
+            continue
+        if name == "norm.weight":
+            found[name] = norm.float().cpu().clone()
+        elif len(shape) == 1:
+            found[name] = torch.ones(shape)
+        else:
+            found[name] = torch.randn(shape, generator=noise) / math.sqrt(shape[1])
+            found[name] *= 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+    return found
+
+
+def fuse(taps: Tensor, norms: tuple[Tensor, ...], fc: Tensor, eps: float) -> Tensor:
+    """EAGLE-3: (B, L, T, H) -> (B, L, h)."""
+    if norms:
+        taps = torch.stack([rms_norm(taps[:, :, i], norm, eps) for i, norm in enumerate(norms)], 2)
+    return F.linear(taps.flatten(2), fc)
+
+
+def eagle_layer(
+    embedded: Tensor,
+    features: Tensor,
+    keys: tuple[Tensor, ...],
+    values: tuple[Tensor, ...],
+    rotary: Rotary,
+    mask: Tensor,
+    w: Mapping[str, Tensor],
+    eps: float,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step over (B, L, h): outputs before the final norm, and the step's own K and V. `keys` and `values` are those
+    of the steps before, `mask` is (B, 1, L, steps * L)."""
+    head_dim = 2 * rotary[0].shape[-1]
+    if fused:
+        residual = features
+        x = torch.cat((rms_norm(embedded, w["input"], eps), rms_norm(features, w["hidden"], eps)), -1)
+    else:
+        residual = x = F.linear(torch.cat((embedded, features), -1), w["fc"])
+    q, k, v = (heads(F.linear(x, w[part]), head_dim) for part in ("q", "k", "v"))
+    k = rotated(k, rotary)
+    mixed = attention(rotated(q, rotary), torch.cat((*keys, k), 2), torch.cat((*values, v), 2), mask)
+    x = residual + F.linear(mixed, w["o"])
+    normed = rms_norm(x, w["mlp"], eps)
+    return x + F.linear(F.silu(F.linear(normed, w["gate"])) * F.linear(normed, w["up"]), w["down"]), k, v
+
+
+def step_mask(segments: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """(B, 1, L, steps * L) for the last of so many steps: causal inside a sequence, then one diagonal for each step."""
+    length = segments.shape[1]
+    at = torch.arange(length, device=segments.device)
+    causal = (segments[:, :, None] == segments[:, None, :]) & (at[:, None] >= at)
+    own = torch.eye(length, dtype=torch.bool, device=segments.device).expand_as(causal)
+    return additive(torch.cat((causal, *[own] * (steps - 1)), 2)[:, None], dtype)
+
+
+class EagleTrainee:
+    def __init__(
+        self,
+        target: FrozenTarget,
+        options: EagleOptions,
+        vocab: Tensor,
+        *,
+        fused: bool,
+        seed: int,
+        name: str,
+        compiled: bool = False,
+        init_from: Path | None = None,
+    ) -> None:
+        self.target, self.options = target, options
+        size = target.config.vocab_size
+        self.config = make_config(target, options, vocab, name, fused=fused)
+        tensors = initial(self.config, target.norm, seed)
+        if init_from is not None:
+            self.config, stored = eagle_checkpoint.read(init_from, target.config)
+            tensors = {key: tensor for key, tensor in stored.items() if key not in FROZEN}
+            if "d2t" in stored:
+                vocab = stored["d2t"].cpu() + torch.arange(len(stored["d2t"]))
+        self.vocab = (vocab if self.config.vocab < size else torch.arange(size)).to(target.device)
+        self.taps = self.config.taps(target.config.num_layers) if fused else ()
+        self.parameters = {
+            key: tensor.to(device=target.device, dtype=torch.float32).requires_grad_()
+            for key, tensor in tensors.items()
+        }
+        self.head = target.head[self.vocab].contiguous()
+        self.in_draft = torch.zeros(size, dtype=torch.bool, device=target.device)
+        self.in_draft[self.vocab] = True
+        self.eps = self.config.body.rms_norm_eps
+
+        def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, dynamic=False) if compiled else function
+
+        self._fuse, self._layer, self._chunk = compile_(fuse), compile_(eagle_layer), compile_(chunk_loss)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The layer's parameters in the dtype of the computation."""
+        names = {
+            "input": f"{LAYER}.input_layernorm",
+            "hidden": f"{LAYER}.hidden_norm",
+            "mlp": f"{LAYER}.post_attention_layernorm",
+            "fc": "fc",
+            **{part: f"{LAYER}.self_attn.{part}_proj" for part in ("q", "k", "v", "o")},
+            **{part: f"{LAYER}.mlp.{part}_proj" for part in ("gate", "up", "down")},
+        }
+        found = {short: self.parameters.get(f"{name}.weight") for short, name in names.items()}
+        return {short: one.to(self.target.dtype) for short, one in found.items() if one is not None}
+
+    def outputs(self, batch: Batch) -> list[Tensor]:
+        """(B, L, h) of every step, before the final norm."""
+        config, target, dtype = self.config, self.target, self.target.dtype
+        length, weights = batch.tokens.shape[1], self.weights()
+        if config.fused:
+            names = [f"fc_norm.{i}.weight" for i in range(config.num_taps)] if config.fc_norm else []
+            norms = tuple(self.parameters[name].to(dtype) for name in names)
+            features = self._fuse(batch.hidden.taps, norms, weights["fc"], self.eps)
+        else:
+            features = batch.hidden.final
+        found: list[Tensor] = []
+        keys: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
+        for step in range(self.options.steps):
+            tokens = F.pad(batch.tokens, (0, step + 1))[:, step + 1 : step + 1 + length]
+            mask = step_mask(batch.segments, step + 1, dtype)
+            out, k, v = self._layer(
+                target.embedding[tokens],
+                features,
+                keys,
+                values,
+                target.rotary(batch.positions + step),
+                mask,
+                weights,
+                self.eps,
+                config.fused,
+            )
+            keys, values = (*keys, k), (*values, v)
+            found.append(out)
+            features = self.normed(out) if config.norm_output else out
+        return found
+
+    def normed(self, out: Tensor) -> Tensor:
+        """The head's input."""
+        if not self.config.fused:
+            return out
+        return rms_norm(out, self.parameters["norm.weight"].to(out.dtype), self.eps)
+
+    def loss(self, batch: Batch) -> StepLoss:
+        options = self.options
+        at, exists = anchors(batch, options.anchors)  # tokens behind which a draft starts: pairs of index at - 1
+        exists = exists & (at > 0) & (batch.segments.gather(1, (at - 1).clamp(min=0)) == batch.segments.gather(1, at))
+        there = ahead(batch, at, exists, options.steps)
+        index = (at - 1).clamp(min=0)[:, :, None].expand(-1, -1, self.head.shape[1])
+        outs = torch.stack([out.gather(1, index) for out in self.outputs(batch)], 2)  # (B, A, S, h)
+        known = self.in_draft[there.wanted]
+        steps = torch.arange(options.steps, device=at.device)
+        weight = there.valid * known * options.decay**steps
+        states = there.states(batch.hidden.final)
+        found = draft_loss(
+            self.normed(outs).flatten(0, 2),
+            self.head,
+            states,
+            weight.flatten(),
+            ce=options.ce,
+            tv=options.tv,
+            chunk=self._chunk,
+        )
+        loss = found.loss
+        if options.features:
+            away = F.smooth_l1_loss(outs.flatten(0, 2).float(), states.float(), reduction="none").mean(1)
+            loss = loss + options.features * (weight.flatten() * away).sum()
+        return StepLoss.of(loss, weight, found.hit.view_as(weight) & known, there.valid, exists)
+
+    def save(self, folder: Path, parameters: Mapping[str, Tensor] | None = None) -> None:
+        dtype = torch.bfloat16
+        tensors = {name: one.detach().to(dtype) for name, one in (parameters or self.parameters).items()}
+        if self.config.own_head:
+            tensors["lm_head.weight"] = self.head.to(dtype)
+        if len(self.vocab) < self.target.config.vocab_size:
+            tensors["d2t"] = self.vocab.cpu() - torch.arange(len(self.vocab))
+        eagle_checkpoint.write(folder, self.config, tensors)

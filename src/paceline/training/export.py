@@ -1,0 +1,178 @@
+"""Writes a drafter's folder in the layout of another engine, or refuses by name what that engine's class lacks.
+
+The classes are vLLM's (0.32): an exported folder holds nothing they would ignore. Formats: `eagle3` is the layout its
+authors publish, `speculators` the library's (EAGLE-3 and block drafters), `medusa` and `dspark` those of one method.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.drafters import dspark_checkpoint, eagle_checkpoint, medusa_checkpoint
+from paceline.drafters.dspark_config import W1, described
+from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA, METHODS
+from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
+from paceline.models.hub import resolve
+from paceline.models.loader import load_config, load_weights
+from paceline.training.formats import FORMATS, SPECULATORS
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+Json = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """The model a drafter was trained for."""
+
+    name: str
+    config: ModelConfig
+    head: Callable[[], Tensor]  # (V, H) read when asked for
+
+
+def target_of(name: str) -> Target:
+    path = resolve(name)
+    config = load_config(path)
+    weights = load_weights(path, config)
+    rows = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    return Target(name, config, lambda: weights[rows].to(weights[rows].kind, torch.device("cpu")).data)
+
+
+def export(folder: Path, form: str, out: Path, target: Target | None = None) -> str:
+    """The method of the drafter that was written. `target` is needed for what a folder leaves to its model."""
+    if form not in FORMATS:
+        raise InvalidParameter("format", f"{form!r} is not one of {', '.join(FORMATS)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidParameter("out", f"{out} is there already; choose a folder that does not exist or is empty")
+    method = method_of(folder)
+    if method not in FORMATS[form]:
+        possible = [name for name, methods in FORMATS.items() if method in methods]
+        advice = f"export it as {' or '.join(possible)}" if possible else "other engines read its folder as it is"
+        raise InvalidParameter("format", f"{folder} holds a drafter of method {method}, which {form} lacks; {advice}")
+    _WRITERS[method](folder, form, out, target)
+    return method
+
+
+def method_of(folder: Path) -> str:
+    """Found from the files."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is not a drafter's folder; it does not exist or is a file")
+    found = eagle_checkpoint.recognise(folder)
+    if found is not None:
+        return found
+    try:
+        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"{folder / CONFIG} cannot be read: {error}") from error
+    for method in METHODS.values():
+        if isinstance(raw, dict) and method.recognise is not None and method.recognise(raw):
+            return method.name
+    raise BrokenModel(f"{folder} holds no drafter that is known here")
+
+
+def _eagle3(folder: Path, form: str, out: Path, target: Target | None) -> None:
+    config, tensors = eagle_checkpoint.read(folder, None if target is None else target.config)
+    _refuse(
+        folder,
+        form,
+        {
+            "norms of q and k (write speculators instead)": config.body.qk_norm and form != SPECULATORS,
+            "a bias of fc": "fc" in config.biases,
+            "a bias of the MLP": any("mlp" in name for name in config.biases),
+            "both norm_before_fc and fc_norm": config.norm_before_fc and config.fc_norm,
+        },
+    )
+    if target is not None:
+        config = replace(config, layer_ids=config.taps(target.config.num_layers))
+        config = replace(config, target=replace(config.target, name=config.target.name or target.name))
+    if not config.own_head and config.vocab < config.body.vocab_size:
+        config = replace(config, own_head=True)
+        tensors = {**tensors, "lm_head.weight": _rows(folder, tensors["d2t"], target)}
+    if form == SPECULATORS and not config.target.name:
+        raise InvalidParameter("model", f"{form} names the model a drafter is for, and {folder} does not; give --model")
+    eagle_checkpoint.write(out, config, tensors, speculators=form == SPECULATORS)
+
+
+def _block(folder: Path, form: str, out: Path, target: Target | None) -> None:
+    config, tensors = dspark_checkpoint.read(folder)
+    _refuse(
+        folder,
+        form,
+        {
+            "a norm for each tap before fc (tap_norm)": config.tap_norm,
+            "an embedding for each mask (mask_embedding)": config.mask_embedding,
+            "attention without norms of q and k": not config.body.qk_norm,
+            "masks without a token of the vocabulary (mask_token_id)": config.mask_token_id is None,
+        },
+    )
+    if target is not None:
+        config = replace(config, target=replace(config.target, name=config.target.name or target.name))
+    if not config.target.name:
+        raise InvalidParameter("model", f"{form} names the model a drafter is for, and {folder} does not; give --model")
+    written = dict(tensors)
+    if "d2t" in tensors:
+        ids = tensors["d2t"].long() + torch.arange(config.draft_vocab_size)
+        written["t2d"] = torch.zeros(config.body.vocab_size, dtype=torch.bool)
+        written["t2d"][ids] = True
+        written["lm_head.weight"] = _rows(folder, tensors["d2t"], target)
+        if config.markov_over_draft_vocab:
+            written[W1] = tensors[W1].new_zeros(config.body.vocab_size, config.markov_rank)
+            written[W1][ids] = tensors[W1]
+    description = described(replace(config, markov_over_draft_vocab=False))
+    _write(out, description | {"use_aux_hidden_state": True}, written)
+
+
+def _medusa(folder: Path, form: str, out: Path, target: Target | None) -> None:
+    if target is None:
+        raise InvalidParameter("model", f"{form} states the model's sizes, and {folder} does not; give --model")
+    heads = medusa_checkpoint.load_heads(folder, target.config)
+    biased = [bias is not None for head in heads for _, bias in head.blocks]
+    _refuse(folder, form, {"a bias in some blocks and not in others": any(biased) and not all(biased)})
+    if any(head.output is None for head in heads):
+        shared = target.head()
+        heads = [head if head.output is not None else head._replace(output=shared) for head in heads]
+    medusa_checkpoint.save_heads(out, heads, target.name)
+    keys = {
+        "architectures": ["MedusaModel"],
+        "model_type": form,
+        "hidden_size": target.config.hidden_size,
+        "vocab_size": target.config.vocab_size,
+        "medusa_fc_bias": any(biased),
+    }
+    raw = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    (out / CONFIG).write_text(json.dumps(raw | keys, indent=2) + "\n", encoding="utf-8")
+
+
+_WRITERS: Mapping[str, Callable[[Path, str, Path, Target | None], None]] = {
+    EAGLE3: _eagle3,
+    DSPARK: _block,
+    DFLASH: _block,
+    MEDUSA: _medusa,
+}
+assert EAGLE not in _WRITERS, "other engines read EAGLE-1 folders as they are"
+
+
+def _refuse(folder: Path, form: str, features: Mapping[str, bool]) -> None:
+    for name, has in features.items():
+        if has:
+            raise UnsupportedModel(f"{folder} cannot be exported as {form}: vLLM's class has no place for {name}")
+
+
+def _rows(folder: Path, offsets: Tensor, target: Target | None) -> Tensor:
+    """The rows of the model's head for the draft vocabulary."""
+    if target is None:
+        raise InvalidParameter("model", f"{folder} takes its output head from its model; give --model")
+    return target.head()[offsets.long() + torch.arange(len(offsets))].contiguous()
+
+
+def _write(out: Path, description: Json, tensors: Mapping[str, Tensor]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / WEIGHTS, {"format": "pt"})
+    (out / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,131 @@
+"""Training data of the user's: a jsonl of chats or prompts, or plain text.
+
+A line is one of
+    {"messages": [{"role", "content"}, ...]}      a chat; every assistant message in it is learnt
+    {"conversations": [{"from", "value"}, ...]}   the same in ShareGPT's words
+    {"prompt": text, "response": text}            one exchange; without a response it has to be answered (--regenerate)
+    {"turns": [text, ...]}                        the user's turns alone, as in a prompt file of `bench`
+    {"text": text}                                a text without roles, learnt whole
+A file that is not jsonl is plain text: paragraphs, learnt whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidParameter, PacelineError
+from paceline.tokenizer import Tokenizer
+
+Message = Mapping[str, str]
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+FORMS = ("messages", "conversations", "prompt", "turns", "text")
+JSONL = (".jsonl", ".json", ".ndjson")
+
+
+@dataclass(frozen=True)
+class Example:
+    """Either `messages` or `text`."""
+
+    messages: tuple[Message, ...]
+    text: str
+    origin: str  # for error messages
+
+    @property
+    def answered(self) -> bool:
+        return bool(self.text) or any(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def prompts(self) -> list[Message]:
+        """The system message and the user's turns."""
+        return [message for message in self.messages if message["role"] != "assistant"]
+
+
+def read_examples(path: Path) -> list[Example]:
+    try:
+        content = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise InvalidParameter("data", f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidParameter("data", f"{path} is not UTF-8 text") from error
+    if path.suffix in JSONL or content.lstrip().startswith('{"'):
+        lines = enumerate(re.split(r"\r\n|\n|\r", content), start=1)
+        found = [_example(line, f"line {number} of {path}") for number, line in lines if line.strip()]
+    else:
+        parts = [part.strip() for part in re.split(r"\n\s*\n", content)]
+        found = [Example((), part, f"{path}") for part in parts if part]
+    if not found:
+        raise InvalidParameter("data", f"{path} is empty")
+    return found
+
+
+def _example(line: str, origin: str) -> Example:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise InvalidParameter("data", f"{origin} is not JSON: {error}") from error
+    forms = [form for form in FORMS if form in found] if isinstance(found, dict) else []
+    if len(forms) != 1:
+        raise InvalidParameter("data", f"{origin} must be an object with one of {', '.join(FORMS)}")
+    value = found[forms[0]]
+    if forms[0] == "text":
+        return Example((), _text(value, origin), origin)
+    if forms[0] == "prompt":
+        messages = [_message("user", value, origin)]
+        if "response" in found:
+            messages.append(_message("assistant", found["response"], origin))
+        return Example(tuple(messages), "", origin)
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter("data", f"{origin}: {forms[0]} must be a list with at least one entry")
+    if forms[0] == "turns":
+        return Example(tuple(_message("user", turn, origin) for turn in value), "", origin)
+    role, content = ("role", "content") if forms[0] == "messages" else ("from", "value")
+    if not all(isinstance(one, dict) for one in value):
+        raise InvalidParameter("data", f"{origin}: a message is an object with {role} and {content}")
+    return Example(tuple(_message(one.get(role), one.get(content), origin) for one in value), "", origin)
+
+
+def _message(role: Any, content: Any, origin: str) -> Message:
+    if role not in ROLES:
+        raise InvalidParameter("data", f"{origin}: the role {role!r} is not one of {', '.join(ROLES)}")
+    return {"role": ROLES[role], "content": _text(content, origin)}
+
+
+def _text(value: Any, origin: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidParameter("data", f"{origin}: some text is expected, found {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidParameter("data", f"{origin} is not valid Unicode text") from None
+    return value
+
+
+def encoded(example: Example, tokenizer: Tokenizer, eos: tuple[int, ...]) -> list[tuple[list[int], list[bool]]]:
+    """Sequences of an answered example: tokens, and which of them the model is to write. Prompts end where generation
+    begins, and each piece is encoded by itself, so tokens are those that an engine would see."""
+    if example.text:
+        tokens = tokenizer.encode(example.text)
+        return [(tokens, [True] * len(tokens))]
+    tokens, answer, done = [], [], ""
+    for i, message in enumerate(example.messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.render_chat(example.messages[:i])
+        whole = tokenizer.render_chat(example.messages[: i + 1], add_generation_prompt=False)
+        if not (before.startswith(done) and whole.startswith(before)):
+            raise PacelineError(
+                f"{example.origin}: the model's chat template rewrites earlier messages, so its answers cannot be "
+                "marked; use --regenerate, which trains on one answer at a time"
+            )
+        prompt = tokenizer.encode(before[len(done) :], add_special_tokens=False)
+        written = tokenizer.encode(whole[len(before) :], add_special_tokens=False)
+        end = next((at + 1 for at, token in enumerate(written) if token in eos), len(written))
+        tokens += [*prompt, *written]
+        answer += [*[False] * len(prompt), *[True] * end, *[False] * (len(written) - end)]
+        done = whole
+    return [(tokens, answer)]

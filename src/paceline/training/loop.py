@@ -1,0 +1,337 @@
+"""The training loop: one page, no framework.
+
+A run is bounded by steps or by minutes; the learning rate falls along a cosine to the end of whichever is given. Every
+random number is keyed by seed and step and every counter is in the checkpoint, which replaces the last one by a rename:
+after kill -9 a run of so many steps continues to the very weights it would have had. Nothing in a step waits for the
+device; losses are read a few times a minute.
+
+Under torchrun each process takes its share of the same global batch and gradients are summed, so the curve is that of
+one process up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import InvalidParameter, PacelineError
+from paceline.training.batch import DeviceRows
+from paceline.training.rows import RowSampler
+from paceline.training.store import disk_error
+from paceline.training.target import FrozenTarget
+from paceline.training.trainee import StepLoss, Trainee
+
+STATE = "training.pt"
+CLOCK_STEPS = 8  # steps between two looks at the clock
+Measure = Callable[[Mapping[str, Tensor]], dict[str, Any]]  # weights -> figures for the curve
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    rows: int = 64  # of a step, over all processes
+    steps: int | None = None
+    minutes: float | None = None  # of the whole training, over all its runs
+    stop_minutes: float | None = None  # of this run; the next one continues
+    lr: float = 1e-3
+    warmup: int = 200  # steps
+    weight_decay: float = 0.05
+    clip: float = 1.0
+    ema: float = 0.999  # of the weights that are measured and saved; 0: the last ones
+    optimizer: str = "adamw"  # or muon, for the matrices of the body
+    seed: int = 0
+    log_s: float = 10.0
+    save_s: float = 60.0
+    measure_s: float = 180.0
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise InvalidParameter("minutes", "give either a number of steps or of minutes")
+        if self.optimizer not in ("adamw", "muon"):
+            raise InvalidParameter("optimizer", f"must be adamw or muon, got {self.optimizer!r}")
+
+
+@dataclass
+class Progress:
+    step: int = 0
+    elapsed_s: float = 0.0  # in steps, over all runs
+    curve: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of torchrun."""
+
+    rank: int = 0
+    world: int = 1
+
+    @staticmethod
+    def current() -> Processes:
+        return Processes(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Processes()
+
+    def summed(self, value: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def sum_gradients(self, parameters: list[Tensor]) -> None:
+        if self.world == 1:
+            return
+        flat = torch.cat([one.grad.flatten() for one in parameters if one.grad is not None])
+        dist.all_reduce(flat)
+        start = 0
+        for one in parameters:
+            if one.grad is not None:
+                one.grad.copy_(flat[start : start + one.numel()].view_as(one))
+                start += one.numel()
+
+    def agreed(self, *values: float) -> list[float]:
+        """The first process's values."""
+        if self.world == 1:
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.float64)
+        if dist.get_backend() == "nccl":
+            shared = shared.cuda()
+        dist.broadcast(shared, 0)
+        return [float(one) for one in shared.tolist()]
+
+
+class Loop:
+    def __init__(
+        self,
+        trainee: Trainee,
+        target: FrozenTarget,
+        rows: DeviceRows,
+        sampler: RowSampler,
+        config: LoopConfig,
+        folder: Path,
+        *,
+        report: Report = print,
+        measure: Measure | None = None,
+    ) -> None:
+        self.trainee, self.target, self.rows, self.sampler = trainee, target, rows, sampler
+        self.config, self.folder, self.report, self.measure = config, folder, report, measure
+        self.processes = Processes.current()
+        if config.rows % self.processes.world:
+            raise InvalidParameter("rows", f"{config.rows} rows do not divide among {self.processes.world} processes")
+        self.names = list(trainee.parameters)
+        self.weights = [trainee.parameters[name] for name in self.names]
+        self.ema = [weight.detach().clone() for weight in self.weights]
+        self.optimizers = make_optimizers(trainee.parameters, config)
+        self.progress = Progress()
+        self._sums: list[Tensor] | None = None
+        self._since = (time.perf_counter(), 0)
+
+    # -- the run
+
+    def run(self) -> Progress:
+        config, progress = self.config, self.progress
+        began = time.perf_counter()
+        before = progress.elapsed_s
+        logged = saved = measured = began
+        done, stop = self._position()
+        while not stop:
+            loss = self.step(self._learning_rate(done))
+            self._add(loss)
+            if progress.step % CLOCK_STEPS == 0 or config.steps is not None:
+                now = time.perf_counter()
+                progress.elapsed_s = before + now - began
+                late = config.stop_minutes is not None and now - began > 60 * config.stop_minutes
+                done, stop = self._position(late)
+                due = [
+                    now - since > seconds
+                    for since, seconds in ((logged, config.log_s), (saved, config.save_s), (measured, config.measure_s))
+                ]
+                log, save, measure = (bool(one) for one in self.processes.agreed(*map(float, due)))
+                if log or save or measure or stop:
+                    logged = now
+                    entry = self._log(done)
+                if measure and self.measure is not None and not stop:
+                    self._measure(entry)
+                    measured = time.perf_counter()
+                if save or stop:
+                    saved = now
+                    self.save()
+        return progress
+
+    def step(self, lr: float) -> StepLoss:
+        config, progress = self.config, self.progress
+        which = torch.from_numpy(self.sampler.next(config.rows)).to(self.target.device)
+        share = self.processes.rank, self.processes.world
+        batch = self.rows.batch(which, self.target, self.trainee.taps, (config.seed, progress.step), share)
+        found = self.trainee.loss(batch)
+        weight = self.processes.summed(found.weight.detach().clone()).clamp(min=1)
+        (found.loss / weight).backward()  # type: ignore[no-untyped-call]
+        self.processes.sum_gradients(self.weights)
+        torch.nn.utils.clip_grad_norm_(self.weights, config.clip, foreach=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        with torch.no_grad():
+            torch._foreach_lerp_(self.ema, self.weights, 1 - self._ema_decay())
+        return found
+
+    def _ema_decay(self) -> float:
+        """Shorter at the beginning, when the average would still be of the initial weights."""
+        return min(self.config.ema, 1 - 10 / (10 + self.progress.step)) if self.config.ema else 0.0
+
+    def _position(self, late: bool = False) -> tuple[float, bool]:
+        """How far the whole training is, and whether this run ends here; the same in every process."""
+        config, progress = self.config, self.progress
+        if config.steps is not None:
+            done = progress.step / config.steps
+        else:
+            assert config.minutes is not None
+            done = progress.elapsed_s / (60 * config.minutes)
+        done, stop = self.processes.agreed(min(done, 1.0), float(late or done >= 1))
+        return done, bool(stop)
+
+    def _learning_rate(self, done: float) -> float:
+        warm = min(1.0, (self.progress.step + 1) / max(self.config.warmup, 1))
+        return self.config.lr * warm * max(0.5 * (1 + math.cos(math.pi * done)), 0.01)
+
+    # -- figures
+
+    def _add(self, found: StepLoss) -> None:
+        parts = [
+            found.loss.detach().double().clone(),
+            found.weight,
+            found.hits,
+            found.counts,
+            found.walked,
+            found.anchors,
+        ]
+        values = [part.detach().double() for part in parts]
+        self._sums = values if self._sums is None else [old + new for old, new in zip(self._sums, values, strict=True)]
+
+    def _log(self, done: float) -> dict[str, Any]:
+        """A line about the steps since the last one. NaN ends the run before anything is saved."""
+        assert self._sums is not None
+        loss, weight, hits, counts, walked, anchors = (self.processes.summed(one).cpu() for one in self._sums)
+        self._sums = None
+        progress, now = self.progress, time.perf_counter()
+        since, step = self._since
+        self._since = now, progress.step
+        if not math.isfinite(float(loss)):
+            raise PacelineError(
+                f"the loss is not a number at step {progress.step}; {self.folder} keeps the last good state: "
+                "continue from it with --resume and a lower --lr"
+            )
+        tokens = (progress.step - step) * self.config.rows * self.rows.tokens.shape[1]
+        entry = {
+            "step": progress.step,
+            "seconds": progress.elapsed_s,
+            "epochs": self.sampler.epochs,
+            "loss": float(loss / weight.clamp(min=1)),
+            "block_tau": float(walked / anchors.clamp(min=1)),
+            "hits": [round(float(one), 4) for one in (hits / counts.clamp(min=1))],
+            "tokens_per_s": tokens / max(now - since, 1e-9),
+            "lr": self._learning_rate(done),
+        }
+        progress.curve.append(entry)
+        if self.processes.rank == 0:
+            left = progress.elapsed_s * (1 - done) / done if done > 0 else 0.0
+            self.report(
+                f"step {progress.step} · loss {entry['loss']:.4f} · τ≈{entry['block_tau']:.2f} by block · "
+                f"{entry['tokens_per_s']:,.0f} tok/s · epoch {entry['epochs']:.1f} · {duration(left)} left"
+            )
+        return entry
+
+    def _measure(self, entry: dict[str, Any]) -> None:
+        if self.processes.rank == 0 and self.measure is not None:
+            found = self.measure(self.averaged())
+            entry.update(found)
+            self.report("  ".join(f"{name} {_figure(value)}" for name, value in found.items()))
+
+    def averaged(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.ema, strict=True))
+
+    # -- checkpoints
+
+    def save(self) -> None:
+        if self.processes.rank:
+            return
+        if not all(bool(torch.isfinite(weight).all()) for weight in self.weights):
+            raise PacelineError(
+                f"weights are not finite at step {self.progress.step}; {self.folder} keeps the last state"
+            )
+        state = {
+            "weights": dict(zip(self.names, self.weights, strict=True)),
+            "ema": self.averaged(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "sampler": self.sampler.state(),
+            "progress": asdict(self.progress),
+            "config": asdict(self.config),
+        }
+        part = self.folder / f"{STATE}.part"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.folder / STATE)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise disk_error(self.folder, error) from error
+        except RuntimeError as error:  # torch's own writer names a full disk so
+            part.unlink(missing_ok=True)
+            raise disk_error(self.folder, OSError(str(error).partition("\n")[0])) from error
+
+    def resume(self) -> None:
+        path = self.folder / STATE
+        if not path.exists():
+            raise InvalidParameter("resume", f"{self.folder} holds no {STATE}; leave --resume out to begin")
+        state = torch.load(path, map_location=self.target.device, weights_only=True)
+        if list(state["weights"]) != self.names or any(
+            state["weights"][name].shape != weight.shape for name, weight in zip(self.names, self.weights, strict=True)
+        ):
+            raise InvalidParameter("resume", f"{path} is of a drafter of another shape; give the same sizes again")
+        with torch.no_grad():
+            for name, weight, average in zip(self.names, self.weights, self.ema, strict=True):
+                weight.copy_(state["weights"][name])
+                average.copy_(state["ema"][name])
+        for optimizer, found in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(found)
+        self.sampler.restore(state["sampler"])
+        self.progress = Progress(**state["progress"])
+        self._since = time.perf_counter(), self.progress.step
+
+
+def make_optimizers(parameters: Mapping[str, Tensor], config: LoopConfig) -> list[torch.optim.Optimizer]:
+    """Matrices decay; norms, biases and embeddings do not. Muon takes the matrices that multiply activations."""
+    matrices = [one for name, one in parameters.items() if is_matrix(name, one)]
+    others = [one for name, one in parameters.items() if not is_matrix(name, one)]
+    fused = all(one.device.type in ("cpu", "cuda") for one in parameters.values())
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": (0.9, 0.95), "fused": fused}
+    if config.optimizer == "muon":
+        muon = torch.optim.Muon(
+            matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        return [muon, torch.optim.AdamW(others, weight_decay=0.0, **adamw)]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [torch.optim.AdamW([group for group in groups if group["params"]], **adamw)]
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 2 and name.endswith(("_proj.weight", "fc.weight", "linear.weight"))
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

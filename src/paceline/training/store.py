@@ -1,0 +1,167 @@
+"""A folder of training tokens: sequences, with a mark on tokens that the target wrote. Never hidden states.
+
+A folder holds shards, each of which appears whole or not at all, so a run that is cut short keeps what it had finished
+and a later one adds to it:
+
+    store.json            vocabulary size, names of sources
+    NAME.npz              tokens (uint16 or uint32), answer (bool), ends (int64), source (uint8)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import InvalidParameter
+
+INFO = "store.json"
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Many sequences end to end; `ends[i]` is where sequence i ends."""
+
+    tokens: Array  # (N,)
+    answer: Array  # (N,) bool: written by the target
+    ends: Array  # (S,)
+    source: Array  # (S,) index into the store's sources
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[tuple[Array, Array]]:
+        start = 0
+        for end in self.ends.tolist():
+            yield self.tokens[start:end], self.answer[start:end]
+            start = end
+
+    @property
+    def lengths(self) -> Array:
+        return np.diff(self.ends, prepend=0)
+
+    @staticmethod
+    def of(pieces: SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]], vocab_size: int, source: int = 0) -> Sequences:
+        """From (prompt, answer) pairs of token ids."""
+        tokens = np.fromiter(
+            (token for pair in pieces for part in pair for token in part), dtype=token_dtype(vocab_size)
+        )
+        sizes = np.array([[len(prompt), len(answer)] for prompt, answer in pieces], dtype=np.int64).reshape(-1, 2)
+        written = np.repeat(np.tile([False, True], len(pieces)), sizes.reshape(-1))
+        return Sequences(tokens, written, sizes.sum(1).cumsum(), np.full(len(pieces), source, np.uint8))
+
+    def chosen(self, keep: Array) -> Sequences:
+        """Those of a boolean (S,)."""
+        inside = np.repeat(keep, self.lengths)
+        return Sequences(self.tokens[inside], self.answer[inside], self.lengths[keep].cumsum(), self.source[keep])
+
+    def cut(self, lengths: Array) -> Sequences:
+        """Each sequence's first `lengths[i]` tokens."""
+        sizes = np.minimum(self.lengths, lengths)
+        place = np.arange(len(self.tokens)) - np.repeat(self.ends - self.lengths, self.lengths)
+        inside = place < np.repeat(sizes, self.lengths)
+        return Sequences(self.tokens[inside], self.answer[inside], sizes.cumsum(), self.source)
+
+    @staticmethod
+    def joined(parts: SequenceOf[Sequences]) -> Sequences:
+        starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        return Sequences(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.answer for part in parts]),
+            np.concatenate([part.ends + start for part, start in zip(parts, starts[:-1], strict=True)]),
+            np.concatenate([part.source for part in parts]),
+        )
+
+
+class TokenStore:
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.folder, self.vocab_size = folder, vocab_size
+        folder.mkdir(parents=True, exist_ok=True)
+        self.sources: list[str] = []
+        if (folder / INFO).exists():
+            info = _read_info(folder / INFO)
+            if info["vocab_size"] != vocab_size:
+                raise InvalidParameter(
+                    "data",
+                    f"{folder} holds tokens of a vocabulary of {info['vocab_size']}, this model has {vocab_size}; "
+                    "choose another folder",
+                )
+            self.sources = list(info["sources"])
+
+    def source(self, name: str) -> int:
+        """The index of a source, added where it is new."""
+        if name not in self.sources:
+            if len(self.sources) == 256:
+                raise InvalidParameter("data", f"{self.folder} already has 256 sources; begin another folder")
+            self.sources.append(name)
+            _replace(self.folder / INFO, json.dumps({"vocab_size": self.vocab_size, "sources": self.sources}).encode())
+        return self.sources.index(name)
+
+    def shards(self) -> list[Path]:
+        return sorted(self.folder.glob("*.npz"))
+
+    def has(self, name: str) -> bool:
+        return (self.folder / f"{name}.npz").exists()
+
+    def add(self, name: str, sequences: Sequences) -> None:
+        path = self.folder / f"{name}.npz"
+        part = path.with_suffix(".part")
+        try:
+            with part.open("wb") as file:
+                np.savez(
+                    file,
+                    tokens=sequences.tokens.astype(token_dtype(self.vocab_size)),
+                    answer=sequences.answer,
+                    ends=sequences.ends,
+                    source=sequences.source,
+                )
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise disk_error(self.folder, error) from error
+        part.replace(path)
+
+    def read(self, names: SequenceOf[str] | None = None) -> Sequences:
+        paths = self.shards() if names is None else [self.folder / f"{name}.npz" for name in names]
+        if not paths:
+            raise InvalidParameter("data", f"{self.folder} holds no tokens; give --data FILE or --synthesise N")
+        parts = []
+        for path in paths:
+            try:
+                with np.load(path) as found:
+                    parts.append(Sequences(found["tokens"], found["answer"], found["ends"], found["source"]))
+            except (OSError, ValueError, KeyError) as error:
+                raise InvalidParameter("data", f"{path} is damaged ({error}); delete it and run again") from error
+        return Sequences.joined(parts)
+
+
+def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def disk_error(folder: Path, error: OSError) -> InvalidParameter:
+    return InvalidParameter(
+        "out", f"cannot write to {folder}: {error.strerror or error}; free some space and run again"
+    )
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"vocab_size": found["vocab_size"], "sources": found["sources"]}
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidParameter("data", f"{path} is damaged ({error}); delete the folder and run again") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.replace(path)

@@ -1,0 +1,126 @@
+"""The table of trainees: from a method's name to something the loop can train and measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
+from paceline.errors import InvalidParameter
+from paceline.training.loop import Measure
+from paceline.training.names import DRAFT
+from paceline.training.target import FrozenTarget
+from paceline.training.trainee import Trainee
+
+Answers = SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a trainee is made from."""
+
+    target: FrozenTarget
+    name: str  # of the target, for the checkpoint
+    sizes: Mapping[str, Any]  # fields of the method's options
+    vocabulary: Callable[[int], Tensor]  # size -> the draft tokens, ascending
+    init_from: Path | None
+    seed: int
+    compiled: bool
+    answers: Answers  # held out, to measure τ on
+
+
+@dataclass(frozen=True)
+class Made:
+    trainee: Trainee
+    recipe: Mapping[str, Any]
+    measure: Measure | None  # while training, where that is cheap
+    nodes: int  # of a draft when the engine measures the result
+
+
+def trainee_of(method: str, plan: Plan) -> Made:
+    if method not in TRAINEES:
+        raise InvalidParameter("method", f"{method!r} cannot be trained; choose one of {', '.join(TRAINEES)}")
+    return TRAINEES[method](plan)
+
+
+def options_of(kind: Any, sizes: Mapping[str, Any]) -> Any:
+    known = {field.name for field in fields(kind)}
+    for name in sizes:
+        if name not in known:
+            raise InvalidParameter(name, f"means nothing to this method; it has {', '.join(sorted(known))}")
+    return kind(**sizes)
+
+
+def _dspark(plan: Plan, *, rank: int | None = None) -> Made:
+    from paceline.training.dspark import DSparkOptions, DSparkTrainee
+    from paceline.training.walk import by_depth, tau, walk
+
+    sizes = dict(plan.sizes) if rank is None else {**plan.sizes, "rank": rank}
+    options = options_of(DSparkOptions, sizes)
+    if plan.init_from is not None:
+        trainee = DSparkTrainee.from_folder(plan.init_from, plan.target, options, compiled=plan.compiled)
+    else:
+        vocabulary = plan.vocabulary(options.draft_vocab)
+        trainee = DSparkTrainee(
+            plan.target, options, vocabulary, seed=plan.seed, name=plan.name, compiled=plan.compiled
+        )
+
+    def measure(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        chain = walk(trainee, plan.answers, options.block - 1, chain=True, parameters=parameters)
+        tree = walk(trainee, plan.answers, 60, parameters=parameters)
+        return {
+            f"τ chain {options.block - 1}": tau(chain),
+            "τ tree 60": tau(tree),
+            "by depth": [round(one, 3) for one in by_depth(chain)],
+        }
+
+    return Made(trainee, asdict(trainee.options), measure if plan.answers else None, 60)
+
+
+def _eagle(plan: Plan, *, fused: bool) -> Made:
+    from paceline.training.eagle import EagleOptions, EagleTrainee
+
+    plain = {} if fused else {"steps": 3, "features": 1.0, "ce": 0.1, "tv": 0.0}
+    options = options_of(EagleOptions, {**plain, **plan.sizes})
+    trainee = EagleTrainee(
+        plan.target,
+        options,
+        plan.vocabulary(options.draft_vocab if fused else plan.target.config.vocab_size),
+        fused=fused,
+        seed=plan.seed,
+        name=plan.name,
+        compiled=plan.compiled,
+        init_from=plan.init_from,
+    )
+    return Made(trainee, asdict(options), None, 60 if fused else 30)
+
+
+def _medusa(plan: Plan) -> Made:
+    from paceline.training.medusa import MedusaOptions, MedusaTrainee
+
+    options = options_of(MedusaOptions, plan.sizes)
+    trainee = MedusaTrainee(plan.target, options, name=plan.name, compiled=plan.compiled, init_from=plan.init_from)
+    return Made(trainee, asdict(options), None, 30)
+
+
+def _draft(plan: Plan) -> Made:
+    from paceline.training.draft import DraftOptions, DraftTrainee
+
+    options = options_of(DraftOptions, plan.sizes)
+    trainee = DraftTrainee(plan.target, options, compiled=plan.compiled, init_from=plan.init_from)
+    return Made(trainee, asdict(options), None, 5)
+
+
+TRAINEES: Mapping[str, Callable[[Plan], Made]] = {
+    DSPARK: _dspark,
+    DFLASH: lambda plan: _dspark(plan, rank=0),
+    EAGLE3: lambda plan: _eagle(plan, fused=True),
+    EAGLE: lambda plan: _eagle(plan, fused=False),
+    MEDUSA: _medusa,
+    DRAFT: _draft,
+}

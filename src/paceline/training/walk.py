@@ -1,0 +1,146 @@
+"""τ as an engine walks known answers: every step starts where the last one ended, chains or trees, all rows at once.
+
+A deterministic draft is accepted as far as it holds the target's own next tokens, greedy or sampled (law 1 draws y from
+p and accepts a child that equals y), so a stored answer decides what would have been accepted: no target pass is needed
+beyond the one that gives the taps. The pass over the prompt counts, as in the engine's τ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.drafters.block_tree import BEAM, CANDIDATES, Nodes, grow, lattice
+from paceline.drafters.dspark_config import W2
+from paceline.training.dspark import DSparkTrainee, block_layer, context_kv, layer_parameters, markov_features
+from paceline.training.filters import repeats
+from paceline.training.target import additive, rms_norm
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Counts of one answer."""
+
+    committed: int
+    passes: int
+    accepted: tuple[int, ...]  # drafts accepted to depth 1, 2, ...
+    loops: bool
+
+    @property
+    def drafts(self) -> int:
+        return self.passes - 1
+
+
+def tau(walks: SequenceOf[Walk], *, without_loops: bool = False) -> float:
+    kept = [walk for walk in walks if not (without_loops and walk.loops)]
+    passes = sum(walk.passes for walk in kept)
+    return sum(walk.committed for walk in kept) / passes if passes else float("nan")
+
+
+def by_depth(walks: SequenceOf[Walk]) -> list[float]:
+    """Share of drafts accepted to depth 1, 2, ... of those accepted to the depth before."""
+    reached = [
+        sum(walk.drafts for walk in walks),
+        *(sum(each) for each in zip(*(w.accepted for w in walks), strict=True)),
+    ]
+    return [after / before if before else 0.0 for before, after in pairwise(reached)]
+
+
+@torch.no_grad()
+def walk(
+    trainee: DSparkTrainee,
+    answers: SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]],
+    nodes: int,
+    *,
+    chain: bool = False,
+    parameters: Mapping[str, Tensor] | None = None,
+    rows: int = 80,
+) -> list[Walk]:
+    """`answers` are (prompt, answer) token ids, `nodes` the size of each draft; `rows` are walked at once."""
+    found: list[Walk] = []
+    for start in range(0, len(answers), rows):
+        found += _walk(trainee, answers[start : start + rows], nodes, chain, parameters or trainee.parameters)
+    return found
+
+
+def _walk(
+    trainee: DSparkTrainee,
+    answers: SequenceOf[tuple[SequenceOf[int], SequenceOf[int]]],
+    nodes: int,
+    chain: bool,
+    parameters: Mapping[str, Tensor],
+) -> list[Walk]:
+    model, target, config = trainee.model, trainee.target, trainee.config
+    device, size = target.device, config.block_size
+    depth = min(config.depth, nodes) if chain else config.depth
+    lengths = [len(prompt) + len(answer) for prompt, answer in answers]
+    longest = -(-max(lengths) // 8) * 8
+    tokens = torch.zeros(len(answers), longest + size + 1, dtype=torch.long)
+    for row, (prompt, answer) in enumerate(answers):
+        tokens[row, : lengths[row]] = torch.tensor([*prompt, *answer])
+    tokens = tokens.to(device)
+    at = torch.arange(longest, device=device)
+    last = torch.tensor(lengths, device=device) - 1
+    segments = (at <= last[:, None]).long()
+    positions = at.expand(len(answers), -1)
+    hidden = target(tokens[:, :longest], segments, positions, config.taps, compiled=False)
+    context = model.context(parameters, hidden.taps, compiled=False)
+    weights = [layer_parameters(parameters, index) for index in range(config.body.num_layers)]
+    rotary = target.rotary(positions)
+    cached = [context_kv(context, rotary, one, model.eps) for one in weights]
+
+    place = torch.tensor([len(prompt) for prompt, _ in answers], device=device)  # the anchor: first answer token
+    passes = torch.ones(len(answers), dtype=torch.long, device=device)
+    accepted = torch.zeros(len(answers), depth, dtype=torch.long, device=device)
+    ahead = torch.arange(1, size + 1, device=device)
+    steps = torch.arange(size, device=device)
+    while bool((place < last).any()):
+        x = model.blocks(parameters, tokens.gather(1, place[:, None]))
+        at_block = target.rotary((place[:, None] + steps).clamp(max=target.config.max_positions - 1))
+        seen = torch.cat((at < place[:, None], torch.ones(len(x), size, dtype=torch.bool, device=device)), 1)
+        mask = additive(seen[:, None, None].expand(-1, 1, size, -1), model.dtype)
+        for (k, v), one in zip(cached, weights, strict=True):
+            x = block_layer(x, k, v, at_block, mask, one, model.eps, model.dtype)
+        states = rms_norm(x, parameters["norm.weight"], model.eps).to(model.dtype)
+        tree = _tree(trainee, parameters, states, tokens.gather(1, place[:, None])[:, 0], nodes, chain)
+        actual = tokens.gather(1, place[:, None] + ahead)
+        actual = torch.where(place[:, None] + ahead <= last[:, None], actual, -1)
+        reached = accepted_path(tree, actual, depth)  # (S, depth) bool
+        running = place < last
+        accepted += reached & running[:, None]
+        passes += running
+        place = torch.where(running, torch.minimum(place + reached.sum(1) + 1, last), place)
+    counts = zip(passes.tolist(), accepted.tolist(), answers, strict=True)
+    return [Walk(len(answer), n, tuple(each), repeats(np.array(answer))) for n, each, (_, answer) in counts]
+
+
+def _tree(
+    trainee: DSparkTrainee, parameters: Mapping[str, Tensor], states: Tensor, anchor: Tensor, nodes: int, chain: bool
+) -> Nodes:
+    """The drafter's own tree from the head's input (S, g, H), with the target's ids."""
+    depth = min(trainee.config.depth, nodes) if chain else trainee.config.depth
+    logits = (states @ trainee.head.T).float()[:, -trainee.config.depth :][:, :depth]
+    before = markov_features(parameters, trainee.draft_id, anchor, trainee.model.dtype)
+    of_draft = markov_features(parameters, trainee.draft_id, trainee.vocab, trainee.model.dtype)
+    w2 = None if before is None else parameters[W2].to(before.dtype)
+    found = grow(lattice(logits, before, of_draft, w2, CANDIDATES), nodes, 1 if chain else BEAM)
+    return found._replace(tokens=trainee.vocab[found.tokens])
+
+
+def accepted_path(tree: Nodes, actual: Tensor, depth: int) -> Tensor:
+    """(S, depth) bool: whether the first d actual tokens are a path of the tree."""
+    alive = torch.ones(len(actual), dtype=torch.bool, device=actual.device)
+    node = torch.full((len(actual),), -1, device=actual.device)
+    reached = []
+    for level in range(depth):
+        match = (tree.parents == node[:, None]) & (tree.tokens == actual[:, level, None]) & (tree.depth == level + 1)
+        alive = alive & match.any(1)
+        node = match.long().argmax(1)
+        reached.append(alive)
+    return torch.stack(reached, 1)

@@ -1,0 +1,135 @@
+"""A block drafter's forward pass in plain torch, one sequence at a time and without any cache, as the paper has it; and
+small drafters to compare with it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from paceline.config import ModelConfig
+from paceline.drafters.dspark import DSparkDrafter
+from paceline.drafters.dspark_config import MASKS, TAP_NORM, W1, W2, DSparkConfig, TargetShape, shapes
+
+
+def drafter_config(target: ModelConfig, **changes):
+    body = ModelConfig(
+        architecture="llama",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=2 * target.hidden_size,
+        num_layers=changes.pop("num_layers", 2),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=changes.pop("head_dim", 16),
+        max_positions=target.max_positions,
+        qk_norm=changes.pop("qk_norm", False),
+    )
+    settings = {
+        "block_size": 5,
+        "taps": (0, target.num_layers),
+        "mask_token_id": 3,
+        "draft_vocab_size": target.vocab_size,
+        "markov_rank": 8,
+        "target": TargetShape(hidden_size=target.hidden_size, num_layers=target.num_layers),
+    }
+    return DSparkConfig(body=body, **{**settings, **changes})
+
+
+def random_tensors(config, seed=0, scale=1.0):
+    """Sharp enough that a slip changes tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in shapes(config).items():
+        drawn = torch.randn(shape, generator=generator)
+        if "norm" in name:
+            found[name] = 1 + 0.2 * drawn
+        elif name in (W1, W2, MASKS):
+            found[name] = scale * drawn
+        else:
+            found[name] = 1.5 * scale * drawn / shape[-1] ** 0.5
+    if "d2t" in found:
+        ids = torch.randperm(config.body.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+        found["d2t"] = ids - torch.arange(len(ids))
+    return found
+
+
+def ids_of(config, tensors):
+    ids = torch.arange(config.draft_vocab_size)
+    return ids + tensors["d2t"] if "d2t" in tensors else ids
+
+
+def make(config, tensors, embedding, **options):
+    """With a head tied to the embedding (V, H)."""
+    return DSparkDrafter(config, tensors, embedding=embedding, head=embedding[ids_of(config, tensors)], **options)
+
+
+def norm(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x, positions, theta):
+    """x (n, heads, D)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None].double() * theta ** (-torch.arange(half).double() / half)
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def context_of(config, tensors, taps):
+    """(n, H) from the target's hidden states (n, T, H)."""
+    eps = config.body.rms_norm_eps
+    if config.tap_norm:
+        taps = norm(taps, tensors[TAP_NORM], eps)
+    return norm(taps.flatten(1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
+
+
+def keys_and_values(config, tensors, layer, x, positions):
+    """(n, heads, D) each, of the context or of a layer's normed input."""
+    body, at = config.body, f"layers.{layer}.self_attn"
+    k = (x @ tensors[f"{at}.k_proj.weight"].T).unflatten(-1, (-1, body.head_dim))
+    v = (x @ tensors[f"{at}.v_proj.weight"].T).unflatten(-1, (-1, body.head_dim))
+    if body.qk_norm:
+        k = norm(k, tensors[f"{at}.k_norm.weight"], body.rms_norm_eps)
+    return rotate(k, positions, body.rope.theta), v
+
+
+def unary_logits(config, tensors, embedding, taps, anchor):
+    """(depth, draft vocabulary) without the Markov head, from the hidden states (n, T, H) of the n tokens before the
+    anchor."""
+    body, eps, size = config.body, config.body.rms_norm_eps, config.block_size
+    context = context_of(config, tensors, taps)
+    before = torch.arange(len(taps))
+    at = len(taps) + torch.arange(size)
+    masks = tensors[MASKS] if config.mask_embedding else embedding[config.mask_token_id].expand(size - 1, -1)
+    x = torch.cat((embedding[anchor][None], masks))
+    for layer in range(body.num_layers):
+        part = f"layers.{layer}"
+        h = norm(x, tensors[f"{part}.input_layernorm.weight"], eps)
+        q = (h @ tensors[f"{part}.self_attn.q_proj.weight"].T).unflatten(-1, (-1, body.head_dim))
+        if body.qk_norm:
+            q = norm(q, tensors[f"{part}.self_attn.q_norm.weight"], eps)
+        q = rotate(q, at, body.rope.theta)
+        old, new = (keys_and_values(config, tensors, layer, *of) for of in ((context, before), (h, at)))
+        k, v = (torch.cat(pair).repeat_interleave(body.num_heads // body.num_kv_heads, 1) for pair in zip(old, new))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / body.head_dim**0.5
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        x = x + attended @ tensors[f"{part}.self_attn.o_proj.weight"].T
+        h = norm(x, tensors[f"{part}.post_attention_layernorm.weight"], eps)
+        gate, up = (h @ tensors[f"{part}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ tensors[f"{part}.mlp.down_proj.weight"].T
+    head = embedding[ids_of(config, tensors)]
+    return (norm(x, tensors["norm.weight"], eps) @ head.T)[size - config.depth :]
+
+
+def after(config, tensors, logits, before):
+    """Log probabilities of one position (draft vocabulary,) behind the target's token `before`."""
+    if not config.markov_rank:
+        return logits.log_softmax(-1)
+    w1 = tensors[W1]
+    if config.markov_over_draft_vocab:
+        where = (ids_of(config, tensors) == before).nonzero()
+        row = w1[int(where)] if len(where) else torch.zeros_like(w1[0])
+    else:
+        row = w1[before]
+    return (logits + tensors[W2] @ row).log_softmax(-1)

@@ -1,0 +1,163 @@
+"""The loop: continuing after kill -9, several processes, NaN, a full disk, the schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import InvalidParameter, PacelineError
+from paceline.training.loop import STATE, LoopConfig
+from tests.training.toy import toy_loop, toy_target
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import sys, json, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+if int({world}) > 1:
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+from tests.training.toy import toy_loop
+from paceline.training.target import FrozenTarget
+target = FrozenTarget(Path({target!r}), torch.device("cpu"), torch.float32)
+loop = toy_loop(target, Path({folder!r}), {steps}, optimizer={optimizer!r})
+loop.report = lambda line: (print(line, flush=True), time.sleep({pause}))
+if {resume}:
+    loop.resume()
+loop.run()
+if loop.processes.rank == 0:
+    torch.save(loop.averaged(), Path({folder!r}) / "end.pt")
+    print(json.dumps([entry["loss"] for entry in loop.progress.curve]), flush=True)
+"""
+
+
+def script(target, folder, *, steps=8, pause=0.0, resume=False, world=1, optimizer="adamw"):
+    return RUN.format(
+        target=str(target.path),
+        folder=str(folder),
+        steps=steps,
+        pause=pause,
+        resume=resume,
+        world=world,
+        optimizer=optimizer,
+    )
+
+
+def started(code, **environment):
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return toy_target(tmp_path_factory.mktemp("target"))
+
+
+def test_a_killed_run_continues_to_the_very_weights_it_would_have_had(target, tmp_path):
+    whole = started(script(target, tmp_path / "whole"))
+    killed = started(script(target, tmp_path / "killed", pause=0.4))
+    for line in killed.stdout:
+        if line.startswith("step 3"):
+            break
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "killed" / STATE).exists()
+    assert not (tmp_path / "killed" / "end.pt").exists()
+    again = started(script(target, tmp_path / "killed", resume=True))
+    for process in (whole, again):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    one, other = (torch.load(tmp_path / name / "end.pt", weights_only=True) for name in ("whole", "killed"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_two_processes_have_the_loss_curve_of_one(target, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    pair = [started(script(target, tmp_path / "two", world=2), RANK=str(rank), **shared) for rank in (0, 1)]
+    alone = toy_loop(target, tmp_path / "one", 8)
+    alone.run()
+    outputs = [process.communicate(timeout=120) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    curve = json.loads(outputs[0][0].strip().splitlines()[-1])
+    expected = [entry["loss"] for entry in alone.progress.curve]
+    assert len(curve) == 8
+    assert curve == pytest.approx(expected, rel=2e-4)
+    assert expected[-1] < expected[0]
+
+
+def test_a_loss_that_is_not_a_number_keeps_the_last_good_state(target, tmp_path):
+    loop = toy_loop(target, tmp_path, 6)
+    loop.step(1e-3)
+    loop.save()
+    kept = (tmp_path / STATE).read_bytes()
+    with torch.no_grad():
+        loop.weights[0].fill_(float("nan"))
+    with pytest.raises(PacelineError, match=r"not a number at step 2.*--resume"):
+        loop.run()
+    assert (tmp_path / STATE).read_bytes() == kept
+
+
+def test_a_full_disk_keeps_the_last_good_state(target, tmp_path, monkeypatch):
+    loop = toy_loop(target, tmp_path, 6)
+    loop.save()
+    kept = (tmp_path / STATE).read_bytes()
+
+    def full(state, file):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(InvalidParameter, match="No space left on device; free some space"):
+        loop.save()
+    assert (tmp_path / STATE).read_bytes() == kept
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_run_bounded_by_minutes_ends_in_time_and_the_next_one_goes_on(target, tmp_path):
+    changes = {"steps": None, "minutes": 0.05, "stop_minutes": 0.02}
+    first = toy_loop(target, tmp_path, **changes)
+    began = time.perf_counter()
+    first.run()
+    assert time.perf_counter() - began < 20
+    assert 1.2 <= first.progress.elapsed_s < 3
+    second = toy_loop(target, tmp_path, **{**changes, "stop_minutes": None})
+    second.resume()
+    assert second.progress.step == first.progress.step
+    second.run()
+    assert second.progress.elapsed_s >= 3
+    assert second.progress.curve[-1]["lr"] < 0.1 * 3e-3
+
+
+def test_bad_settings_are_refused(target, tmp_path):
+    for changes, words in (
+        ({"steps": 3, "minutes": 1.0}, "either"),
+        ({}, "either"),
+        ({"steps": 3, "optimizer": "sgd"}, "adamw or muon"),
+    ):
+        with pytest.raises(InvalidParameter, match=words):
+            LoopConfig(**changes)
+    with pytest.raises(InvalidParameter, match="leave --resume out"):
+        toy_loop(target, tmp_path / "nothing").resume()
+
+
+def test_muon_learns_too(target, tmp_path):
+    loop = toy_loop(target, tmp_path, 12, optimizer="muon")
+    loop.run()
+    assert loop.progress.curve[-1]["loss"] < loop.progress.curve[0]["loss"]
