@@ -55,7 +55,7 @@ class EagleDrafter(TappedDrafter):
         super().__init__()
         self.name, self.taps, self.kv_layers = layer.config.method, taps, (layer.kv_spec,)
         self.device, self.version = layer.device, layer.digest
-        self._layer, self._kernels, self._top_k, self._max_positions = layer, kernels, top_k, max_positions
+        self._layer, self._kernels, self.top_k, self._max_positions = layer, kernels, top_k, max_positions
         self._cache: LayerCache | None = None
         self._recorder = GraphRecorder()
         self._graphs: dict[tuple[int, int], tuple[Inputs, CudaGraph]] = {}
@@ -133,7 +133,7 @@ class EagleDrafter(TappedDrafter):
         return Draft.device_trees(tokens, parents, counts, min(shape.depth, width))
 
     def _shape(self, nodes: int) -> TreeShape:
-        return TreeShape.of(nodes, self._layer.config.vocab, self._top_k)
+        return TreeShape.of(nodes, self._layer.config.vocab, self.top_k)
 
     def _inputs(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Inputs:
         taps, tokens = self._ring.load(seats, lengths - 2, self._columns)

@@ -1,0 +1,235 @@
+"""Does an exported drafter do in vLLM what it does here? Acceptance by position of the same chains, both greedy.
+
+    python benchmarks/interchange.py --drafter DIR --vllm-python VENV/bin/python --prompts mt_bench.jsonl -k 4
+    python benchmarks/interchange.py --fit DIR --prompts mt_bench.jsonl                 # a drafter to try it with
+
+The folder is exported (`--format`); the export is loaded here and in vLLM; both answer the same prompts in fp32 with
+chains of k tokens. Where vLLM's build cannot run a method its error is reported. `--fit` makes an EAGLE-3 drafter of
+random weights whose head is fitted, by least squares, to the target's own answers: far from a trained one, and right
+often enough to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import finish
+
+from paceline import build
+from paceline.config import EngineConfig, ModelConfig, SpeculationConfig
+from paceline.drafters.dspark_config import TargetShape
+from paceline.drafters.eagle_checkpoint import write
+from paceline.drafters.eagle_config import EagleConfig, published_layers, shapes
+from paceline.drafters.eagle_layer import EagleLayer
+from paceline.drafters.methods import METHODS
+from paceline.engine.engine import Engine
+from paceline.engine.policy import Choice, LearnsNothing
+from paceline.models.kv_cache import KVCache
+from paceline.models.plan import PassPlan
+from paceline.sampling_params import SamplingParams
+from paceline.training.export import export, target_of
+
+HERE = Path(__file__).parent
+BLOCK = 16
+# Widths of a product that this processor may compute in bf16 tiles are kept out of the comparison.
+ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+class Chains(LearnsNothing):
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+    def plan(self, sequences: Any, other_rows: int, others_wait: bool) -> list[Choice]:
+        return [self.choice for _ in sequences]
+
+
+def prompts_of(path: Path, count: int, loaded: Any) -> list[list[int]]:
+    """The first turns, as chats."""
+    texts = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+    found = []
+    for one in texts:
+        text = one["turns"][0] if "turns" in one else one.get("prompt") or one["question"]
+        chat = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        found.append(loaded.tokenizer.encode(chat)[:256])
+    return found
+
+
+def answered(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[Any]:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens).resolve({})
+    sequences = [engine.add_request(str(at), prompt, params)[0] for at, prompt in enumerate(prompts)]
+    while engine.has_work:
+        engine.step()
+    return sequences
+
+
+def ours(loaded: Any, folder: Path, method: str, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+    speculation = SpeculationConfig(method=method, drafter=str(folder))
+    drafter: Any = METHODS[method].make(build.drafter_context(loaded, speculation))
+    for chains in ("top_k", "_beam"):  # one child of each node
+        if hasattr(drafter, chains):
+            setattr(drafter, chains, 1)
+    policy = Chains(Choice(method, args.k))
+    engine = Engine(loaded.decoder, EngineConfig(max_num_seqs=args.rows), drafters=[drafter], policy=policy)
+    sequences = answered(engine, prompts, args.max_tokens)
+    assert engine.drafters.failures == 0
+    drafted, accepted = [0] * args.k, [0] * args.k
+    for one in sequences:
+        for at, (tried, kept) in enumerate(
+            zip(one.stats.drafted_per_position, one.stats.accepted_per_position, strict=True)
+        ):
+            drafted[at], accepted[at] = drafted[at] + tried, accepted[at] + kept
+    return {"drafted": drafted, "accepted": accepted, "answers": [list(one.output_tokens) for one in sequences]}
+
+
+def theirs(folder: Path, method: str, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
+    task = {
+        "model": str(build.resolve(args.model)),
+        "drafter": str(folder),
+        "method": method,
+        "k": args.k,
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "rows": args.rows,
+        "max_tokens": args.max_tokens,
+        "prompts": prompts,
+    }
+    with tempfile.TemporaryDirectory() as work:
+        given, result = Path(work) / "task.json", Path(work) / "result.json"
+        given.write_text(json.dumps(task))
+        command = [args.vllm_python, str(HERE / "interchange_vllm.py"), str(given), str(result)]
+        ended = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=sys.stderr, check=False)
+        if not result.exists():
+            return {"error": f"vLLM ended with exit code {ended.returncode}"}
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as work:
+        out = Path(work) / f"exported-{args.format}"
+        method = export(args.drafter, args.format, out, target_of(args.model))
+        loaded = build.load(args.model, dtype="float32").loaded
+        prompts = prompts_of(args.prompts, args.count, loaded)
+        here = ours(loaded, out, method, prompts, args)
+        found: dict[str, Any] = {"method": method, "format": args.format, "k": args.k, "prompts": len(prompts)}
+        found["ours"] = rates(here["accepted"], here["drafted"])
+        if args.vllm_python is None:
+            return found
+        there = theirs(out, method, prompts, args)
+        if "error" in there:
+            return found | {"vllm_error": there["error"]}
+        found |= {"vllm_version": there["version"], "vllm": rates(there["accepted"], [there["drafts"]] * args.k)}
+        found["drafts"] = {"ours": here["drafted"][0], "vllm": there["drafts"]}
+        found["same_answers"] = sum(a == b for a, b in zip(here["answers"], there["answers"], strict=True))
+        found["largest_difference"] = max(abs(a - b) for a, b in zip(found["ours"], found["vllm"], strict=True))
+        return found
+
+
+def rates(accepted: list[int], drafted: list[int]) -> list[float]:
+    return [round(a / max(b, 1), 4) for a, b in zip(accepted, drafted, strict=True)]
+
+
+@torch.inference_mode()
+def fit(args: argparse.Namespace) -> dict[str, Any]:
+    loaded = build.load(args.model, dtype="float32").loaded
+    decoder, target = loaded.decoder, loaded.config
+    prompts = prompts_of(args.prompts, args.count, loaded)
+    engine = Engine(decoder, EngineConfig(max_num_seqs=args.rows))
+    texts = [list(one.tokens) for one in answered(engine, prompts, args.max_tokens)]
+    known = sorted({token for text in texts for token in text})
+    config = eagle_config(target, len(known), args.model, decoder.embedding)
+    tensors = random_tensors(config, known)
+    taps, hidden = config.taps(target.num_layers), target.hidden_size
+    identity = torch.eye(hidden)  # in place of the head: logits are then the normed outputs
+    headless = EagleConfig(**{**vars(config), "own_head": False, "draft_vocab_size": 0})
+    layer = EagleLayer(
+        headless,
+        tensors,
+        target,
+        decoder.kernels,
+        device=decoder.device,
+        embedding=decoder.embedding,
+        head=decoder.kernels.pack(identity),
+    )
+    layer.bind(1024)
+    states, wanted = [], []
+    for text, prompt in zip(texts, prompts, strict=True):
+        first = len(prompt) - 2
+        states.append(outputs(decoder, layer, text, taps)[first:])
+        wanted += text[first + 2 :]
+    x, which = torch.cat(states).double(), torch.searchsorted(torch.tensor(known), torch.tensor(wanted))
+    ridge = x.T @ x + args.ridge * torch.eye(hidden, dtype=torch.float64)
+    goal = torch.nn.functional.one_hot(which, len(known)).double()
+    tensors["lm_head.weight"] = 10 * torch.linalg.solve(ridge, x.T @ goal).T.float().contiguous()
+    right = ((x @ tensors["lm_head.weight"].double().T).argmax(-1) == which).double().mean()
+    write(args.fit, config, tensors)
+    return {"fitted": str(args.fit), "positions": len(which), "vocabulary": len(known), "right": float(right)}
+
+
+def eagle_config(target: ModelConfig, vocab: int, name: str, embedding: torch.Tensor) -> EagleConfig:
+    layer = {"architecture": "llama", "num_layers": 1, "tie_embeddings": False, "windows": (), "qk_norm": False}
+    body = ModelConfig(**{**vars(target), **layer, "qkv_bias": False, "output_bias": False, "mlp_bias": False})
+    shape = TargetShape.of(target, embedding, name)
+    return EagleConfig(
+        body=body, draft_vocab_size=vocab, layer_ids=published_layers(target.num_layers), fc_norm=True, target=shape
+    )
+
+
+def random_tensors(config: EagleConfig, known: list[int]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for name, shape in shapes(config).items():
+        drawn = torch.randn(shape, generator=generator)
+        made[name] = torch.ones(shape) if len(shape) == 1 else drawn / shape[1] ** 0.5
+    made["d2t"] = torch.tensor(known) - torch.arange(len(known))
+    return made
+
+
+def outputs(decoder: Any, layer: EagleLayer, text: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+    """(n - 2, H) normed outputs of the drafter for the pairs of a text, all but the last."""
+    blocks = -(-len(text) // BLOCK)
+    at, table = torch.arange(len(text)), torch.arange(blocks, dtype=torch.int32)[None]
+    caches = KVCache(
+        [*decoder.kv_specs, layer.kv_spec],
+        num_blocks=blocks,
+        block_size=BLOCK,
+        dtype=torch.float32,
+        device=decoder.device,
+    ).layers
+    plan = PassPlan.in_order(at, at, torch.zeros_like(at), table, BLOCK, len(text))
+    found = decoder.forward(torch.tensor(text), plan, caches[:-1], at[-1:], taps).taps
+    pairs = at[:-2]
+    plan = PassPlan.in_order(pairs, pairs, torch.zeros_like(pairs), table, BLOCK, len(text))
+    out = layer.run(torch.tensor(text[1:-1]), layer.fuse(found[: len(pairs)].clone()), plan, caches[-1])
+    return layer.read(out)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--drafter", type=Path, help="folder to export and compare")
+    parser.add_argument("--format", default="speculators", help="to export it in")
+    parser.add_argument("--vllm-python", help="interpreter that has vLLM; without it only ours is measured")
+    parser.add_argument("--prompts", type=Path, required=True, help="jsonl with turns or prompt")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--rows", type=int, default=8, help="sequences at once")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("-k", type=int, default=4)
+    parser.add_argument("--fit", type=Path, help="write a fitted drafter to this folder instead")
+    parser.add_argument("--ridge", type=float, default=1.0)
+    args = parser.parse_args()
+    if (args.fit is None) == (args.drafter is None):
+        parser.error("give one of --drafter and --fit")
+    finish("interchange", fit(args) if args.fit is not None else compare(args))
+
+
+if __name__ == "__main__":
+    main()
