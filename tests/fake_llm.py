@@ -31,6 +31,7 @@ class FakeLLM:
     closed: ClassVar[int] = 0
     error: ClassVar[Exception | None] = None  # raised on the first token
     expected_gain: ClassVar[float | None] = None
+    activations: ClassVar[str] = "float32"
     drafted: ClassVar[SpeculationStats | None] = None  # what an answer says of itself unless asked to be plain
     plain_s: ClassVar[float] = 2.0  # how long plain decoding takes; everything else takes two seconds
     plain_says: ClassVar[int | None] = None  # the token plain decoding ends with, where it shall differ

@@ -54,11 +54,13 @@ def load(
     device: str = "auto",
     threads: int | None = None,
     numerics: str = "exact",
+    activations: str = "float32",
     progress: Progress | None = None,
 ) -> Target:
     note = machine.guard_amx(cache_home())
     path = resolve(model, progress)
-    return Target(path, load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics), note)
+    loaded = load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics, activations=activations)
+    return Target(path, loaded, note)
 
 
 def build(

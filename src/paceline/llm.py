@@ -37,6 +37,7 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         numerics: str = "exact",
+        activations: str = "float32",
         method: str = AUTO,
         k: int | str | None = None,
         draft_model: str | None = None,
@@ -77,7 +78,15 @@ class LLM:
             prefix_caching=prefix_caching,
         )
         self.name, self.method, self.speculation = model, speculation.method, speculation
-        target = load(model, dtype=dtype, device=device, threads=threads, numerics=numerics, progress=progress)
+        target = load(
+            model,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            numerics=numerics,
+            activations=activations,
+            progress=progress,
+        )
         self.note, self.loaded = target.note, target.loaded
         self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
         built = build(target, config, speculation)
@@ -114,7 +123,12 @@ class LLM:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.loaded.dtype).removeprefix("torch.")
+        return self.loaded.kind.label
+
+    @property
+    def activations(self) -> str:
+        """What enters products with weights: float32, or int8 (another model, with outputs of its own)."""
+        return self.loaded.decoder.kernels.activations
 
     @property
     def device_name(self) -> str:

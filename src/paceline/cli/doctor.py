@@ -117,7 +117,7 @@ def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
 
 def choices(findings: list[Finding]) -> dict[str, Any]:
     """The values that `auto` stands for on this machine."""
-    from paceline.models.kernels import kernels_for
+    from paceline.models.kernels import ACTIVATIONS, kernels_for
     from paceline.models.native_kernels import library_status
     from paceline.models.runtime import choose_device
 
@@ -133,6 +133,7 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
         "threads": machine.usable_cores(),
         "kernels": kernels.name,
         "kernels_status": status,
+        "activations": list(ACTIVATIONS) if kernels.name.startswith("native") else [kernels.activations],
         "numerics": "exact" if kernels.exact else "fast",
     }
 
@@ -155,6 +156,8 @@ def render(report: dict[str, Any]) -> list[str]:
             f"  device   {use['device']}, weights {use['dtype']}, {use['threads']} threads",
             f"  kernels  {use['kernels_status'] if use['device'] == 'cpu' else use['kernels']}",
             f"  numerics {use['numerics']}",
+            f"  activations {use['activations'][0]}"
+            + "".join(f" ({other} with --activations {other})" for other in use["activations"][1:]),
         ]
     if not report["findings"]:
         return [*lines, "nothing is wrong"]

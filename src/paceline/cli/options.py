@@ -42,6 +42,14 @@ class RunOptions:
         str,
         _model("--numerics", help="fast: a GPU's large passes may round by their size.", metavar="exact|fast"),
     ] = "exact"
+    activations: Annotated[
+        str,
+        _model(
+            "--activations",
+            help="int8: faster with weights stored as blocks, another model's output.",
+            metavar="float32|int8",
+        ),
+    ] = "float32"
     max_model_len: Annotated[int | None, _model("--max-model-len", help="Longest context, in tokens.")] = None
     gpu_memory_fraction: Annotated[
         float, _model("--gpu-memory-fraction", help="Of the GPU's memory, for weights, cache and all.")

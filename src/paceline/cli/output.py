@@ -75,7 +75,8 @@ class Tally:
         tokens = "1 token" if self.completion_tokens == 1 else f"{self.completion_tokens} tokens"
         drafting = self.llm.method if self.output is None else drafting_words(self.llm, self.speculation)
         first = "" if self.ttft_s is None else f" · first after {self.ttft_s:.2f} s"
-        return f"{tokens} · {rate_words(self.tokens_per_second)} · {drafting}{first}"
+        target = "" if self.llm.activations == "float32" else f" · {self.llm.activations} activations"
+        return f"{tokens} · {rate_words(self.tokens_per_second)} · {drafting}{first}{target}"
 
 
 def rate_words(tokens_per_second: float | None) -> str:
@@ -112,6 +113,7 @@ def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
     return {
         "model": llm.name,
         "method": llm.method,
+        "activations": llm.activations,
         "choices": [_choice(answer, top or 0) for answer in output.outputs],
         "usage": {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": tally.completion_tokens},
         "timing": {

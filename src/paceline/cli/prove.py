@@ -42,6 +42,9 @@ def prove(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of seeded requests and of replays.")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="Weights.", metavar="auto|float32|bfloat16")] = "auto",
     device: Annotated[str, typer.Option("--device", help="Where to run.", metavar="auto|cpu|cuda")] = "auto",
+    activations: Annotated[
+        str, typer.Option("--activations", help="The target's: int8 is another model.", metavar="float32|int8")
+    ] = "float32",
     numerics: Annotated[
         str,
         typer.Option("--numerics", help="fast: near-ties that fall differently are reported.", metavar="exact|fast"),
@@ -63,6 +66,7 @@ def prove(
             dtype=dtype,
             device=device,
             numerics=numerics,
+            activations=activations,
             threads=threads,
             method=AUTO,
             draft_model=draft_model,

