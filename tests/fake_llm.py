@@ -31,7 +31,6 @@ class FakeLLM:
     closed: ClassVar[int] = 0
     error: ClassVar[Exception | None] = None  # raised on the first token
     expected_gain: ClassVar[float | None] = None
-    activations: ClassVar[str] = "float32"
     drafted: ClassVar[SpeculationStats | None] = None  # what an answer says of itself unless asked to be plain
     plain_s: ClassVar[float] = 2.0  # how long plain decoding takes; everything else takes two seconds
     plain_says: ClassVar[int | None] = None  # the token plain decoding ends with, where it shall differ
@@ -42,6 +41,7 @@ class FakeLLM:
         FakeLLM.created.append({"model": model, **options})
         self.name, self.method, self.load_s, self.note = model, options["method"], 0.5, None
         self.speculation = SpeculationConfig(method=options["method"], k=options["k"])
+        self.activations = options.get("activations", "float32")
         self.tokenizer = FakeTokenizer()
         self.max_model_len = options["max_model_len"] or 1000
 

@@ -1,4 +1,4 @@
-"""Weights kept as blocks: the same bits as their expansion to fp32, for any rows, threads and variant of the kernels."""
+"""Weights kept as blocks: the same bits as their expansion to fp32, for any rows, threads and variant."""
 
 from __future__ import annotations
 
