@@ -36,7 +36,12 @@ def quantize(
 
         talks = shipped(per_workload=4) if prompts is None else from_file(prompts)
         source = resolve(model, report)
-        kinds = quantize_folder(source, to, out, lambda done, total: report and report("writing", done, total) or None)
+
+        def written(done: int, total: int) -> None:
+            if report is not None:
+                report("writing", done, total)
+
+        kinds = quantize_folder(source, to, out, written)
         if report is not None:
             report("measuring", 0, None)
         original, rounded = load_model(source, device="cpu"), load_model(out, device="cpu")

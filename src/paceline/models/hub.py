@@ -75,7 +75,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     report = progress or _silent
     path = cached_path(name) if name in ALIASES else None
     if path is None or not is_widened(path):
-        return resolve(name, progress, download=True)
+        return resolve(name, progress)
     report(f"{name} was expanded to float32 by an earlier version: fetching it again, as blocks", 0, None)
     return add_model(name, lambda folder: _fetch_alias(ALIASES[name], folder, report), report, replace=True)
 

@@ -15,6 +15,7 @@ from paceline.machine import usable_cores
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import FLOAT32, INT8, kernels_for
 from paceline.models.loader import Declared, load_all_weights, load_config, load_generation_defaults
+from paceline.models.threads import torch_threads
 from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 from paceline.tokenizer import Tokenizer
 
@@ -67,7 +68,8 @@ def load_model(
             "paceline quantize",
         )
     try:
-        decoder = Decoder(config, weights, kernels, device=place, dtypes=Dtypes.of(stored, place))
+        with torch_threads(kernels.torch_threads):
+            decoder = Decoder(config, weights, kernels, device=place, dtypes=Dtypes.of(stored, place))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
