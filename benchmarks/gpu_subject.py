@@ -57,7 +57,7 @@ class Subject:
     @functools.cached_property
     def small_weights(self) -> dict[str, torch.Tensor]:
         if not self.random:
-            return {name: weight.data for name, weight in load_weights(self.path, self.small_config).items()}
+            return {name: weight.numbers() for name, weight in load_weights(self.path, self.small_config).items()}
         return random_weights(self.small_config)
 
     @functools.cached_property

@@ -188,7 +188,7 @@ def agreement(device: torch.device, prompt: str, size: Size, model: str = "smoll
 
     path = resolve(model)
     config = load_config(path)
-    weights = {name: weight.data for name, weight in load_weights(path, config).items()}
+    weights = {name: weight.numbers() for name, weight in load_weights(path, config).items()}
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     big = Yardstick(config, weights, size, device=device, dtype=dtype)
     tokens = Tokenizer.from_path(path).apply_chat_template([{"role": "user", "content": prompt}])

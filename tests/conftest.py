@@ -56,4 +56,4 @@ def smollm2_path() -> Path:
 def smollm2(smollm2_path: Path):
     from paceline import LLM
 
-    return LLM(str(smollm2_path), dtype="float32", device="cpu")
+    return LLM(str(smollm2_path), device="cpu")

@@ -25,7 +25,7 @@ from paceline.cli.output import Tally
 from paceline.outputs import SpeculationStats
 from tests.fake_llm import FakeLLM, Result, Screen, environment, start
 
-RESULT_KEYS = {"model", "method", "choices", "usage", "timing", "speculation"}
+RESULT_KEYS = {"model", "method", "activations", "choices", "usage", "timing", "speculation"}
 CHOICE_KEYS = {"index", "text", "token_ids", "finish_reason", "logprobs"}
 SPECULATION_KEYS = {
     "drafts_by_method",
@@ -129,7 +129,7 @@ def test_bytes_that_are_not_text_are_blamed_on_their_flag(paceline: Callable[...
 
 
 def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
-    flags = "-m folder --dtype float32 --device cpu --numerics fast --threads 2 "
+    flags = "-m folder --dtype float32 --device cpu --numerics fast --threads 2 --activations int8 "
     flags += "--max-model-len 50 --gpu-memory-fraction 0.5"
     paceline("generate", "hello", *flags.split())
     assert FakeLLM.created == [
@@ -138,6 +138,7 @@ def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
             "dtype": "float32",
             "device": "cpu",
             "numerics": "fast",
+            "activations": "int8",
             "threads": 2,
             "method": "auto",
             "k": None,
@@ -227,6 +228,12 @@ def test_several_answers_are_printed_in_order_under_headings(paceline: Callable[
     result = paceline("generate", "hello", "--n", "2", "--max-tokens", "2", "--temperature", "1")
     assert result.out == "── 1 of 2 ──\nword0 word1\n── 2 of 2 ──\nword0 word1\n"
     assert result.err.startswith("4 tokens · 1.0 tok/s")
+
+
+def test_int8_activations_are_named_as_another_target(paceline: Callable[..., Result]) -> None:
+    result = paceline("generate", "hello", "--max-tokens", "3", "--activations", "int8")
+    assert result.err == "3 tokens · 1.0 tok/s · speculation off · first after 0.25 s · int8 activations\n"
+    assert paceline("generate", "hello", "--activations", "int8", "--json").json["activations"] == "int8"
 
 
 def test_json_is_one_object_with_exactly_the_promised_keys(paceline: Callable[..., Result]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.peers import compare
 from benchmarks.peers.configurations import AUTO, REFERENCE, Configuration, configurations, select
@@ -29,7 +30,7 @@ from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, cut, inte
 from paceline.errors import UnsupportedModel
 from paceline.gguf_file import GGUFFile
 from paceline.machine import usable_cores
-from paceline.models.gguf_model import gguf_config, gguf_names, gguf_tensor, uninterleave
+from paceline.models.gguf_model import gguf_config, gguf_names, gguf_weight, uninterleave
 from paceline.models.loader import load_config, load_weights
 from tests.models.tiny import save_tiny
 
@@ -331,7 +332,7 @@ def test_the_float_gguf_holds_the_folders_weights_and_shape(tmp_path: Path) -> N
     weights = load_weights(tmp_path / "model", config)
     assert names.keys() == weights.keys()
     for name, weight in weights.items():
-        assert np.array_equal(gguf_tensor(file, names[name], found), weight.data.numpy()), name
+        assert torch.equal(gguf_weight(file, names[name], found).numbers(), weight.numbers()), name
 
 
 def test_interleaving_is_undone_by_what_reads_gguf() -> None:

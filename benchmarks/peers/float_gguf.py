@@ -33,7 +33,7 @@ def write_float_gguf(folder: Path, path: Path) -> None:
     writer = import_gguf().GGUFWriter(partial, config.architecture)
     _write_config(writer, config)
     for name, weight in load_weights(folder, config).items():
-        writer.add_tensor(gguf_name(name), gguf_values(name, weight.data, config))
+        writer.add_tensor(gguf_name(name), gguf_values(name, weight.numbers(), config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -56,12 +56,13 @@ def load(
     threads: int | None = None,
     numerics: str = "exact",
     tokenizer: str | None = None,
+    activations: str = "float32",
     progress: Progress | None = None,
 ) -> Target:
     """`tokenizer`: a model whose tokenizer is used in place of the model's own."""
     note = machine.guard_amx(cache_home())
     path = resolve(model, progress)
-    loaded = load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics)
+    loaded = load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics, activations=activations)
     if tokenizer is not None:
         loaded = replace(loaded, tokenizer=Tokenizer.from_path(resolve(tokenizer, progress)))
     return Target(path, loaded, note)

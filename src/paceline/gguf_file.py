@@ -97,6 +97,16 @@ class GGUFFile:
             )
         return TensorInfo(shape=shape, type_id=kind, offset=offset, nbytes=nbytes)
 
+    def type_name(self, name: str) -> str:
+        """How the tensor is stored: F16, Q4_K, ..."""
+        return str(self._gguf.GGMLQuantizationType(self.tensors[name].type_id).name)
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes as stored (no copy): (..., bytes of a row)."""
+        info = self.tensors[name]
+        data = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
+        return data.reshape(*info.shape[:-1], -1)
+
     def read(self, name: str) -> npt.NDArray[Any]:
         """The tensor's values: float16 and float32 as stored (no copy), everything else dequantised to float32."""
         info = self.tensors[name]
@@ -105,9 +115,7 @@ class GGUFFile:
         if kind in (types.F32, types.F16):
             dtype = np.dtype("<f4" if kind == types.F32 else "<f2")
             return np.frombuffer(self._data, dtype, prod(info.shape), info.offset).reshape(info.shape)
-        block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
-        rows = (*info.shape[:-1], info.shape[-1] // block * block_bytes)
-        raw = np.frombuffer(self._data, np.uint8, info.nbytes, info.offset).reshape(rows)
+        raw = self.raw(name)
         try:
             values: npt.NDArray[Any] = self._gguf.quants.dequantize(raw, kind)
         except NotImplementedError as error:

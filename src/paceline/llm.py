@@ -57,6 +57,7 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         numerics: str = "exact",
+        activations: str = "float32",
         seed: int | None = None,
         method: str = AUTO,
         k: int | str | None = None,
@@ -125,6 +126,7 @@ class LLM:
             device=device,
             threads=None if threads is None else whole_number("threads", threads, 1),
             numerics=numerics,
+            activations=activations,
             tokenizer=None if tokenizer is None else path_or_name("tokenizer", tokenizer),
             progress=progress,
         )
@@ -163,8 +165,13 @@ class LLM:
 
     @property
     def dtype_name(self) -> str:
-        """The precision of the stored weights."""
-        return str(self.loaded.dtype).removeprefix("torch.")
+        """How the weights are stored."""
+        return self.loaded.kind.label
+
+    @property
+    def activations(self) -> str:
+        """What enters products with weights: float32, or int8 (another model, with outputs of its own)."""
+        return self.loaded.decoder.kernels.activations
 
     @property
     def device_name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import transformers
 
 from paceline.models.decoder import FINAL, LEAST_POSITIONS
 from paceline.models.kv_cache import KVCache
+from paceline.models.loader import load_config, load_weights
 from paceline.models.plan import PassPlan
 from paceline.models.rope import rope_tables
 from paceline.models.runtime import load_model
@@ -131,8 +133,11 @@ def test_smollm2_logits_equal_those_of_transformers(smollm2):
     """Greedy, fp32, token for token, through two very different implementations."""
     from paceline import SamplingParams
 
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(smollm2.name, dtype=torch.float32)
-    oracle.eval()
+    config = transformers.AutoConfig.from_pretrained(smollm2.name)
+    oracle = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    stored = load_weights(Path(smollm2.name), load_config(Path(smollm2.name)))
+    oracle.load_state_dict({name: weight.numbers().float() for name, weight in stored.items()}, strict=False)
+    oracle.tie_weights()
     prompts = [
         [{"role": "user", "content": "What is the capital of France?"}],
         [{"role": "user", "content": "Write a Python function that adds two numbers."}],

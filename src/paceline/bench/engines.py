@@ -184,8 +184,9 @@ class Engines:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "dtype": loaded.kind.label,
             "kernels": loaded.decoder.kernels.name,
+            "activations": loaded.decoder.kernels.activations,
         }
 
 

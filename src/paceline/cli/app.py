@@ -27,6 +27,7 @@ from paceline.cli.generate import generate
 from paceline.cli.models import models, pull
 from paceline.cli.output import Interrupted, print_error, print_json_error
 from paceline.cli.prove import prove
+from paceline.cli.quantize import quantize
 from paceline.cli.theory import theory
 from paceline.cli.train import train
 from paceline.errors import PacelineError
@@ -66,7 +67,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, demo, prove, bench, advise, train, export, theory, pull, models, doctor):
+for command in (generate, chat, demo, prove, bench, advise, train, export, theory, quantize, pull, models, doctor):
     app.command(cls=Command)(command)
 
 

@@ -79,10 +79,15 @@ def cache_folder(findings: list[Finding]) -> dict[str, Any]:
     from paceline.models import hub
 
     try:
-        home, names = hub.cache_home(), [model.name for model in hub.cached_models()]
+        home, cached = hub.cache_home(), hub.cached_models()
     except CacheFolderError as error:
         findings.append(Finding(one_line(error), "nothing can be pulled until then", fatal=True))
         return {"path": None, "writable": False, "models": []}
+    names = [model.name for model in cached]
+    for model in cached:
+        if hub.is_widened(model.path):
+            advice = f"paceline pull {model.name} fetches it again: a fifth of the size, several times as fast"
+            findings.append(Finding(f"{model.name} was expanded to float32 by an earlier version", advice))
     problem = _why_unwritable(home)
     if problem is not None:
         advice = "make it writable, or set PACELINE_HOME to a folder that is"
@@ -118,7 +123,7 @@ def torch_build(findings: list[Finding]) -> dict[str, Any] | None:
 
 def choices(findings: list[Finding]) -> dict[str, Any]:
     """The values that `auto` stands for on this machine."""
-    from paceline.models.kernels import kernels_for, why_slow
+    from paceline.models.kernels import ACTIVATIONS, kernels_for, why_slow
     from paceline.models.native_kernels import library_status
     from paceline.models.runtime import choose_device
 
@@ -134,6 +139,7 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
         "threads": machine.usable_cores(),
         "kernels": kernels.name,
         "kernels_status": status,
+        "activations": list(ACTIVATIONS) if kernels.name.startswith("native") else [kernels.activations],
         "numerics": "exact" if kernels.exact else "fast",
     }
 
@@ -156,6 +162,8 @@ def render(report: dict[str, Any]) -> list[str]:
             f"  device   {use['device']}, weights {use['dtype']}, {use['threads']} threads",
             f"  kernels  {use['kernels_status']}",
             f"  numerics {use['numerics']}",
+            f"  activations {use['activations'][0]}"
+            + "".join(f" ({other} with --activations {other})" for other in use["activations"][1:]),
         ]
     if not report["findings"]:
         return [*lines, "nothing is wrong"]

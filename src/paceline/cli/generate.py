@@ -128,6 +128,7 @@ def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
             dtype=options.dtype,
             device=options.device,
             numerics=options.numerics,
+            activations=options.activations,
             threads=options.threads,
             max_model_len=options.max_model_len,
             gpu_memory_fraction=options.gpu_memory_fraction,

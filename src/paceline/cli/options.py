@@ -51,6 +51,14 @@ class RunOptions:
             metavar="NAME",
         ),
     ] = "exact"
+    activations: Annotated[
+        str,
+        _model(
+            "--activations",
+            help="float32, or int8: faster with weights stored as blocks, but another model's output.",
+            metavar="NAME",
+        ),
+    ] = "float32"
     max_model_len: Annotated[
         int | None, _model("--max-model-len", help="Longest context (prompt and answer), in tokens.")
     ] = None

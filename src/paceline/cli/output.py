@@ -91,7 +91,8 @@ class Tally:
         tokens = "1 token" if self.completion_tokens == 1 else f"{self.completion_tokens} tokens"
         drafting = drafting_words(self.llm, self.speculation, self.params)
         first = "" if self.ttft_s is None else f" · first after {self.ttft_s:.2f} s"
-        return f"{tokens}{self._end_words()} · {rate_words(self.tokens_per_second)} · {drafting}{first}"
+        target = "" if self.llm.activations == "float32" else f" · {self.llm.activations} activations"
+        return f"{tokens}{self._end_words()} · {rate_words(self.tokens_per_second)} · {drafting}{first}{target}"
 
     def _end_words(self) -> str:
         """Why an answer ended that the model had not finished, unless the user set that limit."""
@@ -155,6 +156,7 @@ def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
     return {
         "model": llm.name,
         "method": llm.method,
+        "activations": llm.activations,
         "choices": [{**choice_object(answer, top), "token_ids": list(answer.token_ids)} for answer in output.outputs],
         "usage": {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": tally.completion_tokens},
         "timing": {

@@ -32,6 +32,7 @@ def prove(
     seed: Annotated[int, flag("--seed", min=0, help="Of seeded requests and of replays.")] = 0,
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
+    activations: flags.Activations = "float32",
     numerics: Annotated[
         str, flag("--numerics", help="fast: near-ties that fall differently are reported.", metavar="exact|fast")
     ] = "exact",
@@ -52,6 +53,7 @@ def prove(
             dtype=dtype,
             device=device,
             numerics=numerics,
+            activations=activations,
             threads=threads,
             method=AUTO,
             draft_model=draft_model,

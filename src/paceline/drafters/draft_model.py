@@ -114,7 +114,7 @@ class DraftModelDrafter:
         # The target has set the number of threads; loading a second model must not change it.
         loaded = load_model(path, dtype=context.dtype, device=context.device.type, threads=torch.get_num_threads())
         check_vocabulary(name, loaded, context)
-        version = f"{cls.name}/{_digest(f'{path} {loaded.config} {loaded.dtype}')}"
+        version = f"{cls.name}/{_digest(f'{path} {loaded.config} {loaded.kind.label}')}"
         return cls(loaded.decoder, eos_token_ids=context.config.eos_token_ids, version=version)
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:

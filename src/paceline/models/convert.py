@@ -1,23 +1,18 @@
-"""Writes a GGUF file out as a Hugging Face folder: float32 safetensors, config, tokenizer; one tensor at a time."""
+"""Writes a GGUF file out as a Hugging Face folder: its blocks unchanged, config, tokenizer; one tensor at a time."""
 
 from __future__ import annotations
 
 import json
-import struct
-from math import prod
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from paceline.config import ModelConfig
 from paceline.gguf_file import GGUFFile
 from paceline.gguf_vocab import tokenizer_files
-from paceline.models.gguf_model import gguf_config, gguf_names, gguf_tensor
+from paceline.models.block_file import BLOCK_WEIGHTS, write_blocks
+from paceline.models.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
 from paceline.models.hf_config import ARCHITECTURES
 from paceline.models.store import Progress
-
-FLOAT_BYTES = 4
 
 
 def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
@@ -28,7 +23,7 @@ def convert_gguf(file: GGUFFile, folder: Path, progress: Progress) -> None:
     _write_json(folder / "generation_config.json", {key: value for key, value in special.items() if value is not None})
     _write_json(folder / "tokenizer.json", body)
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
-    _write_safetensors(file, config, folder / "model.safetensors", progress)
+    _write_weights(file, config, folder, progress)
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -75,22 +70,16 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_safetensors(file: GGUFFile, config: ModelConfig, path: Path, progress: Progress) -> None:
-    """The format is a length, a JSON header of that length, and the values in the header's order."""
+def _write_weights(file: GGUFFile, config: ModelConfig, folder: Path, progress: Progress) -> None:
     names = gguf_names(file)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in sorted(names):
-        shape = file.tensors[names[name]].shape
-        start, end = end, end + prod(shape) * FLOAT_BYTES
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as out:
-        out.write(struct.pack("<Q", len(encoded)) + encoded)
-        for name in sorted(names):
-            out.write(np.ascontiguousarray(gguf_tensor(file, names[name], config), dtype="<f4").data)
-            progress("converting", header[name]["data_offsets"][1], end)
+    entries = [(name, gguf_kind(file, names[name]), file.tensors[names[name]].shape) for name in sorted(names)]
+    name = BLOCK_WEIGHTS if any(kind.is_blocks for _, kind, _ in entries) else "model.safetensors"
+    write_blocks(
+        folder / name,
+        entries,
+        lambda name: gguf_weight(file, names[name], config),
+        lambda done, total: progress("converting", done, total),
+    )
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

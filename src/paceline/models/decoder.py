@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
 from paceline.models.rope import rope_tables
 from paceline.models.warmup import PassShape
-from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
+from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 
 # Taps: i in 0..num_layers is the residual stream entering layer i (num_layers: leaving the last one), FINAL the hidden
 # state after the final norm, which is the head's input.
@@ -63,7 +63,7 @@ class Decoder:
         *,
         device: torch.device,
         dtypes: Dtypes,
-        embedding: Tensor | None = None,
+        embedding: Any = None,
         head: Packed | None = None,
     ) -> None:
         """A drafter's decoder may share `embedding` and `head` with its target: `weights` need not hold them then."""
@@ -82,7 +82,7 @@ class Decoder:
             parts = [stored(f"{name}.weight") for name in names]
             biases = [vector(f"{name}.bias") for name in names if f"{name}.bias" in weights]
             # Either all of these have a bias or none has: the loader checks names against the config.
-            return kernels.pack(joined(parts), torch.cat(biases) if biases else None)
+            return kernels.pack(parts, torch.cat(biases) if biases else None)
 
         def layer(index: int) -> Layer:
             at = f"model.layers.{index}"
@@ -99,10 +99,13 @@ class Decoder:
                 window=config.window(index),
             )
 
-        self.embedding = stored("model.embed_tokens.weight").data if embedding is None else embedding
         self.layers = [layer(index) for index in range(config.num_layers)]
         self.final_norm = vector("model.norm.weight")
-        self.head = packed("model.embed_tokens" if config.tie_embeddings else "lm_head") if head is None else head
+        tied = head is None and config.tie_embeddings
+        self.head = packed("model.embed_tokens" if tied else "lm_head") if head is None else head
+        if embedding is None:
+            embedding = kernels.embedding(stored("model.embed_tokens.weight"), self.head if tied else None)
+        self.embedding = embedding  # indexed by token ids
         self._shape: Shape | None = None
         self._stack: tuple[Stack | None, Shape | None] = None, None
         self.graphs = PassGraphs(self) if kernels.captures else None

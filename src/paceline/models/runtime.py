@@ -15,13 +15,15 @@ from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.machine import usable_cores
 from paceline.models.decoder import Decoder
-from paceline.models.kernels import kernels_for, why_slow
+from paceline.models.kernels import FLOAT32, INT8, kernels_for, why_slow
 from paceline.models.loader import Declared, load_all_weights, load_config, load_generation_defaults
-from paceline.models.weights import Dtypes, StoredWeight
+from paceline.models.threads import torch_threads
+from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 from paceline.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("auto", "cpu", "cuda")
+TYPICAL = "model.layers.0.mlp.down_proj.weight"  # the weight whose kind stands for the model's
 MOST_THREADS = 256  # of the native kernels' pool
 log = logging.getLogger(__name__)
 
@@ -34,10 +36,12 @@ class LoadedModel:
     generation_defaults: dict[str, Any]
     extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # tensors that drafters declared; read on access
 
+    kind: WeightKind = WeightKind.FLOAT32  # of the stored weights: of most layers' where kinds differ
+
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the stored weights; `decoder.dtypes` has the others."""
-        return self.decoder.dtypes.stored.dtype
+        """The dtype of the stored weights (bytes, of blocks); `decoder.dtypes` has the others."""
+        return self.kind.dtype
 
 
 def load_model(
@@ -47,6 +51,7 @@ def load_model(
     device: str = "auto",
     threads: int | None = None,
     numerics: str = "exact",
+    activations: str = FLOAT32,
     declared: Declared = lambda name: False,
 ) -> LoadedModel:
     """`declared`: whether a drafter declares a tensor that is not the decoder's, by name; any other is refused."""
@@ -54,21 +59,29 @@ def load_model(
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")
     threads = set_threads(threads)
-    kernels = kernels_for(place, threads, numerics)
+    kernels = kernels_for(place, threads, numerics, activations)
     if reason := why_slow(kernels, place):
         _warn_once(str(reason))
     config, tokenizer = load_config(path), Tokenizer.from_path(path)
     weights, extra = load_all_weights(path, config, declared)
-    stored = choose_dtype(dtype, weights["model.embed_tokens.weight"].kind.dtype, place)
+    stored = choose_dtype(dtype, place)
+    kind = weights.kinds[TYPICAL] if stored is None else WeightKind.of(stored)
+    if activations == INT8 and not kind.is_blocks:
+        raise InvalidParameter(
+            "activations",
+            f"int8 needs weights stored as blocks, and these are {kind.label}; use a GGUF file, or a folder made by "
+            "paceline quantize",
+        )
     try:
-        decoder = Decoder(config, weights, kernels, device=place, dtypes=Dtypes.of(stored, place))
+        with torch_threads(kernels.torch_threads):
+            decoder = Decoder(config, weights, kernels, device=place, dtypes=Dtypes.of(stored, place))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise DeviceError(
             f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16"
         ) from error
-    return LoadedModel(config, decoder, tokenizer, load_generation_defaults(path), extra)
+    return LoadedModel(config, decoder, tokenizer, load_generation_defaults(path), extra, kind)
 
 
 @functools.cache
@@ -87,11 +100,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def choose_dtype(name: str, in_file: torch.dtype, device: torch.device) -> torch.dtype:
-    """auto: bf16 weights stay bf16 (the same function at half the bytes), others are fp32 on CPU and bf16 on a GPU."""
+def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """auto: a CPU reads weights as the file has them (None), a GPU reads bf16."""
     if name != "auto":
         return DTYPES[name]
-    return torch.bfloat16 if device.type == "cuda" or in_file == torch.bfloat16 else torch.float32
+    return torch.bfloat16 if device.type == "cuda" else None
 
 
 def set_threads(threads: int | None) -> int:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import Layer, LayerByLayer, Rope, Shape, Stack, Weights
+from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.torch_reads import Part, PassReads
-from paceline.models.weights import Linear, StoredWeight, WeightKind
+from paceline.models.weights import Linear, StoredWeight, WeightKind, in_one_kind
 
 FEW_ROWS = 7  # MKL multiplies (N, K) by (K, M) up to three times as fast as (M, K) by (K, N) up to here
 
@@ -28,17 +28,23 @@ class TorchKernels:
     exact = False
     captures = False
     torch_threads: int | None = None
+    activations = FLOAT32
 
     def __init__(self) -> None:
         self._last: tuple[PassPlan | None, PassReads | None] = None, None
 
-    def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> Linear:
+    def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Linear:
         """On CPU half-precision weights are widened: activations are fp32 there."""
-        stored = StoredWeight.of(weight)
+        stored = in_one_kind(weight)
         device = stored.data.device
         if device.type == "cpu" and _is_half(stored.kind.dtype):
             stored = stored.to(WeightKind.FLOAT32, device)
         return Linear(stored, None if bias is None else bias.detach().to(stored.kind.dtype))
+
+    def embedding(self, weight: StoredWeight, packed: Linear | None) -> Tensor:
+        if not weight.kind.is_blocks:
+            return weight.data
+        return weight.numbers() if packed is None else packed.weight.data
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         matrix, bias = weight.weight.data, weight.bias

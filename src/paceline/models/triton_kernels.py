@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.models.chain import GreedyChain
-from paceline.models.kernels import Layer, Rope, Shape, Stack, Weights
+from paceline.models.kernels import FLOAT32, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import elementwise
@@ -21,7 +21,7 @@ from paceline.models.triton.attention import Work, Workspace, attention, work_of
 from paceline.models.triton.greedy_chain import TritonChain, served
 from paceline.models.triton.launch import INTERPRETED, multiprocessors
 from paceline.models.triton.linear import Rotary, linear
-from paceline.models.weights import Linear, StoredWeight
+from paceline.models.weights import Linear, StoredWeight, in_one_kind
 
 log = logging.getLogger("paceline")
 
@@ -31,16 +31,20 @@ class TritonKernels:
     exact = True
     captures = True
     torch_threads: int | None = 1
+    activations = FLOAT32
 
     def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
         self.overlap = overlap and not INTERPRETED
         self.workspace = Workspace(device)
         self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
 
-    def pack(self, weight: Tensor | StoredWeight, bias: Tensor | None = None) -> Linear:
-        stored = StoredWeight.of(weight)
+    def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Linear:
+        stored = in_one_kind(weight)
         stored = replace(stored, data=stored.data.contiguous())
         return Linear(stored, None if bias is None else bias.detach().contiguous())
+
+    def embedding(self, weight: StoredWeight, packed: Linear | None) -> Tensor:
+        return weight.numbers()
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         return linear(x, weight, overlap=self.overlap)

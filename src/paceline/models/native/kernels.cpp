@@ -13,14 +13,31 @@
 
 EXPORT long paceline_abi() { return ABI; }
 
-EXPORT long paceline_panel_width() { return NT; }
+
+
+// Whether this processor has the instructions the library was built for, beyond those of its level (AVX2, AVX-512).
+EXPORT int paceline_runs_here() {
+#if defined(__AVX512VNNI__)
+    return __builtin_cpu_supports("avx512vnni");
+#else
+    return 1;
+#endif
+}
+
+EXPORT long paceline_panel_bytes(int64_t kind, long N, long K) { return panel_bytes((Kind)kind, N, K); }
 
 EXPORT void paceline_pack(int64_t kind, const void* weight, void* panels, long N, long K, int threads) {
     pack((Kind)kind, weight, panels, N, K, threads);
 }
 
-EXPORT void paceline_linear(const Product* product, const float* x, float* out, long M, int threads) {
-    multiply(x, *product, out, M, threads);
+// Returns 0, or 1 when out of memory.
+EXPORT int paceline_linear(const Product* product, const float* x, float* out, long M, int threads) {
+    return multiply(x, *product, out, M, threads);
+}
+
+// Rows `ids` of a weight of blocks.
+EXPORT void paceline_gather(const Product* product, const int64_t* ids, float* out, long count, int threads) {
+    gather(*product, ids, out, count, threads);
 }
 
 // residual may be null; otherwise it becomes residual + x, and that sum is normed.

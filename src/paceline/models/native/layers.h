@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "kinds.h"
 
 namespace {
 
@@ -22,7 +23,7 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
                int first, int threads) {
     const long M = plan.rows, H = count ? layers->qkv.inputs : 0, Q = heads.q_heads * heads.dim;
     long widest = 0;
-    for (long i = 0; i < count; i++) widest = layers[i].gate_up.outputs > widest ? layers[i].gate_up.outputs : widest;
+    for (long i = 0; i < count; i++) widest = layers[i].gate_up.stride > widest ? layers[i].gate_up.stride : widest;
     const long qkv_width = Q + 2 * heads.kv_heads * heads.dim;
     float* memory = (float*)malloc(M * (H + qkv_width + 2 * Q + widest + widest / 2) * sizeof(float));
     if (!memory) return 1;
@@ -34,15 +35,16 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
             rms_norm(residual, nullptr, layer->input_norm, normed, M, H, heads.eps, threads);
         else
             rms_norm(added, residual, layer->input_norm, normed, M, H, heads.eps, threads);
-        multiply(normed, layer->qkv, qkv, M, threads);
+        status = multiply(normed, layer->qkv, qkv, M, threads);
+        if (status) break;
         status = rope_and_store(plan, heads, qkv, layer->keys, layer->values, q, layer->q_norm, layer->k_norm, threads);
         if (status) break;
         status = attention(plan, heads, q, layer->keys, layer->values, attended, layer->window, threads);
-        multiply(attended, layer->output, added, M, threads);
+        status |= multiply(attended, layer->output, added, M, threads);
         rms_norm(added, residual, layer->mlp_norm, normed, M, H, heads.eps, threads);
-        multiply(normed, layer->gate_up, gate_up, M, threads);
-        silu_mul(gate_up, inner, M, layer->gate_up.outputs / 2, threads);
-        multiply(inner, layer->down, added, M, threads);
+        status |= multiply(normed, layer->gate_up, gate_up, M, threads);
+        silu_mul(gate_up, inner, M, layer->gate_up.stride / 2, threads);
+        status |= multiply(inner, layer->down, added, M, threads);
     }
     free(memory);
     return status;

@@ -13,7 +13,7 @@ namespace {
 template <class T>
 void pack_panel(const T* const* rows, long n, long K, T* panel) {
     for (long k = 0; k < K; k++)
-        for (long j = 0; j < NT; j++) panel[k * NT + j] = j < n ? rows[j][k] : T(0);
+        for (long j = 0; j < NT; j++) panel[k * NT + j] = j < n ? rows[j][k] : T{};
 }
 
 // The same for NT rows, fast. `ahead`, when not null, are NT rows wanted soon.
@@ -34,13 +34,17 @@ void pack_panel(const float* const* rows, long K, float* panel, const float* con
         for (long j = 0; j < NT; j++) panel[k * NT + j] = rows[j][k];
 }
 
-enum class Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };  // weights.WeightKind: how a weight's numbers are stored
+// weights.WeightKind: how a weight is stored, as numbers or as blocks of codes
+enum class Kind : int64_t { FLOAT32 = 0, BFLOAT16, FLOAT16, Q4_0 = 4, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
 struct Product {  // native_kernels.ProductView
     Kind kind;
-    const void *panels, *scales;  // scales: of kinds that store blocks of codes, null for numbers
+    const void* panels;
     const float* bias;
     int64_t inputs, outputs;
+    int64_t stride;       // outputs of all parts: a row of the result
+    int64_t rounds;       // activations are rounded to int8 (kinds of blocks only)
+    const Product* next;  // the part whose outputs follow, where weights of several kinds are one product
 };
 
 // The right-hand sides of a product tile: where its k-th pair of vectors comes from.
@@ -71,6 +75,14 @@ struct Keys {  // a panel in L1; meanwhile the values of the same positions may 
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
 };
+struct Slab {  // weights expanded into L1
+    const float* panel;
+    template <int>
+    void prefetch(long) const {}
+    Slab next_tile() const { return *this; }
+    vec low(long k) const { return load(panel + k * NT); }
+    vec high(long k) const { return load(panel + k * NT + VL); }
+};
 struct Values {  // rows of the cache, wherever they are
     const float* const* rows;
     long column;
@@ -88,44 +100,46 @@ struct Output {
     long start_stride;
 };
 
-template <int M, class W>
-void product_tile(const float* x, long ldx, W w, long k0, long k1, Output to) {
-    vec acc[M][2];  // every loop over it is unrolled, or it would live in memory
-    if (to.start && to.columns == NT) {
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++) {
-            acc[m][0] = load(to.start + m * to.start_stride);
-            acc[m][1] = load(to.start + m * to.start_stride + VL);
-        }
-    } else {
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vec{};
-        if (to.start) {
+template <int M>
+struct Sums {  // of M rows and a panel's columns; every loop over `acc` is unrolled, or it would live in memory
+    vec acc[M][2];
+    explicit Sums(const Output& to) {
+        if (to.start && to.columns == NT) {
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) {
-                float s[NT] = {};
-                memcpy(s, to.start + m * to.start_stride, to.columns * sizeof(float));
-                acc[m][0] = load(s), acc[m][1] = load(s + VL);
+                acc[m][0] = load(to.start + m * to.start_stride);
+                acc[m][1] = load(to.start + m * to.start_stride + VL);
             }
+            return;
         }
-    }
-    for (long k = k0; k < k1; k++) {
-        w.template prefetch<M>(k);
-        const vec low = w.low(k), high = w.high(k);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vec{};
+        if (!to.start) return;
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
-            const vec a = splat(x[m * ldx + k]);
+            float s[NT] = {};
+            memcpy(s, to.start + m * to.start_stride, to.columns * sizeof(float));
+            acc[m][0] = load(s), acc[m][1] = load(s + VL);
+        }
+    }
+    // Column k of the rows, at x, times the panel's weights at k.
+    inline __attribute__((always_inline)) void add(const float* x, long ldx, vec low, vec high) {
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            const vec a = splat(x[m * ldx]);
             acc[m][0] = madd(a, low, acc[m][0]);
             acc[m][1] = madd(a, high, acc[m][1]);
         }
     }
-    if (to.columns == NT) {
+    void store_to(const Output& to) const {
+        if (to.columns == NT) {
 #pragma GCC unroll 16
-        for (int m = 0; m < M; m++) {
-            store(to.out + m * to.stride, acc[m][0]);
-            store(to.out + m * to.stride + VL, acc[m][1]);
+            for (int m = 0; m < M; m++) {
+                store(to.out + m * to.stride, acc[m][0]);
+                store(to.out + m * to.stride + VL, acc[m][1]);
+            }
+            return;
         }
-    } else {
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
             float s[NT];
@@ -133,25 +147,48 @@ void product_tile(const float* x, long ldx, W w, long k0, long k1, Output to) {
             memcpy(to.out + m * to.stride, s, to.columns * sizeof(float));
         }
     }
+};
+
+template <int M, class W>
+void product_tile(const float* x, long ldx, W w, long k0, long k1, Output to) {
+    Sums<M> sums(to);
+    for (long k = k0; k < k1; k++) {
+        w.template prefetch<M>(k);
+        sums.add(x + k, ldx, w.low(k), w.high(k));
+    }
+    sums.store_to(to);
 }
 
-// Any number of rows, in tiles of at most MT (two even tiles rather than a full one and a sliver).
-template <class W>
-void product(const float* x, long ldx, long rows, W w, long k0, long k1, Output to) {
-    while (rows > 0) {
-        const long m = rows <= MT ? rows : rows < 2 * MT ? (rows + 1) / 2 : MT;
+template <int M>
+struct TileRows {
+    static constexpr int ROWS = M;
+};
+
+// Any number of rows, in tiles of at most MOST (two even tiles rather than a full one and a sliver): use(TileRows, first row).
+template <int MOST, class Use>
+void in_tiles(long rows, const Use& use) {
+    for (long row = 0; row < rows;) {
+        const long left = rows - row, m = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
         switch (m) {
 #define TILE(M) \
-    case M: product_tile<M>(x, ldx, w, k0, k1, to); break;
-            TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
-#if !defined(__x86_64__) || defined(__AVX512F__)
-            TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
-#endif
+    case M: \
+        if constexpr (M <= MOST) use(TileRows<M>{}, row); \
+        break;
+            TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
 #undef TILE
         }
-        rows -= m, x += m * ldx, to.out += m * to.stride, w = w.next_tile();
-        if (to.start) to.start += m * to.start_stride;
+        row += m;
     }
+}
+
+template <class W>
+void product(const float* x, long ldx, long rows, W w, long k0, long k1, Output to) {
+    in_tiles<MT>(rows, [&](auto m, long row) {
+        Output part = to;
+        part.out += row * to.stride;
+        if (to.start) part.start += row * to.start_stride;
+        product_tile<m.ROWS>(x + row * ldx, ldx, row ? w.next_tile() : w, k0, k1, part);
+    });
 }
 
 template <class T>
@@ -164,25 +201,19 @@ void pack(const T* weight, T* panels, long N, long K, int threads) {
     });
 }
 
-template <class T>
-void linear(const float* x, const T* panels, const float* bias, float* out, long M, long K, long N, int threads) {
-    const long num_panels = (N + NT - 1) / NT;
+// Every panel once for every chunk of rows: body(panel, first row, rows, where their outputs go).
+template <class F>
+void over_panels(const Product& product, float* out, long M, int threads, const F& body) {
+    const long K = product.inputs, N = product.outputs, num_panels = (N + NT - 1) / NT;
     const long chunk = 10 * MT, num_chunks = (M + chunk - 1) / chunk;  // rows cut up too: an even load on many cores
+    const long stride = product.stride;
+    const float* bias = product.bias;
     if (M * K * N < SERIAL) threads = 1;
-    auto compute = [=](long item) {
+    auto compute = [=, &body](long item) {
         const long p = item / num_chunks, row = item % num_chunks * chunk;
-        const long rows = M - row < chunk ? M - row : chunk;
-        // Several tiles read the same panel: cut it so that a part stays in L2 until all have read it.
-        const long depth = rows > MT ? 2048 : K;
-        float* to = out + row * N + p * NT;
         const long columns = N - p * NT < NT ? N - p * NT : NT;
-        Output output{to, N, columns, bias ? bias + p * NT : nullptr, 0};
-        long k = 0;
-        do {
-            const long end = K - k < depth ? K : k + depth;
-            product(x + row * K, K, rows, Weights<T>{panels + p * NT * K}, k, end, output);
-            output.start = to, output.start_stride = N, k = end;
-        } while (k < K);
+        const Output to{out + row * stride + p * NT, stride, columns, bias ? bias + p * NT : nullptr, 0};
+        body(p, row, M - row < chunk ? M - row : chunk, to);
     };
     // Neighbouring panels in one claim: the prefetch at a panel's end is then for the thread's own next panel.
     const long items = num_panels * num_chunks, run = items / (4 * threads) > 1 ? items / (4 * threads) : 1;
@@ -191,18 +222,20 @@ void linear(const float* x, const T* panels, const float* bias, float* out, long
     });
 }
 
-void pack(Kind kind, const void* weight, void* panels, long N, long K, int threads) {
-    switch (kind) {
-        case Kind::FLOAT32: return pack((const float*)weight, (float*)panels, N, K, threads);
-        case Kind::BFLOAT16: return pack((const uint16_t*)weight, (uint16_t*)panels, N, K, threads);
-    }
-}
-
-void multiply(const float* x, const Product& p, float* out, long M, int threads) {
-    switch (p.kind) {
-        case Kind::FLOAT32: return linear(x, (const float*)p.panels, p.bias, out, M, p.inputs, p.outputs, threads);
-        case Kind::BFLOAT16: return linear(x, (const uint16_t*)p.panels, p.bias, out, M, p.inputs, p.outputs, threads);
-    }
+template <class T>
+void linear(const float* x, const Product& weight, float* out, long M, int threads) {
+    const long K = weight.inputs;
+    const T* panels = (const T*)weight.panels;
+    over_panels(weight, out, M, threads, [=](long p, long row, long rows, Output to) {
+        // Several tiles read the same panel: cut it so that a part stays in L2 until all have read it.
+        const long depth = rows > MT ? 2048 : K;
+        long k = 0;
+        do {
+            const long end = K - k < depth ? K : k + depth;
+            product(x + row * K, K, rows, Weights<T>{panels + p * NT * K}, k, end, to);
+            to.start = to.out, to.start_stride = to.stride, k = end;
+        } while (k < K);
+    });
 }
 
 }  // namespace

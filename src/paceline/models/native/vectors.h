@@ -11,6 +11,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -30,6 +32,8 @@ constexpr long NT = 2 * VL;   // columns of a panel
 constexpr long SPLIT = 256;   // positions of an attention split; a multiple of NT for every VL
 constexpr long SCORES = SPLIT + 16;  // a row of scores; with a stride of a power of two, rows would map to the same cache sets
 constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
+constexpr long SLAB = 128;  // depth of a slab of expanded weights; NT columns of it and the rows' share of x fit L1
+constexpr long PREFETCH_BYTES = 4096;  // ahead in panels of blocks
 constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
 
 typedef float vec __attribute__((vector_size(VL * 4)));
@@ -37,9 +41,18 @@ typedef int32_t ivec __attribute__((vector_size(VL * 4)));
 typedef float loose_vec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t loose_half __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
+typedef int32_t loose_ivec __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint8_t loose_bytes __attribute__((vector_size(VL), aligned(1), may_alias));
+typedef int8_t loose_signed_bytes __attribute__((vector_size(VL), aligned(1), may_alias));
+
+struct half {  // IEEE binary16
+    uint16_t bits;
+};
 
 inline vec load(const float* p) { return *(const loose_vec*)p; }
 inline vec load(const uint16_t* p) { return (vec)(__builtin_convertvector(*(const loose_half*)p, uvec) << 16); }  // bf16
+inline vec load_bytes(const uint8_t* p) { return __builtin_convertvector(*(const loose_bytes*)p, vec); }
+inline vec load_bytes(const int8_t* p) { return __builtin_convertvector(*(const loose_signed_bytes*)p, vec); }
 inline void store(float* p, vec v) { *(loose_vec*)p = v; }
 
 inline vec load_n(const float* p, long n) {
@@ -56,6 +69,21 @@ inline vec splat(float a) {
     return (vec)_mm256_set1_ps(a);
 #else
     return a - vec{};  // a + 0 would lose the sign of -0
+#endif
+}
+
+inline vec load(const half* p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_maskz_cvtph_ps(-1, _mm256_loadu_si256((const __m256i*)p));  // unmasked, GCC 12 warns
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
+#else
+    const uvec bits = __builtin_convertvector(*(const loose_half*)p, uvec), magnitude = bits & 0x7fffu;
+    const uvec scaled = (uvec)((vec)(magnitude << 13) * splat(0x1p112f));  // exact, subnormal halves too
+    const uvec finite = magnitude < 0x7c00u ? scaled : scaled | 0x7f800000u;
+    return (vec)(finite | (bits & 0x8000u) << 16);
 #endif
 }
 

@@ -1,0 +1,174 @@
+"""Rounds a checkpoint's weights to blocks of codes, in GGUF's formats, and writes them as a folder of its own.
+
+Scales follow from the largest and the least weight of a block. Codes are rounded against the scales as they are stored,
+so that a weight is at most half a step away from its code. Embedding and head are q8_0 whatever the layers are: they
+are read for every token and lose most. Biases and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.errors import BrokenModel, InvalidParameter
+from paceline.models.block_file import BLOCK_WEIGHTS, write_blocks
+from paceline.models.loader import expected_shapes, load_config, load_weights
+from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
+
+TARGETS = {"q8_0": WeightKind.Q8_0, "q4_1": WeightKind.Q4_1, "q4_k": WeightKind.Q4_K}
+FALLBACK = WeightKind.Q4_1  # of q4_k, where rows are not whole blocks of 256
+COPIED = (".json", ".jinja", ".model", ".txt")
+OUTER = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def quantize(values: Tensor, kind: WeightKind) -> StoredWeight:
+    """(N, K) numbers as blocks; K is a multiple of the blocks' weights."""
+    blocks = values.float().reshape(-1, BLOCKS[kind].weights)
+    data = _ENCODE[kind](blocks)
+    return StoredWeight.of_blocks(kind, data.view(len(values), -1))
+
+
+def quantize_folder(source: Path, to: str, out: Path, progress: Callable[[int, int], None]) -> dict[str, int]:
+    """Writes `out`, which must not exist yet, and returns how many weights of each kind it holds."""
+    if to not in TARGETS:
+        raise InvalidParameter("to", f"{to!r} is not one of {', '.join(TARGETS)}")
+    if out.exists():
+        raise InvalidParameter("out", f"{out} exists already; name a new folder")
+    if not source.is_dir():
+        raise InvalidParameter("model", f"{source} is stored as blocks already; name a folder of safetensors")
+    config = load_config(source)
+    weights = load_weights(source, config)
+    if stored := next((kind for kind in weights.kinds.values() if kind.is_blocks), None):
+        raise InvalidParameter("model", f"{source} is stored as {stored.label} already; name the original model")
+    kinds = choose_kinds(config, TARGETS[to], str(source))
+    shapes = expected_shapes(config)
+    staging = out.with_name(out.name + ".partial")
+    staging.mkdir(parents=True)
+    try:
+        for file in sorted(source.iterdir()):
+            if file.suffix in COPIED and "safetensors" not in file.name and file.name != "paceline.json":
+                shutil.copyfile(file, staging / file.name)
+        write_blocks(
+            staging / BLOCK_WEIGHTS,
+            [(name, kinds[name], shape) for name, shape in shapes.items()],
+            lambda name: _stored(weights[name], kinds[name], f"{source}: tensor {name}"),
+            progress,
+        )
+        staging.rename(out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return dict(Counter(kind.label for name, kind in kinds.items() if len(shapes[name]) == 2))
+
+
+def choose_kinds(config: ModelConfig, wanted: WeightKind, source: str) -> dict[str, WeightKind]:
+    kinds: dict[str, WeightKind] = {}
+    for name, shape in expected_shapes(config).items():
+        if len(shape) == 1:
+            kinds[name] = WeightKind.FLOAT32
+            continue
+        kind = WeightKind.Q8_0 if name in OUTER else wanted
+        if shape[1] % BLOCKS[kind].weights:
+            kind = FALLBACK
+        if shape[1] % BLOCKS[kind].weights:
+            raise BrokenModel(
+                f"{source}: {name} has rows of {shape[1]}, which are not whole blocks of {BLOCKS[kind].weights}; "
+                "this model cannot be quantised"
+            )
+        kinds[name] = kind
+    return kinds
+
+
+def write_card(folder: Path, *, model: str, to: str, kinds: dict[str, int], distance: dict[str, float]) -> None:
+    """README.md for people, paceline.json for programs."""
+    counts = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+    lines = [
+        f"# {model}, weights rounded to {to}",
+        "",
+        f"Written by `paceline quantize`. {counts} ({BLOCK_WEIGHTS}); norms and biases as in the original.",
+        "It is another model than the original. Its measured distance, next-token distributions on prompts:",
+        "",
+        "| tokens compared | mean KL (nats) | largest KL | same likeliest token |",
+        "|---|---|---|---|",
+        f"| {distance['tokens']:.0f} | {distance['mean_kl']:.5f} | {distance['max_kl']:.4f} "
+        f"| {100 * distance['top1_agreement']:.2f} % |",
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    facts = {"name": folder.name, "source": f"{model}, quantised to {to}", "format": "blocks", "distance": distance}
+    (folder / "paceline.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _stored(weight: StoredWeight, kind: WeightKind, source: str) -> StoredWeight:
+    if not kind.is_blocks:
+        return weight
+    values = weight.numbers()
+    if not bool(values.isfinite().all()):
+        raise BrokenModel(f"{source} holds a weight that is not a number; the file is damaged, download it again")
+    return quantize(values, kind)
+
+
+def _half_bytes(values: Tensor) -> Tensor:
+    """(B, n) -> (B, 2 n) bytes, float16."""
+    return values.half().view(torch.uint8)
+
+
+def _divided(values: Tensor, step: Tensor, largest: int, least: int = 0) -> Tensor:
+    """Whole steps of (B, n) values; all 0 where the step is."""
+    steps = torch.where(step == 0, torch.zeros_like(values), values / step)
+    return steps.round().clamp(least, largest)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """(..., 2 n) codes of 4 bits -> (..., n) bytes: the first half low."""
+    low, high = codes.to(torch.uint8).chunk(2, -1)
+    return low | high << 4
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    scale = (blocks.abs().amax(1, keepdim=True) / 127).half().float()
+    codes = _divided(blocks, scale, 127, -127).to(torch.int8)
+    return torch.cat([_half_bytes(scale), codes.view(torch.uint8)], 1)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    least = blocks.amin(1, keepdim=True).half().float()
+    scale = ((blocks.amax(1, keepdim=True) - least) / 15).clamp(min=0).half().float()
+    codes = _divided(blocks - least, scale, 15)
+    return torch.cat([_half_bytes(scale), _half_bytes(least), _nibbles(codes)], 1)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    """Groups of 32 in a block of 256, whose scales and minima are 6-bit multiples of two halves."""
+    groups = blocks.unflatten(1, (8, 32))
+    minima = -groups.amin(2).clamp(max=0)  # (B, 8), subtracted
+    scales = (groups.amax(2) + minima).clamp(min=0) / 15
+    d, least = ((part.amax(1, keepdim=True) / 63).half().float() for part in (scales, minima))
+    small_scales, small_minima = _divided(scales, d, 63), _divided(minima, least, 63)
+    codes = _divided(groups + (least * small_minima)[:, :, None], (d * small_scales)[:, :, None], 15)
+    return torch.cat([_half_bytes(d), _half_bytes(least), _packed_scales(small_scales, small_minima), _pairs(codes)], 1)
+
+
+def _packed_scales(scales: Tensor, minima: Tensor) -> Tensor:
+    """Eight 6-bit scales and minima in twelve bytes: the last four's high bits above the first four's."""
+    s, m = scales.to(torch.uint8), minima.to(torch.uint8)
+    first, last = s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6
+    return torch.cat([first, last, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4], 1)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """(B, 8, 32) -> (B, 128): groups 2 i and 2 i + 1 share 32 bytes."""
+    return _nibbles(codes.unflatten(1, (4, 2)).flatten(2)).flatten(1)
+
+
+_ENCODE: dict[WeightKind, Callable[[Tensor], Tensor]] = {
+    WeightKind.Q8_0: _q8_0,
+    WeightKind.Q4_1: _q4_1,
+    WeightKind.Q4_K: _q4_k,
+}

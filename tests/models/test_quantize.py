@@ -1,0 +1,103 @@
+"""`paceline quantize`: blocks that stand for their weights to half a step, a folder that loads, its measured card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from paceline.cli.app import run
+from paceline.errors import BrokenModel, InvalidParameter
+from paceline.models.loader import load_config, load_weights
+from paceline.models.quantize import TARGETS, quantize, quantize_folder
+from paceline.models.runtime import load_model
+from paceline.models.weights import BLOCKS, WeightKind
+from tests.models.tiny import save_tiny, write_tokenizer
+
+
+@pytest.mark.parametrize("kind", TARGETS.values(), ids=lambda kind: kind.name)
+def test_a_quantised_weight_is_within_half_a_step(kind: WeightKind) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(40, 768) * torch.logspace(-2, 1, 40)[:, None]
+    values[7], values[8, :256] = 0.0, 0.25
+    stored = quantize(values, kind)
+    assert stored.shape == (40, 768)
+    assert stored.nbytes == 40 * BLOCKS[kind].row_bytes(768)
+    groups = values.view(40, -1, 32)
+    spread = groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)
+    step = 2 * groups.abs().amax(2) / 127 if kind is WeightKind.Q8_0 else spread / 15
+    if kind is WeightKind.Q4_K:  # scales and minima are themselves rounded to 6 bits of the block's largest
+        step = step + 2 * spread.unflatten(1, (3, 8)).amax(2, keepdim=True).expand(40, 3, 8).flatten(1) / 63
+    error = (stored.numbers() - values).abs().view(40, -1, 32).amax(2)
+    assert bool((error <= 0.51 * step + 1e-3 * groups.abs().amax(2)).all())
+    assert not stored.numbers()[7].any()
+
+
+@pytest.mark.parametrize("kind", [WeightKind.Q8_0, WeightKind.Q4_1], ids=lambda kind: kind.name)
+def test_a_quantised_weight_is_as_close_as_the_gguf_packages(kind: WeightKind) -> None:
+    values = torch.randn(50, 320, generator=torch.Generator().manual_seed(1))
+    type_ = gguf.GGMLQuantizationType[kind.name]
+    theirs = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), type_), type_))
+    ours = quantize(values, kind).numbers()
+    assert (ours - values).square().mean() < 1.01 * (theirs - values).square().mean()
+
+
+def sized_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Rows of whole blocks of 32, not of 256."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    write_tokenizer(folder, 96)
+
+
+def test_the_command_writes_a_folder_that_loads_and_says_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sized_model(tmp_path / "m")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w1 w2 w3 w4\nw9 w8 w7\n")
+    out = tmp_path / "out"
+    arguments = ["--model", str(tmp_path / "m"), "--out", str(out), "--prompts", str(prompts)]
+    assert run(["quantize", *arguments, "--to", "q4_k", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["kinds"] == {"q8_0": 1, "q4_1": 12, "q4_k": 2}, "rows of 64 are not blocks of 256"
+    assert result["distance"]["tokens"] == 7
+    assert 0 < result["distance"]["mean_kl"] <= result["distance"]["max_kl"] < 1
+    assert f"{result['distance']['mean_kl']:.5f}" in (out / "README.md").read_text()
+    loaded = load_model(out, device="cpu", activations="int8")
+    assert loaded.kind is WeightKind.Q4_K
+    weights, original = (load_weights(at, load_config(at)) for at in (out, tmp_path / "m"))
+    for name, weight in original.items():
+        wide = weight.numbers().float()
+        assert (weights[name].numbers() - wide).abs().max() <= 0.1 * wide.abs().max(), name
+    assert run(["quantize", *arguments, "--to", "q8_0"]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_what_cannot_be_quantised_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    save_tiny("llama-tied", tmp_path / "odd")  # rows of 48
+    out = tmp_path / "out"
+    with pytest.raises(BrokenModel, match="not whole blocks of 32; this model cannot be quantised"):
+        quantize_folder(tmp_path / "odd", "q8_0", out, lambda done, total: None)
+    with pytest.raises(InvalidParameter, match="'q3_k' is not one of q8_0, q4_1, q4_k"):
+        quantize_folder(tmp_path / "odd", "q3_k", out, lambda done, total: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["odd"]
+    sized_model(tmp_path / "m")
+    quantize_folder(tmp_path / "m", "q8_0", out, lambda done, total: None)
+    with pytest.raises(InvalidParameter, match="stored as q8_0 already"):
+        quantize_folder(out, "q8_0", tmp_path / "again", lambda done, total: None)
+    assert not (tmp_path / "again").exists()
