@@ -23,6 +23,7 @@ from paceline.cli.generate import generate
 from paceline.cli.models import models, pull
 from paceline.cli.output import Interrupted, print_error, print_json_error
 from paceline.cli.prove import prove
+from paceline.cli.serve import serve
 from paceline.cli.theory import theory
 from paceline.errors import PacelineError
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, demo, prove, bench, advise, theory, pull, models, doctor):
+for command in (generate, chat, serve, demo, prove, bench, advise, theory, pull, models, doctor):
     app.command()(command)
 
 

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint: HTTP and text in one process, the engine in another (`pip install paceline[serve]`)."""
+"""An OpenAI-compatible endpoint: HTTP and text in one process, the engine in another. Needs `paceline[serve]`."""

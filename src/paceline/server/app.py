@@ -1,13 +1,12 @@
-"""The HTTP application: routes, errors, keys and limits. The engine is behind `EngineClient`, in a process of its own."""
+"""The HTTP application: its routes, and their errors. The engine is behind `EngineClient`, in another process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,22 +15,22 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline import __version__
 from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError
 from paceline.sampling_params import SamplingParams
-from paceline.server import chat, completions
+from paceline.server import chat, completions, responses
 from paceline.server.answers import Generation
 from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
-from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, from_validation, headers_of, status_of
-from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.server.errors import body_of, from_validation
+from paceline.server.gate import Gate, error_response
+from paceline.server.metrics import Metrics
+from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from paceline.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
 LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
-OPEN_PATHS = ("/health", "/version")  # that need no key
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class State:
 
     settings: ServerSettings
     client: EngineClient
+    metrics: Metrics
     started: float = field(default_factory=time.time)
     stopping: bool = False
     _tokenizer: Tokenizer | None = None
@@ -78,27 +78,33 @@ class State:
             return self.tokenizer.encode(prompt, special)
         return await asyncio.to_thread(self.tokenizer.encode, prompt, special)
 
-    async def start(self, prompt: list[int], params: SamplingParams, *, streamed: bool, prefix: str) -> Generation:
+    async def start(
+        self, prompt: list[int], params: SamplingParams, body: Sampling, *, streamed: bool, prefix: str
+    ) -> Generation:
         if self.stopping:
             raise EngineClosed("the server is shutting down; try another one")
+        request_id = new_request_id(prefix)
+        self.metrics.submitted(request_id, len(prompt), body.tag)
         return await Generation.start(
             self.client,
             self.tokenizer,
             prompt,
-            params.resolve(self.client.info["generation_defaults"]),
+            params.resolve(self.client.info.get("generation_defaults", {})),
             streamed=streamed,
-            request_id=new_request_id(prefix),
+            request_id=request_id,
             limit_s=self.settings.request_limit_s,
         )
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    client = EngineClient(settings.engine)
-    state = State(settings, client)
+    metrics = Metrics(_warn_of_drift)
+    client = EngineClient(settings.engine, [metrics.observe], metrics.cancelled)
+    state = State(settings, client, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await client.start()
+        if not client.starts:
+            await client.start()
         _ = state.tokenizer
         yield
         state.stopping = True
@@ -112,7 +118,12 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(PacelineError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     _add_routes(app, state)
-    app.add_middleware(_Gate, settings=settings)
+    app.add_middleware(
+        Gate,
+        api_keys=settings.api_keys,
+        max_body_bytes=settings.max_body_bytes,
+        on_error=lambda status: state.metrics.refused.labels(str(status)).inc(),
+    )
     if settings.cors_origins:
         from fastapi.middleware.cors import CORSMiddleware
 
@@ -131,6 +142,11 @@ def _add_routes(app: FastAPI, state: State) -> None:
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        state.metrics.up.set(state.client.down is None)
+        return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -176,7 +192,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
         async with contextlib.AsyncExitStack() as running:
             generations = []
             for prompt in prompts:
-                generations.append(await state.start(prompt, params, streamed=streamed, prefix="cmpl"))
+                generations.append(await state.start(prompt, params, body, streamed=streamed, prefix="cmpl"))
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
@@ -191,7 +207,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
         params, streamed = body.to_params(), bool(body.stream)
         text = state.tokenizer.render_chat(body.conversation(), **(body.chat_template_kwargs or {}))
         prompt = await state.encode(text, special=False)
-        generation = await state.start(prompt, params, streamed=streamed, prefix="chatcmpl")
+        generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl")
         if streamed:
             return _sse(chat.chunks(generation, body, state.name), [generation])
         try:
@@ -200,45 +216,19 @@ def _add_routes(app: FastAPI, state: State) -> None:
             generation.cancel()
         return _json(chat.completion(generation, answers, body, state.name))
 
-
-class _Gate:
-    """Before a route: the key, and the size of the body, whatever the client announces."""
-
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app, self._keys, self._limit = app, [key.encode() for key in settings.api_keys], settings.max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        error = self._refusal(scope)
-        if error is not None:
-            await _error_response(error)(scope, receive, send)
-            return
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._limit:
-                raise BodyTooLarge(f"the body has more than {self._limit} bytes, the server's limit")
-            return message
-
+    @app.post("/v1/responses")
+    async def responses_route(body: responses.ResponseRequest, request: Request) -> Response:
+        state.check_model(body.model)
+        params, streamed = body.to_params(), bool(body.stream)
+        prompt = await state.encode(state.tokenizer.render_chat(body.conversation()), special=False)
+        generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp")
+        if streamed:
+            return _sse(responses.events(generation, body, state.name), [generation], named=True)
         try:
-            await self._app(scope, limited, send)
-        except BodyTooLarge as error:
-            await _error_response(error)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> PacelineError | None:
-        headers = {name: value for name, value in scope["headers"]}
-        if int(headers.get(b"content-length") or 0) > self._limit:
-            return BodyTooLarge(f"the body has more than {self._limit} bytes, the server's limit")
-        if self._keys and scope["path"] not in OPEN_PATHS:
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # a list: every key is compared
-                return Unauthorised("the API key is missing or wrong; send it as Authorization: Bearer KEY")
-        return None
+            (answer,) = await _unless_gone(request, generation.answers())
+        finally:
+            generation.cancel()
+        return _json(responses.response(generation, answer, body, state.name))
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -259,14 +249,21 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
             task.cancel()
 
 
-def _sse(chunks: AsyncIterator[dict[str, Any]], generations: list[Generation]) -> StreamingResponse:
-    """Server-sent events; an error after the first one is an event too, since the status is already sent."""
+def _sse(
+    chunks: AsyncIterator[dict[str, Any]], generations: list[Generation], *, named: bool = False
+) -> StreamingResponse:
+    """Server-sent events; an error after the first one is an event too, since the status is already sent.
+
+    `named`: each event is named by its type, and none follows the last.
+    """
 
     async def events() -> AsyncIterator[bytes]:
         try:
             async for chunk in chunks:
-                yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-            yield b"data: [DONE]\n\n"
+                name = b"event: " + chunk["type"].encode() + b"\n" if named else b""
+                yield name + b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+            if not named:
+                yield b"data: [DONE]\n\n"
         except PacelineError as error:
             yield b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
         finally:
@@ -277,22 +274,19 @@ def _sse(chunks: AsyncIterator[dict[str, Any]], generations: list[Generation]) -
     return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 
+def _warn_of_drift(method: str, rate: float) -> None:
+    log.warning("drafter %s: its first token was accepted in %.0f %% of drafts, and that fell", method, 100 * rate)
+
+
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-def _error_response(error: PacelineError) -> Response:
-    return _json(body_of(error), status_of(error), headers_of(error))
-
-
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, PacelineError)
-    return _error_response(error)
+    return error_response(error)
 
 
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _error_response(from_validation(error))
-
-
-Handler = Callable[[Request], Awaitable[Response]]
+    return error_response(from_validation(error))

@@ -71,13 +71,13 @@ async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Pie
     try:
         left = len(readers)
         while left:
-            at, piece = await arrived.get()
-            if isinstance(piece, BaseException):
-                raise piece
-            if piece is None:
+            at, found = await arrived.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
                 left -= 1
             else:
-                yield at, piece
+                yield at, found
     finally:
         for reader in readers:
             reader.cancel()

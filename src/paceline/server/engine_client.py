@@ -1,4 +1,4 @@
-"""The HTTP process's side of the engine: starts its process, sends requests, hands events to the tasks that wait for them.
+"""The HTTP process's side of the engine: starts its process, sends requests, hands events to the waiting tasks.
 
 A reader that is slow keeps its own events waiting in its own inbox and slows no other. When the engine's process ends,
 every open request fails at once, and the process is started again a bounded number of times.
@@ -15,7 +15,7 @@ import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,18 @@ class Stream:
 
 
 class EngineClient:
-    def __init__(self, settings: EngineSettings, observers: list[Callable[[m.Event], None]] | None = None) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        observers: Sequence[Callable[[m.Event], None]] = (),
+        on_cancel: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
         """`observers` see every event, for metrics; they must not wait."""
         self.settings = settings
         self.info: dict[str, Any] = {}  # of the last `Ready`
         self.down: str | None = "the model is being loaded"  # None: requests are served
         self.starts = 0
-        self._observers = observers or []
+        self._observers, self._on_cancel = observers, on_cancel
         self._streams: dict[str, Stream] = {}
         self._reloads: dict[str, asyncio.Future[None]] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,7 +100,10 @@ class EngineClient:
 
     def cancel(self, request_id: str) -> None:
         """Free a request that is no longer wanted; harmless after its end."""
-        if self._streams.pop(request_id, None) is not None and self.down is None:
+        if self._streams.pop(request_id, None) is None:
+            return
+        self._on_cancel(request_id)
+        if self.down is None:
             self._spawn(self._commands.send(m.encode_command(m.Cancel([request_id]))))
 
     @property
@@ -200,7 +208,10 @@ class EngineClient:
 
     def _fail_open(self, reason: str) -> None:
         for request_id, stream in list(self._streams.items()):
-            stream.put(m.Failed(request_id, EngineDied.__name__, reason, None))
+            failed = m.Failed(request_id, EngineDied.__name__, reason, None)
+            stream.put(failed)
+            for observe in self._observers:
+                observe(failed)
         self._streams.clear()
 
     def _spawn(self, work: Any) -> None:

@@ -26,25 +26,21 @@ class Settings(msgspec.Struct, frozen=True):
     log_level: str = "WARNING"
 
 
-class _Message(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    pass
-
-
 # -- to the engine
 
 
-class Submit(_Message):
+class Submit(msgspec.Struct, tag=True, array_like=True, frozen=True):
     request_id: str
     prompt: list[int]
     params: dict[str, Any]  # fields of resolved SamplingParams
     streamed: bool
 
 
-class Cancel(_Message):
+class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):
     request_ids: list[str]
 
 
-class Reload(_Message):
+class Reload(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Replace the drafter by the checkpoint in this folder; answered by `Reloaded`."""
 
     ticket: str
@@ -57,29 +53,29 @@ Command = Submit | Cancel | Reload
 # -- from the engine
 
 
-class Ready(_Message):
+class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The first message: the model is loaded and warmed up."""
 
     info: dict[str, Any]
 
 
-class LoadFailed(_Message):
+class LoadFailed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Instead of `Ready`: the model cannot be loaded; the process ends."""
 
     error: str
 
 
-class Accepted(_Message):
+class Accepted(msgspec.Struct, tag=True, array_like=True, frozen=True):
     request_id: str
 
 
-class LoggedToken(_Message):
+class LoggedToken(msgspec.Struct, tag=True, array_like=True, frozen=True):
     token: int
     logprob: float
     rank: int
 
 
-class Delta(_Message):
+class Delta(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """What a step committed for one answer of a streamed request."""
 
     request_id: str
@@ -91,7 +87,7 @@ class Delta(_Message):
     logprobs: list[list[LoggedToken]] | None  # per token: the chosen one first, then the most likely
 
 
-class Answer(_Message):
+class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True):
     index: int
     tokens: list[int]
     text: str  # of requests with stop strings; else empty, and the receiver decodes the tokens
@@ -101,7 +97,7 @@ class Answer(_Message):
     stats: SpeculationStats
 
 
-class Ended(_Message):
+class Ended(msgspec.Struct, tag=True, array_like=True, frozen=True):
     request_id: str
     answers: list[Answer]
     first_token_time: float  # time.perf_counter, which all processes of a machine share
@@ -109,19 +105,19 @@ class Ended(_Message):
     num_cached: int  # prompt tokens found in the prefix cache
 
 
-class Failed(_Message):
+class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     request_id: str
     kind: str  # class of the PacelineError
     error: str
     field: str | None  # the parameter that was refused
 
 
-class Reloaded(_Message):
+class Reloaded(msgspec.Struct, tag=True, array_like=True, frozen=True):
     ticket: str
     error: str | None
 
 
-class Gauges(_Message):
+class Gauges(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """State of the engine, sent at most a few times a second."""
 
     running: int

@@ -179,7 +179,7 @@ class ChatRequest(Choices):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as templates expect them: content is text, a call's arguments are an object."""
-        return [_plain_message(message) for message in self.messages]
+        return [plain_message(message) for message in self.messages]
 
 
 class TokenizeRequest(Body):
@@ -194,7 +194,7 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
-def _plain_message(message: Message) -> dict[str, Any]:
+def plain_message(message: Message) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         for part in message.content:

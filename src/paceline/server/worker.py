@@ -127,8 +127,7 @@ def _gauges(built: Built) -> m.Gauges:
 class Worker:
     def __init__(self, settings: Settings, built: Built) -> None:
         self._settings, self._built = settings, built
-        context = zmq.Context.instance()
-        self._incoming = context.socket(zmq.PULL)
+        self._incoming: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._incoming.connect(settings.commands)
         self._commands: SimpleQueue[loop.Command] = SimpleQueue()
 
@@ -159,7 +158,7 @@ class Worker:
 def main() -> None:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     logging.basicConfig(level=settings.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     socket.set(zmq.LINGER, 2000)
     socket.connect(settings.events)
     try:
