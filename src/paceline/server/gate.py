@@ -19,6 +19,7 @@ from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, headers_
 
 log = logging.getLogger("paceline.server")
 OPEN_PATHS = ("/health", "/version")  # that need no key
+DRAIN = 8  # times the limit of a body that is read and dropped
 MAX_ID = 128  # characters of a request id that a client may choose
 
 
@@ -58,6 +59,7 @@ class Gate:
                 raise refusal
             await self._app(scope, limited, noted)
         except (BodyTooLarge, Unauthorised) as error:
+            await self._drain(receive)
             await error_response(error)(scope, receive, noted)
         finally:
             if status >= 400:
@@ -72,6 +74,14 @@ class Gate:
             log.info(
                 "%(method)s %(path)s %(status)s in %(seconds)s s (%(request_id)s)", fields, extra={"fields": fields}
             )
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read the rest of a body: a client that is still sending does not see the answer. A far larger one is cut."""
+        received, more = 0, True
+        while more and received < DRAIN * self._limit:
+            message = await receive()
+            received += len(message.get("body", b""))
+            more = message.get("more_body", False)
 
     def _announces_more(self, headers: Headers) -> bool:
         length = headers.get("content-length", "")

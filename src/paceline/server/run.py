@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 
@@ -42,6 +43,8 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         timeout_graceful_shutdown=max(1, round(settings.grace_s)),
         timeout_keep_alive=30,
     )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn sends the signal again once it has stopped
     await uvicorn.Server(config).serve(sockets=[listener])
     return 0
 
