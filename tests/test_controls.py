@@ -66,3 +66,18 @@ def test_bans_come_with_the_token_that_stands_where_all_are_banned():
     assert builder.controls([sequence]).fallback.tolist() == [4]
     sequence.tokens += [3, 3]
     assert builder.controls([sequence]).min_tokens is None
+
+
+def test_a_sequence_never_draws_a_token_it_did_not_allow_even_where_the_rest_is_banned():
+    """EOS (4) stands in where all is banned, unless it is not allowed; neighbours keep all tokens."""
+    builder = ControlsBuilder(11, frozenset({4}), torch.device("cpu"))
+    asked = ({"allowed_token_ids": [7, 2]}, {}, {"allowed_token_ids": [4, 7]}, {"allowed_token_ids": [2]})
+    sequences = [
+        Sequence(str(at), [1], SamplingParams(temperature=0, **one).resolve({}), max_len=9, bad_words=[[7], [2]])
+        for at, one in enumerate(asked)
+    ]
+    for batch in (sequences, sequences[2:], sequences[:1], sequences[::-1]):
+        controls = builder.controls(batch)
+        drawn = process(torch.arange(11.0).repeat(len(batch), 1), controls, Nodes.roots(len(batch))).argmax(-1)
+        expected = {"0": 7, "1": 10, "2": 4, "3": 2}
+        assert drawn.tolist() == [expected[sequence.request_id] for sequence in batch]

@@ -18,6 +18,7 @@ from paceline.errors import InvalidParameter, InvalidPrompt, PacelineError
 from paceline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as Answer
+from paceline.sequence import TokenLogprobs
 from paceline.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -191,6 +192,7 @@ class StreamedRequest:
 
 
 def request_output(tokenizer: Tokenizer, prompt: Encoded, arrival: float, ended: Ended) -> RequestOutput:
+    of_prompt = ended.answers[0].prompt_logprobs
     return RequestOutput(
         request_id=ended.request_id,
         prompt=prompt.text,
@@ -199,29 +201,32 @@ def request_output(tokenizer: Tokenizer, prompt: Encoded, arrival: float, ended:
         finished=True,
         metrics=RequestMetrics(arrival, ended.first_token_time, ended.finished_time),
         num_cached_tokens=max(answer.num_cached_prompt for answer in ended.answers),
+        prompt_logprobs=None if of_prompt is None else [None, *_logprobs(of_prompt, tokenizer)],
     )
 
 
 def _completion(answer: Answer, tokenizer: Tokenizer) -> CompletionOutput:
-    logprobs = None
-    if answer.logprobs is not None:
-        logprobs = [
-            {token: Logprob(value, rank, tokenizer.token_text(token)) for token, (value, rank) in entry.items()}
-            for entry in answer.logprobs
-        ]
-    tokens, params = answer.output_tokens, answer.params
+    tokens, params, found = answer.output_tokens, answer.params, answer.logprobs
     fields: dict[str, Any] = {
         "index": answer.index,
         "token_ids": tokens,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
-        "logprobs": logprobs,
+        "logprobs": None if found is None else _logprobs(found, tokenizer),
+        "cumulative_logprob": None if found is None else sum(e[t][0] for t, e in zip(tokens, found, strict=True)),
         "speculation": answer.stats,
     }
     if params.stop:  # the engine has decoded it
         return CompletionOutput(text=answer.text, **fields)
     decode = partial(_decoded, tokenizer, params.skip_special_tokens, tuple(tokens))
     return CompletionOutput.undecoded(decode, **fields)
+
+
+def _logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[int, Logprob]]:
+    return [
+        {token: Logprob(value, rank, tokenizer.token_text(token)) for token, (value, rank) in entry.items()}
+        for entry in entries
+    ]
 
 
 def _decoded(tokenizer: Tokenizer, skip_special_tokens: bool, tokens: Sequence[int]) -> str:

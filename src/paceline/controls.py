@@ -27,8 +27,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Rows of the columns: noise key, `DrawKind`, temperature, top_k, top_p, min_p; then `Form` and the bits of EXTRA.
 KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
 SENT = FORM  # rows a device reads
-PENALISED, BIASED, BAD_WORDS, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(5))  # of EXTRA
-EDITS = PENALISED | BIASED | BAD_WORDS | MIN_TOKENS
+PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(6))  # of EXTRA
+EDITS = PENALISED | BIASED | ALLOWED | BAD_WORDS | MIN_TOKENS
 MOST_TOP_K = 1 << 31  # more than any vocabulary, which is the same as off
 _COLDEST = torch.finfo(torch.float32).tiny  # a lower temperature could round to 0, which stands for greedy
 
@@ -57,7 +57,8 @@ class Columns:
         floats[TEMPERATURE] = np.float32(temperature and max(temperature, _COLDEST))
         ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
         ints[FORM] = Form.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
-        asked = (p.penalised, p.logit_bias, sequence.bad_words, p.min_tokens, p.logprobs is not None)
+        bans = (p.allowed_token_ids, sequence.bad_words, p.min_tokens)
+        asked = (p.penalised, p.logit_bias, *bans, p.logprobs is not None)
         ints[EXTRA] = sum(1 << bit for bit, one in enumerate(asked) if one)
 
     def seats(self, sequences: SequenceOf[Sequence]) -> Ints:
@@ -118,11 +119,20 @@ class _History:
     num_counted: int
 
 
+class _Allowed(NamedTuple):
+    """The tokens that one request may draw."""
+
+    params: SamplingParams  # kept: they are found by identity
+    mask: Tensor  # (V,) bool
+    fallback: int
+
+
 class ControlsBuilder:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._vocab_size, self._eos, self._device = vocab_size, sorted(eos_token_ids), device
         self.columns = Columns()
         self._histories: dict[str, _History] = {}
+        self._masks: dict[int, _Allowed] = {}
 
     def params(
         self, sequences: SequenceOf[Sequence], lengths: Ints | None = None, seats: Ints | None = None
@@ -166,18 +176,38 @@ class ControlsBuilder:
     def _edits(self, of: StepParams) -> dict[str, Any]:
         sequences, extra = of.sequences, of.extra
         parts: dict[str, Any] = {}
+        masks: dict[int, _Allowed] | None = None
         if not of.edits:
             return parts
         if extra & PENALISED:
             parts["penalties"] = self._penalties(sequences)
         if extra & BIASED:
             parts["bias"] = self._bias([sequence.params for sequence in sequences])
+        if extra & ALLOWED:
+            masks = self._allowed(sequences)
+            parts["allowed"] = torch.stack([masks[id(sequence.params)].mask for sequence in sequences])
         if extra & BAD_WORDS:
             parts["bad_words"] = self._bad_words(sequences)
         if extra & MIN_TOKENS:
             parts["min_tokens"] = self._min_tokens(sequences)
-        fallback = self._eos[0] if self._eos else 0
-        return parts | {"fallback": torch.full((len(sequences),), fallback, device=self._device)}
+        eos = self._eos[0] if self._eos else 0
+        fallbacks = [eos if masks is None else masks[id(sequence.params)].fallback for sequence in sequences]
+        return parts | {"fallback": self._ints(fallbacks)}
+
+    def _allowed(self, sequences: SequenceOf[Sequence]) -> dict[int, _Allowed]:
+        """By identity of the parameters, which the n answers to a prompt share."""
+        live = {id(sequence.params): sequence.params for sequence in sequences}
+        kept = {key: allowed for key, allowed in self._masks.items() if key in live}
+        self._masks = {key: kept[key] if key in kept else self._mask(params) for key, params in live.items()}
+        return self._masks
+
+    def _mask(self, params: SamplingParams) -> _Allowed:
+        """The fallback of a sequence that may draw no token at all is EOS, but never a token it did not allow."""
+        ids, eos = params.allowed_token_ids, self._eos[0] if self._eos else 0
+        if not ids:
+            return _Allowed(params, torch.ones(self._vocab_size, dtype=torch.bool, device=self._device), eos)
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+        return _Allowed(params, mask.index_fill_(0, self._ints(ids), True), eos if eos in ids else ids[0])
 
     def _penalties(self, sequences: SequenceOf[Sequence]) -> Penalties:
         live = {sequence.key for sequence in sequences}

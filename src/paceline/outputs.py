@@ -125,6 +125,7 @@ class CompletionOutput:
     finish_reason: str | None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for EOS and length
     logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one and the most likely
+    cumulative_logprob: float | None = None  # the sum over `token_ids`, where `logprobs` were asked for
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     @classmethod
@@ -171,6 +172,8 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
+    """A prompt and its answers."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -178,6 +181,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    # Per prompt token, where `prompt_logprobs` asks for them: itself and the most likely; None for the first.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True)

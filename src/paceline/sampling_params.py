@@ -36,6 +36,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the output only
     frequency_penalty: float = 0.0  # over the output only
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None  # None: all
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
     max_tokens: int | None = None  # None: to EOS or the context's end
@@ -44,6 +45,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None  # 0: the chosen token's only; n: also the n most likely
+    prompt_logprobs: int | None = None  # the same of every prompt token but the first
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculation: str | Mapping[str, Any] | None = None  # None: the engine's choice
@@ -104,7 +106,8 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have."""
-        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids: Iterable[int] = getattr(self, name) or ()
             for token in ids:
                 if token >= vocab_size:
                     raise InvalidParameter(name, f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})")
@@ -201,6 +204,15 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(_token_id(name, token) for token in _items(name, () if value is None else value, "token ids"))
 
 
+def _allowed(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = tuple(dict.fromkeys(_token_ids(name, value)))
+    if not ids:
+        raise InvalidParameter(name, "is empty, so that no token could be written; name some, or leave it out")
+    return ids
+
+
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     if not value and (value is None or isinstance(value, Mapping)):
         return None
@@ -240,6 +252,7 @@ _CHECKS: dict[str, Check] = {
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
     "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed,
     "bad_words": _strings,
     "min_tokens": _integer(0, MAX_INT),
     "max_tokens": _optional(_integer(1, MAX_INT)),
@@ -248,6 +261,7 @@ _CHECKS: dict[str, Check] = {
     "ignore_eos": _boolean,
     "seed": _optional(_integer(0, SEED_LIMIT - 1)),
     "logprobs": _optional(_integer(0, MAX_LOGPROBS)),
+    "prompt_logprobs": _optional(_integer(0, MAX_LOGPROBS)),
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
     "speculation": _speculation,

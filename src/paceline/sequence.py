@@ -15,6 +15,8 @@ from collections.abc import Sequence as SequenceOf
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
 
+TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
+
 
 class Status(enum.Enum):
     WAITING = "waiting"
@@ -66,7 +68,9 @@ class Sequence:
         self.text = ""  # visible output, decoded where the request has stop strings
         self.stats = SpeculationStats()
         # Per output token: token id -> (logprob, rank) of the chosen token and of the most likely ones.
-        self.logprobs: list[dict[int, tuple[float, int]]] | None = None if params.logprobs is None else []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        # The same of each prompt token but the first, as far as they are computed; the first answer has those of all n.
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None or index else []
 
     @property
     def num_output(self) -> int:
@@ -89,6 +93,11 @@ class Sequence:
     def looks_back(self) -> bool:
         """The next token's distribution depends on earlier tokens in ways that only the host computes."""
         return self._edits or len(self.tokens) - self.num_prompt < self.params.min_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Its prompt has to be computed, also where the cache holds it."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
     def room(self) -> int:

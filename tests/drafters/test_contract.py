@@ -105,6 +105,7 @@ WISHES = {
     "frequency": {"frequency_penalty": 0.4},
     "bias": {"logit_bias": {3: 2.5, 4: -100, 0: 1.0}},
     "bad_words": {"bad_words": ["cd", "e", "aba"]},
+    "allowed": {"allowed_token_ids": [1, 2, 3, 5, 8]},
     "min_tokens": {"min_tokens": 20},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.7},
@@ -115,6 +116,7 @@ WISHES = {
         "presence_penalty": 0.2,
         "frequency_penalty": 0.1,
         "logit_bias": {2: 1.0},
+        "allowed_token_ids": [0, 1, 2, 3, 4, 6, 7, 8, 9],
         "bad_words": ["ab"],
         "min_tokens": 12,
         "top_k": 6,
@@ -133,6 +135,8 @@ def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(me
     wished = {"ignore_eos": "min_tokens" not in WISHES[wish], **WISHES[wish]}
     requests = every([(prompt_of(i, 12), params(max_tokens=26, **wished, **s)) for i, s in enumerate(samplings)])
     sequences, _ = check(method, requests, eos=(7,))
+    if wish == "allowed":
+        assert {t for one in sequences.values() for t in one.output_tokens} <= set(WISHES[wish]["allowed_token_ids"])
     if wish == "logprobs":
         for name, alone in plain(requests, eos=(7,)).items():
             assert sequences[name].logprobs == alone.logprobs
@@ -142,6 +146,7 @@ def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(me
 SAMPLED = {
     "temperature": {"temperature": 2.5},
     "filters": {"temperature": 2.0, "top_p": 0.9, "min_p": 0.1},
+    "allowed": {"temperature": 2.5, "allowed_token_ids": [0, 2]},
     "all": {
         "temperature": 2.0,
         "top_p": 0.9,
@@ -155,7 +160,9 @@ SAMPLED = {
 
 @pytest.mark.parametrize(
     ("method", "wish"),
-    [(method, wish) for method in METHODS for wish in ("temperature", "all")] + [(AHEAD, "filters")],
+    [(method, wish) for method in METHODS for wish in ("temperature", "all")]
+    + [(method, "allowed") for method in ("suffix", "draft-model")]
+    + [(AHEAD, "filters")],
 )
 def test_unseeded_output_is_distributed_as_the_target(method, wish):
     """The joint of five tokens (three steps at least) of many answers; a false alarm once in a million times."""

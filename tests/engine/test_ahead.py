@@ -43,6 +43,7 @@ requests_strategy = st.lists(
         st.sampled_from(
             [
                 *({}, {}, {"stop_token_ids": [7]}, {"presence_penalty": 0.5}, {"min_tokens": 6}, {"logprobs": 1}),
+                {"prompt_logprobs": 1},
                 *({"stop": ["ab", "ke", "c"]}, {"stop": ["hi"], "min_tokens": 4}),
             ]
         ),

@@ -104,6 +104,7 @@ class Setting:
     sampled: bool = True  # False: the draft is handed over as a deterministic one
     temperature: float | None = None  # the target's; None: nothing to process
     top_k: int = 0  # the target's; needs a temperature
+    allowed: tuple = ()  # tokens the target may write; empty: all
     near: float = 4e-15  # how far a breakpoint may lie from the one on paper before it is looked for
     code: SimpleNamespace = field(default_factory=lambda: PRODUCT)
 
@@ -162,12 +163,13 @@ class Rows:
             draft, torch.arange(size).repeat_interleave(slots), torch.arange(slots).repeat(size) - 1, self.max_depth
         )
         draws = package.Draws.by_coins(torch.arange(size), torch.full((size,), self.committed))
-        controls = package.Controls()
+        wanted = {}
         if setting.temperature is not None:
-            controls = package.Controls(
-                temperature=torch.full((size,), setting.temperature, dtype=torch.float64),
-                top_k=torch.full((size,), setting.top_k) if setting.top_k else None,
-            )
+            wanted["temperature"] = torch.full((size,), setting.temperature, dtype=torch.float64)
+            wanted["top_k"] = torch.full((size,), setting.top_k) if setting.top_k else None
+        if setting.allowed:
+            wanted["allowed"] = only_allowed(setting, torch.zeros(size, setting.target.vocab)) == 0
+        controls = package.Controls(**wanted)
         asked = {}
         with _uniforms(setting.code.rng, coins, asked, size):
             verdict = package.verify(
@@ -443,7 +445,7 @@ def walked_boxes(batch):
     all_rows = torch.arange(len(batch.rows))
     slots, vocab = batch.width + 1, batch.setting.target.vocab
     temperature = batch.setting.temperature or 1.0
-    ends = torch.softmax(batch.logits / temperature, -1).cumsum(-1)  # (B, N + 1, V)
+    ends = torch.softmax(only_allowed(batch.setting, batch.logits) / temperature, -1).cumsum(-1)  # (B, N + 1, V)
     starts = torch.cat((torch.zeros_like(ends[..., :1]), ends[..., :-1]), -1)
     corners = torch.tensor(list(itertools.product(range(vocab), repeat=slots)))
     index = all_rows.repeat_interleave(len(corners))
@@ -536,10 +538,15 @@ def _tied(first, second):
 
 def p_of(setting, said):
     """The target's p as a list."""
-    logits = setting.target.logits(said) / (setting.temperature or 1.0)
+    logits = only_allowed(setting, setting.target.logits(said)) / (setting.temperature or 1.0)
     if setting.top_k:
         logits = torch.where(logits < logits.topk(setting.top_k).values[-1], -torch.inf, logits)
     return torch.softmax(logits, -1).tolist()
+
+
+def only_allowed(setting, logits):
+    banned = [token for token in range(setting.target.vocab) if setting.allowed and token not in setting.allowed]
+    return logits.index_fill(-1, torch.tensor(banned, dtype=torch.int64), -torch.inf)
 
 
 def mean_accepted(setting):

@@ -18,6 +18,7 @@ ASKED = {
     "seeded, top-p": [{"temperature": 0.7, "seed": 3, "top_p": 0.9}],
     "logprobs": [{"temperature": 0.7, "logprobs": 3}],
     "penalties": [{"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {3: 2.0}}],
+    "allowed": [{"temperature": 0.7, "allowed_token_ids": range(0, 40, 2)}, {"temperature": 0.7, "seed": 3}],
     "each its own": [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "seed": 3}],
 }
 DRAFTS = ("nothing", "chains", "trees", "sampled chains", "sampled trees")

@@ -34,6 +34,14 @@ SETTINGS = {
     ),
     "tree of three levels": (Setting(TARGET, DRAFTER, (-1, -1, 1, 2), near=NEAR), 1),
     "tree, two steps": (Setting(Toy(1, 2), Toy(2, 2), (-1, -1), near=NEAR), 2),
+    "block, two of three tokens allowed": (
+        Setting(TARGET, DRAFTER, tuple(chains(2)), temperature=1.3, allowed=(0, 2), near=NEAR),
+        1,
+    ),
+    "walk, two of three tokens allowed": (
+        Setting(TARGET, DRAFTER, (-1, -1, 0), sampled=False, temperature=1.3, allowed=(1, 2)),
+        1,
+    ),
     "walk": (Setting(Toy(1, 2), Toy(2, 2), (-1, -1, 0), sampled=False), 2),
 }
 
@@ -159,6 +167,7 @@ def asked_in_many_ways(size):
             output=(1, 2, 2),
             bias=one_of({}, {3: 2.0}),
             bad_words=one_of((), ((4,),)),
+            allowed=one_of((), tuple(range(0, 90, 3))),
         )
         for _ in range(size)
     ]

@@ -26,12 +26,26 @@ CHECKS = {
     "block": Setting(*TOYS, tuple(chains(2))),
     "uneven": Setting(Toy(1, 2), Toy(2, 2), tuple(chains(3)), ends=(1,)),
     "filtered": Setting(Toy(1, 3), Fixed([0.3, 0.0, 0.7], [0.6, 0.0, 0.4]), tuple(chains(2)), temperature=0.7, top_k=2),
+    "allowed": Setting(*TOYS, tuple(chains(2)), temperature=0.8, allowed=(0, 2)),
     "tree": Setting(*TOYS, (-1, -1, 1)),
     "walk": Setting(Toy(1, 2), Toy(2, 2), tuple(chains(2)), sampled=False),
     "lazy walk": Setting(Toy(1, 2), Toy(2, 2), tuple(chains(2)), sampled=False, temperature=0.8),
 }
 
 MUTATIONS = {
+    # the mask
+    "tokens not allowed at nodes of a draft": (
+        "processors",
+        "torch.where(controls.allowed[nodes.seq],",
+        "torch.where(controls.allowed[nodes.seq] | (nodes.depth > 0)[:, None],",
+        "allowed",
+    ),
+    "the mask the wrong way round": (
+        "processors",
+        "torch.where(controls.allowed[nodes.seq],",
+        "torch.where(~controls.allowed[nodes.seq],",
+        "allowed",
+    ),
     # the coins
     "a key without the committed length": (
         "rng",

@@ -39,6 +39,7 @@ class Asked:
     presence: float = 0.0
     frequency: float = 0.0
     bias: dict = field(default_factory=dict)
+    allowed: tuple = ()  # empty: all
     bad_words: tuple = ()
     min_tokens: int = 0
     stop_ids: tuple = (EOS,)
@@ -56,6 +57,8 @@ def reference(logits, asked, said):
         scores[token] -= asked.frequency * output.count(token)
         scores[token] -= asked.presence * (token in output)
         scores[token] += asked.bias.get(token, 0.0)
+        if asked.allowed and token not in asked.allowed:
+            scores[token] = -math.inf
     history = [*asked.prompt, *output]
     for word in asked.bad_words:
         if history[len(history) - len(word) + 1 :] == list(word[:-1]) or len(word) == 1:
@@ -64,11 +67,15 @@ def reference(logits, asked, said):
         for token in asked.stop_ids:
             scores[token] = -math.inf
     if max(scores) == -math.inf:
-        scores[EOS] = 0.0
+        scores[fallback_of(asked)] = 0.0
     if asked.temperature == 0:
         best = scores.index(max(scores))
         return [float(token == best) for token in range(len(scores))]
     return reference_filters([score / asked.temperature for score in scores], asked)
+
+
+def fallback_of(asked):
+    return EOS if not asked.allowed or EOS in asked.allowed else asked.allowed[0]
 
 
 def leave_out(on_the_border):
@@ -152,6 +159,9 @@ def controls_of(requests, vocab=VOCAB, plain_parts=False):
                 [[*asked.bias.values(), *[0.0] * (wide - len(asked.bias))] for asked in requests], dtype=torch.float64
             ).view(len(requests), wide),
         ),
+        "allowed": torch.tensor(
+            [[token in (asked.allowed or range(vocab)) for token in range(vocab)] for asked in requests]
+        ),
         "bad_words": BadWords(
             words=torch.tensor(words, dtype=torch.int64).view(len(requests), most, longest),
             tail=torch.tensor(tails, dtype=torch.int64).view(len(requests), longest - 1),
@@ -167,7 +177,8 @@ def controls_of(requests, vocab=VOCAB, plain_parts=False):
     }
     if plain_parts:
         parts = {}
-    return Controls(temperature=floats("temperature"), fallback=torch.full((len(requests),), EOS), **parts)
+    fallback = torch.tensor([fallback_of(asked) for asked in requests])
+    return Controls(temperature=floats("temperature"), fallback=fallback, **parts)
 
 
 def p_of(logits, controls, nodes):
@@ -202,6 +213,7 @@ requests = st.builds(
     presence=st.sampled_from([-1.5, 0.0, 0.4]),
     frequency=st.sampled_from([-0.3, 0.0, 0.6]),
     bias=st.dictionaries(tokens, st.sampled_from([-100.0, -1.0, 2.0]), max_size=3),
+    allowed=st.lists(tokens, max_size=VOCAB, unique=True).map(tuple),
     bad_words=st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
     min_tokens=st.integers(0, 6),
     stop_ids=st.lists(tokens, min_size=1, max_size=2, unique=True).map(tuple),
@@ -223,6 +235,7 @@ ALONE = {
     "presence": st.sampled_from([-2.0, 0.0, 2.0]),
     "frequency": st.sampled_from([-2.0, 0.0, 0.7]),
     "bias": st.dictionaries(tokens, st.integers(-100, 100).map(float), max_size=VOCAB),
+    "allowed": st.lists(tokens, max_size=VOCAB, unique=True).map(tuple),
     "bad_words": st.lists(st.lists(tokens, min_size=1, max_size=4).map(tuple), max_size=6).map(tuple),
     "min_tokens": st.integers(0, 6),
 }

@@ -37,6 +37,13 @@ SETTINGS = {
     "block, p filtered, small draft vocabulary": Setting(
         TARGET, FEW, tuple(chains(2)), ids=(2, 0), temperature=1.3, top_k=2
     ),
+    "block, two of three tokens allowed": Setting(TARGET, DRAFTER, tuple(chains(3)), temperature=1.0, allowed=(0, 2)),
+    "tree, two of three tokens allowed": Setting(
+        TARGET, DRAFTER, (-1, -1, 0, 1), temperature=0.7, top_k=2, allowed=(1, 2)
+    ),
+    "walk, two of three tokens allowed": Setting(
+        TARGET, DRAFTER, (-1, -1, 0), sampled=False, temperature=0.8, allowed=(0, 1)
+    ),
     "tree, two children": Setting(TARGET, DRAFTER, (-1, -1)),
     "tree, three children of four tokens": Setting(Toy(5, 4), Toy(6, 4), (-1, -1, -1)),
     "tree, two levels": Setting(TARGET, DRAFTER, (-1, -1, 0, 0)),

@@ -202,4 +202,5 @@ def _warmup(graphs: SamplingGraphs) -> None:
 def is_plain(sequence: Sequence) -> bool:
     """Sampling does not depend on earlier tokens: temperature and filters are the same at every node."""
     params = sequence.params
-    return not (params.penalised or params.logit_bias or sequence.bad_words or sequence.num_output < params.min_tokens)
+    edits = params.penalised or params.logit_bias or params.allowed_token_ids or sequence.bad_words
+    return not (edits or sequence.num_output < params.min_tokens)

@@ -105,10 +105,15 @@ class Committer:
     def publish(self, landed: Landed) -> StepOutputs:
         """The rest of it; sequences that have ended leave."""
         outputs, flight = landed.outputs, landed.flight
+        if flight.prompts is not None:
+            flight.prompts.hand_out()
         if self._watched:
             for at, sequence in enumerate(outputs.sequences):
                 if sequence.key in self._watched:
-                    self._look_closer(landed, at, sequence)
+                    try:
+                        self._look_closer(landed, at, sequence)
+                    except Exception as problem:  # a tokenizer that cannot decode: its own request ends
+                        self._refuse(outputs, at, sequence, f"{type(problem).__name__}: {problem}")
         for at, (method, nodes, accepted, depth) in outputs.drafts.items():
             outputs.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(outputs.tokens[at])), method)
         self._drafters.read_prompts(flight.batch)
@@ -133,6 +138,11 @@ class Committer:
             self._find_stops(outputs, at, sequence)
         if sequence.logprobs is not None and reading is not None:
             sequence.logprobs += reading.logprobs(landed.rows[at], outputs.tokens[at], sequence.params.logprobs or 0)
+
+    def _refuse(self, outputs: StepOutputs, at: int, sequence: Sequence, reason: str) -> None:
+        if sequence.finish_reason is None:
+            outputs.ended.append(at)
+        sequence.finish_reason, sequence.error = "error", f"the text of the answer could not be decoded: {reason}"
 
     def fail(self, sequence: Sequence, reason: str) -> None:
         """End a sequence whose step could not be computed."""

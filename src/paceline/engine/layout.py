@@ -20,17 +20,29 @@ from torch import Tensor
 from paceline.draft import UNKNOWN, Draft
 from paceline.engine.batch import Batch, Bools, Ints
 from paceline.models.plan import ROW_FIELDS, DeviceTrees, HostPlan, PassPlan, slots_of
+from paceline.sequence import Sequence
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 POSITION, PREFIX, SLOT, OWNER, REACH, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
+
+
+class PromptRows(NamedTuple):
+    """Rows of the pass that predict the prompt tokens [first, first + count) of a sequence that asks how likely they
+    are; `row` is the first of them, which computes token `first` - 1."""
+
+    sequence: Sequence
+    first: int
+    count: int
+    row: int
 
 
 @dataclass
 class Layout:
     tokens: Tensor  # (M,); -1 - u: token u of those the host has not seen
     plan: PassPlan
-    logit_rows: Tensor  # rows whose logits are needed: each sampling sequence's last token and all its nodes
+    logit_rows: Tensor  # rows whose logits are verified: each sampling sequence's last token and all its nodes
     logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1 = padding
+    prompts: list[PromptRows]  # rows whose logits are only looked at
     num_nodes: Ints  # by row of the batch
     depths: Ints  # by row of the batch: of its deepest node; a bound, where only the device knows
     begin: Ints  # by row of the batch: where its rows of the pass begin
@@ -83,6 +95,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
         logit_rows=of.logit_rows,
         logit_row_of=of.logit_row_of,
+        prompts=[] if batch.only_decodes else _prompt_rows(batch, of.begin),
         num_nodes=of.num_nodes,
         depths=depths,
         begin=of.begin,
@@ -128,6 +141,17 @@ def _shape(counts: bytes, samples: bytes, in_draft: bytes, width: int) -> _Shape
 def filled_in(codes: Tensor, unseen: Tensor) -> Tensor:
     """Tokens of a layout, on the device: code -1 - u stands for the u-th of those the host has not seen (U,)."""
     return torch.where(codes < 0, unseen[(-1 - codes).clamp_min(0)], codes)
+
+
+def _prompt_rows(batch: Batch, begin: Ints) -> list[PromptRows]:
+    asking = [index for index in batch.chunks if batch.sequences[index].lacks_prompt_logprobs]
+    parts = []
+    for index in asking:
+        sequence, first = batch.sequences[index], int(batch.first[index])
+        count = min(first + int(batch.count[index]), sequence.num_prompt - 1) - first
+        if count > 0:
+            parts.append(PromptRows(sequence, first + 1, count, int(begin[index])))
+    return parts
 
 
 def _own_tokens(batch: Batch) -> Any:

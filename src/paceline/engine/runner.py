@@ -17,19 +17,18 @@ from torch import Tensor
 from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to, sent
 from paceline.engine.batch import Batch
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.layout import Layout, filled_in, lay_out
+from paceline.engine.layout import Layout, PromptRows, filled_in, lay_out
 from paceline.engine.policy import DEEPEST
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.staging import Staging
 from paceline.models.warmup import verifying
-from paceline.sequence import Sequence
+from paceline.sequence import Sequence, TokenLogprobs
+from paceline.verify import logprobs
 
 Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
 UNREAD = 4  # verdicts under way or still looked at, at most
-
-TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
 
 
 class Reading:
@@ -82,13 +81,41 @@ class Reading:
 
     def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
         """Of committed tokens of a row: the chosen token's, and those of the `most` most likely."""
-        entries, of = [], self._logprobs
+        of = self._logprobs
         assert of is not None
-        for at, chosen in enumerate(tokens):
-            best = zip(of.top_tokens[row, at, :most].tolist(), of.top[row, at, :most].tolist(), strict=True)
-            entry = {token: (value, rank) for rank, (token, value) in enumerate(best, start=1)}
-            entries.append({chosen: (float(of.chosen[row, at]), int(of.rank[row, at]))} | entry)
-        return entries
+        row_of = Logprobs(chosen=of.chosen[row], rank=of.rank[row], top_tokens=of.top_tokens[row], top=of.top[row])
+        return _entries(row_of, tokens, most)
+
+
+def _entries(of: Logprobs, tokens: list[int], most: int) -> list[TokenLogprobs]:
+    """Of the first places of one row, where these tokens were chosen."""
+    count = len(tokens)
+    chosen = zip(tokens, of.chosen[:count].tolist(), of.rank[:count].tolist(), strict=True)
+    best = zip(of.top_tokens[:count, :most].tolist(), of.top[:count, :most].tolist(), strict=True)
+    return [
+        {token: (value, rank)} | {likely: (high, at) for at, (likely, high) in enumerate(zip(*pair, strict=True), 1)}
+        for (token, value, rank), pair in zip(chosen, best, strict=True)
+    ]
+
+
+@dataclass
+class PromptLogprobs:
+    """How likely the prompt tokens of a pass were; on the device until they are read."""
+
+    rows: list[PromptRows]
+    logprobs: Logprobs  # of the rows of all, in order
+
+    def hand_out(self) -> None:
+        """To the sequences; tokens computed again after a preemption are left out."""
+        of, at = Logprobs(**{name: part.cpu() for name, part in vars(self.logprobs).items()}), 0
+        for sequence, first, count, _ in self.rows:
+            part = Logprobs(**{name: values[at : at + count] for name, values in vars(of).items()})
+            at += count
+            known = sequence.prompt_logprobs
+            assert known is not None
+            assert len(known) >= first - 1, "a part of the prompt was never computed"
+            entries = _entries(part, sequence.tokens[first : first + count], sequence.params.prompt_logprobs or 0)
+            known += entries[len(known) - first + 1 :]
 
 
 @dataclass
@@ -103,6 +130,7 @@ class Flight:
     model_s: float
     warm: bool  # it took what its like will take again
     ahead: bool = False  # launched before the step before it was read
+    prompts: PromptLogprobs | None = None
 
     @property
     def over(self) -> bool:
@@ -148,14 +176,18 @@ class Runner:
             (codes,) = packed_to(unseen.device, layout.tokens.long())
             layout.tokens = filled_in(codes, unseen)
         started = time.perf_counter()
-        output = self.model.forward(layout.tokens, layout.plan, self._caches, layout.logit_rows, self.drafters.taps)
+        rows = _rows_with_logits(layout)
+        output = self.model.forward(layout.tokens, layout.plan, self._caches, rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        warm, unread, reading = output.warm, None, None
+        warm, unread, reading, logits, prompts = output.warm, None, None, output.logits, None
+        if layout.prompts:  # more logits than such a pass computes otherwise: no measure for others
+            prompts, warm = _look_at_prompts(layout, rows, logits), False
+            logits = _moved_to_front(logits, torch.searchsorted(rows, layout.logit_rows))
         if len(batch.sampling):
             verdict = self.sampler.verify(
                 batch.sampled_sequences,
                 draft,
-                output.logits,
+                logits,
                 layout.logit_row_of,
                 only_chains=not layout.is_tree,
                 lengths=batch.sampled_lengths,
@@ -167,7 +199,7 @@ class Runner:
             unread = self._unread(batch, layout, verdict, output.taps)
         if output.taps is not None:
             self.drafters.gather(batch, layout, unread, output.taps)
-        return Flight(batch, layout, draft, unread, reading, model_s, warm, ahead=after is not None)
+        return Flight(batch, layout, draft, unread, reading, model_s, warm, after is not None, prompts)
 
     def _soundly(self, draft: Draft) -> Draft:
         """Trees that only the device knows are placed there, where passes are captured; else they are read first."""
@@ -193,3 +225,27 @@ class Runner:
             node_row=columns[1],
             seat=columns[2],
         )
+
+
+def _rows_with_logits(layout: Layout) -> Tensor:
+    """In the order of the pass."""
+    if not layout.prompts:
+        return layout.logit_rows
+    looked_at = [torch.arange(part.row, part.row + part.count) for part in layout.prompts]
+    return torch.cat([layout.logit_rows, *looked_at]).sort().values
+
+
+def _look_at_prompts(layout: Layout, rows: Tensor, logits: Tensor) -> PromptLogprobs:
+    """`logits` of the `rows` of the pass."""
+    at = [torch.arange(count) + torch.searchsorted(rows, row) for _, _, count, row in layout.prompts]
+    tokens = [token for sequence, first, count, _ in layout.prompts for token in sequence.tokens[first : first + count]]
+    index, chosen = packed_to(logits.device, torch.cat(at), torch.tensor(tokens))
+    most = max(part.sequence.params.prompt_logprobs or 0 for part in layout.prompts)
+    return PromptLogprobs(layout.prompts, logprobs(logits[index], chosen, most))
+
+
+def _moved_to_front(logits: Tensor, rows: Tensor) -> Tensor:
+    """Captured verification reads logits from where the buffer begins."""
+    (index,) = packed_to(logits.device, rows)
+    logits[: len(rows)] = logits[index]
+    return logits[: len(rows)]

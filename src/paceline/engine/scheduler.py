@@ -259,7 +259,7 @@ class Scheduler:
             sequence = self.waiting[0]
             if self._num_tokens >= self._most_tokens or self._waits_for_sibling(sequence):
                 return
-            prefix = self.blocks.find_prefix(sequence)
+            prefix = [] if sequence.lacks_prompt_logprobs else self.blocks.find_prefix(sequence)
             # Room for all its tokens, so that it is not preempted at once; alone it always fits.
             needed = self.blocks.blocks_for(len(sequence.tokens) + 1) - len(prefix)
             if needed > self.blocks.num_free_after(prefix):

@@ -1,9 +1,9 @@
 """From the model's logits to p, exactly, at every node of a draft.
 
 In this order, as vLLM: repetition penalty (prompt and output), frequency and presence penalties (output), logit_bias,
-bans (bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p, top_k, top_p, each over the
-tokens that the one before kept. A node's history is its sequence's committed tokens and its own drafted ancestors, so a
-tree of nodes gives the same result as a loop of one-token calls.
+bans (allowed_token_ids, bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p, top_k,
+top_p, each over the tokens that the one before kept. A node's history is its sequence's committed tokens and its own
+drafted ancestors, so a tree of nodes gives the same result as a loop of one-token calls.
 
 A row's result has the same bits in any batch: no sum here runs across rows, or along a row in an order that
 depends on their number. The three filters keep every token at or above one threshold, so tokens tied with the last one
@@ -89,6 +89,7 @@ class Controls:
     min_p: Tensor | None = None  # (S,), 0 = off
     penalties: Penalties | None = None
     bias: Bias | None = None
+    allowed: Tensor | None = None  # (S, V) bool, True = may be drawn; all True where a sequence names none
     bad_words: BadWords | None = None
     min_tokens: MinTokens | None = None
     fallback: Tensor | None = None  # (S,) int64, the token (EOS) allowed again where every one is banned; None: token 0
@@ -128,7 +129,7 @@ class Controls:
     @property
     def edits(self) -> bool:
         """Some sequence changes single logits."""
-        parts = (self.penalties, self.bias, self.bad_words, self.min_tokens)
+        parts = (self.penalties, self.bias, self.allowed, self.bad_words, self.min_tokens)
         return any(part is not None for part in parts)
 
     @property
@@ -204,6 +205,8 @@ def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
         tokens, values = controls.bias.tokens[nodes.seq], controls.bias.values[nodes.seq]
         logits = _add(logits, tokens, values.to(logits.dtype))
     banned = logits
+    if controls.allowed is not None:  # by subtraction: a logit that is no number stays one, and is noticed
+        banned = torch.where(controls.allowed[nodes.seq], banned, banned - torch.inf)
     if controls.bad_words is not None:
         banned = _ban(banned, *_bad_words(controls.bad_words, nodes))
     if controls.min_tokens is not None:
