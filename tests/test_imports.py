@@ -20,7 +20,7 @@ RANKS: list[set[str]] = [
     {
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
         *("rng_triton", "tokenizer", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
-        *("garbage", "cuda_graph"),
+        *("garbage", "cuda_graph", "grammar", "structured_outputs"),
     },
     {"models", "verify"},
     {"controls"},

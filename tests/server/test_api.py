@@ -303,3 +303,35 @@ def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path)
         assert json.loads(server.log[-1])["level"]
     finally:
         server.process.kill()
+
+
+def test_structured_answers_validate(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "seed": 2, "temperature": 1.0}
+    answer = client.chat.completions.create(**asked, response_format=wanted).choices[0]
+    stream = client.chat.completions.create(**asked, response_format=wanted, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answer.message.content
+    if answer.finish_reason == "stop":
+        assert set(json.loads(answer.message.content)) == {"n"}
+    picked = client.completions.create(
+        model="tiny", prompt="Pick", extra_body={"structured_outputs": {"choice": ["red", "blue"]}}
+    )
+    assert picked.choices[0].text in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ],
+)
+def test_a_bad_chat_parameter_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+    status, answer = post(server, "/v1/chat/completions", {"messages": MESSAGES, **body})
+    assert (status, answer["error"]["param"]) == (400, param)

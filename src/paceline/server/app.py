@@ -205,7 +205,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
     async def chat_route(body: ChatRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
-        text = state.tokenizer.render_chat(body.conversation(), **(body.chat_template_kwargs or {}))
+        text = state.tokenizer.render_chat(body.conversation(), **body.template_variables())
         prompt = await state.encode(text, special=False)
         generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl")
         if streamed:

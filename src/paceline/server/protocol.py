@@ -6,6 +6,7 @@ token (user, metadata, store, service_tier) are taken and have no effect; they a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -97,6 +98,7 @@ class Choices(Sampling):
 
 
 class CompletionRequest(Choices):
+    structured_outputs: dict[str, Any] | None = None
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = 16  # OpenAI's default
     logprobs: int | None = None
@@ -122,6 +124,7 @@ class CompletionRequest(Choices):
             logit_bias=_logit_bias(self.logit_bias),
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
+            structured_outputs=self.structured_outputs,
         )
 
 
@@ -162,6 +165,7 @@ class ChatRequest(Choices):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's name: json, json_object, regex, choice or grammar
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_params(self) -> SamplingParams:
@@ -175,7 +179,36 @@ class ChatRequest(Choices):
             logit_bias=_logit_bias(self.logit_bias),
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            structured_outputs=self._format(),
         )
+
+    def _format(self) -> dict[str, Any] | None:
+        if self.response_format is None or self.response_format.get("type") == "text":
+            return self.structured_outputs
+        if self.structured_outputs is not None:
+            raise InvalidParameter("structured_outputs", "contradicts response_format; give one of them")
+        kind = self.response_format.get("type")
+        if kind == "json_object":
+            return {"json_object": True}
+        if kind != "json_schema":
+            raise InvalidParameter("response_format", f"type {kind!r} is not text, json_object or json_schema")
+        schema = (self.response_format.get("json_schema") or {}).get("schema")
+        if not isinstance(schema, dict):
+            raise InvalidParameter("response_format", "json_schema needs a schema, which is an object")
+        return {"json": schema}
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Tools that the model may call; they are handed to the chat template."""
+        if self.tool_choice not in (None, "auto", "none"):
+            raise InvalidParameter("tool_choice", "calls cannot be forced; use auto or none")
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def template_variables(self) -> dict[str, Any]:
+        variables = dict(self.chat_template_kwargs or {})
+        if self.offered_tools:
+            variables["tools"] = self.offered_tools
+        return variables
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as templates expect them: content is text, a call's arguments are an object."""
@@ -202,6 +235,11 @@ def plain_message(message: Message) -> dict[str, Any]:
                 raise InvalidParameter("messages", f"content of type {part.type!r} is not supported; text is")
         plain["content"] = "".join(part.text or "" for part in message.content)
     plain.setdefault("content", "")
+    for call in plain.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except ValueError:
+            raise InvalidParameter("messages", "the arguments of a tool call are not valid JSON") from None
     return plain
 
 

@@ -6,6 +6,7 @@ too. One thread receives commands; the main thread owns the engine and sends the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -145,9 +146,16 @@ class Worker:
             match m.decode_command(self._incoming.recv()):
                 case m.Submit(request_id, prompt, params, streamed):
                     request = Request(request_id, prompt, SamplingParams(**params), streamed=streamed)
+                    self._compile_grammar(request.params)
                     self._commands.put(loop.Submit([request]))
                 case m.Cancel(request_ids):
                     self._commands.put(loop.Cancel(request_ids))
+
+    def _compile_grammar(self, params: SamplingParams) -> None:
+        """In this thread, so that no step waits for it; an error is raised again, and reported, when it is added."""
+        if params.structured_outputs is not None:
+            with contextlib.suppress(PacelineError):
+                self._built.engine.grammars.compile(params.structured_outputs)
 
     def _watch_parent(self) -> None:
         """Until stdin ends: the HTTP process closes it to stop this one, or is gone."""
