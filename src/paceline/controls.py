@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import sent
+from paceline.draft import Draft, sent
+from paceline.grammar import masks_of
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
-from paceline.verify import BadWords, Bias, Controls, DrawKind, Draws, Form, MinTokens, Penalties
+from paceline.verify import BadWords, Bias, Controls, DrawKind, Draws, Form, GrammarMasks, MinTokens, Penalties
 from paceline.verify.host import TokenSampler
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -27,8 +28,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Rows of the columns: noise key, `DrawKind`, temperature, top_k, top_p, min_p; then `Form` and the bits of EXTRA.
 KEY, KIND, TEMPERATURE, TOP_K, TOP_P, MIN_P, FORM, EXTRA = range(8)
 SENT = FORM  # rows a device reads
-PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, LOGPROBS = (1 << bit for bit in range(6))  # of EXTRA
-EDITS = PENALISED | BIASED | ALLOWED | BAD_WORDS | MIN_TOKENS
+PENALISED, BIASED, ALLOWED, BAD_WORDS, MIN_TOKENS, GRAMMAR, LOGPROBS = (1 << bit for bit in range(7))  # of EXTRA
+EDITS = PENALISED | BIASED | ALLOWED | BAD_WORDS | MIN_TOKENS | GRAMMAR
 MOST_TOP_K = 1 << 31  # more than any vocabulary, which is the same as off
 # A lower temperature could round to 0, which stands for greedy, and a higher one to infinity.
 _COLDEST, _HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -58,7 +59,7 @@ class Columns:
         floats[TEMPERATURE] = np.float32(temperature and min(max(temperature, _COLDEST), _HOTTEST))
         ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
         ints[FORM] = Form.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
-        bans = (p.allowed_token_ids, sequence.bad_words, p.min_tokens)
+        bans = (p.allowed_token_ids, sequence.bad_words, p.min_tokens, p.structured_outputs)
         asked = (p.penalised, p.logit_bias, *bans, p.logprobs is not None)
         ints[EXTRA] = sum(1 << bit for bit, one in enumerate(asked) if one)
 
@@ -159,8 +160,8 @@ class ControlsBuilder:
     def draws(self, sequences: SequenceOf[Sequence]) -> Draws:
         return self.build(self.params(sequences))[1]
 
-    def build(self, of: StepParams) -> tuple[Controls, Draws]:
-        """On the device, in one copy."""
+    def build(self, of: StepParams, grammar: GrammarMasks | None = None) -> tuple[Controls, Draws]:
+        """On the device, in one copy. `grammar` masks p at the nodes of a draft; a drafter leaves it out."""
         on_device = sent(torch.from_numpy(np.vstack((of.columns[:SENT], of.lengths))), self._device)
         floats = on_device.view(torch.float64)
         draws = Draws(key=on_device[KEY], committed=on_device[SENT])
@@ -168,11 +169,21 @@ class ControlsBuilder:
             coins = bool((of.columns[KIND] == DrawKind.COIN).any())
             draws = Draws(key=on_device[KEY], committed=on_device[SENT], kind=on_device[KIND], coins=coins)
         filters = floats[TEMPERATURE], on_device[TOP_K], floats[TOP_P], floats[MIN_P]
-        return Controls.of(of.form, *filters, **self._edits(of)), draws
+        return Controls.of(of.form, *filters, grammar=grammar, **self._edits(of)), draws
 
-    def edits(self, of: StepParams) -> Controls:
+    def edits(self, of: StepParams, grammar: GrammarMasks | None = None) -> Controls:
         """Only the controls that change single logits."""
-        return Controls.of(Form.GREEDY, **self._edits(of))
+        return Controls.of(Form.GREEDY, grammar=grammar, **self._edits(of))
+
+    def masks(self, of: StepParams, draft: Draft) -> GrammarMasks | None:
+        """Of sequences with a grammar, at every node. The draft's tokens are read, wherever they lie."""
+        if not of.extra & GRAMMAR:
+            return None
+        tokens, parents = (part.cpu().numpy() for part in (draft.tokens, draft.parents))
+        bits, row_of = masks_of(of.sequences, tokens, parents, draft.num_nodes.tolist())
+        return GrammarMasks(
+            bits=sent(torch.from_numpy(bits), self._device), row_of=sent(torch.from_numpy(row_of), self._device)
+        )
 
     def _edits(self, of: StepParams) -> dict[str, Any]:
         sequences, extra = of.sequences, of.extra

@@ -21,6 +21,9 @@ class SpeculationStats:
     drafted_per_position: list[int] = field(default_factory=list)  # drafts that reached depth 1, 2, ...
     accepted_per_position: list[int] = field(default_factory=list)  # drafts accepted to depth 1, 2, ...
     drafts_by_method: dict[str, int] = field(default_factory=dict)
+    hits_by_method: dict[str, int] = field(default_factory=dict)  # drafts whose first token was accepted
+    draft_tokens_by_method: dict[str, int] = field(default_factory=dict)
+    accepted_by_method: dict[str, int] = field(default_factory=dict)
     spent_s: float = 0.0  # in steps that only decoded
     plain_s: float = 0.0  # time of the same tokens by plain decoding, as estimated by the engine
 
@@ -53,7 +56,13 @@ class SpeculationStats:
 
     def add_draft(self, nodes: int, depth: int, accepted: int, method: str) -> None:
         self.num_drafts += 1
-        self.drafts_by_method[method] = self.drafts_by_method.get(method, 0) + 1
+        for counts, more in (
+            (self.drafts_by_method, 1),
+            (self.hits_by_method, int(accepted > 0)),
+            (self.draft_tokens_by_method, nodes),
+            (self.accepted_by_method, accepted),
+        ):
+            counts[method] = counts.get(method, 0) + more
         self.num_draft_tokens += nodes
         self.num_accepted_tokens += accepted
         drafted_at, accepted_at = self.drafted_per_position, self.accepted_per_position
@@ -80,8 +89,10 @@ class SpeculationStats:
             mine.extend([0] * (len(theirs) - len(mine)))
             for i, value in enumerate(theirs):
                 mine[i] += value
-        for method, drafts in other.drafts_by_method.items():
-            self.drafts_by_method[method] = self.drafts_by_method.get(method, 0) + drafts
+        for name in ("drafts_by_method", "hits_by_method", "draft_tokens_by_method", "accepted_by_method"):
+            counts = getattr(self, name)
+            for method, count in getattr(other, name).items():
+                counts[method] = counts.get(method, 0) + count
 
     def as_dict(self) -> dict[str, Any]:
         return {

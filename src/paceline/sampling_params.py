@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from paceline import structured_outputs
 from paceline.config import AUTO, MAX_K
 from paceline.errors import InvalidParameter, shown
 from paceline.vllm_names import SAMPLING, refuse
@@ -75,6 +76,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same of every prompt token but the first
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: Mapping[str, Any] | None = None  # one of json, json_object, regex, choice, grammar
     speculation: str | Mapping[str, Any] | None = None  # None: the engine's choice
 
     def __post_init__(self) -> None:
@@ -87,6 +89,8 @@ class SamplingParams:
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidParameter("ignore_eos", "a structured answer ends with EOS; leave one of the two out")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
         if self.n > 1 and self.temperature == 0:
@@ -315,5 +319,6 @@ _CHECKS: dict[str, Check] = {
     "prompt_logprobs": _optional(_integer(0, MAX_LOGPROBS)),
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
+    "structured_outputs": structured_outputs.check,
     "speculation": _speculation,
 }

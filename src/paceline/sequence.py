@@ -11,11 +11,15 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
 
 TokenLogprobs = dict[int, tuple[float, int]]  # token -> logprob, rank
+
+if TYPE_CHECKING:
+    from paceline.grammar import Matcher
 
 
 class Status(enum.Enum):
@@ -47,7 +51,8 @@ class Sequence:
         self.max_len = max_len  # upper bound on its tokens, the prompt included
         self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)  # tokens that end it
         self.bad_words = tuple(tuple(word) for word in bad_words)  # as token ids
-        self._edits = bool(params.penalised or bad_words)
+        self._edits = bool(params.penalised or bad_words or params.structured_outputs)
+        self.matcher: Matcher | None = None  # of its grammar
         self.sampled = not params.greedy
         self.seed = params.sub_seed(index)
         self.noise_key = secrets.randbits(63) if self.seed is None else self.seed  # key of its coins

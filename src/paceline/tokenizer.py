@@ -61,6 +61,19 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
+    def vocab(self) -> list[str]:
+        """The tokens as the tokenizer spells them, by id."""
+        known = self.backend.get_vocab(with_added_tokens=True)
+        spelt = [""] * (max(known.values()) + 1)
+        for token, number in known.items():
+            spelt[number] = token
+        return spelt
+
+    def vocab_kind(self) -> str:
+        """How tokens spell bytes: byte_level (GPT-2's letters), byte_fallback (<0x0A>), or raw."""
+        decoder = json.dumps(json.loads(self.backend.to_str()).get("decoder") or {})
+        return "byte_level" if "ByteLevel" in decoder else "byte_fallback" if "ByteFallback" in decoder else "raw"
+
     @property
     def eos_token_id(self) -> int | None:
         return self._id_of("eos_token")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -186,6 +186,14 @@ _SAMPLING_FIELDS = (
     *("bad_words", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "seed", "logprobs"),
 )
+REQUEST_FIELDS = (
+    *_SAMPLING_FIELDS,
+    "system",
+    "json",
+    "keep_special_tokens",
+    "logit_bias",
+    "max_tokens",
+)  # of one request
 
 
 def parse_logit_bias(items: list[str]) -> dict[int, float] | None:
@@ -206,13 +214,14 @@ def refuse_undecodable(name: str, value: object) -> None:
             raise InvalidParameter(name, "is not UTF-8 text")
 
 
-def with_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command every field of RunOptions as a flag; it receives them as its keyword `options`."""
+def with_options(command: Callable[..., int], without: Sequence[str] = ()) -> Callable[..., int]:
+    """Give a command the fields of RunOptions as flags; it receives them as its keyword `options`."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
     hints = get_type_hints(RunOptions, include_extras=True)
     shared = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
         for f in fields(RunOptions)
+        if f.name not in without
     ]
 
     @functools.wraps(command)

@@ -8,6 +8,7 @@ The engine has one owner: no method may be called from two threads at once (`eng
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
@@ -30,6 +31,7 @@ from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
 from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull, shown
 from paceline.garbage import expect_objects, no_collection
+from paceline.grammar import Grammars
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.memory import cache_bytes, says_what_to_lower
@@ -47,6 +49,8 @@ class EngineTokenizer(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
     def incremental_decoder(self, skip_special_tokens: bool) -> TextDecoder: ...
+    def vocab(self) -> list[str]: ...
+    def vocab_kind(self) -> str: ...
 
 
 class Engine:
@@ -258,6 +262,9 @@ class Engine:
             for index in range(params.n)
         ]
         self._check_speculation(sequences[0])
+        if params.structured_outputs is not None:
+            for sequence in sequences:
+                sequence.matcher = self.grammars.matcher(params.structured_outputs)
         self._requests[request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
@@ -281,6 +288,13 @@ class Engine:
             left.remove(sequence)
             if not left:
                 del self._requests[sequence.request_id]
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """The only part that other threads may use: compiled beforehand, a grammar does not hold up a step."""
+        if self.tokenizer is None:
+            raise InvalidParameter("structured_outputs", "needs a tokenizer, and this engine was made without one")
+        return Grammars(self.tokenizer, self.model.config.vocab_size, sorted(self._eos))
 
     @property
     def has_work(self) -> bool:

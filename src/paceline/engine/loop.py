@@ -89,6 +89,7 @@ class Delta(NamedTuple):
     text: str  # of requests with stop strings, whose text the engine decodes; else empty
     finish_reason: str | None
     ended: Ended | None  # with the last one
+    logprobs: list[dict[int, tuple[float, int]]] | None = None  # per token, of requests that asked for them
 
 
 class Failed(NamedTuple):
@@ -105,6 +106,12 @@ class Receiver(Protocol):
     def put(self, event: Event, /) -> None: ...
 
 
+class Outbox(Receiver, Protocol):
+    """Where the loop puts the events of all requests; `flush` follows the last event of a step, or of commands."""
+
+    def flush(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Open:
     answers: list[Sequence]
@@ -114,7 +121,7 @@ class _Open:
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine, commands: SimpleQueue[Command], outputs: Receiver) -> None:
+    def __init__(self, engine: Engine, commands: SimpleQueue[Command], outputs: Outbox) -> None:
         self.engine, self._commands, self._outputs = engine, commands, outputs
         self._open: dict[str, _Open] = {}
         self._watched: set[str] = set()  # requests that are streamed, or have no first token yet
@@ -127,6 +134,7 @@ class EngineLoop:
             self._admit_backlog()
             if self.engine.has_work:
                 self._step()
+            self._outputs.flush()
 
     def abandon(self, error: PacelineError) -> None:
         """Fail every request that is open and every command that is left."""
@@ -263,7 +271,10 @@ class EngineLoop:
         if request.streamed:
             finish_reason = sequence.finish_reason if output.finished else None
             tokens, kinds = list(output.tokens), list(output.kinds)
-            self._outputs.put(Delta(request_id, sequence.index, tokens, kinds, output.text, finish_reason, ended))
+            logprobs = None if sequence.logprobs is None else sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
+            self._outputs.put(
+                Delta(request_id, sequence.index, tokens, kinds, output.text, finish_reason, ended, logprobs)
+            )
         elif ended is not None:
             self._outputs.put(ended)
 
@@ -347,6 +358,9 @@ class EngineThread:
                 receiver.put(event)
             except Exception:  # an event loop that was closed meanwhile
                 log.debug("an event of request %s was lost", event.request_id, exc_info=True)
+
+    def flush(self) -> None:
+        """Of the loop: events were handed over one by one."""
 
     def _post(self, command: Command) -> None:
         with self._lock:

@@ -101,7 +101,7 @@ class Sampler:
         raw, (_, there, nodes) = None, self._on_device(params, draft, row_of)
         if params.edits:
             raw = logits.clone()
-            logits.copy_(edit(raw, self._builder.edits(params), nodes))
+            logits.copy_(edit(raw, self._builder.edits(params, self._builder.masks(params, draft)), nodes))
         verdict = self._captured(key, params, draft, row_of)
         if raw is not None:
             logits.copy_(raw)
@@ -111,7 +111,7 @@ class Sampler:
     def _uncaptured(
         self, params: StepParams, draft: Draft, logits: Tensor, row_of: Tensor, only_chains: bool
     ) -> Verdict:
-        controls, draws = self._builder.build(params)
+        controls, draws = self._builder.build(params, self._builder.masks(params, draft))
         on_device, there, nodes = self._on_device(params, draft, row_of)
         options = {"max_depth": draft.max_depth, "num_logprobs": params.num_logprobs, "only_chains": only_chains}
         return verify(on_device, logits, there, nodes, controls, draws, **options)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """From the model's logits to p, exactly, at every node of a draft.
 
 In this order, as vLLM: repetition penalty (prompt and output), frequency and presence penalties (output), logit_bias,
-bans (allowed_token_ids, bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p, top_k,
-top_p, each over the tokens that the one before kept. A node's history is its sequence's committed tokens and its own
-drafted ancestors, so a tree of nodes gives the same result as a loop of one-token calls.
+bans (allowed_token_ids, a grammar, bad words, min_tokens); a greedy row takes its argmax here; then temperature, min_p,
+top_k, top_p, each over the tokens that the one before kept. A node's history is its sequence's committed tokens and its
+own drafted ancestors, so a tree of nodes gives the same result as a loop of one-token calls.
 
 A row's result has the same bits in any batch: no sum here runs across rows, or along a row in an order that
 depends on their number. The three filters keep every token at or above one threshold, so tokens tied with the last one
@@ -64,6 +64,14 @@ class MinTokens:
     ends: Tensor  # (S, K) int64, EOS and stop ids, -1 = padding
 
 
+@dataclass(frozen=True, kw_only=True)
+class GrammarMasks:
+    """Tokens that may follow at the nodes of sequences that have a grammar."""
+
+    bits: Tensor  # (M, ceil(V / 32)) int32, token i is bit i % 32 of word i // 32; 1 = may be drawn
+    row_of: Tensor  # (S, N + 1) int64, the row of the last committed token (0) and of each node (i + 1); -1: no mask
+
+
 class Form(IntEnum):
     """Which columns the controls of a step have. A sequence without such a parameter has a neutral value, which changes
     no bit of its result, so a row's token does not depend on the form of its step."""
@@ -90,6 +98,7 @@ class Controls:
     penalties: Penalties | None = None
     bias: Bias | None = None
     allowed: Tensor | None = None  # (S, V) bool, True = may be drawn; all True where a sequence names none
+    grammar: GrammarMasks | None = None
     bad_words: BadWords | None = None
     min_tokens: MinTokens | None = None
     fallback: Tensor | None = None  # (S,) int64, the token (EOS) allowed again where every one is banned; None: token 0
@@ -129,7 +138,7 @@ class Controls:
     @property
     def edits(self) -> bool:
         """Some sequence changes single logits."""
-        parts = (self.penalties, self.bias, self.allowed, self.bad_words, self.min_tokens)
+        parts = (self.penalties, self.bias, self.allowed, self.grammar, self.bad_words, self.min_tokens)
         return any(part is not None for part in parts)
 
 
@@ -198,6 +207,8 @@ def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
     banned = logits
     if controls.allowed is not None:  # by subtraction: a logit that is no number stays one, and is noticed
         banned = torch.where(controls.allowed[nodes.seq], banned, banned - torch.inf)
+    if controls.grammar is not None:
+        banned = _mask(banned, controls.grammar, nodes)
     if controls.bad_words is not None:
         banned = _ban(banned, *_bad_words(controls.bad_words, nodes))
     if controls.min_tokens is not None:
@@ -284,6 +295,13 @@ def _ban(logits: Tensor, tokens: Tensor, hit: Tensor) -> Tensor:
     """-inf at (R, K) tokens where hit. Adding keeps a ban when another entry for the same token does not apply."""
     values = torch.where(hit, -torch.inf, 0.0).to(logits.dtype)
     return logits.scatter_add(1, tokens.clamp_min(0), values)
+
+
+def _mask(logits: Tensor, masks: GrammarMasks, nodes: Nodes) -> Tensor:
+    at = masks.row_of[nodes.seq, nodes.node + 1]
+    bits = masks.bits[at.clamp_min(0)][..., None] >> torch.arange(32, device=logits.device, dtype=torch.int32)
+    allowed = (bits & 1).flatten(1)[:, : logits.shape[1]].bool() | (at < 0)[:, None]
+    return torch.where(allowed, logits, logits - torch.inf)
 
 
 def _bad_words(bad: BadWords, nodes: Nodes) -> tuple[Tensor, Tensor]:

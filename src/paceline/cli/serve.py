@@ -1,0 +1,116 @@
+"""`paceline serve`: an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.options import REQUEST_FIELDS, RunOptions, with_options
+from paceline.cli.output import print_note
+from paceline.cli.speculation import speculation_arguments
+from paceline.errors import InvalidParameter, PacelineError
+
+if TYPE_CHECKING:
+    from paceline.server.app import ServerSettings
+
+KEY_VARIABLE = "PACELINE_API_KEY"
+_flag = functools.partial(typer.Option, rich_help_panel="Server")
+
+
+def serve(
+    host: Annotated[str, _flag(help="Address to listen on; 0.0.0.0 is open to the network.")] = "127.0.0.1",
+    port: Annotated[int, _flag(help="0 picks a free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[str | None, _flag(help="The model's name in the API.", metavar="NAME")] = None,
+    api_key_file: Annotated[
+        Path | None, _flag(help=f"Keys that clients must send, one a line; or set {KEY_VARIABLE}.", metavar="FILE")
+    ] = None,
+    max_num_seqs: Annotated[int, _flag(help="Sequences that share a step.", min=1)] = 64,
+    max_num_batched_tokens: Annotated[int, _flag(help="Tokens of one pass.", min=1)] = 512,
+    max_waiting: Annotated[int, _flag(help="Requests that may wait; more are refused with 429.", min=1)] = 256,
+    kv_cache_bytes: Annotated[int | None, _flag(help="Memory of the cache.", metavar="BYTES")] = None,
+    max_body_bytes: Annotated[int, _flag(help="Largest request body.", min=1024)] = 4 << 20,
+    request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001)] = 600.0,
+    grace: Annotated[float, _flag(help="Seconds for running requests to finish at a stop.", min=0)] = 10.0,
+    cors_origin: Annotated[list[str] | None, _flag(help="Allow pages of this origin; repeatable.")] = None,
+    log_json: Annotated[bool, _flag("--log-json", help="Logs as JSON, one object a line.")] = False,
+    *,
+    options: RunOptions,
+) -> int:
+    """Serve a model at an OpenAI-compatible endpoint."""
+    keys = read_keys(api_key_file)
+    settings = server_settings(
+        options,
+        {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_waiting": max_waiting,
+            "kv_cache_bytes": kv_cache_bytes,
+        },
+        served_name=served_model_name,
+        api_keys=keys,
+        max_body_bytes=max_body_bytes,
+        request_limit_s=request_limit,
+        grace_s=grace,
+        cors_origins=tuple(cors_origin or ()),
+    )
+    listener = listen(host, port)
+    if host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        print_note(f"listening on {host} without an API key: every machine that reaches it can use it")
+    from paceline.server.run import run
+
+    return run(settings, listener, log_json=log_json)
+
+
+serve = with_options(serve, without=REQUEST_FIELDS)
+
+
+def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) -> ServerSettings:
+    from paceline.config import EngineConfig, SpeculationConfig
+    from paceline.speculative_config import read
+
+    drafting = speculation_arguments(options)
+    config = drafting.pop("speculative_config")
+    speculation = SpeculationConfig(**drafting)
+    try:
+        from paceline.server.app import ServerSettings
+        from paceline.server.engine_client import EngineSettings
+    except ImportError as error:
+        raise PacelineError(f"serving needs more packages ({error.name}); pip install 'paceline[serve]'") from error
+    return ServerSettings(
+        engine=EngineSettings(
+            options.model,
+            {name: getattr(options, name) for name in ("dtype", "device", "threads", "numerics")},
+            EngineConfig(
+                max_model_len=options.max_model_len, gpu_memory_fraction=options.gpu_memory_fraction, **engine
+            ),
+            speculation if config is None else read(config, speculation),
+        ),
+        **server,
+    )
+
+
+def read_keys(file: Path | None) -> tuple[str, ...]:
+    """From a file or the environment, never from the command line, where every user of the machine can read them."""
+    text = os.environ.get(KEY_VARIABLE, "")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InvalidParameter("api-key-file", f"{file} cannot be read: {error}") from error
+        if not text.split():
+            raise InvalidParameter("api-key-file", f"{file} holds no key; write one a line")
+    return tuple(text.split())
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Before the model is loaded: a port that is taken is noticed at once."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise InvalidParameter("port", f"cannot listen on {host}:{port}: {error}; choose another --port") from error

@@ -1,0 +1,134 @@
+"""Structured outputs: a grammar masks p at every node of a draft, so an answer is exact under speculation too.
+
+`Grammars` compiles what requests ask for (structured_outputs.py) with xgrammar, once for each text; a `Matcher` follows
+one sequence. The mask of a node is that of its sequence's committed tokens and its own drafted ancestors. A
+drafter need not know the grammar: a drafted token that it forbids has p = 0 and is rejected.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.errors import InvalidParameter, PacelineError
+
+FIELD = "structured_outputs"
+CACHE_BYTES = 256 << 20  # of compiled grammars
+WORD = 32  # tokens of a word of a mask
+
+
+class GrammarTokenizer(Protocol):
+    """What a grammar needs of a tokenizer."""
+
+    def vocab(self) -> list[str]: ...
+    def vocab_kind(self) -> str: ...
+
+
+class Matched(Protocol):
+    """A sequence that a matcher follows."""
+
+    @property
+    def matcher(self) -> Matcher | None: ...
+    @property
+    def output_tokens(self) -> list[int]: ...
+
+
+class Grammars:
+    """Compiles what requests ask for. Any thread may call it, so that a long compilation does not hold up a step."""
+
+    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int, eos_token_ids: SequenceOf[int]) -> None:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise PacelineError("structured outputs need xgrammar; pip install 'paceline[serve]'") from error
+        if not eos_token_ids:
+            raise InvalidParameter(FIELD, "the model has no end-of-sequence token, which ends a structured answer")
+        self._xgrammar = xgrammar
+        kinds = xgrammar.VocabType
+        kind = {"byte_level": kinds.BYTE_LEVEL, "byte_fallback": kinds.BYTE_FALLBACK}.get(
+            tokenizer.vocab_kind(), kinds.RAW
+        )
+        info = xgrammar.TokenizerInfo(
+            tokenizer.vocab(), kind, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids)
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
+        self.words = -(-vocab_size // WORD)
+
+    def compile(self, wanted: Mapping[str, Any]) -> Any:
+        """Compiled, from the compiler's cache where it was asked for before."""
+        (kind, value), compiler = next(iter(wanted.items())), self._compiler
+        try:
+            if kind == "json_object":
+                return compiler.compile_builtin_json_grammar()
+            if kind == "json":
+                return compiler.compile_json_schema(json.dumps(value))
+            if kind == "regex":
+                return compiler.compile_regex(value)
+            if kind == "choice":
+                return compiler.compile_grammar("root ::= " + " | ".join(map(_quoted, value)))
+            return compiler.compile_grammar(value)
+        except Exception as error:  # the library raises bare RuntimeErrors with file names and line numbers
+            reason = re.sub(r"^(\[[\d:]+\] )?\S+:\d+: ", "", str(error).strip().splitlines()[-1])
+            raise InvalidParameter(FIELD, f"the {kind} cannot be compiled: {reason}") from error
+
+    def matcher(self, wanted: Mapping[str, Any]) -> Matcher:
+        return Matcher(self._xgrammar.GrammarMatcher(self.compile(wanted)), self.words)
+
+
+class Matcher:
+    """A grammar's state after the committed tokens of one sequence."""
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher, self._words, self._taken = matcher, words, 0
+
+    def masks(self, sequence: Matched, tokens: SequenceOf[int], parents: SequenceOf[int]) -> np.ndarray[Any, Any]:
+        """(1 + N, W) masks of the last committed token and of a draft's nodes, which are in topological order."""
+        output = sequence.output_tokens
+        for token in output[self._taken :]:
+            self._matcher.accept_token(token)
+        self._taken = len(output)
+        bits = np.full((1 + len(tokens), self._words), -1, dtype=np.int32)
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            children.setdefault(parent, []).append(node)
+        self._fill(-1, bits, tokens, children)
+        return bits
+
+    def _fill(
+        self, node: int, bits: np.ndarray[Any, Any], tokens: SequenceOf[int], children: dict[int, list[int]]
+    ) -> None:
+        """A node that the grammar forbids keeps a mask that allows all: it is never reached."""
+        matcher = self._matcher
+        if matcher.is_terminated():
+            return
+        matcher.fill_next_token_bitmask(bits, node + 1)
+        for child in children.get(node, ()):
+            if matcher.accept_token(tokens[child]):
+                self._fill(child, bits, tokens, children)
+                matcher.rollback(1)
+
+
+def masks_of(
+    sequences: SequenceOf[Matched], tokens: np.ndarray[Any, Any], parents: np.ndarray[Any, Any], nodes: SequenceOf[int]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """`bits` and `row_of` of `GrammarMasks`, on the host; of tokens and parents (S, N) `nodes` each are valid."""
+    row_of = np.full((len(sequences), tokens.shape[1] + 1), -1, np.int64)
+    bits, rows = [], 0
+    for at, sequence in enumerate(sequences):
+        if sequence.matcher is None:
+            continue
+        count = nodes[at]
+        bits.append(sequence.matcher.masks(sequence, tokens[at, :count].tolist(), parents[at, :count].tolist()))
+        row_of[at, : count + 1] = np.arange(rows, rows + count + 1)
+        rows += count + 1
+    return np.concatenate(bits), row_of
+
+
+def _quoted(text: str) -> str:
+    """As a string of xgrammar's EBNF."""
+    return json.dumps(text)

@@ -1,0 +1,152 @@
+"""From events of the engine to text, usage and log-probabilities, as the OpenAI routes report them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.engine.text import TextDecoder
+from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, PacelineError, QueueFull, RequestFailed
+from paceline.outputs import SpeculationStats
+from paceline.sampling_params import SamplingParams
+from paceline.server import messages as m
+from paceline.server.engine_client import EngineClient, Stream
+from paceline.tokenizer import Tokenizer
+
+_ERRORS = {each.__name__: each for each in (EngineDied, InvalidPrompt, PacelineError, QueueFull, RequestFailed)}
+
+
+class TimeLimit(PacelineError):
+    """A request ran longer than the server allows."""
+
+
+@dataclass
+class Piece:
+    """New text of one answer."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    kinds: list[int]
+    finish_reason: str | None
+    logprobs: list[list[m.LoggedToken]] | None
+
+
+@dataclass
+class Generation:
+    """One prompt in the engine."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    prompt: list[int]
+    params: SamplingParams
+    stream: Stream
+    limit_s: float
+    ended: m.Ended | None = None
+    _decoders: dict[int, TextDecoder] = field(default_factory=dict)
+
+    @classmethod
+    async def start(
+        cls,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        streamed: bool,
+        request_id: str,
+        limit_s: float,
+    ) -> Generation:
+        """Raises at once where the engine refuses a streamed request, so that the answer has the right status."""
+        stream = await client.submit(prompt, params, streamed=streamed, request_id=request_id)
+        self = cls(client, tokenizer, prompt, params, stream, limit_s)
+        if streamed:
+            try:
+                await self._next()
+            except BaseException:
+                self.cancel()
+                raise
+        return self
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        while True:
+            event = await self._next()
+            if isinstance(event, m.Ended):
+                self.ended = event
+                return
+            assert isinstance(event, m.Delta)
+            text = event.text if self.params.stop else self._decode(event)
+            yield Piece(event.index, text, event.tokens, event.kinds, event.finish_reason, event.logprobs)
+
+    async def answers(self) -> list[m.Answer]:
+        """Of a request that is not streamed."""
+        event = await self._next()
+        assert isinstance(event, m.Ended)
+        self.ended = event
+        return event.answers
+
+    def text_of(self, answer: m.Answer) -> str:
+        if self.params.stop:
+            return answer.text
+        decoder = self.tokenizer.incremental_decoder(self.params.skip_special_tokens)
+        return decoder.decode(answer.tokens)
+
+    def cancel(self) -> None:
+        if self.ended is None:
+            self.client.cancel(self.stream.request_id)
+
+    async def _next(self) -> m.Event:
+        left = self.stream.submitted_at + self.limit_s - time.perf_counter()
+        try:
+            event = await asyncio.wait_for(self.stream.get(), max(left, 0.001))
+        except asyncio.TimeoutError:
+            raise TimeLimit(f"the request was stopped after {self.limit_s:.0f} s, the server's limit") from None
+        if isinstance(event, m.Failed):
+            if event.field is not None:
+                raise InvalidParameter(event.field, event.error.removeprefix(f"{event.field}: "))
+            raise _ERRORS.get(event.kind, RequestFailed)(event.error)
+        return event
+
+    def _decode(self, delta: m.Delta) -> str:
+        decoder = self._decoders.get(delta.index)
+        if decoder is None:
+            decoder = self.tokenizer.incremental_decoder(self.params.skip_special_tokens)
+            self._decoders[delta.index] = decoder
+        text = "".join([decoder.push(token) for token in delta.tokens])
+        return text if delta.finish_reason is None else text + decoder.flush()
+
+
+def usage(generations: list[Generation]) -> dict[str, Any]:
+    """OpenAI's counts, and speculation's: drafted, accepted, τ and the time saved by the engine's own estimate."""
+    ended = [each.ended for each in generations if each.ended is not None]
+    prompt = sum(len(each.prompt) for each in generations)
+    output = sum(len(answer.tokens) for each in ended for answer in each.answers)
+    total, saved = SpeculationStats(), 0.0
+    for each in ended:
+        for answer in each.answers:
+            total.merge(answer.stats)
+        saved = max(saved, *(answer.stats.plain_s - answer.stats.spent_s for answer in each.answers))
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(each.num_cached for each in ended)},
+        "speculation": {
+            "drafted": total.num_draft_tokens,
+            "accepted": total.num_accepted_tokens,
+            "mean_acceptance_length": total.mean_acceptance_length,
+            "estimated_speedup": total.estimated_speedup,
+            "estimated_time_saved_s": saved,
+            "methods": total.drafts_by_method,
+        },
+    }
+
+
+KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
+
+
+def kind_names(kinds: list[int]) -> list[str]:
+    return [KINDS[kind] for kind in kinds]

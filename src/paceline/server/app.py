@@ -1,0 +1,292 @@
+"""The HTTP application: its routes, and their errors. The engine is behind `EngineClient`, in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+
+from paceline import __version__
+from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError
+from paceline.sampling_params import SamplingParams
+from paceline.server import chat, completions, responses
+from paceline.server.answers import Generation
+from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
+from paceline.server.errors import body_of, from_validation
+from paceline.server.gate import Gate, error_response
+from paceline.server.metrics import Metrics
+from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from paceline.tokenizer import Tokenizer
+
+log = logging.getLogger("paceline.server")
+T = TypeVar("T")
+LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    engine: EngineSettings
+    served_name: str | None = None  # None: the model's name
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 4 << 20
+    request_limit_s: float = 600.0
+    grace_s: float = 10.0  # running requests may finish within it when the server stops
+    cors_origins: tuple[str, ...] = ()
+
+
+@dataclass
+class State:
+    """What routes share; set up when the application starts."""
+
+    settings: ServerSettings
+    client: EngineClient
+    metrics: Metrics
+    started: float = field(default_factory=time.time)
+    stopping: bool = False
+    _tokenizer: Tokenizer | None = None
+
+    @property
+    def name(self) -> str:
+        return self.settings.served_name or self.settings.engine.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_path(Path(self.client.info["path"]))
+        return self._tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in (self.name, self.settings.engine.model):
+            raise ModelNotFound(f"model {name!r} is not served here; {self.name!r} is")
+
+    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        if not prompt:
+            raise InvalidPrompt("the prompt is empty; give at least one character")
+        if len(prompt) < LONG_TEXT:
+            return self.tokenizer.encode(prompt, special)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt, special)
+
+    async def start(
+        self, prompt: list[int], params: SamplingParams, body: Sampling, *, streamed: bool, prefix: str
+    ) -> Generation:
+        if self.stopping:
+            raise EngineClosed("the server is shutting down; try another one")
+        request_id = new_request_id(prefix)
+        self.metrics.submitted(request_id, len(prompt), body.tag)
+        return await Generation.start(
+            self.client,
+            self.tokenizer,
+            prompt,
+            params.resolve(self.client.info.get("generation_defaults", {})),
+            streamed=streamed,
+            request_id=request_id,
+            limit_s=self.settings.request_limit_s,
+        )
+
+
+def create_app(settings: ServerSettings) -> FastAPI:
+    metrics = Metrics(_warn_of_drift)
+    client = EngineClient(settings.engine, [metrics.observe], metrics.cancelled)
+    state = State(settings, client, metrics)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if not client.starts:
+            await client.start()
+        _ = state.tokenizer
+        yield
+        state.stopping = True
+        deadline = time.monotonic() + settings.grace_s
+        while client.num_open and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await client.close()
+
+    app = FastAPI(title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.paceline = state
+    app.add_exception_handler(PacelineError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    _add_routes(app, state)
+    app.add_middleware(
+        Gate,
+        api_keys=settings.api_keys,
+        max_body_bytes=settings.max_body_bytes,
+        on_error=lambda status: state.metrics.refused.labels(str(status)).inc(),
+    )
+    if settings.cors_origins:
+        from fastapi.middleware.cors import CORSMiddleware
+
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _add_routes(app: FastAPI, state: State) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        down = state.client.down
+        return _json({"status": "ok" if down is None else "down", "reason": down}, 200 if down is None else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        state.metrics.up.set(state.client.down is None)
+        return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        info = state.client.info
+        entry = {
+            "id": state.name,
+            "object": "model",
+            "created": int(state.started),
+            "owned_by": "paceline",
+            "max_model_len": info.get("max_model_len"),
+            "methods": info.get("methods", []),
+        }
+        return _json({"object": "list", "data": [entry]})
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        state.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidParameter("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            conversation = [message.model_dump(exclude_none=True) for message in body.messages]
+            tokens = await state.encode(state.tokenizer.render_chat(conversation), special=False)
+        else:
+            tokens = await state.encode(body.prompt or "", special=body.add_special_tokens)
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": state.client.info["max_model_len"]})
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        state.check_model(body.model)
+        vocab = state.client.info["vocab_size"]
+        bad = next((token for token in body.tokens if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise InvalidParameter("tokens", f"token id {bad} is outside the vocabulary of {vocab}")
+        return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    @app.post("/v1/completions")
+    async def completions_route(body: CompletionRequest, request: Request) -> Response:
+        state.check_model(body.model)
+        params, streamed = body.to_params(), bool(body.stream)
+        if body.echo and body.logprobs is not None:
+            raise InvalidParameter("echo", "log-probabilities of the prompt are not supported; leave one of them out")
+        prompts = [await state.encode(prompt) for prompt in body.prompts()]
+        async with contextlib.AsyncExitStack() as running:
+            generations = []
+            for prompt in prompts:
+                generations.append(await state.start(prompt, params, body, streamed=streamed, prefix="cmpl"))
+                running.callback(generations[-1].cancel)
+            if streamed:
+                running.pop_all()
+                return _sse(completions.chunks(generations, body, state.name), generations)
+            gathered = asyncio.gather(*(each.answers() for each in generations))
+            answers = await _unless_gone(request, gathered)
+            return _json(completions.completion(generations, answers, body, state.name))
+
+    @app.post("/v1/chat/completions")
+    async def chat_route(body: ChatRequest, request: Request) -> Response:
+        state.check_model(body.model)
+        params, streamed = body.to_params(), bool(body.stream)
+        text = state.tokenizer.render_chat(body.conversation(), **body.template_variables())
+        prompt = await state.encode(text, special=False)
+        generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl")
+        if streamed:
+            return _sse(chat.chunks(generation, body, state.name), [generation])
+        try:
+            answers = await _unless_gone(request, generation.answers())
+        finally:
+            generation.cancel()
+        return _json(chat.completion(generation, answers, body, state.name))
+
+    @app.post("/v1/responses")
+    async def responses_route(body: responses.ResponseRequest, request: Request) -> Response:
+        state.check_model(body.model)
+        params, streamed = body.to_params(), bool(body.stream)
+        prompt = await state.encode(state.tokenizer.render_chat(body.conversation()), special=False)
+        generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp")
+        if streamed:
+            return _sse(responses.events(generation, body, state.name), [generation], named=True)
+        try:
+            (answer,) = await _unless_gone(request, generation.answers())
+        finally:
+            generation.cancel()
+        return _json(responses.response(generation, answer, body, state.name))
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of the work, which is given up when the client disconnects."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise EngineClosed("the client has disconnected")
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+
+
+def _sse(
+    chunks: AsyncIterator[dict[str, Any]], generations: list[Generation], *, named: bool = False
+) -> StreamingResponse:
+    """Server-sent events; an error after the first one is an event too, since the status is already sent.
+
+    `named`: each event is named by its type, and none follows the last.
+    """
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in chunks:
+                name = b"event: " + chunk["type"].encode() + b"\n" if named else b""
+                yield name + b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+            if not named:
+                yield b"data: [DONE]\n\n"
+        except PacelineError as error:
+            yield b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+        finally:
+            for generation in generations:
+                generation.cancel()
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+
+def _warn_of_drift(method: str, rate: float) -> None:
+    log.warning("drafter %s: its first token was accepted in %.0f %% of drafts, and that fell", method, 100 * rate)
+
+
+def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, PacelineError)
+    return error_response(error)
+
+
+async def _on_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(from_validation(error))

@@ -1,0 +1,113 @@
+"""/v1/chat/completions: objects and chunks as OpenAI documents them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from paceline.server import messages as m
+from paceline.server.answers import Generation, Piece, kind_names, usage
+from paceline.server.protocol import ChatRequest
+from paceline.server.tools import ToolParser
+
+
+def completion(generation: Generation, answers: list[m.Answer], request: ChatRequest, model: str) -> dict[str, Any]:
+    return {
+        "id": generation.stream.request_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_choice(generation, answer, request) for answer in answers],
+        "usage": usage([generation]),
+    }
+
+
+def _choice(generation: Generation, answer: m.Answer, request: ChatRequest) -> dict[str, Any]:
+    text, calls = generation.text_of(answer), []
+    if request.offered_tools:
+        parser = ToolParser()
+        text = parser.push(text)[0] + parser.finish()[0]
+        calls = parser.calls
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message |= {"content": text or None, "tool_calls": [call.as_dict() for call in calls]}
+    choice = {
+        "index": answer.index,
+        "message": message,
+        "logprobs": _logprobs(generation, answer.logprobs),
+        "finish_reason": _reason(answer.finish_reason, bool(calls)),
+        "stop_reason": answer.stop_reason,
+    }
+    if request.return_token_ids:
+        choice["token_ids"] = answer.tokens
+    return choice
+
+
+async def chunks(generation: Generation, request: ChatRequest, model: str) -> AsyncIterator[dict[str, Any]]:
+    base = {
+        "id": generation.stream.request_id,
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": model,
+    }
+    if request.includes_usage:
+        base["usage"] = None
+    for index in range(generation.params.n):
+        delta: dict[str, Any] = {"role": "assistant", "content": ""}
+        yield {**base, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+    parsers = [ToolParser() for _ in range(generation.params.n)] if request.offered_tools else []
+    async for piece in generation.pieces():
+        delta = _parsed(piece, parsers[piece.index]) if parsers else {"content": piece.text} if piece.text else {}
+        reason = _reason(piece.finish_reason, bool(parsers and parsers[piece.index].calls))
+        yield {**base, "choices": [_chunk_choice(generation, piece, request, delta, reason)]}
+    if request.includes_usage:
+        yield {**base, "choices": [], "usage": usage([generation])}
+
+
+def _parsed(piece: Piece, parser: ToolParser) -> dict[str, Any]:
+    """A delta with the text that is no call, and the calls that are complete."""
+    begun = len(parser.calls)
+    text, calls = parser.push(piece.text)
+    if piece.finish_reason is not None:
+        rest, more = parser.finish()
+        text, calls = text + rest, [*calls, *more]
+    delta: dict[str, Any] = {"content": text} if text else {}
+    if calls:
+        delta["tool_calls"] = [call.as_dict(begun + at) for at, call in enumerate(calls)]
+    return delta
+
+
+def _reason(reason: str | None, called: bool) -> str | None:
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _chunk_choice(
+    generation: Generation, piece: Piece, request: ChatRequest, delta: dict[str, Any], reason: str | None
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": piece.index,
+        "delta": delta,
+        "logprobs": _logprobs(generation, piece.logprobs),
+        "finish_reason": reason,
+    }
+    if request.return_token_ids:
+        choice |= {"token_ids": piece.tokens, "token_kinds": kind_names(piece.kinds)}
+    return choice
+
+
+def _logprobs(generation: Generation, entries: list[list[m.LoggedToken]] | None) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    return {"content": [_entry(generation, entry) for entry in entries], "refusal": None}
+
+
+def _entry(generation: Generation, entry: list[m.LoggedToken]) -> dict[str, Any]:
+    chosen, count = entry[0], generation.params.logprobs or 0
+    likeliest = sorted(entry, key=lambda each: each.rank)[:count]
+    return {**_token(generation, chosen), "top_logprobs": [_token(generation, each) for each in likeliest]}
+
+
+def _token(generation: Generation, logged: m.LoggedToken) -> dict[str, Any]:
+    text = generation.tokenizer.token_text(logged.token)
+    return {"token": text, "logprob": logged.logprob, "bytes": list(text.encode())}

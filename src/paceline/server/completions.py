@@ -1,0 +1,125 @@
+"""/v1/completions: objects and chunks as OpenAI documents them; several prompts share one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from itertools import accumulate
+from typing import Any
+
+from paceline.server import messages as m
+from paceline.server.answers import Generation, Piece, kind_names, usage
+from paceline.server.protocol import CompletionRequest
+
+
+def completion(
+    generations: list[Generation], answers: list[list[m.Answer]], request: CompletionRequest, model: str
+) -> dict[str, Any]:
+    """Choices of the first prompt come first, n of each."""
+    choices = []
+    for at, (generation, each) in enumerate(zip(generations, answers, strict=True)):
+        for answer in each:
+            choice = {
+                "index": at * generation.params.n + answer.index,
+                "text": _echoed(generation, request) + generation.text_of(answer),
+                "logprobs": _logprobs(generation, answer.logprobs),
+                "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
+            }
+            if request.return_token_ids:
+                choice["token_ids"] = answer.tokens
+            choices.append(choice)
+    return {**_base(generations[0], model), "choices": choices, "usage": usage(generations)}
+
+
+async def chunks(
+    generations: list[Generation], request: CompletionRequest, model: str
+) -> AsyncIterator[dict[str, Any]]:
+    base = _base(generations[0], model)
+    if request.includes_usage:
+        base["usage"] = None
+    if request.echo:
+        for at, generation in enumerate(generations):
+            for answer in range(generation.params.n):
+                index = at * generation.params.n + answer
+                text = _echoed(generation, request)
+                yield {**base, "choices": [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]}
+    async for at, piece in _merged(generations):
+        yield {**base, "choices": [_chunk_choice(generations[at], at, piece, request)]}
+    if request.includes_usage:
+        yield {**base, "choices": [], "usage": usage(generations)}
+
+
+async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Piece]]:
+    """Pieces of several prompts, as they arrive."""
+    if len(generations) == 1:
+        async for piece in generations[0].pieces():
+            yield 0, piece
+        return
+    arrived: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+
+    async def read(at: int, generation: Generation) -> None:
+        try:
+            async for piece in generation.pieces():
+                arrived.put_nowait((at, piece))
+            arrived.put_nowait((at, None))
+        except Exception as problem:
+            arrived.put_nowait((at, problem))
+
+    readers = [asyncio.create_task(read(at, generation)) for at, generation in enumerate(generations)]
+    try:
+        left = len(readers)
+        while left:
+            at, found = await arrived.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield at, found
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+def _chunk_choice(generation: Generation, at: int, piece: Piece, request: CompletionRequest) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": at * generation.params.n + piece.index,
+        "text": piece.text,
+        "logprobs": _logprobs(generation, piece.logprobs),
+        "finish_reason": piece.finish_reason,
+    }
+    if request.return_token_ids:
+        choice |= {"token_ids": piece.tokens, "token_kinds": kind_names(piece.kinds)}
+    return choice
+
+
+def _base(generation: Generation, model: str) -> dict[str, Any]:
+    return {
+        "id": generation.stream.request_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def _echoed(generation: Generation, request: CompletionRequest) -> str:
+    return generation.tokenizer.decode(generation.prompt) if request.echo else ""
+
+
+def _logprobs(generation: Generation, entries: list[list[m.LoggedToken]] | None) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    text_of, count = generation.tokenizer.token_text, generation.params.logprobs or 0
+    texts = [text_of(entry[0].token) for entry in entries]
+    offsets = list(accumulate(map(len, texts[:-1]), initial=0)) if texts else []
+    return {
+        "tokens": texts,
+        "token_logprobs": [entry[0].logprob for entry in entries],
+        "top_logprobs": [
+            {text_of(each.token): each.logprob for each in sorted(entry, key=lambda one: one.rank)[: count or 1]}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,59 @@
+"""Errors in OpenAI's shape: which status an error has, and its body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+
+from paceline.errors import EngineClosed, EngineDied, InvalidParameter, ModelNotFound, PacelineError, QueueFull
+from paceline.errors import RequestFailed as RequestFailed
+from paceline.server.answers import TimeLimit
+
+RETRY_AFTER_S = 1
+
+
+class Unauthorised(PacelineError):
+    pass
+
+
+class BodyTooLarge(PacelineError):
+    pass
+
+
+_STATUS: tuple[tuple[type[PacelineError], int, str], ...] = (
+    (Unauthorised, 401, "authentication_error"),
+    (ModelNotFound, 404, "not_found_error"),
+    (BodyTooLarge, 413, "invalid_request_error"),
+    (QueueFull, 429, "rate_limit_error"),
+    (EngineDied, 503, "service_unavailable_error"),
+    (EngineClosed, 503, "service_unavailable_error"),
+    (TimeLimit, 504, "timeout_error"),
+    (RequestFailed, 500, "server_error"),
+    (PacelineError, 400, "invalid_request_error"),
+)
+
+
+def status_of(error: PacelineError) -> int:
+    return next(status for kind, status, _ in _STATUS if isinstance(error, kind))
+
+
+def body_of(error: PacelineError) -> dict[str, Any]:
+    kind = next(name for each, _, name in _STATUS if isinstance(error, each))
+    param = error.field if isinstance(error, InvalidParameter) else None
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": type(error).__name__}}
+
+
+def headers_of(error: PacelineError) -> dict[str, str]:
+    return {"Retry-After": str(RETRY_AFTER_S)} if status_of(error) in (429, 503) else {}
+
+
+def from_validation(error: RequestValidationError) -> InvalidParameter:
+    """The first problem of a body, with the path of the field it is in."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "extra_forbidden":
+        return InvalidParameter(".".join(path), "is not supported here; leave it out")
+    if first["type"] == "json_invalid":
+        return InvalidParameter("body", f"is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    return InvalidParameter(".".join(path) or "body", first["msg"])

@@ -1,0 +1,109 @@
+"""Before and after every route: the key, the size of the body, the request's id, and one log line."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+import msgspec
+from fastapi import Response
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.errors import PacelineError
+from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, headers_of, status_of
+
+log = logging.getLogger("paceline.server")
+OPEN_PATHS = ("/health", "/version")  # that need no key
+DRAIN = 8  # times the limit of a body that is read and dropped
+MAX_ID = 128  # characters of a request id that a client may choose
+
+
+class Gate:
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, on_error: Callable[[int], None]
+    ) -> None:
+        self._app, self._limit, self._on_error = app, max_body_bytes, on_error
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status, received, headers = time.perf_counter(), 0, 0, Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")[:MAX_ID] or uuid.uuid4().hex
+        too_large = BodyTooLarge(f"the body has more than {self._limit} bytes, the server's limit")
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._limit:
+                raise too_large
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope["path"], headers) or (too_large if self._announces_more(headers) else None)
+            if refusal is not None:
+                raise refusal
+            await self._app(scope, limited, noted)
+        except (BodyTooLarge, Unauthorised) as error:
+            await self._drain(receive)
+            await error_response(error)(scope, receive, noted)
+        finally:
+            if status >= 400:
+                self._on_error(status)
+            fields = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(time.perf_counter() - started, 4),
+            }
+            log.info(
+                "%(method)s %(path)s %(status)s in %(seconds)s s (%(request_id)s)", fields, extra={"fields": fields}
+            )
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read the rest of a body: a client that is still sending does not see the answer. A far larger one is cut."""
+        received, more = 0, True
+        while more and received < DRAIN * self._limit:
+            message = await receive()
+            received += len(message.get("body", b""))
+            more = message.get("more_body", False)
+
+    def _announces_more(self, headers: Headers) -> bool:
+        length = headers.get("content-length", "")
+        return length.isdigit() and int(length) > self._limit
+
+    def _refusal(self, path: str, headers: Headers) -> Unauthorised | None:
+        if not self._keys or path in OPEN_PATHS:
+            return None
+        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        matches = [hmac.compare_digest(given, key) for key in self._keys]  # every key is compared
+        if any(matches):
+            return None
+        return Unauthorised("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+
+
+def error_response(error: PacelineError) -> Response:
+    return Response(msgspec.json.encode(body_of(error)), status_of(error), headers_of(error), "application/json")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {"time": self.formatTime(record), "level": record.levelname, "message": record.getMessage()}
+        return json.dumps(entry | getattr(record, "fields", {}))

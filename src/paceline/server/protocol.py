@@ -1,0 +1,252 @@
+"""Request bodies of the OpenAI routes, and how they become sampling parameters.
+
+A field that is not listed is refused with a 400 that names it. Fields that OpenAI's clients send and that change no
+token (user, metadata, store, service_tier) are taken and have no effect; they are listed in `Ignored`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.errors import InvalidParameter
+from paceline.sampling_params import SamplingParams
+
+MAX_BATCH = 256  # prompts of one completions request
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Ignored(Body):
+    """No token depends on these."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Speculation(Body):
+    """Of this request alone: a method and how many tokens ahead, or method none."""
+
+    method: str | None = None
+    k: int | Literal["auto"] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # taken from OpenAI's clients; the answer has none
+
+
+class Sampling(Ignored):
+    """Sampling parameters that all routes share, under OpenAI's names and else vLLM's."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    speculation: str | Speculation | None = None
+    tag: Annotated[str, Field(max_length=64)] | None = None  # tells workloads apart in the metrics
+    return_token_ids: bool = False
+    stream: bool | None = None
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        if isinstance(self.speculation, Speculation):
+            given["speculation"] = self.speculation.model_dump(exclude_none=True)
+        elif self.speculation is not None:
+            given["speculation"] = "none" if self.speculation == "off" else self.speculation
+        given |= {name: value for name, value in more.items() if value is not None}
+        return SamplingParams(**given)
+
+
+_SAMPLING = (
+    *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"),
+    *("bad_words", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+)
+
+
+class Choices(Sampling):
+    """What chat and completions have in common."""
+
+    n: int | None = None
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Choices):
+    structured_outputs: dict[str, Any] | None = None
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16  # OpenAI's default
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        prompt: Any = self.prompt
+        each = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        if not 1 <= len(each) <= MAX_BATCH:
+            raise InvalidParameter("prompt", f"must be 1 to {MAX_BATCH} prompts, got {len(each)}")
+        return list(each)
+
+    def to_params(self) -> SamplingParams:
+        if self.suffix:
+            raise InvalidParameter("suffix", "filling in the middle is not supported")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidParameter("best_of", "ranking answers is not supported; leave it out, or set it to n")
+        return self.sampling_params(
+            n=self.n,
+            stop=self.stop,
+            logit_bias=_logit_bias(self.logit_bias),
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            structured_outputs=self.structured_outputs,
+        )
+
+
+class ContentPart(Body):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)  # templates may read fields of their own
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Choices):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's name: json, json_object, regex, choice or grammar
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def to_params(self) -> SamplingParams:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise InvalidParameter("max_completion_tokens", "contradicts max_tokens; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameter("top_logprobs", "needs logprobs true")
+        return self.sampling_params(
+            n=self.n,
+            stop=self.stop,
+            logit_bias=_logit_bias(self.logit_bias),
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            structured_outputs=self._format(),
+        )
+
+    def _format(self) -> dict[str, Any] | None:
+        if self.response_format is None or self.response_format.get("type") == "text":
+            return self.structured_outputs
+        if self.structured_outputs is not None:
+            raise InvalidParameter("structured_outputs", "contradicts response_format; give one of them")
+        kind = self.response_format.get("type")
+        if kind == "json_object":
+            return {"json_object": True}
+        if kind != "json_schema":
+            raise InvalidParameter("response_format", f"type {kind!r} is not text, json_object or json_schema")
+        schema = (self.response_format.get("json_schema") or {}).get("schema")
+        if not isinstance(schema, dict):
+            raise InvalidParameter("response_format", "json_schema needs a schema, which is an object")
+        return {"json": schema}
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Tools that the model may call; they are handed to the chat template."""
+        if self.tool_choice not in (None, "auto", "none"):
+            raise InvalidParameter("tool_choice", "calls cannot be forced; use auto or none")
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def template_variables(self) -> dict[str, Any]:
+        variables = dict(self.chat_template_kwargs or {})
+        if self.offered_tools:
+            variables["tools"] = self.offered_tools
+        return variables
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Messages as templates expect them: content is text, a call's arguments are an object."""
+        return [plain_message(message) for message in self.messages]
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    plain = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type not in ("text", "input_text", "output_text") or part.text is None:
+                raise InvalidParameter("messages", f"content of type {part.type!r} is not supported; text is")
+        plain["content"] = "".join(part.text or "" for part in message.content)
+    plain.setdefault("content", "")
+    for call in plain.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except ValueError:
+            raise InvalidParameter("messages", "the arguments of a tool call are not valid JSON") from None
+    return plain
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise InvalidParameter("logit_bias", "must map token ids to numbers between -100 and 100") from None

@@ -1,0 +1,58 @@
+"""Runs the application in uvicorn: loads the model first, says where it listens, and stops within the grace period."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from paceline.server.app import ServerSettings, State, create_app
+from paceline.server.gate import JsonFormatter
+
+log = logging.getLogger("paceline.server")
+
+
+def run(settings: ServerSettings, listener: socket.socket, *, log_json: bool = False) -> int:
+    set_up_logs(log_json)
+    return asyncio.run(_serve(settings, listener))
+
+
+async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
+    app = create_app(settings)
+    state: State = app.state.paceline
+    host, port = listener.getsockname()[:2]
+    log.info("loading %s", settings.engine.model)
+    try:
+        await state.client.start()
+    except BaseException:
+        await state.client.close()
+        raise
+    info = state.client.info
+    if info["note"]:
+        log.warning("%s", info["note"])
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    log.info("%s (%s, %s, %s) at %s", state.name, info["device"], info["dtype"], info["kernels"], where)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(settings.grace_s)),
+        timeout_keep_alive=30,
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn sends the signal again once it has stopped
+    await uvicorn.Server(config).serve(sockets=[listener])
+    return 0
+
+
+def set_up_logs(as_json: bool) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("paceline", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == "paceline" else logging.WARNING)

@@ -1,0 +1,200 @@
+"""The engine's process: builds the engine, steps it, and talks to the HTTP process over two ZeroMQ sockets.
+
+Settings come as one line of JSON on stdin, which stays open: when it ends the HTTP process is gone, and this one ends
+too. One thread receives commands; the main thread owns the engine and sends the events of a step as one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import zmq
+
+from paceline.build import Built, Target, build, load
+from paceline.engine import loop
+from paceline.engine.loop import EngineLoop, Request
+from paceline.errors import EngineClosed, InvalidParameter, PacelineError
+from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
+from paceline.server import messages as m
+from paceline.server.messages import Settings
+
+log = logging.getLogger("paceline")
+GAUGES_EVERY_S = 0.25
+
+
+class Outbox:
+    """Events of the loop, converted and kept until `flush`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], built: Built) -> None:
+        self._socket, self._built = socket, built
+        self._pending: list[m.Event] = []
+        self._gauges_at = 0.0
+
+    def put(self, event: loop.Event, /) -> None:
+        match event:
+            case loop.Accepted(request_id):
+                self._pending.append(m.Accepted(request_id))
+            case loop.Ended():
+                self._pending.append(_ended(event))
+            case loop.Failed(request_id, error):
+                field = error.field if isinstance(error, InvalidParameter) else None
+                self._pending.append(m.Failed(request_id, type(error).__name__, str(error), field))
+            case loop.Delta():
+                self._pending.append(
+                    m.Delta(
+                        event.request_id,
+                        event.answer,
+                        event.tokens,
+                        event.kinds,
+                        event.text,
+                        event.finish_reason,
+                        _logged(event.logprobs, event.tokens),
+                    )
+                )
+                if event.ended is not None:
+                    self._pending.append(_ended(event.ended))
+
+    def post(self, event: m.Event) -> None:
+        self._pending.append(event)
+
+    def flush(self) -> None:
+        now = time.perf_counter()
+        if now - self._gauges_at >= GAUGES_EVERY_S or not self._built.engine.has_work:
+            self._gauges_at = now
+            self._pending.append(_gauges(self._built))
+        if self._pending:
+            self._socket.send(m.encode_events(self._pending))
+            self._pending.clear()
+
+
+def _ended(event: loop.Ended) -> m.Ended:
+    return m.Ended(
+        event.request_id,
+        [_answer(answer) for answer in event.answers],
+        event.first_token_time,
+        event.finished_time,
+        max(answer.num_cached_prompt for answer in event.answers),
+    )
+
+
+def _answer(answer: Sequence) -> m.Answer:
+    tokens = answer.output_tokens
+    return m.Answer(
+        answer.index,
+        tokens,
+        answer.text,
+        answer.finish_reason or "",
+        answer.stop_reason,
+        _logged(answer.logprobs, tokens),
+        answer.stats,
+    )
+
+
+def _logged(logprobs: list[dict[int, tuple[float, int]]] | None, tokens: list[int]) -> list[list[m.LoggedToken]] | None:
+    if logprobs is None:
+        return None
+    return [
+        [m.LoggedToken(token, *entry[token])]
+        + [m.LoggedToken(other, *entry[other]) for other in entry if other != token]
+        for token, entry in zip(tokens, logprobs, strict=True)
+    ]
+
+
+def _gauges(built: Built) -> m.Gauges:
+    engine = built.engine
+    scheduler, stats = engine.scheduler, engine.stats
+    return m.Gauges(
+        len(scheduler.running),
+        len(scheduler.waiting),
+        1 - engine.blocks.num_free / engine.blocks.num_blocks,
+        stats.num_steps,
+        stats.num_pass_tokens,
+        stats.step_s,
+        built.policy.expected_gain,
+        dict.fromkeys(engine.drafters.retired, "failed"),
+    )
+
+
+class Worker:
+    def __init__(self, settings: Settings, built: Built) -> None:
+        self._settings, self._built = settings, built
+        self._incoming: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._incoming.connect(settings.commands)
+        self._commands: SimpleQueue[loop.Command] = SimpleQueue()
+
+    def run(self, outbox: Outbox) -> None:
+        threading.Thread(target=self._receive, name="paceline-commands", daemon=True).start()
+        threading.Thread(target=self._watch_parent, name="paceline-parent", daemon=True).start()
+        engine_loop = EngineLoop(self._built.engine, self._commands, outbox)
+        engine_loop.run()
+        engine_loop.abandon(EngineClosed("the server is shutting down"))
+        outbox.flush()
+        self._built.keep()
+
+    def _receive(self) -> None:
+        while True:
+            match m.decode_command(self._incoming.recv()):
+                case m.Submit(request_id, prompt, params, streamed):
+                    request = Request(request_id, prompt, SamplingParams(**params), streamed=streamed)
+                    self._compile_grammar(request.params)
+                    self._commands.put(loop.Submit([request]))
+                case m.Cancel(request_ids):
+                    self._commands.put(loop.Cancel(request_ids))
+
+    def _compile_grammar(self, params: SamplingParams) -> None:
+        """In this thread, so that no step waits for it; an error is raised again, and reported, when it is added."""
+        if params.structured_outputs is not None:
+            with contextlib.suppress(PacelineError):
+                self._built.engine.grammars.compile(params.structured_outputs)
+
+    def _watch_parent(self) -> None:
+        """Until stdin ends: the HTTP process closes it to stop this one, or is gone."""
+        sys.stdin.buffer.read()
+        self._commands.put(loop.Close())
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    logging.basicConfig(level=settings.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    socket.set(zmq.LINGER, 2000)
+    socket.connect(settings.events)
+    try:
+        target = load(settings.model, **settings.load)
+        built = build(target, settings.engine, settings.speculation)
+    except PacelineError as error:
+        socket.send(m.encode_events([m.LoadFailed(str(error))]))
+        sys.exit(1)
+    socket.send(m.encode_events([m.Ready(_info(target, built))]))
+    Worker(settings, built).run(Outbox(socket, built))
+
+
+def _info(target: Target, built: Built) -> dict[str, Any]:
+    loaded = target.loaded
+    return {
+        "pid": os.getpid(),
+        "path": str(target.path),
+        "note": target.note,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": loaded.decoder.device.type,
+        "kernels": loaded.decoder.kernels.name,
+        "vocab_size": loaded.config.vocab_size,
+        "max_model_len": built.engine.max_model_len,
+        "max_num_seqs": built.engine.config.max_num_seqs,
+        "generation_defaults": json.loads(json.dumps(dict(loaded.generation_defaults))),
+        "methods": [drafter.name for drafter in built.engine.drafters.drafters],
+    }
+
+
+if __name__ == "__main__":
+    main()

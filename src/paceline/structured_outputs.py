@@ -1,0 +1,53 @@
+"""What a request may ask of the form of its answer: JSON, a schema, a regex, a choice or a grammar. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.errors import InvalidParameter
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+MAX_TEXT = 1 << 20  # characters of a schema, regex or grammar
+
+
+def check(name: str, value: Any) -> dict[str, Any] | None:
+    """A request's wish in its plain form: exactly one of KINDS."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        fields = {kind: getattr(value, kind, None) for kind in KINDS}  # vLLM's StructuredOutputsParams
+        value = {kind: given for kind, given in fields.items() if given is not None}
+    unknown = [key for key in value if key not in KINDS]
+    given = {key: item for key, item in value.items() if item is not None and item is not False}
+    if unknown or len(given) != 1:
+        raise InvalidParameter(name, f"takes exactly one of {', '.join(KINDS)}; got {sorted(value) or 'none'}")
+    ((kind, item),) = given.items()
+    if kind == "json":
+        item = _schema(name, item)
+    elif kind == "choice":
+        if isinstance(item, str) or not item or not all(isinstance(text, str) and text for text in item):
+            raise InvalidParameter(name, f"choice must be a list of non-empty strings, got {item!r}")
+        item = list(item)
+    elif kind != "json_object" and (not isinstance(item, str) or not item):
+        raise InvalidParameter(name, f"{kind} must be text, got {item!r}")
+    if len(item if isinstance(item, str) else json.dumps(item)) > MAX_TEXT:
+        raise InvalidParameter(name, f"the {kind} has more than {MAX_TEXT} characters")
+    return {kind: item}
+
+
+def _schema(name: str, value: Any) -> Any:
+    if hasattr(value, "model_json_schema"):  # a pydantic class
+        value = value.model_json_schema()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise InvalidParameter(name, f"the JSON schema is not valid JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise InvalidParameter(name, f"a JSON schema is an object, got {value!r}")
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameter(name, f"the JSON schema cannot be written as JSON: {error}") from None

@@ -1,0 +1,337 @@
+"""The OpenAI routes, through the openai package and bare HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.draft import Kind
+from paceline.server.answers import KINDS
+from tests.server.conftest import Server, start_server, wait_until
+
+MESSAGES = [{"role": "user", "content": "Say something."}]
+LONG = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> LLM:
+    return LLM(str(tiny_model), method="none")
+
+
+def post(server: Server, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json", **(headers or {})})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_answers_are_those_of_plain_decoding(client: openai.OpenAI, plain: LLM) -> None:
+    prompts = [f"Tell me about the number {number}." for number in range(12)]
+
+    def ask(at: int) -> str:
+        answer = client.completions.create(
+            model="tiny", prompt=prompts[at], max_tokens=40, seed=at, temperature=0.8, extra_body=LONG
+        )
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(12) as pool:
+        served = list(pool.map(ask, range(len(prompts))))
+    alone = [
+        plain.generate(prompt, SamplingParams(max_tokens=40, seed=at, temperature=0.8, ignore_eos=True))[0]
+        for at, prompt in enumerate(prompts)
+    ]
+    assert served == [output.outputs[0].text for output in alone]
+
+
+def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "seed": 1, "temperature": 1.0}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    stream = client.chat.completions.create(
+        **asked, logprobs=True, top_logprobs=3, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    entries = [
+        entry
+        for chunk in chunks
+        if chunk.choices and chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert text == whole.choices[0].message.content
+    assert entries == whole.choices[0].logprobs.content
+    assert len(entries) == whole.usage.completion_tokens == 30
+    assert chunks[-1].usage.completion_tokens == 30
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert all(len(entry.top_logprobs) == 3 for entry in entries)
+
+
+def test_several_answers_to_several_prompts(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": ["one", "two"],
+        "max_tokens": 6,
+        "n": 2,
+        "seed": 3,
+        "temperature": 1,
+    }
+    whole = client.completions.create(**asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    texts = dict.fromkeys(range(4), "")
+    for chunk in client.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+
+
+def test_stop_strings_echo_and_token_prompts(client: openai.OpenAI, plain: LLM) -> None:
+    text = client.completions.create(model="tiny", prompt="Go on", max_tokens=20, extra_body=LONG).choices[0].text
+    stop = text[8:11]
+    cut = client.completions.create(model="tiny", prompt="Go on", max_tokens=20, stop=stop, extra_body=LONG).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
+    tokens = plain.tokenizer.encode("Go on")
+    echoed = client.completions.create(model="tiny", prompt=tokens, max_tokens=20, echo=True, extra_body=LONG)
+    assert echoed.choices[0].text == "Go on" + text
+
+
+def test_responses_route(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 12, "instructions": "Be brief."}
+    whole = client.responses.create(**asked)
+    deltas, last = "", None
+    for event in client.responses.create(**asked, stream=True):
+        deltas += event.delta if event.type == "response.output_text.delta" else ""
+        last = event
+    assert whole.output_text == deltas
+    assert whole.status == "incomplete"
+    assert last.response.usage.output_tokens == whole.usage.output_tokens == 12
+
+
+def test_async_client_serves_many_tasks(server: Server, plain: LLM) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x") as client:
+
+            async def one(seed: int) -> str:
+                stream = await client.chat.completions.create(
+                    model="tiny", messages=MESSAGES, max_tokens=16, seed=seed, temperature=1, stream=True
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*map(one, range(16)))
+
+    alone = [
+        plain.chat(MESSAGES, SamplingParams(max_tokens=16, seed=seed, temperature=1))[0].outputs[0].text
+        for seed in range(16)
+    ]
+    assert asyncio.run(ask()) == alone
+
+
+def test_speculation_is_chosen_per_request(client: openai.OpenAI) -> None:
+    prompt = "one two three four " * 12
+    asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 24}
+    off = client.completions.create(**asked, extra_body={"speculation": "off", **LONG})
+    fixed = client.completions.create(**asked, extra_body={"speculation": {"method": "ngram", "k": 4}, **LONG})
+    assert off.choices[0].text == fixed.choices[0].text
+    assert off.usage.speculation["drafted"] == 0
+    assert set(fixed.usage.speculation["methods"]) <= {"ngram"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logprobs": 100}, "logprobs"),
+        ({"prompt": []}, "prompt"),
+        ({"speculation": {"method": "magic"}}, "speculation"),
+        ({"speculation": {"method": "ngram", "k": 100000}}, "speculation"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"seed": -1}, "seed"),
+        ({"tag": "x" * 65}, "tag"),
+    ],
+)
+def test_a_bad_parameter_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+    status, answer = post(server, "/v1/completions", {"prompt": "a", **body})
+    assert status == 400, answer
+    assert answer["error"]["param"].split(".")[0] == param
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b'{"prompt": NaN}', b"[" * 5000, b'{"prompt": 1e999}']
+)
+def test_a_malformed_body_is_a_400(server: Server, body: bytes) -> None:
+    assert post(server, "/v1/completions", body)[0] == 400
+
+
+def test_other_refusals(server: Server) -> None:
+    assert post(server, "/v1/completions", {"model": "gpt-9", "prompt": "a"})[0] == 404
+    assert post(server, "/v1/completions", {"prompt": ""})[0] == 400
+    assert post(server, "/v1/completions", {"prompt": [1] * 4000})[0] == 400
+    assert post(server, "/v1/chat/completions", {"messages": []})[0] == 400
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert post(server, "/v1/chat/completions", {"messages": image})[0] == 400
+    status, answer = post(server, "/v1/completions", {"prompt": "a" * (5 << 20)})
+    assert (status, answer["error"]["code"]) == (413, "BodyTooLarge")
+
+
+def test_tokenize_round_trip(server: Server) -> None:
+    status, found = post(server, "/tokenize", {"prompt": "Hello there"})
+    assert status == 200
+    assert found["count"] == len(found["tokens"])
+    assert post(server, "/detokenize", {"tokens": found["tokens"]})[1]["prompt"] == "Hello there"
+    assert post(server, "/tokenize", {"messages": MESSAGES})[1]["count"] > found["count"]
+    assert post(server, "/detokenize", {"tokens": [-1]})[0] == 400
+
+
+def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
+    def leave(stream: bool) -> None:
+        body = {"prompt": "Go on", "max_tokens": 1900, "stream": stream, **LONG}
+        raw = json.dumps(body).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+            connection.sendall("\r\n".join((*head, f"Content-Length: {len(raw)}\r\n\r\n")).encode() + raw)
+            wait_until(lambda: server.metric("num_requests_running") >= 1)
+
+    for stream in (True, False):
+        aborted = server.metric('request_success_total\\{finished_reason="abort')
+        leave(stream)
+        wait_until(lambda: server.metric("num_requests_running") == 0)
+        assert server.metric("kv_cache_usage_perc") == 0
+        assert server.metric('request_success_total\\{finished_reason="abort') == aborted + 1
+
+
+def test_metrics_count_what_was_served(server: Server, client: openai.OpenAI) -> None:
+    before = {name: server.metric(name) for name in ("generation_tokens_total", "spec_decode_num_draft_tokens_total")}
+    client.completions.create(
+        model="tiny",
+        prompt="a b a b a b",
+        max_tokens=20,
+        extra_body={"speculation": {"method": "ngram", "k": 3}, **LONG},
+    )
+    assert server.metric("generation_tokens_total") == before["generation_tokens_total"] + 20
+    assert server.metric("engine_up") == 1
+    assert server.metric("time_to_first_token_seconds_count") > 0
+    assert server.metric("inter_token_latency_seconds_count") > 0
+
+
+def test_request_ids_come_back(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with contextlib.closing(http.client.HTTPConnection(host, int(port))) as connection:
+        connection.request("GET", "/version", headers={"X-Request-Id": "mine"})
+        assert connection.getresponse().getheader("X-Request-Id") == "mine"
+
+
+def test_kinds_have_the_names_of_the_engine() -> None:
+    assert [kind.name.lower() for kind in Kind][: len(KINDS)] == list(KINDS)
+
+
+def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path) -> None:
+    flags = ("--max-num-seqs", "1", "--max-waiting", "1", "--grace", "20", "--log-json")
+    server = start_server(tiny_model, *flags, PACELINE_API_KEY="secret")
+    key = {"Authorization": "Bearer secret"}
+    try:
+        assert post(server, "/v1/completions", {"prompt": "a"})[0] == 401
+        assert post(server, "/v1/completions", {"prompt": "a"}, {"Authorization": "Bearer wrong"})[0] == 401
+        assert json.loads(server.get("/health"))["status"] == "ok"
+
+        def ask() -> tuple[int, Any]:
+            return post(server, "/v1/completions", {"prompt": "Go on", "max_tokens": 1500, **LONG}, key)
+
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(ask) for _ in range(4)]
+            statuses = sorted(answer.result()[0] for answer in answers)
+        assert statuses[0] == 200
+        assert statuses[-1] == 429
+
+        killed: list[tuple[int, Any]] = []
+        thread = threading.Thread(target=lambda: killed.append(ask()))
+        thread.start()
+        wait_until(lambda: "ok" in server.get("/health") and server.worker_pid > 0)
+        pid = server.worker_pid
+        threading.Event().wait(0.3)
+        os.kill(pid, signal.SIGKILL)
+        thread.join(10)
+        assert killed
+        assert killed[0][0] == 503
+        assert "signal 9" in killed[0][1]["error"]["message"]
+
+        def serves() -> bool:
+            try:
+                return json.loads(server.get("/health"))["status"] == "ok"
+            except urllib.error.HTTPError:
+                return False
+
+        wait_until(serves, 60)
+        assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 3}, key)[0] == 200
+        last: list[tuple[int, Any]] = []
+        thread = threading.Thread(target=lambda: last.append(ask()))
+        thread.start()
+        threading.Event().wait(0.3)
+        assert server.stop() == 0
+        thread.join(30)
+        assert last[0][0] == 200
+        assert json.loads(server.log[-1])["level"]
+    finally:
+        server.process.kill()
+
+
+def test_structured_answers_validate(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "seed": 2, "temperature": 1.0}
+    answer = client.chat.completions.create(**asked, response_format=wanted).choices[0]
+    stream = client.chat.completions.create(**asked, response_format=wanted, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answer.message.content
+    if answer.finish_reason == "stop":
+        assert set(json.loads(answer.message.content)) == {"n"}
+    picked = client.completions.create(
+        model="tiny", prompt="Pick", extra_body={"structured_outputs": {"choice": ["red", "blue"]}}
+    )
+    assert picked.choices[0].text in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ],
+)
+def test_a_bad_chat_parameter_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+    status, answer = post(server, "/v1/chat/completions", {"messages": MESSAGES, **body})
+    assert (status, answer["error"]["param"]) == (400, param)

@@ -1,0 +1,53 @@
+"""Tool calls found in text, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from paceline.server.tools import ToolParser, read_call
+
+HERMES = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo",  "days": 1.50}}\n</tool_call>'
+TWO = HERMES + '\n<tool_call>{"name": "time", "arguments": {}}</tool_call> Done.'
+LLAMA = '{"name": "weather", "parameters": {"city": "a \\"b\\" }", "unit": null}}'
+
+
+def parse(text: str, rng: random.Random | None = None) -> tuple[str, list[tuple[str, str]]]:
+    """All at once, or cut at random places."""
+    parser, shown, at = ToolParser(), "", 0
+    while at < len(text):
+        size = len(text) if rng is None else rng.randint(1, 7)
+        shown += parser.push(text[at : at + size])[0]
+        at += size
+    return shown + parser.finish()[0], [(call.name, call.arguments) for call in parser.calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        (HERMES, "Let me look.\n", [("weather", '{"city": "Oslo",  "days": 1.50}')]),
+        (TWO, "Let me look.\n\n Done.", [("weather", '{"city": "Oslo",  "days": 1.50}'), ("time", "{}")]),
+        (LLAMA, "", [("weather", '{"city": "a \\"b\\" }", "unit": null}')]),
+        ("<|python_tag|>" + LLAMA, "", [("weather", '{"city": "a \\"b\\" }", "unit": null}')]),
+        ('<tool_call>{"name": "now"}', "", [("now", "{}")]),
+        ("plain text with < and { in it", "plain text with < and { in it", []),
+        ('{"answer": 42}', '{"answer": 42}', []),
+        ("<tool_call>nonsense</tool_call> after", "<tool_call>nonsense</tool_call> after", []),
+        ("", "", []),
+        ("<tool_", "<tool_", []),
+    ],
+)
+def test_calls_and_text_are_told_apart_wherever_the_text_is_cut(text: str, shown: str, calls: list) -> None:
+    assert parse(text) == (shown, calls)
+    rng = random.Random(0)
+    for _ in range(50):
+        assert parse(text, rng) == (shown, calls)
+
+
+def test_arguments_are_the_source_text() -> None:
+    call = read_call('{"name": "f", "id": {"name": 1}, "arguments": {"x":1e3,"y":[1, 2]}}')
+    assert call is not None
+    assert call.arguments == '{"x":1e3,"y":[1, 2]}'
+    assert json.loads(call.arguments) == {"x": 1000.0, "y": [1, 2]}

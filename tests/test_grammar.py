@@ -1,0 +1,106 @@
+"""Structured outputs: masks at every node, the same answers under any drafter, and refusals that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams
+from paceline.errors import InvalidParameter
+from paceline.grammar import Grammars, masks_of
+from paceline.sequence import Sequence
+from paceline.verify import Controls, GrammarMasks, Nodes, edit
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ASK = [[{"role": "user", "content": f"Describe person {number} as JSON."}] for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def grammars(smollm2: LLM) -> Grammars:
+    return Grammars(smollm2.tokenizer, smollm2.config.vocab_size, smollm2.config.eos_token_ids)
+
+
+def sequence(grammars: Grammars, wanted: dict[str, Any], output: list[int]) -> Sequence:
+    found = Sequence("r", [1], SamplingParams(structured_outputs=wanted), max_len=100)
+    found.tokens += output
+    found.matcher = grammars.matcher(wanted)
+    return found
+
+
+def test_a_node_has_the_mask_of_its_path(smollm2: LLM, grammars: Grammars) -> None:
+    """A tree of nodes against one-token calls, one of whose nodes the grammar forbids."""
+    encode = smollm2.tokenizer.encode
+    digits, letter = [encode(digit)[0] for digit in "1234"], encode("x")[0]
+    wanted = {"regex": "[0-9]{2}-[a-z]"}
+    tokens, parents = [digits[0], digits[1], letter, encode("-")[0], digits[2]], [-1, 0, 0, 1, -1]
+    (tree, _) = masks_of([sequence(grammars, wanted, [])], np.array([tokens]), np.array([parents]), [len(tokens)])
+    paths = {0: [], 1: tokens[:1], 2: tokens[:2], 4: [*tokens[:2], tokens[3]], 5: [tokens[4]]}  # by slot
+    for slot, path in paths.items():
+        (alone, _) = masks_of([sequence(grammars, wanted, path)], np.zeros((1, 0), int), np.zeros((1, 0), int), [0])
+        assert (tree[slot] == alone[0]).all()
+    assert (tree[3] == -1).all()  # forbidden, so never reached
+
+
+def test_a_mask_forbids_tokens_at_its_node_only() -> None:
+    bits = torch.tensor([[0b0110], [0b1000]], dtype=torch.int32)
+    masks = GrammarMasks(bits=bits, row_of=torch.tensor([[0, 1], [-1, -1]]))
+    seq, node = torch.tensor([0, 0, 1]), torch.tensor([-1, 0, -1])
+    nodes = Nodes(seq=seq, node=node, depth=node + 1, path=torch.empty(3, 0, dtype=torch.int64))
+    edited = edit(torch.zeros(3, 4), Controls(grammar=masks), nodes)
+    forbidden = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    assert (edited.isinf() == forbidden).all()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5}])
+def test_answers_are_valid_and_do_not_depend_on_the_drafter(smollm2: LLM, sampling: dict[str, Any]) -> None:
+    answers = []
+    for speculation in ("none", {"method": "ngram", "k": 4}, {"method": "suffix", "k": 6}):
+        params = SamplingParams(max_tokens=60, structured_outputs={"json": SCHEMA}, speculation=speculation, **sampling)
+        answers.append([output.outputs[0] for output in smollm2.chat(ASK, params)])
+    assert len({tuple(tuple(answer.token_ids) for answer in each) for each in answers}) == 1
+    ended = [answer for answer in answers[0] if answer.finish_reason == "stop"]
+    assert ended
+    for answer in ended:
+        assert set(json.loads(answer.text)) == {"name", "age"}
+    assert sum(answer.speculation.num_accepted_tokens for answer in answers[2]) > 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [({"regex": "[0-9]{3}-[0-9]{4}"}, "[0-9]{3}-[0-9]{4}"), ({"choice": ["yes", 'a "b"']}, 'yes|a "b"')],
+)
+def test_regex_and_choice(smollm2: LLM, wanted: dict[str, Any], pattern: str) -> None:
+    params = SamplingParams(temperature=1.0, n=4, structured_outputs=wanted, max_tokens=20)
+    for answer in smollm2.generate("The answer:", params)[0].outputs:
+        assert re.fullmatch(pattern, answer.text)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        *({}, {"json": "{"}, {"json": 1}, {"regex": "("}, {"grammar": "root ::= x"}, {"choice": []}, {"x": 1}, 5),
+        {"json": {}, "regex": "a"},
+    ],
+)
+def test_nonsense_is_refused_by_name(smollm2: LLM, wanted: Any) -> None:
+    with pytest.raises(InvalidParameter, match="structured_outputs") as refusal:
+        smollm2.generate("a", SamplingParams(structured_outputs=wanted))
+    assert "/project" not in str(refusal.value)
+
+
+def test_a_structured_answer_must_be_able_to_end() -> None:
+    with pytest.raises(InvalidParameter, match="ignore_eos"):
+        SamplingParams(structured_outputs={"json_object": True}, ignore_eos=True)
