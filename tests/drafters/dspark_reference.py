@@ -11,7 +11,7 @@ from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.dspark_config import MASKS, TAP_NORM, W1, W2, DSparkConfig, TargetShape, shapes
 
 
-def drafter_config(target: ModelConfig, **changes):
+def drafter_config(target: ModelConfig, /, **changes):
     body = ModelConfig(
         architecture="llama",
         vocab_size=target.vocab_size,
@@ -111,7 +111,8 @@ def unary_logits(config, tensors, embedding, taps, anchor):
             q = norm(q, tensors[f"{part}.self_attn.q_norm.weight"], eps)
         q = rotate(q, at, body.rope.theta)
         old, new = (keys_and_values(config, tensors, layer, *of) for of in ((context, before), (h, at)))
-        k, v = (torch.cat(pair).repeat_interleave(body.num_heads // body.num_kv_heads, 1) for pair in zip(old, new))
+        shared = body.num_heads // body.num_kv_heads
+        k, v = (torch.cat(pair).repeat_interleave(shared, 1) for pair in zip(old, new, strict=True))
         scores = torch.einsum("qhd,khd->hqk", q, k) / body.head_dim**0.5
         attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
         x = x + attended @ tensors[f"{part}.self_attn.o_proj.weight"].T
