@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, build
 from paceline.config import EngineConfig
 from paceline.drafters.block_tree import DEEPER, grow, lattice
 from paceline.drafters.dspark import head_rows
 from paceline.drafters.dspark_checkpoint import write
 from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.methods import DFLASH, DSPARK
+from paceline.drafters.packaged import packaged_for
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter
@@ -28,6 +31,7 @@ from tests.drafters.dspark_reference import (
     drafter_config,
     ids_of,
     keys_and_values,
+    knowing,
     make,
     random_tensors,
     unary_logits,
@@ -317,3 +321,36 @@ def test_a_folder_of_another_method_or_target_is_refused(folders, tmp_path):
     save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
     with pytest.raises(InvalidParameter, match="trained for tiny, whose embeddings are not this model's"):
         LLM(str(tmp_path / "other"), device="cpu", drafter=str(drafters[DSPARK]))
+
+
+def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monkeypatch):
+    model, drafters = folders
+    shutil.copytree(drafters[DSPARK], tmp_path / "shipped" / "tiny")
+    monkeypatch.setattr(build, "packaged_for", functools.partial(packaged_for, folder=tmp_path / "shipped"))
+
+    def methods(path, **options):
+        with LLM(str(path), device="cpu", **options) as llm:
+            return {drafter.name for drafter in llm.engine.drafters.drafters} & {DSPARK, DFLASH}
+
+    assert methods(model) == {DSPARK}
+    assert methods(model, drafter="none") == set()
+    assert methods(model, method="suffix") == set()
+    assert methods(model, drafter=str(drafters[DFLASH])) == {DFLASH}
+    save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
+    assert methods(tmp_path / "other") == set()
+    (tmp_path / "shipped" / "tiny" / "config.json").write_text("{")
+    assert methods(model) == set()
+
+
+def test_a_drafter_that_is_hardly_ever_right_is_reported_once(decoder, caplog):
+    """Of random weights: of 96 tokens one is right now and then."""
+    config = drafter_config(CONFIG)
+    requests = [(0, str(at), prompt, params(max_tokens=40, ignore_eos=True)) for at, prompt in enumerate(PROMPTS)]
+    texts = list(answers(Engine(decoder, replace(SIZES, num_blocks=64)), requests).values())
+    for good in (False, True):
+        caplog.clear()
+        known = knowing(CONFIG, decoder.embedding.float(), texts) if good else (config, random_tensors(config))
+        drafter = make(*known, decoder.embedding.float(), kernels=decoder.kernels)
+        policy = ByRequest({}, Choice(drafter.name, 1))
+        run(Engine(decoder, replace(SIZES, num_blocks=64), drafters=[drafter], policy=policy), requests)
+        assert [record.message.count("is it for this model?") for record in caplog.records] == [1] * (not good)

@@ -196,4 +196,4 @@ def head_rows(head: Packed, kernels: Kernels, ids: Tensor, config: DSparkConfig)
     hidden = config.body.hidden_size
     kind = torch.float32 if ids.device.type == "cpu" else torch.bfloat16
     unit = torch.eye(hidden, dtype=kind, device=ids.device)
-    return torch.cat([kernels.logits(part, head)[:, ids] for part in unit.split(PART)]).T.contiguous()
+    return torch.cat([kernels.logits(part, head)[:, ids] for part in torch.split(unit, PART)]).T.contiguous()
