@@ -18,6 +18,7 @@ from paceline.drafters.tapped import TapBatch
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
+from paceline.models.parallel import compiling
 from paceline.models.plan import PassPlan
 
 log = logging.getLogger("paceline")
@@ -59,9 +60,12 @@ class Absorbing:
         self._at = torch.full((2, most), -1, dtype=torch.int32, device=device)
         self._at[0] = 0
         try:
+            with compiling(device):
+                for count in POSITIONS:
+                    self._work(count)
             for count in reversed(POSITIONS):
                 work = functools.partial(self._work, count)
-                work()  # compiles it
+                work()  # loads its kernels
                 self._graphs[count] = recorder.capture(work)
             self._kept = graphs.scratch()
         except RuntimeError as problem:
