@@ -19,6 +19,8 @@ from paceline.models.decoder import FINAL
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import slots_of
 from tests.drafters.contract_toys import ByRequest, Choosing, exercised, params, run
+from tests.drafters.dspark_reference import knowing
+from tests.drafters.dspark_reference import make as make_block_drafter
 from tests.drafters.overfit import CPU, overfit_heads, random_heads, taps_of, tiny_decoder
 from tests.test_cuda import CONFIG, LENGTH, PROMPTS
 
@@ -106,6 +108,33 @@ def test_medusa_changes_when_tokens_come_never_which(device, plain, weights):
         assert engine.blocks.num_free == engine.blocks.num_blocks
     if device.type == "cuda":
         assert drafter._graphs, "the heads are captured"
+
+
+@pytest.mark.parametrize("kind", [{}, {"markov_rank": 0, "qk_norm": True}], ids=["dspark", "dflash"])
+def test_block_drafters_change_when_tokens_come_never_which(device, plain, kind):
+    expected, _ = plain
+    decoder = tiny_decoder(device)
+    texts = [[*prompt, *each[str(at)]] for each in expected.values() for at, prompt in enumerate(PROMPTS)]
+    embedding = decoder.embedding
+    config, tensors = knowing(CONFIG, embedding.cpu(), texts, **kind)
+    drafter = make_block_drafter(
+        config, tensors, embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
+    )
+    choices = {str(at): Choice(drafter.name, (1, 5, 17, 60)[at]) for at in range(4)}
+    engine = engine_for(drafter, decoder, ByRequest(choices))
+    for asked in ASKED:
+        begun = watch(drafter)
+        sequences, _ = run(engine, requests_of(asked))
+        assert outputs(sequences) == expected[asked]
+        assert sum(begun) > 5, "drafts are begun behind steps under way"
+        assert exercised(sequences.values())
+        if "markov_rank" not in kind:
+            assert sum(one.stats.num_accepted_tokens for one in sequences.values()) > 40
+        assert engine.drafters.failures == 0
+        assert engine.blocks.num_free == engine.blocks.num_blocks
+    if device.type == "cuda":
+        assert drafter._passes._captured
+        assert drafter._absorbing._graphs
 
 
 class DynamicTrees(TappedDrafter):

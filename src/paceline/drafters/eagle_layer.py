@@ -16,10 +16,10 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.drafters.eagle_config import LAYER, EagleConfig
-from paceline.models.decoder import rope_tables
 from paceline.models.kernels import Kernels, Packed, Rope
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
+from paceline.models.rope import rope_tables
 from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
 
 SAMPLED = 4096  # values of a tensor that enter the digest

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from paceline.config import ModelConfig
 from paceline.errors import BrokenModel
-from paceline.models.decoder import rope_tables
 from paceline.models.loader import load_config, load_weights
+from paceline.models.rope import rope_tables
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (B, N, head_dim / 2)
 
