@@ -83,6 +83,12 @@ def test_plain_text_is_a_prompt_a_line_and_flags_apply_to_all(tmp_path: Path, pa
     assert all(request[0] == {"role": "system", "content": "be brief"} for request, _ in FakeLLM.requests)
 
 
+def test_log_probabilities_are_in_the_file(tmp_path: Path, paceline: Callable[..., Result]) -> None:
+    file, out = write(tmp_path / "prompts.jsonl", {"prompt": "hello"}), tmp_path / "out.jsonl"
+    assert paceline("generate", "--prompts", str(file), "--out", str(out), "--logprobs", "1").code == 0
+    assert read(out)[0]["choices"][0]["logprobs"][0]["top_logprobs"][0]["token"] == "word1"
+
+
 def test_a_prompt_that_cannot_be_answered_is_a_line_of_its_own(tmp_path: Path, paceline: Callable[..., Result]) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     write(prompts, {"prompt": "one two three"}, batch_line("a", "one two three"), {"prompt": "one"})
@@ -128,6 +134,7 @@ def test_a_wrong_line_is_refused_before_anything_is_asked(
     [
         (batch_line("a"), ["--raw"], "leave --raw out"),
         (batch_line("a"), ["--system", "x"], "leave --system out"),
+        (batch_line("a"), ["--logprobs", "2"], "leave --logprobs out"),
         ({"turns": ["a", "b"]}, ["--raw"], "leave --raw out"),
         ({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}, ["--system", "z"],
          "leave --system out"),

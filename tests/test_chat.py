@@ -21,6 +21,7 @@ from tests.test_cli import RESULT_KEYS
 
 needs_prompt_toolkit = pytest.mark.skipif(find_spec("prompt_toolkit") is None, reason="prompt_toolkit is not installed")
 PASTE = "\x1b[200~{}\x1b[201~"  # as terminals bracket it
+LISTENS = "\x1b[?2004h"  # prompt_toolkit turns bracketed paste on once every key is its own
 
 
 def test_chat_sends_the_history_with_every_turn(paceline: Callable[..., Result]) -> None:
@@ -157,13 +158,15 @@ def test_a_pasted_text_of_many_lines_is_one_message_and_wide_characters_stay_who
     file = tmp_path / "talk.json"
     with chat(tmp_path, "--max-tokens", "2") as screen:
         screen.wait_for("Alt-Enter")
-        screen.wait_for("\x1b[?2004h")  # bracketed paste is on
+        screen.wait_for(LISTENS)
         screen.type(PASTE.format("/etc/hosts has\n\nthree lines of 漢字\n") + "\r")
         screen.wait_for("word0 word1")
         screen.wait_for("tok/s")
+        screen.wait_for(LISTENS)
         screen.type("one\x1b\rtwo\r")  # Alt-Enter
         screen.wait_for("word0 word1")
         screen.wait_for("tok/s")
+        screen.wait_for(LISTENS)
         screen.type(f"/save {file}\r")
         screen.wait_for("4 messages")
     asked = [message["content"] for message in json.loads(file.read_text())["messages"][::2]]
@@ -174,11 +177,12 @@ def test_a_pasted_text_of_many_lines_is_one_message_and_wide_characters_stay_who
 def test_the_history_lasts_across_runs_and_is_private(tmp_path: Path) -> None:
     for keys in ("a memorable question\r", "\x1b[A\r"):  # typed, then found with the up arrow
         with chat(tmp_path, "--max-tokens", "2") as screen:
-            screen.wait_for("\x1b[?2004h")
+            screen.wait_for(LISTENS)
             screen.type(keys)
             screen.wait_for("memorable")
             screen.wait_for("word0 word1")
             screen.wait_for("tok/s")
+            screen.wait_for(LISTENS)
             screen.type("\x04")
             assert screen.process.wait(timeout=20) == 0
     history = tmp_path / "chat_history"
@@ -188,7 +192,7 @@ def test_the_history_lasts_across_runs_and_is_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])  # prompt_toolkit where it is installed, and the plain reader
 def test_ctrl_c_stops_an_answer_and_clears_a_line_and_ctrl_d_leaves(term: str, tmp_path: Path) -> None:
-    prompt = ">"
+    prompt = LISTENS if term == "xterm" and find_spec("prompt_toolkit") else ">"
     with chat(tmp_path, "--max-tokens", "900", TERM=term) as screen:
         screen.wait_for("Ctrl-D")
         screen.wait_for(prompt)
@@ -229,9 +233,10 @@ def test_an_answer_may_be_collected_from_stdout_while_the_prompt_is_on_the_termi
     os.close(inside)
     try:
         screen = Screen(terminal)
-        screen.wait_for("\x1b[?2004h")
+        screen.wait_for(LISTENS)
         os.write(terminal, b"hello\r")
         screen.wait_for("tok/s")
+        screen.wait_for(LISTENS)
         os.write(terminal, b"/exit\r")
         out, _ = process.communicate(timeout=20)
         assert (process.returncode, out) == (0, "word0 word1\n")

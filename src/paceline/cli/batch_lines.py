@@ -60,6 +60,7 @@ def read_lines(
         if "custom_id" in found and "body" in found:
             _refuse(system is not None, "system", f"{origin} has its own messages")
             _refuse(raw, "raw", f"{origin} says by its url whether the chat template is used")
+            _refuse(params.logprobs is not None, "logprobs", f"{origin} is answered without them")
             lines.append(_read_batch_line(found, origin, target, params))
         else:
             prompt = (read_json if jsonl else read_text)(line, origin, UNNAMED)

@@ -99,6 +99,8 @@ def refuse_unseen_logprobs(options: RunOptions) -> None:
 
 def read_prompt(argument: str) -> str:
     """The argument, or stdin without its last newline."""
+    if argument == "-" and sys.stdin.isatty():
+        print_note("type the prompt; Ctrl-D on a line of its own ends it")
     try:
         text = sys.stdin.buffer.read().decode() if argument == "-" else argument
         text.encode()  # an argument's undecodable bytes arrive as surrogates
