@@ -87,7 +87,7 @@ class DSparkDrafter(TappedDrafter):
         self._most = min(wide + (config.depth - 1) * wide * wide, MAX_K)
 
     @classmethod
-    def from_context(cls, context: DrafterContext, method: str) -> DSparkDrafter:
+    def from_context(cls, context: DrafterContext, method: str, beam: int = BEAM) -> DSparkDrafter:
         folder = context.checkpoint
         if folder is None or context.embedding is None or context.head is None or context.kernels is None:
             raise InvalidParameter("drafter", f"method {method} needs a drafter's folder and a target's weights")
@@ -111,6 +111,7 @@ class DSparkDrafter(TappedDrafter):
             kernels=context.kernels,
             device=context.device,
             dtypes=Dtypes.of(stored, context.device),
+            beam=beam,
         )
 
     @torch.inference_mode()
