@@ -255,6 +255,7 @@ def test_parameters_may_be_a_dict_under_either_name(llm: LLM) -> None:
         ({"lora_request": "x"}, "adapters"),
         ({"prompt_token_ids": IDS}, "in place of the prompt"),
         ({"sampling_param": SHORT}, "did you mean sampling_params"),
+        ({"request_id": "7"}, "numbered here"),
     ],
     ids=lambda value: shown(value, 50),
 )
@@ -281,6 +282,8 @@ def test_a_call_refuses_other_arguments_by_name(given, sentence: str, llm: LLM) 
         ({"stop_token_ids": [True]}, "whole number"),
         ({"stop": {"a": 1}}, "list of strings"),
         ({"bad_words": b"w5"}, "list of strings"),
+        ({"bad_words": ["a\ud800"]}, "not valid Unicode"),
+        ({"stop": "\udcff"}, "not valid Unicode"),
         ({"allowed_token_ids": []}, "empty"),
         ({"allowed_token_ids": [1.5]}, "whole number"),
         ({"prompt_logprobs": 21}, "between 0 and 20"),

@@ -100,6 +100,8 @@ CALL = {
     "lora_request": NO_PLUGINS,
     "priority": Theirs("requests are served in the order of their arrival; leave it out", (0,)),
     "prompt_token_ids": Theirs("give token ids in place of the prompt, as a list of them or {'prompt_token_ids': ids}"),
+    "request_id": Theirs("requests are numbered here; leave it out"),
+    "use_tqdm": Theirs("a stream shows its own progress; leave it out", (False,)),
     "stream": Theirs("use the method stream()", (False,)),
     "chat_template_content_format": Theirs(
         "content is handed to the template as text; leave it out", ("auto", "string")
