@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from paceline.models.weights import Dtypes
 
 log = logging.getLogger("paceline")
 ROWS, NODES = (1, 4, 16), (8, 16, 32, 64)  # captured numbers of rows and of nodes; larger batches run kernel by kernel
+MOST_KEYS = 1 << 18  # rows times context of a captured draft: attention keeps partial results for all of it
 
 
 class Inputs(NamedTuple):
@@ -59,6 +60,7 @@ class EagleDrafter(TappedDrafter):
         self._cache: LayerCache | None = None
         self._recorder = GraphRecorder()
         self._graphs: dict[tuple[int, int], tuple[Inputs, CudaGraph]] = {}
+        self._kept: list[Tensor] = []  # scratch of the kernels that graphs point into
         self._work = functools.cache(self._divided)  # few shapes; graphs point into what it returns
         self._most_blocks = 0  # of a sequence
 
@@ -98,7 +100,7 @@ class EagleDrafter(TappedDrafter):
         """Every shape is run once, which compiles it, and captured, so that no draft waits for either."""
         config, dtype, blocks = self._layer.config, self._layer.dtypes.compute, self._most_blocks
         try:
-            for rows in sorted(ROWS, reverse=True):
+            for rows in (rows for rows in reversed(ROWS) if rows * blocks * self._block_size <= MOST_KEYS):
                 taps = torch.zeros(rows, len(self.taps), config.feature_size, dtype=dtype, device=self.device)
                 zero = torch.zeros(rows, dtype=torch.int64, device=self.device)
                 tables = torch.zeros(rows, blocks, dtype=torch.int64, device=self.device)
@@ -107,6 +109,8 @@ class EagleDrafter(TappedDrafter):
                     work = functools.partial(self._grow, inputs, self._shape(nodes))
                     work()
                     self._graphs[rows, nodes] = inputs, self._recorder.capture(work)
+                    workspace: Any = getattr(self._kernels, "workspace", None)
+                    self._kept += [] if workspace is None else workspace.tensors
         except RuntimeError as problem:
             self._graphs = {}
             reason = str(problem).partition("\n")[0]

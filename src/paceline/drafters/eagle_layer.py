@@ -67,8 +67,9 @@ class EagleLayer:
         if config.vocab < config.body.vocab_size:
             self.ids = (tensors["d2t"].long() + torch.arange(config.vocab)).to(device)
         own = tensors.get("embed_tokens.weight")
-        assert own is not None or embedding is not None, "neither the checkpoint nor the target gives an embedding"
-        self._embedding = embedding if own is None else own.to(device, dtypes.stored.dtype)
+        own = embedding if own is None else own.to(device, dtypes.stored.dtype)
+        assert own is not None, "neither the checkpoint nor the target gives an embedding"
+        self._embedding: Tensor = own
         if config.own_head:
             self._head = packed("lm_head")
         elif self.ids is None:
