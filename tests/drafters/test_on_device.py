@@ -1,5 +1,5 @@
-"""Drafters that read hidden states of a real decoder, on a CPU and on a GPU: Medusa, EAGLE, and one with K/V of its own and
-trees that only the device knows. Steps are launched before the one before is read, on the CPU too."""
+"""Drafters that read hidden states of a real decoder, on a CPU and on a GPU: Medusa, EAGLE, and one with K/V of its own
+and trees that only the device knows. Steps are launched before the one before is read, on the CPU too."""
 
 from __future__ import annotations
 
