@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import machine
-from paceline.config import EngineConfig, SpeculationConfig
+from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
 from paceline.drafters.methods import available
+from paceline.drafters.packaged import packaged_for
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
@@ -103,8 +104,15 @@ def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> Draf
         head=decoder.head,
         kernels=decoder.kernels,
         extra=loaded.extra,
-        checkpoint=None if speculation.drafter is None else resolve(speculation.drafter),
+        checkpoint=_checkpoint(loaded, speculation),
     )
+
+
+def _checkpoint(loaded: LoadedModel, speculation: SpeculationConfig) -> Path | None:
+    """The drafter's folder: the one named, or a packaged one where the policy may choose it."""
+    if speculation.drafter is None and speculation.method == AUTO:
+        return packaged_for(loaded.config, loaded.decoder.embedding)
+    return None if speculation.drafter in (None, NONE) else resolve(speculation.drafter)
 
 
 def make_policy(loaded: LoadedModel, drafters: SequenceOf[Drafter], speculation: SpeculationConfig) -> AdaptivePolicy:

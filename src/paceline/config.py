@@ -72,7 +72,7 @@ class SpeculationConfig:
     suffix_store: str | None = None  # file that keeps the suffix store between runs
     suffix_bytes: int = 200 << 20
     draft_model: str | None = None  # a smaller model with the same vocabulary
-    drafter: str | None = None  # checkpoint of a drafter trained for this target
+    drafter: str | None = None  # checkpoint of a drafter trained for this target; None: a packaged one; NONE: none
 
     def __post_init__(self) -> None:
         if self.k is not None and (type(self.k) is not int or not 1 <= self.k <= MAX_K):

@@ -3,6 +3,9 @@ small drafters to compare with it."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import torch
 from torch.nn import functional as F
 
@@ -11,7 +14,7 @@ from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.dspark_config import MASKS, TAP_NORM, W1, W2, DSparkConfig, TargetShape, shapes
 
 
-def drafter_config(target: ModelConfig, **changes):
+def drafter_config(target: ModelConfig, /, **changes):
     body = ModelConfig(
         architecture="llama",
         vocab_size=target.vocab_size,
@@ -60,7 +63,9 @@ def ids_of(config, tensors):
 
 def make(config, tensors, embedding, **options):
     """With a head tied to the embedding (V, H)."""
-    return DSparkDrafter(config, tensors, embedding=embedding, head=embedding[ids_of(config, tensors)], **options)
+    return DSparkDrafter(
+        config, tensors, embedding=embedding, head=embedding[ids_of(config, tensors).to(embedding.device)], **options
+    )
 
 
 def norm(x, weight, eps):
@@ -111,7 +116,8 @@ def unary_logits(config, tensors, embedding, taps, anchor):
             q = norm(q, tensors[f"{part}.self_attn.q_norm.weight"], eps)
         q = rotate(q, at, body.rope.theta)
         old, new = (keys_and_values(config, tensors, layer, *of) for of in ((context, before), (h, at)))
-        k, v = (torch.cat(pair).repeat_interleave(body.num_heads // body.num_kv_heads, 1) for pair in zip(old, new))
+        shared = body.num_heads // body.num_kv_heads
+        k, v = (torch.cat(pair).repeat_interleave(shared, 1) for pair in zip(old, new, strict=True))
         scores = torch.einsum("qhd,khd->hqk", q, k) / body.head_dim**0.5
         attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
         x = x + attended @ tensors[f"{part}.self_attn.o_proj.weight"].T
@@ -133,3 +139,32 @@ def after(config, tensors, logits, before):
     else:
         row = w1[before]
     return (logits + tensors[W2] @ row).log_softmax(-1)
+
+
+def knowing(target: ModelConfig, embedding, texts, **changes):
+    """(config, tensors) of a drafter that has seen texts, without training: random layers whose Markov head knows which
+    tokens follow which; without one, layers that do nothing, and masks that stand for the commonest tokens."""
+    tokens = sorted({token for text in texts for token in text})
+    at = {token: index for index, token in enumerate(tokens)}
+    rank = changes.pop("markov_rank", len(tokens))
+    config = drafter_config(
+        target,
+        **{"draft_vocab_size": len(tokens), "markov_rank": rank, "markov_over_draft_vocab": bool(rank), **changes},
+        mask_embedding=True,
+    )
+    tensors = random_tensors(config)
+    if len(tokens) < target.vocab_size:
+        tensors["d2t"] = torch.tensor(tokens) - torch.arange(len(tokens))
+    if rank:
+        tensors[W1], tensors[W2] = torch.eye(len(tokens)), torch.zeros(len(tokens), len(tokens))
+        for text in texts:
+            for token, following in itertools.pairwise(text):
+                tensors[W2][at[following], at[token]] = 100.0
+    else:
+        for name in tensors:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] = torch.zeros_like(tensors[name])
+        common = Counter(token for text in texts for token in text).most_common(config.block_size - 1)
+        tensors[MASKS] = embedding[[token for token, _ in common]].float()
+        tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], 5.0)
+    return config, tensors

@@ -45,6 +45,8 @@ from tests.drafters.contract_toys import (
     repeating,
     run,
 )
+from tests.drafters.dspark_reference import knowing
+from tests.drafters.dspark_reference import make as make_block_drafter
 from tests.drafters.eagles import fitted
 from tests.drafters.overfit import overfit_heads, taps_of
 
@@ -443,6 +445,11 @@ def make_real(method, llm, texts):
         return MedusaDrafter(overfit_heads(decoder, texts), llm.config.vocab_size, kernels=decoder.kernels)
     if method in ("eagle3", "eagle"):
         return fitted(llm.loaded.decoder, texts, taps_of, fused=method == "eagle3")
+    if method in ("dspark", "dflash"):
+        decoder = llm.loaded.decoder
+        changes = {} if method == "dspark" else {"markov_rank": 0, "sample_from_anchor": False}
+        config, tensors = knowing(llm.config, decoder.embedding, texts, taps=(1, 15, 30), **changes)
+        return make_block_drafter(config, tensors, decoder.embedding, kernels=decoder.kernels)
     return DRAFTERS[method](
         DrafterContext(
             config=llm.config,

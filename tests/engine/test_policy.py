@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -575,3 +576,100 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
     ):
         with pytest.raises(InvalidParameter, match=problem):
             read(wrong, base)
+
+
+# -- trees
+
+
+class Trees(Model):
+    """The n-th node is on the accepted path so often, whatever the others; all nodes take one pass."""
+
+    trees = True
+
+    def __init__(self, *, seconds, falls=1.3, first=0.7):
+        super().__init__("trees", 0.0, seconds=seconds)
+        self.shares = first * (1 + np.arange(64) / 2) ** -falls
+
+
+def tree_step(policy, drafter, sequences, curve):
+    """One step: (tokens it brings on average, its time, nodes by sequence)."""
+    choices = policy.plan(sequences, 0, False)
+    policy.meanwhile()
+    outputs, paths = [], []
+    for one, choice in zip(sequences, choices, strict=True):
+        path = [node for node in range(choice.budget) if drafter.noise.random() < drafter.shares[node]]
+        committed = [1] * (len(path) + 1)
+        one.tokens += committed
+        outputs.append(StepOutput(one, committed, "", [], False, choice.method, choice.budget, len(path), 8))
+        paths.append(path)
+    nodes = sum(choice.budget for choice in choices)
+    drafting = {drafter.name: (1, drafter.seconds)} if nodes else {}
+    taken = seconds_of(curve, len(sequences) + nodes) + (drafter.seconds if nodes else 0.0)
+    made = replace(StepOutputs.of(outputs), paths=paths.__getitem__)
+    policy.observe(StepReport(len(sequences), len(sequences) + nodes, taken, drafting, made))
+    expected = sum(1 + drafter.shares[: choice.budget].sum() for choice in choices)
+    return expected, taken, [choice.budget for choice in choices]
+
+
+@pytest.mark.parametrize(("curve", "count"), [(FLAT, 1), (ON_TWO_CORES, 1), (ON_TWO_CORES, 4), (STEEP, 1)])
+def test_trees_get_the_nodes_that_pay(curve, count):
+    """Against every fixed number of nodes, by what they bring on average."""
+    drafter = Trees(seconds=0.004)
+    prior = GPU if curve is FLAT else CPU
+    policy, sequences = AdaptivePolicy([drafter], "trees", None, prior), [sequence(str(at)) for at in range(count)]
+    for _ in range(150):
+        tree_step(policy, drafter, sequences, curve)
+    tokens, clock, budgets = 0, 0.0, []
+    for _ in range(250):
+        said, taken, nodes = tree_step(policy, drafter, sequences, curve)
+        tokens, clock, budgets = tokens + said, clock + taken, budgets + nodes
+    best = max(
+        count * (1 + drafter.shares[:nodes].sum()) / (seconds_of(curve, count * (1 + nodes)) + 0.004 * (nodes > 0))
+        for nodes in range(65)
+    )
+    assert tokens / clock > 0.93 * best
+    if curve is FLAT:
+        assert max(budgets) > 40, "a pass of many rows costs hardly more here"
+
+
+def test_what_is_known_of_trees_is_kept_between_runs():
+    drafter = Trees(seconds=0.004)
+    policy = AdaptivePolicy([drafter], "trees")
+    for _ in range(60):
+        tree_step(policy, drafter, [sequence("a")], FLAT)
+    again = AdaptivePolicy([drafter], "trees")
+    again.load(json.loads(json.dumps(policy.state())))
+    survival = again._acceptance.survival("trees", False, LEARNED, tree=True)
+    assert survival.shape == (64,)
+    assert (np.diff(survival) <= 0).all(), "no node has more than the one before"
+    assert abs(survival[:16].sum() - drafter.shares[:16].sum()) < 0.4
+
+
+def test_rows_of_one_batch_may_draft_by_different_methods():
+    """A lookup that is sure of half the rows, and a model for the others."""
+    model = Model("model", 0.9, seconds=0.0003)
+    lookup = Uneven({"0/0", "1/0"})
+    policy, sequences = AdaptivePolicy([model, lookup], "auto"), [sequence(str(at)) for at in range(4)]
+    chosen = Counter()
+    policy._draft_times.observe("model", 2, 4, 4 * model.seconds)  # else a first guess of its time stands against it
+    for _ in range(200):
+        *_, choices = step(policy, [model, lookup], sequences, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
+        chosen.update((one.key, choice.method) for one, choice in zip(sequences, choices, strict=True))
+    assert chosen["0/0", "uneven"] > 100
+    assert chosen["3/0", "model"] > 100
+
+
+def test_a_model_is_not_left_for_a_lookup_that_is_hardly_better():
+    """Coming back would cost the model's catching up."""
+    used = {}
+    for seconds in (0.0, 0.006):
+        model = Model("model", 0.8, seconds=0.0005)
+        lookup = Lookup("lookup", 0.82, evidence=9)
+        policy = AdaptivePolicy([model, lookup], "auto", None, DEVICE)
+        policy._leaving_s = lambda rows, guess, seconds=seconds: seconds
+        one, chosen = [sequence("a")], Counter()
+        for _ in range(300):
+            *_, choices = step(policy, [model, lookup], one, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
+            chosen[choices[0].method] += 1
+        used[seconds] = chosen["lookup"]
+    assert used[0.006] < used[0.0]

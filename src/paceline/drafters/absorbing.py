@@ -3,6 +3,7 @@ layer. Nothing attends, so a prompt costs a few products. On a GPU this is captu
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -17,6 +18,7 @@ from paceline.drafters.tapped import TapBatch
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
+from paceline.models.parallel import compiling
 from paceline.models.plan import PassPlan
 
 log = logging.getLogger("paceline")
@@ -43,13 +45,14 @@ class Absorbing:
         )
         self._tap_norm = vector(TAP_NORM) if config.tap_norm else None
         self._graphs: dict[int, CudaGraph] = {}
-        self._recorder, self._kept = GraphRecorder(), list[object]()
+        self._kept: list[Tensor] = []
         self._taps = self._at = torch.empty(0)  # (positions, T, H) and (2, positions), what graphs read
 
-    def bind(self, caches: SequenceOf[LayerCache]) -> None:
+    def bind(self, caches: SequenceOf[LayerCache], recorder: GraphRecorder | None) -> None:
+        """`recorder`: batches of usual sizes are captured with it."""
         self._caches = caches
         graphs, device = self._decoder.graphs, self._decoder.device
-        if graphs is None or not graphs.capture or device.type != "cuda":
+        if recorder is None or graphs is None:
             return
         most, dtype = POSITIONS[-1], self._decoder.dtypes.compute
         shape = most, len(self._config.taps), self._config.body.hidden_size
@@ -57,11 +60,14 @@ class Absorbing:
         self._at = torch.full((2, most), -1, dtype=torch.int32, device=device)
         self._at[0] = 0
         try:
-            with torch.cuda.device(device):
-                for count in reversed(POSITIONS):
+            with compiling(device):
+                for count in POSITIONS:
                     self._work(count)
-                    self._graphs[count] = self._recorder.capture(lambda count=count: self._work(count))  # type: ignore[misc]
-            self._kept = list(graphs.scratch())
+            for count in reversed(POSITIONS):
+                work = functools.partial(self._work, count)
+                work()  # loads its kernels
+                self._graphs[count] = recorder.capture(work)
+            self._kept = graphs.scratch()
         except RuntimeError as problem:
             self._graphs = {}
             reason = str(problem).partition("\n")[0]

@@ -6,6 +6,7 @@ draft, from embeddings to trees, is captured for some numbers of sequences; a dr
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -20,6 +21,7 @@ from paceline.draft import packed_to
 from paceline.models.decoder import Decoder
 from paceline.models.graphs import Placed
 from paceline.models.kv_cache import LayerCache
+from paceline.models.parallel import compiling
 from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
 
 log = logging.getLogger("paceline")
@@ -47,21 +49,21 @@ class BlockPasses:
         embed: Callable[[Tensor], Tensor],
         finish: Callable[[Tensor, Tensor, int], Tensor],
         most: int,
+        recorder: GraphRecorder | None,
     ) -> None:
         """`embed`: (B,) anchors to the rows (B * size, H) of a block; `finish`: logits (B * size, V), anchors and a
-        number of nodes to a tensor of drafts (parts, B, nodes); `most`: nodes of a captured draft."""
+        number of nodes to a tensor of drafts (parts, B, nodes); `most`: nodes of a draft that `recorder` captures."""
         self._decoder, self._caches, self._block_size, self._size = decoder, caches, block_size, size
         self._embed, self._finish, self._most = embed, finish, most
         self._captured: dict[int, tuple[Placed, CudaGraph]] = {}
-        self._recorder = GraphRecorder()
         self._known = torch.empty(0, dtype=torch.int64)  # (2, most sequences) anchors and lengths, which graphs read
         self._blank = torch.empty(0)  # (most rows, H), what a pass is placed with before its embeddings are known
-        graphs, device = decoder.graphs, decoder.device
-        if graphs is not None and graphs.capture and device.type == "cuda":
+        device = decoder.device
+        if recorder is not None:
             self._known = torch.ones(2, SEQUENCES[-1], dtype=torch.int64, device=device)
             shape = SEQUENCES[-1] * size, decoder.config.hidden_size
             self._blank = torch.zeros(shape, dtype=decoder.dtypes.compute, device=device)
-            self._capture_all()
+            self._capture_all(recorder)
 
     def run(self, rows: BlockRows, nodes: int) -> Tensor:
         """(parts, B, nodes) of a draft's numbers; on a GPU as many nodes as were captured."""
@@ -96,16 +98,20 @@ class BlockPasses:
 
     # -- captured
 
-    def _capture_all(self) -> None:
+    def _capture_all(self, recorder: GraphRecorder) -> None:
         """Every number of sequences is run once, which compiles it, and captured, so that no draft waits for either."""
         graphs = self._decoder.graphs
         assert graphs is not None
         try:
-            with torch.cuda.device(self._decoder.device), graphs.starting():
+            with graphs.starting(), compiling(self._decoder.device):
+                for count in SEQUENCES:
+                    self._work(self._place(count, [], [], []), count)
+            with graphs.starting():
                 for count in reversed(SEQUENCES):
                     of = self._place(count, [], [], [])
-                    self._work(of, count)
-                    graph = self._recorder.capture(lambda of=of, count=count: self._work(of, count))  # type: ignore[misc]
+                    work = functools.partial(self._work, of, count)
+                    work()  # loads its kernels
+                    graph = recorder.capture(work)
                     of.kept = [graph.result, *graphs.scratch()]
                     self._captured[count] = of, graph
         except RuntimeError as problem:

@@ -73,7 +73,7 @@ def grow(of: Lattice, count: int, beam: int = BEAM) -> Nodes:
             rows = rows.gather(1, who[..., None].expand(-1, -1, candidates))
         best, child = rows.topk(wide)  # (B, F, beam)
         score = (before[..., None] + best - DEEPER).flatten(1)
-        place, parent = child.flatten(1), (frontier + begin).repeat_interleave(wide, 1)
+        place, parent = child.flatten(1), (frontier + begin)[..., None].expand(-1, -1, wide).flatten(1)
         levels.append((score, place, parent))
         if level + 1 < depth:
             kept, frontier = score.topk(min(beam, score.shape[1]))

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paceline.config import MAX_K
+from paceline.cuda_graph import GraphRecorder
 from paceline.draft import Draft
 from paceline.drafters.absorbing import Absorbing
 from paceline.drafters.base import DrafterContext, DraftRow, digest
@@ -114,9 +116,17 @@ class DSparkDrafter(TappedDrafter):
     @torch.inference_mode()
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         super().bind(caches, block_size)
-        self._absorbing.bind(caches)
-        size = self.config.block_size
-        self._passes = BlockPasses(self._decoder, caches, block_size, size, self._block, self._trees, self._most)
+        recorder, size = self._recorder(), self.config.block_size
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            self._absorbing.bind(caches, recorder)
+            self._passes = BlockPasses(
+                self._decoder, caches, block_size, size, self._block, self._trees, self._most, recorder
+            )
+
+    def _recorder(self) -> GraphRecorder | None:
+        """None: nothing is captured."""
+        graphs = self._decoder.graphs
+        return GraphRecorder() if graphs is not None and graphs.capture and self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def absorb(self, batch: TapBatch) -> None:
@@ -186,4 +196,4 @@ def head_rows(head: Packed, kernels: Kernels, ids: Tensor, config: DSparkConfig)
     hidden = config.body.hidden_size
     kind = torch.float32 if ids.device.type == "cpu" else torch.bfloat16
     unit = torch.eye(hidden, dtype=kind, device=ids.device)
-    return torch.cat([kernels.logits(part, head)[:, ids] for part in unit.split(PART)]).T.contiguous()
+    return torch.cat([kernels.logits(part, head)[:, ids] for part in torch.split(unit, PART)]).T.contiguous()

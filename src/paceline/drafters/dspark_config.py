@@ -151,8 +151,6 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig
         raise UnsupportedModel(f"{source}: markov_head_type {raw['markov_head_type']!r} is not supported; vanilla is")
     body = _body(raw, tensors, source)
     ours = raw.get("paceline") or {}
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    target = TargetShape(**{"name": verifier.get("name_or_path") or "", **_target(raw, ours)})
     given = raw.get("mask_token_id", published.get("mask_token_id"))
     config = DSparkConfig(
         body=body,
@@ -169,7 +167,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig
         tap_norm=bool(ours.get("tap_norm")),
         mask_embedding=bool(ours.get("mask_embedding")),
         markov_over_draft_vocab=bool(ours.get("markov_over_draft_vocab")),
-        target=target,
+        target=target_of(raw),
     )
     if block_drafter(raw) == DSPARK and not config.markov_rank:
         raise BrokenModel(
@@ -205,11 +203,15 @@ def _taps(raw: Json, published: Json, source: str) -> tuple[int, ...]:
     return taps
 
 
-def _target(raw: Json, ours: Json) -> Json:
-    if "target" in ours:
-        known = {key: value for key, value in ours["target"].items() if key in TargetShape.__dataclass_fields__}
-        return {**known, "embedding_sample": tuple(known.get("embedding_sample", ()))}
-    return {"num_layers": raw["num_target_layers"]} if type(raw.get("num_target_layers")) is int else {}
+def target_of(raw: Mapping[str, Any]) -> TargetShape:
+    """What config.json says of the model its drafter was trained for."""
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    found: Json = {"name": verifier.get("name_or_path") or ""}
+    if type(raw.get("num_target_layers")) is int:
+        found["num_layers"] = raw["num_target_layers"]
+    ours = (raw.get("paceline") or {}).get("target") or {}
+    found |= {key: value for key, value in ours.items() if key in TargetShape.__dataclass_fields__}
+    return TargetShape(**{**found, "embedding_sample": tuple(found.get("embedding_sample", ()))})
 
 
 def _whole(raw: Json, key: str, source: str, *, default: int | None = None, least: int = 1, most: int = 1 << 31) -> int:

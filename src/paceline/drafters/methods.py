@@ -154,7 +154,10 @@ def available(speculation: SpeculationConfig, checkpoint: Path | None = None) ->
     """
     if speculation.method == NONE:
         return []
-    found = [each for each in METHODS.values() if all(getattr(speculation, need) is not None for need in each.needs)]
+    given = {need for need in OPTIONS if getattr(speculation, need) not in (None, NONE)}
+    if checkpoint is not None:
+        given.add("drafter")
+    found = [each for each in METHODS.values() if given.issuperset(each.needs)]
     if checkpoint is None:
         return found
     raw, known = _config_of(checkpoint), [each for each in found if each.recognise is not None]
@@ -189,5 +192,5 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
         if option not in taken:
             raise InvalidParameter(option, f"means nothing to method {method}; leave one of the two out")
     for need in METHODS[method].needs if method in METHODS else ():
-        if getattr(speculation, need) is None:
+        if getattr(speculation, need) in (None, NONE):
             raise InvalidParameter(need, f"method {method} needs one; give it, or choose another method")

@@ -107,6 +107,7 @@ class AdaptivePolicy:
         self._times = [StepTimes(prior), StepTimes(prior)]  # of greedy and of sampled batches
         self._draft_times, self._acceptance, self._guard = DraftTimes(), Acceptance(), Guard()
         self._pace: dict[str, float] = {}  # tokens per step that drafts, by sequence
+        self._drafter_of: dict[str, tuple[str, int]] = {}  # method and nodes of each sequence's last draft
         self._plan = _Plan()
         self._lesson: tuple[_Plan, StepReport] | None = None  # not learnt yet
         self._steps = 0
@@ -187,13 +188,14 @@ class AdaptivePolicy:
         wishes = dict.fromkeys(row.method for row in open_rows)
         for asked in wishes:
             asking, best_rate = [row for row in open_rows if row.method == asked], 0.0
-            for method in self._evidence.allowed(asked):
-                offer = self._offer(step, asking, method)
-                rate, nodes = _best(number, with_nodes, [offer]) if offer else (0.0, [])
-                if offer and rate > best_rate:
-                    best, best_rate, budgets = offer, rate, nodes
+            made = [self._offer(step, asking, method) for method in self._evidence.allowed(asked)]
+            offers = [offer for offer in made if offer is not None]
+            for plan in [*([offer] for offer in offers), _mixed(offers)]:
+                rate, nodes = _best(number, with_nodes, plan) if plan else (0.0, [])
+                if rate > best_rate:
+                    best, best_rate, budgets = plan, rate, nodes
             if best_rate:
-                chosen.append(best)
+                chosen += best
         if len(wishes) > 1:  # rows that ask for different methods share the pass
             best_rate, budgets = _best(number, with_nodes, chosen) if chosen else (0.0, [])
         self._looked_at.update(sequence.key for sequence in step.sequences)
@@ -208,7 +210,7 @@ class AdaptivePolicy:
             if self._plan.explores:
                 _, budgets = _best(number, with_nodes, chosen, explore=True)
             self._give(chosen, budgets, choices)
-        elif number > FEW or self._on_device:
+        elif (number > FEW or self._on_device) and not self._evidence.awaits(step.sequences):
             self._pause_left = max(self._pause, number // LOOK_ROWS, 1)
             self._pause = min(2 * self._pause_left, LONGEST_PAUSE)
 
@@ -225,6 +227,7 @@ class AdaptivePolicy:
                 if budget and left:
                     left -= 1
                     choices[row.at] = _choice(offer.method, budget)
+                    self._drafter_of[row.sequence.key] = offer.method, budget
                     self._plan.evidence[row.sequence.key] = evidence
 
     def _offer(self, step: _Step, rows: list[_Open], method: str) -> _Offer | None:
@@ -245,8 +248,23 @@ class AdaptivePolicy:
         if min(row.most for row in rows) < worth.shape[1]:
             worth[np.array([[row.most] for row in rows]) <= np.arange(worth.shape[1])] = 0.0
         guess_s = (PASS_GUESS if models else LOOKUP_GUESS) * step.times.seconds(1)
-        line = self._draft_times.line(method, len(rows), guess_s)
+        a, b = self._draft_times.line(method, len(rows), guess_s)
+        line = (a if models else a + self._leaving_s(rows, PASS_GUESS * step.times.seconds(1))), b
         return _Offer(method, rows, found, worth, line, tree, values)
+
+    def _leaving_s(self, rows: list[_Open], guess_s: float) -> float:
+        """Seconds that a lookup costs besides, where a model has drafted so far: the model has to catch up before it
+        drafts again, and on a device the draft it began behind the last step is lost."""
+        seconds = 0.0
+        for method, budget in {
+            self._drafter_of[row.sequence.key] for row in rows if row.sequence.key in self._drafter_of
+        }:
+            if method not in self._evidence.drafters or not self._evidence.runs_model(method):
+                continue
+            a, b = self._draft_times.line(method, len(rows), guess_s)
+            chain = self._on_device and not self._evidence.makes_trees(method)
+            seconds = max(seconds, a + b * (budget if chain else 1))
+        return seconds
 
     def _values(self, sequences: SequenceOf[Sequence], promised: Mapping[str, float]) -> dict[str, float]:
         """What a token of each sequence is worth: one that will end long before the others of its job saves little.
@@ -356,6 +374,7 @@ class AdaptivePolicy:
 
     def forget(self, sequence: Sequence) -> None:
         self._pace.pop(sequence.key, None)
+        self._drafter_of.pop(sequence.key, None)
         self._looked_at.discard(sequence.key)
 
     # -- between runs
@@ -371,6 +390,22 @@ class AdaptivePolicy:
         draft_times, acceptance = DraftTimes.of_state(state["drafts"]), Acceptance.of_state(state["acceptance"])
         self._times, self._draft_times, self._acceptance = [greedy, sampled], draft_times, acceptance
         self._guard, self._lesson = Guard(), None
+
+
+def _mixed(offers: SequenceOf[_Offer]) -> list[_Offer]:
+    """Each row with the method that promises it most; nothing where one method does for all of them."""
+    best: dict[int, tuple[float, int]] = {}
+    for which, offer in enumerate(offers):
+        for row, promised in zip(offer.rows, offer.worth.sum(axis=1).tolist(), strict=True):
+            best[row.at] = max(best.get(row.at, (0.0, which)), (promised, which))
+    if len({which for _, which in best.values()}) < 2:
+        return []
+    mixed = []
+    for which, offer in enumerate(offers):
+        kept = [at for at, row in enumerate(offer.rows) if best[row.at][1] == which]
+        rows, evidence = [offer.rows[at] for at in kept], [offer.evidence[at] for at in kept]
+        mixed += [offer._replace(rows=rows, evidence=evidence, worth=offer.worth[kept])] if kept else []
+    return mixed
 
 
 def _best(

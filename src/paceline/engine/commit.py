@@ -112,6 +112,7 @@ class Committer:
                     self._look_closer(landed, at, sequence)
         for at, (method, nodes, accepted, depth) in outputs.drafts.items():
             outputs.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(outputs.tokens[at])), method)
+            self._drafters.note(method, accepted)
         self._drafters.read_prompts(flight.batch)
         unsettled = self._unsettled(flight.batch)
         self._drafters.mark(unsettled)

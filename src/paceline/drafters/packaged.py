@@ -1,0 +1,33 @@
+"""Drafters that come with the package: a folder each in `shipped`, for the model whose shape and embedding it names."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.drafters.dspark_config import TargetShape, target_of
+
+log = logging.getLogger("paceline")
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+def packaged_for(config: ModelConfig, embedding: Tensor, folder: Path = SHIPPED) -> Path | None:
+    """The packaged drafter for a model with this embedding (V, H), in whatever precision; another model of the same
+    shape has none."""
+    for path in sorted(folder.glob("*/config.json")):
+        try:
+            target = target_of(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError) as problem:
+            log.warning("the packaged drafter in %s cannot be read: %r", path.parent, problem)
+            continue
+        if target.embedding_sample and _shape(target) == _shape(config) and target.is_like(embedding):
+            return path.parent
+    return None
+
+
+def _shape(of: ModelConfig | TargetShape) -> tuple[int, int, int]:
+    return of.hidden_size, of.num_layers, of.vocab_size

@@ -1,0 +1,356 @@
+"""DSpark and DFlash: logits, trees and K/V against plain torch, overfit weights, and what a user gets."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams, build
+from paceline.config import EngineConfig
+from paceline.drafters.block_tree import DEEPER, grow, lattice
+from paceline.drafters.dspark import head_rows
+from paceline.drafters.dspark_checkpoint import write
+from paceline.drafters.dspark_config import TargetShape
+from paceline.drafters.methods import DFLASH, DSPARK
+from paceline.drafters.packaged import packaged_for
+from paceline.engine.engine import Engine
+from paceline.engine.policy import Choice
+from paceline.errors import InvalidParameter
+from paceline.models.kernels import kernels_for
+from paceline.models.plan import slots_of
+from paceline.models.torch_kernels import TorchKernels
+from tests.drafters.contract_toys import ByRequest, Choosing, answers, params, run
+from tests.drafters.dspark_reference import (
+    after,
+    context_of,
+    drafter_config,
+    ids_of,
+    keys_and_values,
+    knowing,
+    make,
+    random_tensors,
+    unary_logits,
+)
+from tests.drafters.overfit import CPU, taps_of, tiny_decoder
+from tests.models.tiny import save_tiny
+from tests.test_cuda import CONFIG, PROMPTS
+
+KINDS = {
+    "dspark": {},
+    "all of our own": {
+        "qk_norm": True,
+        "tap_norm": True,
+        "mask_embedding": True,
+        "markov_over_draft_vocab": True,
+        "draft_vocab_size": 60,
+    },
+    "dflash": {"markov_rank": 0, "sample_from_anchor": False, "draft_vocab_size": 80},
+}
+SIZES = EngineConfig(num_blocks=20, block_size=16, max_num_seqs=4, max_num_batched_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return tiny_decoder()
+
+
+class Checked:
+    """Compares every draft's logits with the reference, from hidden states of a fresh pass over the tokens."""
+
+    def __init__(self, drafter, tensors, decoder):
+        self.drafter, self.tensors, self.decoder = drafter, tensors, decoder
+        self.compared, self.worst, self._draft, passes = 0, 0.0, drafter.draft, drafter._passes
+        self._finish, passes._finish, drafter.draft = passes._finish, self.finish, self.draft
+
+    def finish(self, logits, anchors, nodes):
+        self.logits = logits.view(len(anchors), self.drafter.config.block_size, -1).clone()
+        return self._finish(logits, anchors, nodes)
+
+    def draft(self, rows, seats, lengths):
+        draft, config = self._draft(rows, seats, lengths), self.drafter.config
+        for row, length, logits in zip(rows, lengths.tolist(), self.logits, strict=True):
+            if self.drafter.absorbed(row.sequence)[0] or length > len(row.sequence.tokens):
+                continue
+            tokens = row.sequence.tokens[:length]
+            room = len(row.sequence.blocks) * SIZES.block_size
+            if length - 1 + config.block_size <= room:  # else the block is cut off, at the end of an answer
+                taps = taps_of(self.decoder, tokens[:-1], config.taps)
+                embedding = self.decoder.embedding.float()
+                expected = unary_logits(config, self.tensors, embedding, taps, tokens[-1])
+                off = (expected - logits[config.block_size - config.depth :]).abs().max()
+                self.worst, self.compared = max(self.worst, float(off)), self.compared + 1
+        return draft
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch", "own kernels"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_cache_are_those_of_plain_torch(decoder, kind, own):
+    """After chunked prompts, prefix hits, plain steps in between, rejected branches and preemption."""
+    config = drafter_config(CONFIG, **KINDS[kind])
+    tensors, embedding, chance = random_tensors(config), decoder.embedding.float(), random.Random(5)
+    drafter = make(config, tensors, embedding, kernels=decoder.kernels if own else None)
+
+    class NowAndThen(Choosing):
+        def choose(self, sequence):
+            return Choice(drafter.name, chance.randint(1, 9)) if chance.random() < 0.6 else Choice()
+
+    engine = Engine(decoder, SIZES, drafters=[drafter], policy=NowAndThen())
+    checked = Checked(drafter, tensors, decoder)
+    wanted = params(max_tokens=40, ignore_eos=True)
+    prompts = [PROMPTS[1], PROMPTS[2], [*PROMPTS[1][:50], 7, 8], PROMPTS[0]]
+    requests = [(6 * at, str(at), prompt, wanted) for at, prompt in enumerate(prompts)]
+    hits, cached = 0, 0
+
+    def after_step(engine):
+        nonlocal hits, cached
+        for sequence in engine.scheduler.running:
+            hits += sequence.num_cached > 0
+            start, end = drafter.absorbed(sequence)
+            if start or end < 2 or engine.stats.num_steps % 5:
+                continue
+            taps = taps_of(decoder, sequence.tokens[:end], config.taps)
+            context, at = context_of(config, tensors, taps), torch.arange(end)
+            slots = torch.from_numpy(slots_of(torch.tensor([sequence.blocks]).numpy(), 0, at.numpy(), SIZES.block_size))
+            for layer, cache in enumerate(drafter._passes._caches):
+                keys, values = keys_and_values(config, tensors, layer, context, at)
+                torch.testing.assert_close(cache.k[slots], keys, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(cache.v[slots], values, rtol=1e-4, atol=1e-4)
+            cached += 1
+
+    sequences, _ = run(engine, requests, after_step=after_step)
+    plain = answers(Engine(decoder, replace(SIZES, num_blocks=64)), requests)
+    assert {name: sequence.output_tokens for name, sequence in sequences.items()} == plain
+    assert checked.compared > 20
+    assert checked.worst < 1e-3
+    assert cached > 5
+    assert hits > 0, "a prefix was shared"
+    assert sum(sequence.num_preemptions for sequence in sequences.values()) > 0
+    assert engine.drafters.failures == 0
+
+
+def test_blocks_without_the_drafters_own_cache_are_left_out(decoder):
+    """A prompt that another method read: its positions are unknown here, and nothing of them is read."""
+    config = drafter_config(CONFIG)
+    tensors = random_tensors(config)
+    drafter = make(config, tensors, decoder.embedding.float(), kernels=decoder.kernels)
+    engine = Engine(decoder, replace(SIZES, num_blocks=40), drafters=[drafter], policy=ByRequest({}, Choice(DSPARK, 4)))
+    for cache in drafter._passes._caches:
+        cache.k.fill_(float("nan"))
+        cache.v.fill_(float("nan"))
+    finite, finish = [], drafter._passes._finish
+
+    def looked(logits, anchors, nodes):
+        finite.append(bool(logits.isfinite().all()))
+        return finish(logits, anchors, nodes)
+
+    drafter._passes._finish = looked
+    wanted = params(max_tokens=12, ignore_eos=True)
+    run(engine, [(0, "plain", PROMPTS[1], params(max_tokens=2, speculation="none"))])
+    sequence = run(engine, [(0, "later", PROMPTS[1], wanted)])[0]["later"]
+    assert sequence.num_cached_prompt > 0
+    assert finite
+    assert all(finite)
+    assert engine.drafters.failures == 0
+
+
+# -- trees
+
+
+def every_path(config, tensors, logits, anchor):
+    """(score, tokens of the target) of all paths, by the reference."""
+    ids, paths = ids_of(config, tensors), [(0.0, ())]
+    for position in logits:
+        longer = []
+        for score, path in [one for one in paths if len(one[1]) == len(paths[-1][1])]:
+            shares = after(config, tensors, position, path[-1] if path else anchor).tolist()
+            longer += [(score + share, (*path, token)) for token, share in zip(ids.tolist(), shares, strict=True)]
+        paths += longer
+    return sorted(paths[1:], reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["markov", "over the draft vocabulary", "none"])
+def test_a_tree_is_the_likeliest_paths_and_its_scores_are_theirs(kind):
+    """With a beam as wide as the vocabulary, against all paths one by one; batched."""
+    changes = {"markov_rank": 0} if kind == "none" else {"markov_over_draft_vocab": kind != "markov"}
+    target = replace(CONFIG, vocab_size=9)
+    config = drafter_config(target, draft_vocab_size=6, block_size=4, **changes)
+    tensors = random_tensors(config, scale=0.6)
+    ids = ids_of(config, tensors)
+    logits = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1))
+    drafter = make(config, tensors, torch.randn(9, CONFIG.hidden_size))
+    anchors = torch.tensor([0, int(ids[2]), 8])
+    found = lattice(
+        logits, drafter._anchor_rows if kind == "none" else drafter._anchor_rows[anchors], drafter._w1, drafter._w2, 64
+    )
+    nodes = grow(found, 40, beam=6**3)
+    for row, anchor in enumerate(anchors.tolist()):
+        expected = every_path(config, tensors, logits[row], anchor)[:40]
+        paths = []
+        for node in range(40):
+            parent = int(nodes.parents[row, node])
+            assert parent < node
+            paths.append((*(paths[parent] if parent >= 0 else ()), int(ids[nodes.tokens[row, node]])))
+        assert [len(path) for path in paths] == nodes.depth[row].tolist()
+        assert len(set(paths)) == 40
+        scores = (nodes.score[row] + DEEPER * nodes.depth[row]).tolist()
+        known = {path: score for score, path in every_path(config, tensors, logits[row], anchor)}
+        assert scores == pytest.approx([known[path] for path in paths], abs=1e-3)
+        assert sum(path in {path for _, path in expected} for path in paths) >= 38, "but for near ties"
+
+
+def test_fewer_nodes_are_the_beginning_of_more():
+    logits = torch.randn(2, 5, 100, generator=torch.Generator().manual_seed(2))
+    w1, w2 = (torch.randn(100, 7, generator=torch.Generator().manual_seed(seed)) / 2 for seed in (3, 4))
+    found = lattice(logits, w1[:2], w1, w2, 64)
+    all_of_them = grow(found, 60)
+    for count in (1, 2, 7, 30):
+        for few, many in zip(grow(found, count), all_of_them, strict=True):
+            assert torch.equal(few, many[:, :count])
+
+
+def test_a_beam_of_one_is_the_greedy_chain():
+    logits = torch.randn(2, 5, 50, generator=torch.Generator().manual_seed(2))
+    w1, w2 = (torch.randn(50, 7, generator=torch.Generator().manual_seed(seed)) / 2 for seed in (3, 4))
+    chain = grow(lattice(logits, w1[[4, 9]], w1, w2, 50), 5, beam=1)
+    assert chain.parents.tolist() == [[-1, 0, 1, 2, 3]] * 2
+    for row, last in enumerate((4, 9)):
+        for at in range(5):
+            last = int((logits[row, at] + w2 @ w1[last]).argmax())
+            assert int(chain.tokens[row, at]) == last
+
+
+def test_the_head_is_read_off_whatever_layout_its_kernels_have():
+    weight = torch.randn(100, CONFIG.hidden_size)
+    ids = torch.tensor([3, 99, 0, 41])
+    config = drafter_config(CONFIG)
+    for kernels in (kernels_for(CPU), TorchKernels()):
+        assert torch.equal(head_rows(kernels.pack(weight), kernels, ids, config), weight[ids])
+
+
+# -- overfit
+
+
+def overfit(config, decoder, tokens, begin, steps=70):
+    """Trained by the reference's own gradients to continue `tokens` from every position behind `begin`."""
+    torch.manual_seed(0)
+    embedding = decoder.embedding.float().clone()
+    taps = taps_of(decoder, tokens, config.taps).clone()
+    tensors = {name: part.requires_grad_(part.is_floating_point()) for name, part in random_tensors(config).items()}
+    learner = torch.optim.Adam([part for part in tensors.values() if part.requires_grad], lr=0.01)
+    index = {token: at for at, token in enumerate(ids_of(config, tensors).tolist())}
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for anchor in range(begin, len(tokens) - config.depth):
+            logits = unary_logits(config, tensors, embedding, taps[:anchor], tokens[anchor])
+            for ahead in range(config.depth):
+                shares = after(config, tensors, logits[ahead], tokens[anchor + ahead])
+                loss = loss - shares[index[tokens[anchor + ahead + 1]]]
+        learner.zero_grad()
+        loss.backward()
+        learner.step()
+    return {name: part.detach() for name, part in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", [{}, {"markov_rank": 0}], ids=[DSPARK, DFLASH])
+def test_weights_that_know_the_answer_by_heart_are_always_right(decoder, kind):
+    prompt, config = list(range(12)), drafter_config(CONFIG, num_layers=1, block_size=3, **kind)
+    requests = [(0, "a", prompt, params(max_tokens=16, ignore_eos=True))]
+    answer = answers(Engine(decoder, SIZES), requests)["a"]
+    tensors = overfit(config, decoder, [*prompt, *answer], len(prompt))
+    for beam, k in ((1, 3), (8, 8)):
+        drafter = make(config, tensors, decoder.embedding.float(), kernels=decoder.kernels, beam=beam)
+        engine = Engine(decoder, SIZES, drafters=[drafter], policy=ByRequest({}, Choice(drafter.name, k)))
+        (sequence,) = run(engine, requests)[0].values()
+        assert sequence.output_tokens == answer
+        assert sequence.stats.num_target_passes <= 1 + -(-15 // 4) + 1, "of the last tokens nothing was known"
+        assert engine.drafters.failures == 0
+
+
+# -- as a user has it
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny model with a head of its own, and drafters for it: (model, {method: folder})."""
+    root = tmp_path_factory.mktemp("dspark")
+    save_tiny("llama3-untied", root / "model")
+    with LLM(str(root / "model"), device="cpu") as llm:
+        target, embedding = llm.config, llm.loaded.decoder.embedding
+    made = {}
+    for method, kind in ((DSPARK, KINDS["all of our own"]), (DFLASH, KINDS["dflash"])):
+        shape = TargetShape.of(target, embedding, "tiny")
+        config = drafter_config(target, **{**kind, "taps": (0, 2)}, target=shape)
+        write(root / method, config, random_tensors(config), int8=method == DSPARK)
+        made[method] = root / method
+    return root / "model", made
+
+
+@pytest.mark.parametrize("given", ["method", "found", "vllm"])
+@pytest.mark.parametrize("method", [DSPARK, DFLASH])
+def test_a_user_names_the_folder(folders, method, given):
+    model, drafters = folders
+    options = {"drafter": str(drafters[method])}
+    if given == "method":
+        options["method"] = method
+    elif given == "vllm":
+        options = {
+            "speculative_config": {"method": method, "model": str(drafters[method]), "num_speculative_tokens": 5}
+        }
+    wanted = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, speculation={"method": method, "k": 7})
+    plainly = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, speculation="none")
+    with LLM(str(model), device="cpu", **options) as llm:
+        (result,), (alone,) = llm.generate([1, 2, 3], wanted), llm.generate([1, 2, 3], plainly)
+        assert result.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert [name for name in (DSPARK, DFLASH) if name in {one.name for one in llm.engine.drafters.drafters}] == [
+            method
+        ]
+        assert llm.engine.drafters.failures == 0
+
+
+def test_a_folder_of_another_method_or_target_is_refused(folders, tmp_path):
+    model, drafters = folders
+    with pytest.raises(InvalidParameter, match="holds a drafter of method dspark, not dflash"):
+        LLM(str(model), device="cpu", method=DFLASH, drafter=str(drafters[DSPARK]))
+    with pytest.raises(InvalidParameter, match="holds no drafter of a known method"):
+        LLM(str(model), device="cpu", drafter=str(model))
+    save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
+    with pytest.raises(InvalidParameter, match="trained for tiny, whose embeddings are not this model's"):
+        LLM(str(tmp_path / "other"), device="cpu", drafter=str(drafters[DSPARK]))
+
+
+def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monkeypatch):
+    model, drafters = folders
+    shutil.copytree(drafters[DSPARK], tmp_path / "shipped" / "tiny")
+    monkeypatch.setattr(build, "packaged_for", functools.partial(packaged_for, folder=tmp_path / "shipped"))
+
+    def methods(path, **options):
+        with LLM(str(path), device="cpu", **options) as llm:
+            return {drafter.name for drafter in llm.engine.drafters.drafters} & {DSPARK, DFLASH}
+
+    assert methods(model) == {DSPARK}
+    assert methods(model, drafter="none") == set()
+    assert methods(model, method="suffix") == set()
+    assert methods(model, drafter=str(drafters[DFLASH])) == {DFLASH}
+    save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
+    assert methods(tmp_path / "other") == set()
+    (tmp_path / "shipped" / "tiny" / "config.json").write_text("{")
+    assert methods(model) == set()
+
+
+def test_a_drafter_that_is_hardly_ever_right_is_reported_once(decoder, caplog):
+    """Of random weights: of 96 tokens one is right now and then."""
+    config = drafter_config(CONFIG)
+    requests = [(0, str(at), prompt, params(max_tokens=40, ignore_eos=True)) for at, prompt in enumerate(PROMPTS)]
+    texts = list(answers(Engine(decoder, replace(SIZES, num_blocks=64)), requests).values())
+    for good in (False, True):
+        caplog.clear()
+        known = knowing(CONFIG, decoder.embedding.float(), texts) if good else (config, random_tensors(config))
+        drafter = make(*known, decoder.embedding.float(), kernels=decoder.kernels)
+        policy = ByRequest({}, Choice(drafter.name, 1))
+        run(Engine(decoder, replace(SIZES, num_blocks=64), drafters=[drafter], policy=policy), requests)
+        assert [record.message.count("is it for this model?") for record in caplog.records] == [1] * (not good)

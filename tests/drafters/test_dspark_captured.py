@@ -1,0 +1,103 @@
+# ruff: noqa: E402
+"""DSpark as on a GPU, drafts and absorbing captured, through Triton's interpreter: a replay runs what was captured."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
+if not triton.knobs.runtime.interpret:
+    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+
+from paceline.cuda_graph import CudaGraph
+from paceline.draft import UnreadVerdict
+from paceline.drafters import absorbing, block_passes
+from paceline.drafters.base import DraftRow
+from paceline.drafters.tapped import TapRing
+from paceline.models.kv_cache import KVCache
+from paceline.models.triton_kernels import TritonKernels
+from paceline.models.weights import Dtypes
+from paceline.sequence import Sequence
+from tests.drafters.contract_toys import params
+from tests.drafters.dspark_reference import drafter_config, make, random_tensors
+from tests.test_cuda import CONFIG as TINY
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="triton does not run on Windows"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy on infinities, which kernels mask
+]
+BLOCK, CPU = 16, torch.device("cpu")
+CONFIG = replace(TINY, hidden_size=32, vocab_size=48)
+
+
+class Repeats:
+    """As a recorder of graphs: a replay runs the work again."""
+
+    def capture(self, work):
+        def replay():
+            graph.result = work()
+
+        graph = CudaGraph(type("Graph", (), {"replay": staticmethod(replay)}), None)
+        return graph
+
+
+def scene(kernels, recorder, lengths, monkeypatch):
+    """A drafter whose sequences are absorbed up to their last token; (drafter, sequences, seats, lengths)."""
+    monkeypatch.setattr(block_passes, "SEQUENCES", (2,))
+    monkeypatch.setattr(absorbing, "POSITIONS", (16,))
+    config = drafter_config(CONFIG, qk_norm=True, tap_norm=True, mask_embedding=True, draft_vocab_size=40, num_layers=1)
+    embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3))
+    dtypes = Dtypes.of(torch.float32, CPU)
+    drafter = make(config, random_tensors(config), embedding, kernels=kernels, dtypes=dtypes)
+    drafter._recorder = lambda: recorder
+    cache = KVCache(drafter.kv_layers, num_blocks=12, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    for layer in cache.layers:
+        layer.k.fill_(float("nan"))  # of slots that no position was absorbed into nothing may be read
+        layer.v.fill_(float("nan"))
+    drafter.bind(cache.layers, BLOCK)
+    ring = TapRing()
+    drafter.bind_taps(ring, [0, 1])
+    sequences = []
+    generator = torch.Generator().manual_seed(4)
+    for seat, length in enumerate(lengths):
+        tokens = torch.randint(0, CONFIG.vocab_size, (length,), generator=generator)
+        sequence = Sequence(str(seat), tokens.tolist(), params(max_tokens=9), max_len=100)
+        sequence.seat, sequence.blocks = seat, [3 * seat + 2, 3 * seat, 3 * seat + 1][: -(-(length + 6) // BLOCK)]
+        drafter.admit(sequence, 0, 0)
+        taps = torch.randn(length - 1, 2, CONFIG.hidden_size, generator=generator)
+        for at in range(length - 1):
+            nothing = torch.zeros(1, 0, dtype=torch.int64)
+            one = torch.tensor([seat])
+            after = UnreadVerdict(
+                tokens=tokens[None, at + 1 : at + 2], num_accepted=one * 0, path=nothing, rows=[0],
+                length=one * 0 + at + 1, node_row=one * 0 + 1, seat=one,
+            )  # fmt: skip
+            ring.store(after, taps[at : at + 1], len(lengths))
+        sequences.append(sequence)
+    return drafter, sequences
+
+
+def test_captured_drafts_are_those_of_the_reference_kernels(monkeypatch):
+    """Three sequences, drafted for in two parts, the second padded; their hidden states absorbed in two as well."""
+    drafts, caches, lengths = [], [], [5, 18, 8]
+    for kernels, recorder in ((None, None), (TritonKernels(CPU), Repeats())):
+        drafter, sequences = scene(kernels, recorder, lengths, monkeypatch)
+        assert bool(drafter._passes._captured) == bool(drafter._absorbing._graphs) == (recorder is not None)
+        budgets = [5 + 7 * at for at in range(len(sequences))]
+        rows = [DraftRow(*pair) for pair in zip(sequences, budgets, strict=True)]
+        drafts.append(drafter.propose(rows))
+        caches.append(drafter._passes._caches[0])
+        for sequence, length in zip(sequences, lengths, strict=True):
+            assert drafter.absorbed(sequence) == (0, length - 1)
+            slots = torch.tensor([sequence.blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(length - 1)])
+            assert not caches[-1].k[slots].isnan().any()
+    plain, captured = drafts
+    assert torch.equal(plain.num_nodes, captured.num_nodes)
+    assert torch.equal(plain.tokens, captured.tokens)
+    assert torch.equal(plain.parents, captured.parents)

@@ -1,0 +1,184 @@
+"""Folders of block drafters: round trips, published layouts, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.config import RopeConfig
+from paceline.drafters.dspark_checkpoint import read, write
+from paceline.drafters.dspark_config import W1, TargetShape, check_target
+from paceline.drafters.methods import DFLASH, DSPARK
+from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
+from tests.drafters.dspark_reference import drafter_config, random_tensors
+from tests.test_cuda import CONFIG
+
+OURS = {"tap_norm": True, "mask_embedding": True, "mask_token_id": None, "markov_over_draft_vocab": True}
+EMBEDDING = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
+TARGET = TargetShape.of(CONFIG, EMBEDDING, "some/model")
+
+
+def config_of(**changes):
+    return drafter_config(CONFIG, **{"draft_vocab_size": 60, "target": TARGET, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {**OURS, "qk_norm": True, "confidence": True}, {"markov_rank": 0, "sample_from_anchor": False}],
+    ids=["dspark", "all", "dflash"],
+)
+def test_what_is_written_is_read(tmp_path, changes):
+    config = config_of(**changes)
+    llama3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_positions=256)
+    family = "qwen3" if config.body.qk_norm else "llama"
+    for rope in (config.body.rope, llama3):
+        config = replace(config, body=replace(config.body, rope=rope, architecture=family))
+        tensors = random_tensors(config)
+        write(tmp_path / "plain", config, tensors)
+        found, loaded = read(tmp_path / "plain")
+        assert found == config
+        assert loaded.keys() == tensors.keys()
+        assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("group", [8, 64, None])
+def test_int8_shards_hold_nearly_the_same(tmp_path, group):
+    config = config_of(**OURS)
+    tensors = random_tensors(config)
+    write(tmp_path, config, tensors, int8=True, group=group, shard_bytes=20_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert max(path.stat().st_size for path in files) < 40_000
+    assert set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values()) == {
+        path.name for path in files
+    }
+    _, loaded = read(tmp_path)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            assert (loaded[name] - tensor).abs().max() <= tensor.abs().max() / 127 * 0.6, name
+        else:
+            assert torch.equal(loaded[name], tensor)
+    write(tmp_path, config, tensors)  # whole again: nothing of the shards is left
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def published(folder, config, tensors, **changes):
+    """As the authors of DFlash and DSpark save: a flat config, ids of layers that are left, tensors under `model.`."""
+    write(folder, config, tensors)
+    raw = json.loads((folder / "config.json").read_text())
+    layer = raw["transformer_layer_config"]
+    flat = {**layer, "block_size": config.block_size, "num_target_layers": CONFIG.num_layers, "architectures": ["X"]}
+    flat["dflash_config"] = {"mask_token_id": config.mask_token_id, "target_layer_ids": [i - 1 for i in config.taps]}
+    if config.markov_rank:
+        flat["markov_rank"] = config.markov_rank
+    (folder / "config.json").write_text(json.dumps({**flat, **changes}))
+    found = {f"model.{name}": part for name, part in load_file(folder / "model.safetensors").items()}
+    save_file({**found, "lm_head.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", [DSPARK, DFLASH])
+def test_published_folders_are_read(tmp_path, method):
+    rank = 8 if method == DSPARK else 0
+    config = config_of(taps=(1, 2), draft_vocab_size=CONFIG.vocab_size, markov_rank=rank, qk_norm=True)
+    tensors = random_tensors(config)
+    published(tmp_path, config, tensors)
+    found, loaded = read(tmp_path)
+    assert (found.method, found.taps, found.sample_from_anchor) == (method, (1, 2), method == DSPARK)
+    assert found.depth == config.block_size - (method == DFLASH)
+    assert found.target.num_layers == CONFIG.num_layers
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_a_drafter_for_another_target_is_refused(tmp_path):
+    config = config_of()
+    check_target(config, CONFIG, tmp_path)
+    for change, said in (
+        ({"hidden_size": 32}, "hidden size is 64, and this model's is 32"),
+        ({"num_layers": 3}, "number of layers is 2, and this model's is 3"),
+        ({"vocab_size": 97}, "vocabulary is 96, and this model's is 97"),
+    ):
+        with pytest.raises(InvalidParameter, match=f"trained for some/model: its {said}"):
+            check_target(config, replace(CONFIG, **change), tmp_path)
+    unknown = replace(config, target=TargetShape())
+    with pytest.raises(InvalidParameter, match="reads the input of layer 2, and this model has 1 layers"):
+        check_target(unknown, replace(CONFIG, num_layers=1), tmp_path)
+
+
+def test_a_target_is_known_by_its_embedding_in_any_precision():
+    assert TARGET.is_like(EMBEDDING)
+    coarse = EMBEDDING.abs().amax(1, keepdim=True) / 7  # four bits
+    assert TARGET.is_like((EMBEDDING / coarse).round() * coarse)
+    assert not TARGET.is_like(torch.randn_like(EMBEDDING))
+    assert TargetShape().is_like(EMBEDDING)
+
+
+def edit(folder, **changes):
+    raw = json.loads((folder / "config.json").read_text())
+    layer = raw["transformer_layer_config"]
+    for key, value in changes.items():
+        (layer if key in layer else raw)[key] = value
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def test_bad_folders_are_refused_by_name(tmp_path):
+    config = config_of()
+    tensors = random_tensors(config)
+
+    def refused(error, match):
+        with pytest.raises(error, match=match):
+            read(tmp_path)
+        write(tmp_path, config, tensors)
+
+    def stored(change):
+        path = tmp_path / "model.safetensors"
+        save_file(change(load_file(path)), path)
+
+    with pytest.raises(ModelNotFound, match="does not exist"):
+        read(tmp_path / "nowhere")
+    refused(BrokenModel, "holds no config.json")
+    for name in ("fc.weight", "layers.1.mlp.up_proj.weight", "norm.weight", "d2t"):
+        stored(lambda found, name=name: {key: part for key, part in found.items() if key != name})
+        refused(BrokenModel, f"tensor {name} is missing")
+    edit(tmp_path, num_hidden_layers=3)
+    refused(BrokenModel, "tensor layers.2.self_attn.q_proj.weight is missing")
+    edit(tmp_path, num_hidden_layers=1)
+    refused(BrokenModel, "tensor layers.1.* has no place")
+    edit(tmp_path, aux_hidden_state_layer_ids=[0])
+    refused(BrokenModel, r"tensor fc.weight has shape \[64, 128\], and config.json asks for \[64, 64\]")
+    stored(lambda found: {**found, "fc.weight": found["fc.weight"].to(torch.int8)})
+    refused(BrokenModel, "fc.weight holds int8 codes, and fc.weight_scale is missing")
+    stored(lambda found: {**found, "norm.weight": found["norm.weight"].int()})
+    refused(BrokenModel, "norm.weight has dtype torch.int32")
+    stored(lambda found: {key: part for key, part in found.items() if key != W1})
+    refused(BrokenModel, "needs a Markov head")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(BrokenModel, "truncated or damaged")
+    path.unlink()
+    refused(BrokenModel, "holds no weights")
+    for changes, said in (
+        ({"block_size": 1}, "block_size must be a whole number"),
+        ({"draft_vocab_size": 1000}, "draft_vocab_size must be a whole number"),
+        ({"mask_token_id": None}, "mask_token_id must be a token"),
+        ({"mask_token_id": 96}, "mask_token_id must be a token"),
+        ({"aux_hidden_state_layer_ids": [1, 1]}, "tapped twice"),
+        ({"aux_hidden_state_layer_ids": "all"}, "must list the layers"),
+        ({"speculators_model_type": "magic"}, "no DSpark or DFlash"),
+    ):
+        edit(tmp_path, **changes)
+        refused(BrokenModel, said)
+    for changes, said in (
+        ({"markov_head_type": "rnn"}, "markov_head_type 'rnn'"),
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"attention_bias": True}, "biases"),
+    ):
+        edit(tmp_path, **changes)
+        refused(UnsupportedModel, said)
+    (tmp_path / "config.json").write_text("[]")
+    refused(BrokenModel, "must hold an object")
+    (tmp_path / "config.json").write_text("{")
+    refused(BrokenModel, "cannot be read")
