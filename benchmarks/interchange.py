@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def answered(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[
 
 def ours(loaded: Any, folder: Path, method: str, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     speculation = SpeculationConfig(method=method, drafter=str(folder))
-    drafter: Any = METHODS[method].make(build.drafter_context(loaded, speculation))
+    context = replace(build.drafter_context(loaded, speculation), dtype="float32")
+    drafter: Any = METHODS[method].make(context)
     for chains in ("top_k", "_beam"):  # one child of each node
         if hasattr(drafter, chains):
             setattr(drafter, chains, 1)
