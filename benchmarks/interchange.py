@@ -28,17 +28,22 @@ from safetensors.torch import load_file
 
 from paceline import build
 from paceline.config import EngineConfig, ModelConfig, SpeculationConfig
+from paceline.drafters import dspark_checkpoint
+from paceline.drafters.base import DraftRow
+from paceline.drafters.dspark import DSparkDrafter, draft_ids
 from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.eagle_checkpoint import read, write
 from paceline.drafters.eagle_config import EagleConfig, published_layers, shapes
 from paceline.drafters.eagle_layer import EagleLayer
 from paceline.drafters.methods import METHODS
+from paceline.drafters.tapped import TapBatch
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
 from paceline.models.torch_kernels import TorchKernels
 from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
 from paceline.training.export import export, target_of
 
 HERE = Path(__file__).parent
@@ -230,25 +235,52 @@ def outputs(decoder: Any, layer: EagleLayer, text: list[int], taps: tuple[int, .
     return states
 
 
-@torch.inference_mode()
 def reverse(python: str) -> dict[str, Any]:
-    """A head written by the speculators library's own classes, loaded here: the largest difference of its logits."""
+    """Heads written by the speculators library's own classes, loaded here: the largest difference of the EAGLE-3 head's
+    logits, and how many of the DSpark head's chains are the same."""
     with tempfile.TemporaryDirectory() as work:
-        folder = Path(work) / "head"
-        subprocess.run([python, str(HERE / "interchange_speculators.py"), str(folder)], stdout=sys.stderr, check=True)
-        expected = load_file(folder / "expected.bin")
-        config, tensors = read(folder)
-        target = ModelConfig(**{**vars(config.body), "num_layers": 6})
-        layer = EagleLayer(config, tensors, target, TorchKernels(), device=torch.device("cpu"))
-        size = len(expected["tokens"])
-        layer.bind(size)
-        cache = KVCache([layer.kv_spec], num_blocks=size, block_size=1, dtype=torch.float32, device=layer.device)
-        at = torch.arange(size)
-        plan = PassPlan.in_order(at, at, torch.zeros_like(at), at[None].int(), 1, size)
-        features = layer.fuse(expected["taps"].view(size, config.num_taps, -1))
-        logits = layer.read(layer.run(expected["tokens"], features, plan, cache.layers[0]))[0]
-        worst = float((logits - expected["logits"]).abs().max())
-        return {"largest_difference": worst, "largest_logit": float(expected["logits"].abs().max())}
+        command = [python, str(HERE / "interchange_speculators.py"), work]
+        subprocess.run(command, stdout=sys.stderr, check=True)
+        return reverse_eagle3(Path(work) / "eagle3") | reverse_dspark(Path(work) / "dspark")
+
+
+@torch.inference_mode()
+def reverse_eagle3(folder: Path) -> dict[str, Any]:
+    expected = load_file(folder / "expected.bin")
+    config, tensors = read(folder)
+    target = ModelConfig(**{**vars(config.body), "num_layers": 6})
+    layer = EagleLayer(config, tensors, target, TorchKernels(), device=torch.device("cpu"))
+    size = len(expected["tokens"])
+    layer.bind(size)
+    cache = KVCache([layer.kv_spec], num_blocks=size, block_size=1, dtype=torch.float32, device=layer.device)
+    at = torch.arange(size)
+    plan = PassPlan.in_order(at, at, torch.zeros_like(at), at[None].int(), 1, size)
+    features = layer.fuse(expected["taps"].view(size, config.num_taps, -1))
+    logits = layer.read(layer.run(expected["tokens"], features, plan, cache.layers[0]))[0]
+    worst = float((logits - expected["logits"]).abs().max())
+    return {"eagle3_largest_difference": worst, "eagle3_largest_logit": float(expected["logits"].abs().max())}
+
+
+@torch.inference_mode()
+def reverse_dspark(folder: Path) -> dict[str, Any]:
+    expected = load_file(folder / "expected.bin")
+    config, tensors = dspark_checkpoint.read(folder)
+    head = expected["embedding"][draft_ids(config, tensors)]
+    drafter: Any = DSparkDrafter(config, tensors, embedding=expected["embedding"], head=head, beam=1)
+    cache = KVCache(drafter.kv_layers, num_blocks=8, block_size=BLOCK, dtype=torch.float32, device=drafter.device)
+    drafter.bind(cache.layers, BLOCK)
+    size, same = len(expected["tokens"]), 0
+    at = torch.arange(size)
+    for anchor, chain in zip(expected["anchors"].tolist(), expected["chains"].tolist(), strict=True):
+        sequence = Sequence("x", expected["tokens"][: anchor + 1].tolist(), SamplingParams().resolve({}), max_len=99)
+        sequence.blocks = list(range(8))
+        drafter.admit(sequence, 0, anchor)
+        drafter.last_tokens = lambda seats, lengths, anchor=anchor: expected["tokens"][anchor : anchor + 1]
+        drafter.absorb(TapBatch(expected["taps"].view(size, len(config.taps), -1), expected["tokens"], at, at, size))
+        nothing = torch.zeros(1, dtype=torch.int64)
+        draft = drafter.draft([DraftRow(sequence, len(chain))], nothing, nothing + anchor + 1)
+        same += draft.tokens[0].tolist() == chain
+    return {"dspark_chains": len(expected["chains"]), "dspark_same": same}
 
 
 def main() -> None:

@@ -71,6 +71,9 @@ class EagleDrafter(TappedDrafter):
         config, tensors = read(context.checkpoint, context.config)
         if config.method != method:
             raise InvalidParameter("drafter", f"{context.checkpoint} is of method {config.method}, not {method}")
+        if context.embedding is not None and not config.target.is_like(context.embedding):
+            name = config.target.name or "another model"
+            raise InvalidParameter("drafter", f"{context.checkpoint} was trained for {name}, of other embeddings")
         kernels = context.kernels or TorchKernels()
         # A CPU reads bf16 fastest; a GPU computes in the target's own dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
