@@ -248,7 +248,7 @@ def _forecast(loop: Loop, options: TrainOptions, report: Report) -> None:
     """On a CPU: how long the steps will take, from the first one. That step is not kept."""
     if loop.target.device.type != "cpu" or options.loop.steps is None or Processes.current().world > 1:
         return
-    which = torch.from_numpy(RowSampler(torch.zeros(len(loop.rows.tokens)).numpy(), None, 0).next(options.loop.rows))
+    which = torch.arange(options.loop.rows) % len(loop.rows.tokens)
     began = time.perf_counter()
     loop.trainee.loss(loop.rows.batch(which, loop.target, loop.trainee.taps, (0, 0))).loss.backward()  # type: ignore[no-untyped-call]
     for weight in loop.weights:
