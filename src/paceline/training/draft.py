@@ -37,6 +37,7 @@ class DraftOptions:
     anchors: int = 128  # tokens a row that count
     ce: float = 0.3
     tv: float = 0.7
+    temperature: float = 1.0  # of the target's distribution that is learnt
 
 
 class DraftTrainee:
@@ -109,6 +110,7 @@ class DraftTrainee:
             weight.flatten(),
             ce=options.ce,
             tv=options.tv,
+            temperature=options.temperature,
             chunk=self._chunk,
         )
         return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)
