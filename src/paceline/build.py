@@ -106,7 +106,7 @@ def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> Draf
 
 
 def make_policy(loaded: LoadedModel, drafters: SequenceOf[Drafter], speculation: SpeculationConfig) -> AdaptivePolicy:
-    return AdaptivePolicy(drafters, speculation.method, speculation.k, prior_of(loaded.decoder))
+    return AdaptivePolicy(drafters, speculation.method, speculation.k, prior_of(loaded.decoder, loaded.kind))
 
 
 def make_engine(loaded: LoadedModel, config: EngineConfig, drafters: SequenceOf[Drafter], policy: Policy) -> Engine:

@@ -215,7 +215,7 @@ inline __attribute__((always_inline)) void each_weight(const uint8_t* unit, long
 
 template <class F>
 inline void prefetch_ahead(const uint8_t* block) {
-    for (long i = 0; i < F::BLOCK_BYTES; i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i, 0, 3);
+    for (long i = 0; i < F::UNIT / F::BLOCKS; i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i, 0, 3);
 }
 
 // Few rows: weights are expanded in registers and used at once.

@@ -33,7 +33,7 @@ constexpr long SPLIT = 256;   // positions of an attention split; a multiple of 
 constexpr long SCORES = SPLIT + 16;  // a row of scores; with a stride of a power of two, rows would map to the same cache sets
 constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
 constexpr long SLAB = 128;  // depth of a slab of expanded weights; NT columns of it and the rows' share of x fit L1
-constexpr long PREFETCH_BYTES = 4096;  // ahead in panels of blocks
+constexpr long PREFETCH_BYTES = 8192;  // ahead in panels of blocks
 constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
 
 typedef float vec __attribute__((vector_size(VL * 4)));
