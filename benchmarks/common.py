@@ -14,7 +14,6 @@ import torch
 
 from paceline import __version__, machine
 
-
 clock: Callable[[], float] = time.perf_counter
 
 
