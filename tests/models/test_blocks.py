@@ -84,7 +84,10 @@ def test_rows_of_an_embedding_are_read_from_its_panels(variant: str) -> None:
     for kind in BLOCKS:
         weight, kernels = random_weight(kind), native(variant)
         ids = torch.tensor([0, 69, 7, 31, 32, 33, 7])
-        assert torch.equal(kernels.embedding(weight, None)[ids], weight.numbers()[ids]), kind
+        embedding = kernels.embedding(weight, None)
+        assert torch.equal(embedding[ids], weight.numbers()[ids]), kind
+        assert torch.equal(embedding[ids[None]], weight.numbers()[ids[None]]), kind
+        assert torch.equal(embedding[33], weight.numbers()[33]), kind
         with pytest.raises(IndexError, match="vocabulary"):
             kernels.embedding(weight, None)[torch.tensor([70])]
 

@@ -242,8 +242,8 @@ class PackedRows:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, ids: Tensor) -> Tensor:
-        return self.gather(self.weight, ids)
+    def __getitem__(self, ids: Tensor | int) -> Tensor:
+        return self.gather(self.weight, torch.as_tensor(ids))
 
 
 class LayerView(ctypes.Structure):
@@ -342,7 +342,7 @@ class NativeKernels:
         """Rows of a weight of blocks: (...,) -> (..., K)."""
         n, k = weight.shape
         wanted = ids.to(CPU, torch.int64).contiguous()
-        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < n:
+        if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < n:
             raise IndexError(f"a token id is outside the vocabulary of {n}")
         out = torch.empty((*wanted.shape, k))
         self._gather(ctypes.addressof(weight.view), wanted.data_ptr(), out.data_ptr(), wanted.numel(), self.threads)
