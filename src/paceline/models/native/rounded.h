@@ -46,8 +46,6 @@ inline ivec dot(ivec acc, uvec codes, ivec x) {
 #endif
 }
 
-typedef int8_t codes_vec __attribute__((vector_size(VL)));
-
 struct Rounded {  // the rows of a product
     int8_t* codes;   // (M, K)
     float* scales;   // (M, K / BLOCK)
@@ -91,8 +89,7 @@ struct Rounded {  // the rows of a product
             ivec code = (ivec)(values[i] * inverse + magic) - 0x4b400000;
             if (!finite) code = ivec{};
             halves[i * VL / SUM_GROUP] += code;
-            const codes_vec small = __builtin_convertvector(code, codes_vec);
-            memcpy(codes + row * K + block * BLOCK + i * VL, &small, VL);
+            store_bytes(codes + row * K + block * BLOCK + i * VL, code);
         }
         const int32_t first = sum_of(halves[0]), second = sum_of(halves[1]);
         const long at = row * (K / BLOCK) + block;

@@ -51,8 +51,35 @@ struct half {  // IEEE binary16
 
 inline vec load(const float* p) { return *(const loose_vec*)p; }
 inline vec load(const uint16_t* p) { return (vec)(__builtin_convertvector(*(const loose_half*)p, uvec) << 16); }  // bf16
-inline vec load_bytes(const uint8_t* p) { return __builtin_convertvector(*(const loose_bytes*)p, vec); }
-inline vec load_bytes(const int8_t* p) { return __builtin_convertvector(*(const loose_signed_bytes*)p, vec); }
+
+// Bytes as numbers, and numbers as bytes: by hand where GCC converts lane after lane.
+inline vec load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    const ivec wide = (ivec)_mm512_maskz_cvtepu8_epi32(-1, _mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    const ivec wide = (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    const ivec wide = __builtin_convertvector(*(const loose_bytes*)p, ivec);
+#endif
+    return __builtin_convertvector(wide, vec);
+}
+inline vec load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+    const ivec wide = (ivec)_mm512_maskz_cvtepi8_epi32(-1, _mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    const ivec wide = (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    const ivec wide = __builtin_convertvector(*(const loose_signed_bytes*)p, ivec);
+#endif
+    return __builtin_convertvector(wide, vec);
+}
+inline void store_bytes(int8_t* p, ivec v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)p, _mm512_maskz_cvtepi32_epi8(-1, (__m512i)v));
+#else
+    *(loose_signed_bytes*)p = __builtin_convertvector(v, loose_signed_bytes);
+#endif
+}
 inline void store(float* p, vec v) { *(loose_vec*)p = v; }
 
 inline vec load_n(const float* p, long n) {
