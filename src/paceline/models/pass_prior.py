@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from paceline.models.buckets import STEPS
 from paceline.models.decoder import Decoder
+from paceline.models.kernels import INT8
+from paceline.models.weights import WeightKind
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,19 @@ CPU = PassPrior(
         *((64, 3.8), (128, 7.4), (512, 29.0)),
     )
 )
+# Blocks are read four times as fast, so sums bind from a few rows on. With int8 activations they bind later.
+CPU_BLOCKS = PassPrior(
+    (
+        *((1, 1.0), (2, 1.2), (4, 1.7), (8, 2.6), (12, 3.8), (16, 5.1), (24, 7.5), (32, 10.0)),
+        *((64, 20.0), (128, 40.0), (512, 160.0)),
+    )
+)
+CPU_INT8 = PassPrior(
+    (
+        *((1, 1.0), (2, 1.05), (4, 1.2), (8, 1.6), (12, 2.2), (16, 2.8), (24, 4.0), (32, 5.2)),
+        *((64, 10.5), (128, 21.0), (512, 84.0)),
+    )
+)
 # A large GPU: flat while the weights take longer from memory than the products do, as measured on an H200.
 GPU = PassPrior(
     (
@@ -34,8 +49,10 @@ GPU = PassPrior(
 )
 
 
-def prior_of(decoder: Decoder) -> PassPrior:
+def prior_of(decoder: Decoder, kind: WeightKind) -> PassPrior:
     """Passes that are replayed from graphs are padded to the graph's rows."""
     if decoder.device.type == "cpu":
-        return CPU
+        if not kind.is_blocks:
+            return CPU
+        return CPU_INT8 if decoder.kernels.activations == INT8 else CPU_BLOCKS
     return GPU if decoder.graphs is None else replace(GPU, padded_to=STEPS)
