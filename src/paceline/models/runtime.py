@@ -57,8 +57,9 @@ def load_model(
     kernels = kernels_for(place, threads, numerics)
     if reason := why_slow(kernels, place):
         _warn_once(str(reason))
-    config, tokenizer = load_config(path), Tokenizer.from_path(path)
+    config = load_config(path)
     weights, extra = load_all_weights(path, config, declared)
+    tokenizer = Tokenizer.from_path(path)  # before the weights are read, which takes longest
     stored = choose_dtype(dtype, weights["model.embed_tokens.weight"].kind.dtype, place)
     try:
         decoder = Decoder(config, weights, kernels, device=place, dtypes=Dtypes.of(stored, place))
