@@ -81,7 +81,6 @@ class SentencePieceStream(TokenStream):
 
     def __init__(self, space_mark: str, strip: int) -> None:
         self._space_mark = space_mark
-        self._strip = strip
         self._left_to_strip = strip
         self._bytes = bytearray()
 

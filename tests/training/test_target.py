@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.models.quantize import quantize_folder
+from paceline.models.runtime import load_model
+from paceline.training.draft import DraftOptions, DraftTrainee
+from paceline.training.export import target_of
 from paceline.training.target import FrozenTarget, positions_of
+from tests.models.test_quantize import sized_model
 from tests.models.tiny import TINY, save_tiny
 from tests.training.toy import CPU
 
@@ -31,3 +36,17 @@ def test_packed_sequences_have_the_hidden_states_they_have_alone(name, tmp_path)
 def test_positions_begin_anew_in_every_segment():
     segments = torch.tensor([[1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 2]])
     assert positions_of(segments).tolist() == [[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 0]]
+
+
+def test_a_target_stored_as_blocks_is_what_its_blocks_stand_for(tmp_path):
+    """smollm2 itself is stored so."""
+    sized_model(tmp_path / "model")
+    quantize_folder(tmp_path / "model", "q8_0", tmp_path / "blocks", lambda done, total: None)
+    decoder = load_model(tmp_path / "blocks", device="cpu").decoder
+    target = FrozenTarget(tmp_path / "blocks", CPU, torch.float32)
+    embedding = decoder.embedding[torch.arange(96)]
+    assert torch.equal(target.embedding, embedding)
+    assert torch.equal(target_of(str(tmp_path / "blocks")).head(), embedding)
+    first = DraftTrainee(target, DraftOptions(layers=1)).parameters["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(first, target.layers[0].down)
+    assert first.shape == (64, 256)

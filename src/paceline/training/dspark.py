@@ -305,11 +305,6 @@ class DSparkTrainee:
         trainee._prepare(tensors, compiled)
         return trainee
 
-    @property
-    def step_tokens(self) -> int:
-        """Rows of loss that a row of the batch gives."""
-        return self.options.anchors * self.options.block
-
     def loss(self, batch: Batch) -> StepLoss:
         options, size = self.options, self.config.block_size
         at, exists = anchors(batch, options.anchors)  # (B, A)

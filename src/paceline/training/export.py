@@ -42,7 +42,7 @@ def target_of(name: str) -> Target:
     config = load_config(path)
     weights = load_weights(path, config)
     rows = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return Target(name, config, lambda: weights[rows].to(weights[rows].kind, torch.device("cpu")).data)
+    return Target(name, config, lambda: weights[rows].numbers())
 
 
 def export(folder: Path, form: str, out: Path, target: Target | None = None) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import ModelConfig
-from paceline.errors import BrokenModel
 from paceline.models.loader import load_config, load_weights
 from paceline.models.rope import rope_tables
 
@@ -49,7 +48,7 @@ class FrozenTarget:
         config, weights = self.config, load_weights(path, self.config)
 
         def tensor(name: str) -> Tensor:
-            return weights[name].data.to(device=device, dtype=dtype)
+            return weights[name].numbers().to(device=device, dtype=dtype)
 
         def joined(at: str, names: tuple[str, ...], kind: str) -> Tensor | None:
             parts = [f"{at}.{name}.{kind}" for name in names]
@@ -168,8 +167,3 @@ def positions_of(segments: Tensor) -> Tensor:
     starts = torch.ones_like(segments, dtype=torch.bool)
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
     return at - torch.where(starts, at, 0).cummax(1).values
-
-
-def check_taps(taps: tuple[int, ...], config: ModelConfig) -> None:
-    if not taps or max(taps) > config.num_layers or min(taps) < 0:
-        raise BrokenModel(f"taps {taps} are not layers of a model with {config.num_layers}")
