@@ -182,7 +182,7 @@ def test_folders_that_cannot_be_read_or_written_are_refused(tmp_path):
     with pytest.raises(ModelNotFound, match="does not exist"):
         export(tmp_path / "nowhere", "eagle3", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BrokenModel, match="cannot be read"):
+    with pytest.raises(BrokenModel, match="it holds no"):
         export(tmp_path / "empty", "eagle3", tmp_path / "out")
 
 

@@ -1,12 +1,13 @@
-"""Every trainee learns one answer by heart, and the engine accepts its drafts."""
+"""Every trainee learns one answer by heart, and the engine accepts its drafts; a saved one can be trained on."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from paceline.drafters.methods import EAGLE, EAGLE3, MEDUSA
-from paceline.errors import InvalidParameter
+from paceline.drafters.medusa_checkpoint import load_heads, save_heads
+from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
+from paceline.errors import BrokenModel, InvalidParameter
 from paceline.training.engine_tau import engine_tau
 from paceline.training.names import DRAFT, drafting_method
 from paceline.training.store import Sequences
@@ -30,13 +31,13 @@ def target(tmp_path_factory):
     return toy_target(tmp_path_factory.mktemp("target"))
 
 
-def plan_for(target, **sizes):
+def plan_for(target, init_from=None, **sizes):
     return Plan(
         target=target,
         name="toy",
         sizes=sizes,
         vocabulary=lambda size: torch.arange(VOCAB),
-        init_from=None,
+        init_from=init_from,
         seed=0,
         compiled=False,
         answers=[],
@@ -71,3 +72,31 @@ def test_unknown_methods_and_sizes_are_refused(target):
     for name in TRAINEES:
         with pytest.raises(InvalidParameter, match="wheels: means nothing"):
             trainee_of(name, plan_for(target, wheels=4))
+
+
+BLOCK = {"layers": 2, "block": 4, "num_taps": 2}
+SIZES = {DSPARK: {**BLOCK, "rank": 8}, DFLASH: BLOCK, EAGLE3: {}, EAGLE: {}, MEDUSA: {"heads": 2}, DRAFT: {"layers": 2}}
+
+
+@pytest.mark.parametrize("name", TRAINEES)
+def test_a_saved_drafter_is_trained_on_in_its_own_sizes(target, tmp_path, name):
+    first = trainee_of(name, plan_for(target, **SIZES[name])).trainee
+    first.save(tmp_path)
+    again = trainee_of(name, plan_for(target, tmp_path)).trainee
+    assert again.parameters.keys() == first.parameters.keys()
+    for key, one in first.parameters.items():
+        torch.testing.assert_close(again.parameters[key], one, atol=1e-2, rtol=1e-2)
+    other = EAGLE3 if name != EAGLE3 else MEDUSA
+    with pytest.raises((InvalidParameter, BrokenModel), match=r"method|no drafter"):
+        trainee_of(other, plan_for(target, tmp_path))
+
+
+def test_a_folder_of_another_kind_is_not_trained_on(target, tmp_path):
+    trainee_of(MEDUSA, plan_for(target, heads=1)).trainee.save(tmp_path / "shared")
+    [head] = load_heads(tmp_path / "shared", target.config)
+    save_heads(tmp_path / "own", [head._replace(output=target.head.clone())])
+    with pytest.raises(InvalidParameter, match="output weights of their own"):
+        trainee_of(MEDUSA, plan_for(target, tmp_path / "own"))
+    other = toy_target(tmp_path / "other", "qwen3")
+    with pytest.raises(InvalidParameter, match="their sizes differ"):
+        trainee_of(DRAFT, plan_for(target, other.path))

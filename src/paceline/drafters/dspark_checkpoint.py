@@ -6,79 +6,45 @@ Embedding and output head are the target's own and not stored. A 2-d tensor may 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.drafters.dspark_config import (
-    CONFIDENCE,
-    MASKS,
-    TAP_NORM,
-    DSparkConfig,
-    Json,
-    described,
-    parse,
-    shapes,
+from paceline.drafters.checkpoint import (
+    CONFIG,
+    WEIGHTS,
+    check_shapes,
+    chosen,
+    in_draft_vocabulary,
+    read_config,
+    read_tensors,
+    write_json,
 )
-from paceline.errors import BrokenModel, ModelNotFound
+from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, DSparkConfig, described, parse, shapes
+from paceline.errors import BrokenModel
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 15 << 20  # of one file
 SCALE = "_scale"
 SHARED = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "rotary_emb.")  # the target's own, whatever a folder holds
+REDUNDANT = ("t2d",)
 SMALL = (TAP_NORM, MASKS, f"{CONFIDENCE}.weight")  # 2-d, and never stored as codes
 
 
 def read(folder: Path) -> tuple[DSparkConfig, dict[str, Tensor]]:
     """The config, and its tensors in floating point, checked for presence and shape."""
-    raw = _read_json(folder)
+    raw = read_config(folder)
     tensors = _expanded(_load(folder), folder)
     config = parse(raw, tensors, str(folder / CONFIG))
-    wanted = shapes(config)
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise BrokenModel(f"{folder}: tensor {name} is missing")
-        if tuple(tensors[name].shape) != shape:
-            raise BrokenModel(
-                f"{folder}: tensor {name} has shape {list(tensors[name].shape)}, and {CONFIG} asks for {list(shape)}"
-            )
-    extra = next((name for name in tensors if name not in wanted and name != "t2d"), None)
-    if extra is not None:
-        raise BrokenModel(f"{folder}: tensor {extra} has no place in a drafter as {CONFIG} describes it")
-    return config, {name: tensors[name] for name in wanted}
-
-
-def _read_json(folder: Path) -> Json:
-    if not folder.is_dir():
-        raise ModelNotFound(f"{folder} is not a drafter's folder; it does not exist or is a file")
-    try:
-        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BrokenModel(f"{folder} is not a drafter's folder: it holds no {CONFIG}") from error
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{folder / CONFIG} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise BrokenModel(f"{folder / CONFIG} must hold an object")
-    return raw
+    return config, check_shapes(tensors, shapes(config), folder, REDUNDANT)
 
 
 def _load(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise BrokenModel(f"{folder} holds no weights: no .safetensors file is there")
-    found: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            found |= load_file(path)
-        except (SafetensorError, OSError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise BrokenModel(f"{path} is truncated or damaged ({reason}); download it again") from error
-    named = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    stored = read_tensors(sorted(folder.glob("*.safetensors")), folder, "a .safetensors file")
+    named = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     return {name: tensor for name, tensor in named.items() if not name.startswith(SHARED)}
 
 
@@ -130,14 +96,10 @@ def write(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """`tensors` by the names of `shapes`; `t2d` is derived. `int8`: matrices as codes, see `quantised`."""
-    wanted = shapes(config)
-    assert tensors.keys() >= wanted.keys(), f"missing: {sorted(wanted.keys() - tensors.keys())}"
-    kept = {name: tensors[name].detach().cpu().contiguous() for name in wanted}
-    assert all(tuple(kept[name].shape) == shape for name, shape in wanted.items()), "shapes contradict the config"
+    kept = chosen(tensors, shapes(config))
     stored = quantised(kept, group) if int8 else kept
     if "d2t" in kept:
-        stored["t2d"] = torch.zeros(config.body.vocab_size, dtype=torch.bool)
-        stored["t2d"][kept["d2t"].long() + torch.arange(len(kept["d2t"]))] = True
+        stored["t2d"] = in_draft_vocabulary(kept["d2t"], config.body.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.safetensors"), folder / INDEX):
         old.unlink(missing_ok=True)
@@ -153,9 +115,5 @@ def write(
     if count > 1:
         where = {name: path for path, shard in zip(names, shards, strict=True) for name in shard}
         total = sum(tensor.nbytes for tensor in stored.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    _write_json(folder / CONFIG, described(config))
-
-
-def _write_json(path: Path, content: Json) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    write_json(folder / CONFIG, described(config))

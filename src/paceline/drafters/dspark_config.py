@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import MAX_K, ModelConfig, RopeConfig
+from paceline.drafters.checkpoint import Json
 from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.hf_config import parse_config
@@ -24,8 +25,6 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"
 TAP_NORM, MASKS = "tap_norm.weight", "mask_embedding.weight"
 LEAST_LIKENESS = 0.9  # cosine of two samples of one embedding, however each is quantised; others are near 0
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

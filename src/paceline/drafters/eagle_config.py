@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.drafters.checkpoint import Json
 from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.methods import EAGLE, EAGLE3
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
@@ -26,7 +27,6 @@ POSITIONS = 2048
 LAYER = "layers.0"
 UP = ("gate", "up")
 UNKNOWN_TARGET = TargetShape()
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
         "eagle_aux_hidden_state_layer_ids": None if config.layer_ids is None else list(config.layer_ids),
         "speculators_config": {
             "algorithm": config.method,
-            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": config.target.name, "architectures": []},
         },

@@ -7,23 +7,20 @@ fewer heads than their file holds; all of them are used.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound
+from paceline.drafters.checkpoint import CONFIG, Json, read_config, read_tensors, write_json
+from paceline.errors import BrokenModel, InvalidParameter
 
-CONFIG, WEIGHTS = "config.json", ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 HEADS, LAYERS, BASE = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
 PREFIX = re.compile(r"^medusa_heads?\.")  # in files saved with their model
 MOST_LAYERS = 64
@@ -53,7 +50,7 @@ def save_heads(folder: Path, heads: SequenceOf[MedusaHead], base: str = "") -> N
         if head.output is not None:
             tensors[f"{i}.{layers}.weight"] = head.output.contiguous()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG, config)
     save_file(tensors, folder / WEIGHTS[0])
 
 
@@ -97,16 +94,9 @@ def _check_sizes(head: MedusaHead, target: ModelConfig, folder: Path, base: obje
             )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise ModelNotFound(f"{folder} is not a folder of Medusa heads; it does not exist or is a file")
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BrokenModel(f"{folder} is not a folder of Medusa heads: it holds no {CONFIG}") from error
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{folder / CONFIG} cannot be read: {error}") from error
-    if not isinstance(config, dict) or HEADS not in config:
+def _config(folder: Path) -> Json:
+    config = read_config(folder)
+    if HEADS not in config:
         raise BrokenModel(f"{folder} is not a folder of Medusa heads: {CONFIG} has no {HEADS}")
     config.setdefault(LAYERS, 1)  # as the published code takes it
     for name, least, most in ((HEADS, 1, MAX_K), (LAYERS, 0, MOST_LAYERS)):
@@ -118,16 +108,5 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if path is None:
-        raise BrokenModel(f"{folder} holds no weights: neither {' nor '.join(WEIGHTS)} is there")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)  # never code, whatever the file holds
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise BrokenModel(f"{path} is truncated or damaged ({reason}); download it again") from error
-    if not isinstance(found, dict) or not all(isinstance(part, Tensor) for part in found.values()):
-        raise BrokenModel(f"{path} must hold tensors by name")
-    return found
+    paths = [folder / name for name in WEIGHTS if (folder / name).is_file()]
+    return read_tensors(paths[:1], folder, " or ".join(WEIGHTS))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import InvalidParameter, UnsupportedModel
-from paceline.models.loader import WEIGHTS, load_config, load_weights
+from paceline.models.loader import WEIGHTS, expected_shapes, load_config, load_weights
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import chunk_loss, draft_loss
 from paceline.training.target import LINEARS, FrozenTarget, LayerWeights, additive, rms_norm, run_layer
@@ -46,14 +46,17 @@ class DraftTrainee:
     def __init__(
         self, target: FrozenTarget, options: DraftOptions, *, compiled: bool = False, init_from: Path | None = None
     ) -> None:
+        config, source = target.config, init_from or target.path
+        given = load_config(source)
+        if init_from is not None:
+            if expected_shapes(replace(given, num_layers=1)) != expected_shapes(replace(config, num_layers=1)):
+                raise InvalidParameter("init_from", f"{init_from} is no draft model of this target: their sizes differ")
+            options = replace(options, layers=given.num_layers)
         self.target, self.options = target, options
-        config = target.config
         if config.windows:
             raise UnsupportedModel("draft models of targets with sliding windows are not supported")
         if not 1 <= options.layers < config.num_layers:
             raise InvalidParameter("layers", f"must be between 1 and {config.num_layers - 1}, got {options.layers}")
-        source = init_from or target.path
-        given = load_config(source)
         weights = load_weights(source, given)
         last = given.num_layers - 1
         chosen = [round(i * last / max(options.layers - 1, 1)) for i in range(options.layers)]

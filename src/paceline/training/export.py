@@ -6,27 +6,29 @@ authors publish, `speculators` the library's (EAGLE-3 and block drafters), `medu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.drafters import dspark_checkpoint, eagle_checkpoint, medusa_checkpoint
+from paceline.drafters.checkpoint import (
+    CONFIG,
+    draft_ids,
+    in_draft_vocabulary,
+    read_config,
+    write_folder,
+    write_json,
+)
 from paceline.drafters.dspark_config import W1, described
 from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA, METHODS
-from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
+from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.hub import resolve
 from paceline.models.loader import load_config, load_weights
 from paceline.training.formats import FORMATS, SPECULATORS
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-Json = dict[str, Any]
 
 
 class Target(NamedTuple):
@@ -62,17 +64,12 @@ def export(folder: Path, form: str, out: Path, target: Target | None = None) -> 
 
 def method_of(folder: Path) -> str:
     """Found from the files."""
-    if not folder.is_dir():
-        raise ModelNotFound(f"{folder} is not a drafter's folder; it does not exist or is a file")
+    raw = read_config(folder)
     found = eagle_checkpoint.recognise(folder)
     if found is not None:
         return found
-    try:
-        raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{folder / CONFIG} cannot be read: {error}") from error
     for method in METHODS.values():
-        if isinstance(raw, dict) and method.recognise is not None and method.recognise(raw):
+        if method.recognise is not None and method.recognise(raw):
             return method.name
     raise BrokenModel(f"{folder} holds no drafter that is known here")
 
@@ -118,15 +115,13 @@ def _block(folder: Path, form: str, out: Path, target: Target | None) -> None:
         raise InvalidParameter("model", f"{form} names the model a drafter is for, and {folder} does not; give --model")
     written = dict(tensors)
     if "d2t" in tensors:
-        ids = tensors["d2t"].long() + torch.arange(config.draft_vocab_size)
-        written["t2d"] = torch.zeros(config.body.vocab_size, dtype=torch.bool)
-        written["t2d"][ids] = True
+        written["t2d"] = in_draft_vocabulary(tensors["d2t"], config.body.vocab_size)
         written["lm_head.weight"] = _rows(folder, tensors["d2t"], target)
         if config.markov_over_draft_vocab:
             written[W1] = tensors[W1].new_zeros(config.body.vocab_size, config.markov_rank)
-            written[W1][ids] = tensors[W1]
+            written[W1][draft_ids(tensors["d2t"])] = tensors[W1]
     description = described(replace(config, markov_over_draft_vocab=False))
-    _write(out, description | {"use_aux_hidden_state": True}, written)
+    write_folder(out, description | {"use_aux_hidden_state": True}, written)
 
 
 def _medusa(folder: Path, form: str, out: Path, target: Target | None) -> None:
@@ -146,8 +141,7 @@ def _medusa(folder: Path, form: str, out: Path, target: Target | None) -> None:
         "vocab_size": target.config.vocab_size,
         "medusa_fc_bias": any(biased),
     }
-    raw = json.loads((out / CONFIG).read_text(encoding="utf-8"))
-    (out / CONFIG).write_text(json.dumps(raw | keys, indent=2) + "\n", encoding="utf-8")
+    write_json(out / CONFIG, read_config(out) | keys)
 
 
 _WRITERS: Mapping[str, Callable[[Path, str, Path, Target | None], None]] = {
@@ -169,10 +163,4 @@ def _rows(folder: Path, offsets: Tensor, target: Target | None) -> Tensor:
     """The rows of the model's head for the draft vocabulary."""
     if target is None:
         raise InvalidParameter("model", f"{folder} takes its output head from its model; give --model")
-    return target.head()[offsets.long() + torch.arange(len(offsets))].contiguous()
-
-
-def _write(out: Path, description: Json, tensors: Mapping[str, Tensor]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / WEIGHTS, {"format": "pt"})
-    (out / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    return target.head()[draft_ids(offsets)].contiguous()

@@ -4,7 +4,7 @@ target's distribution of token t + 2 + i. Heads share the target's own output we
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.drafters.medusa_checkpoint import MedusaHead, load_heads, save_heads
+from paceline.errors import InvalidParameter
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import chunk_loss, draft_loss
 from paceline.training.target import FrozenTarget
@@ -41,10 +42,16 @@ class MedusaTrainee:
         compiled: bool = False,
         init_from: Path | None = None,
     ) -> None:
+        given = load_heads(init_from, target.config) if init_from is not None else None
+        if given is not None:
+            if any(head.output is not None for head in given):
+                raise InvalidParameter(
+                    "init_from", f"{init_from} holds heads with output weights of their own, which are not trained here"
+                )
+            options = replace(options, heads=len(given), layers=len(given[0].blocks))
         self.target, self.options, self.name = target, options, name
         hidden = target.config.hidden_size
         self.parameters: dict[str, Tensor] = {}
-        given = load_heads(init_from, target.config) if init_from is not None else None
         for i in range(options.heads):
             for j in range(options.layers):
                 # A weight of zero makes a block the identity: the head begins as the target's own.

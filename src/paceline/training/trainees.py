@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
 from paceline.errors import InvalidParameter
+from paceline.training.export import method_of
 from paceline.training.loop import Measure
 from paceline.training.names import DRAFT
 from paceline.training.target import FrozenTarget
@@ -45,6 +46,8 @@ class Made:
 def trainee_of(method: str, plan: Plan) -> Made:
     if method not in TRAINEES:
         raise InvalidParameter("method", f"{method!r} cannot be trained; choose one of {', '.join(TRAINEES)}")
+    if plan.init_from is not None and method != DRAFT and (found := method_of(plan.init_from)) != method:
+        raise InvalidParameter("init_from", f"{plan.init_from} holds a drafter of method {found}; train that one")
     return TRAINEES[method](plan)
 
 
@@ -105,7 +108,7 @@ def _medusa(plan: Plan) -> Made:
 
     options = options_of(MedusaOptions, plan.sizes)
     trainee = MedusaTrainee(plan.target, options, name=plan.name, compiled=plan.compiled, init_from=plan.init_from)
-    return Made(trainee, asdict(options), None, 30)
+    return Made(trainee, asdict(trainee.options), None, 30)
 
 
 def _draft(plan: Plan) -> Made:
@@ -113,7 +116,7 @@ def _draft(plan: Plan) -> Made:
 
     options = options_of(DraftOptions, plan.sizes)
     trainee = DraftTrainee(plan.target, options, compiled=plan.compiled, init_from=plan.init_from)
-    return Made(trainee, asdict(options), None, 5)
+    return Made(trainee, asdict(trainee.options), None, 5)
 
 
 TRAINEES: Mapping[str, Callable[[Plan], Made]] = {
