@@ -65,12 +65,12 @@ def grow(of: Lattice, count: int, beam: int = BEAM) -> Nodes:
     at = levels[0][0], place, 0  # the frontier's scores and candidates, and where its level begins among all nodes
     frontier = torch.arange(wide, device=score.device).expand(batch, wide)  # its nodes within the level
     for level in range(1, depth):
-        before, who, begin = at
+        before, candidate, begin = at
         rows = of.later[:, level - 1]  # (B, P, C)
         if rows.shape[1] == 1:
-            rows = rows.expand(batch, who.shape[1], candidates)
+            rows = rows.expand(batch, candidate.shape[1], candidates)
         else:
-            rows = rows.gather(1, who[..., None].expand(-1, -1, candidates))
+            rows = rows.gather(1, candidate[..., None].expand(-1, -1, candidates))
         best, child = rows.topk(wide)  # (B, F, beam)
         score = (before[..., None] + best - DEEPER).flatten(1)
         place, parent = child.flatten(1), (frontier + begin)[..., None].expand(-1, -1, wide).flatten(1)
