@@ -33,14 +33,14 @@ def train(
         Path | None, typer.Option("--init-from", help="Continue from this drafter's weights.", metavar="DIR")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the training in --out.")] = False,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Of training; 10 if unset.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0.001, help="Of training; 10 if unset.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Instead of minutes.")] = None,
     stop_minutes: Annotated[
-        float | None, typer.Option("--stop-minutes", help="End this run early; --resume goes on.")
+        float | None, typer.Option("--stop-minutes", min=0.001, help="End this run early; --resume goes on.")
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Of a step.")] = 64,
     length: Annotated[int, typer.Option("--length", min=32, help="Tokens of a row.")] = 512,
-    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 1e-3,
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="Highest learning rate.")] = 1e-3,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps.")] = 200,
     optimizer: Annotated[str, typer.Option("--optimizer", metavar="adamw|muon")] = "adamw",
     size: Annotated[
@@ -66,7 +66,7 @@ def train(
 
     loop = LoopConfig(
         rows=rows,
-        minutes=None if steps else minutes or 10.0,
+        minutes=None if steps else 10.0 if minutes is None else minutes,
         steps=steps,
         stop_minutes=stop_minutes,
         lr=lr,

@@ -20,14 +20,16 @@ def write_card(
     recipe: Mapping[str, Any],
     figures: Mapping[str, Any],
     cost: Mapping[str, Any],
+    flag: str = "--drafter",
 ) -> None:
-    """`figures`: measured values by name; a nested mapping becomes a table with one row for each entry."""
+    """`figures`: measured values by name; a nested mapping becomes a table with one row for each entry. `flag`: by which
+    the engine is given the folder."""
     lines = [
         f"# {method} drafter for {target}",
         "",
         f"Drafts for `{target}`: the output stays the target's own, whatever this drafter proposes.",
         "",
-        "    paceline generate --model TARGET --drafter THIS_FOLDER 'a prompt'",
+        f"    paceline generate --model TARGET {flag} THIS_FOLDER 'a prompt'",
         "",
         "## τ (committed tokens a target pass)",
         *_table(figures),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.drafters.methods import METHODS
 from paceline.errors import InvalidParameter, PacelineError
 from paceline.models.hub import resolve
 from paceline.models.loader import load_config
@@ -150,6 +151,7 @@ def finish(
             "training": f"{progress.elapsed_s:.0f} s, {progress.step} steps",
             "device": _device_name(loop.target.device),
         },
+        flag="--" + METHODS[drafting_method(options.method)].needs[0].replace("_", "-"),
     )
     return {"out": str(options.out), "steps": progress.step, "seconds": progress.elapsed_s, **figures}
 
