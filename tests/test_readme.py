@@ -128,7 +128,8 @@ def test_five_steps_followed_literally_add_a_drafter(tmp_path: Path) -> None:
     (drafters / "again.py").write_text(drafter)
     table = (drafters / "methods.py").read_text()
     table = table.replace("\n\nclass Method(", f"{name}\n\nclass Method(", 1)
-    (drafters / "methods.py").write_text(table.replace("    )\n}\nOPTIONS", f"{entry}    )\n}}\nOPTIONS", 1))
+    assert (end := "    )\n}\n") in table  # of METHODS, the first table of the file that ends so
+    (drafters / "methods.py").write_text(table.replace(end, f"{entry}{end}", 1))
     toys = tmp_path / "tests/drafters/contract_toys.py"
     toys.write_text(toys.read_text().replace("MAKERS = {\n", f"MAKERS = {{\n{maker}", 1))
     [command] = [words for words in command_lines(ADDING) if words[0] == "pytest"]

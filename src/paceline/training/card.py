@@ -22,8 +22,8 @@ def write_card(
     cost: Mapping[str, Any],
     flag: str = "--drafter",
 ) -> None:
-    """`figures`: measured values by name; a nested mapping becomes a table with one row for each entry. `flag`: by which
-    the engine is given the folder."""
+    """`figures`: measured values by name; a nested mapping becomes a table with one row for each entry. The engine is
+    given the folder by `flag`."""
     lines = [
         f"# {method} drafter for {target}",
         "",
