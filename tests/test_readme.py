@@ -128,7 +128,8 @@ def test_five_steps_followed_literally_add_a_drafter(tmp_path: Path) -> None:
     (drafters / "again.py").write_text(drafter)
     table = (drafters / "methods.py").read_text()
     table = table.replace("\n\nclass Method(", f"{name}\n\nclass Method(", 1)
-    assert (end := "    )\n}\n") in table  # of METHODS, the first table of the file that ends so
+    end = "    )\n}\n"  # of METHODS, the first table of the file that ends so
+    assert end in table
     (drafters / "methods.py").write_text(table.replace(end, f"{entry}{end}", 1))
     toys = tmp_path / "tests/drafters/contract_toys.py"
     toys.write_text(toys.read_text().replace("MAKERS = {\n", f"MAKERS = {{\n{maker}", 1))

@@ -37,6 +37,7 @@ def test_text_becomes_a_drafter_with_a_card_and_a_curve(model, tmp_path, capsys)
     assert (config.method, config.draft_vocab_size, config.block_size) == (DSPARK, 64, 4)
     card = (out / "README.md").read_text()
     assert "texts" in card
+    assert "--drafter THIS_FOLDER" in card
     assert "steps: 3" in card
     assert len(json.loads((out / "curve.json").read_text())) >= 1
     assert command(model, out, "--data", str(data), "--steps", "3") == 1
@@ -53,9 +54,15 @@ def test_text_becomes_a_drafter_with_a_card_and_a_curve(model, tmp_path, capsys)
         (["--regenerate"], "needs --data FILE"),
         (["--steps", "1", "--minutes", "1"], "either steps or minutes"),
         (["--mix", "a"], "NAME=VALUE"),
+        (["--data", "x.txt", "--optimizer", "sgd"], "must be adamw or muon"),
         (["--data", "missing.txt"], "cannot read missing.txt"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(model, tmp_path, capsys, given, words):
     assert command(model, tmp_path, *given) == 1
     assert words in capsys.readouterr().err
+
+
+def test_no_minutes_are_not_ten(model, tmp_path, capsys):
+    assert command(model, tmp_path, "--data", "x.txt", "--minutes", "0") == 2
+    assert "--minutes" in capsys.readouterr().err
