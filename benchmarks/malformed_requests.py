@@ -1,6 +1,6 @@
 """Requests that are wrong in as many ways as a client can be wrong, without end, and the same for the same seed.
 
-By hand: bodies that are no JSON, no UTF-8, too deep, too large, of wrong types. By mutation: one field of a valid body is
+By hand: bodies that are no JSON, no UTF-8, too deep, too large, of wrong types. By mutation: a field of a valid body is
 replaced by a value from a list of unpleasant ones, or the bytes are cut, flipped or doubled. A mutant may happen to be
 valid; what is asked of every answer is that it is no 5xx, and that an error has OpenAI's shape.
 """
@@ -100,8 +100,17 @@ VALUES: tuple[bytes, ...] = (
     *(b'{"regex": "[a-z]{1,100000}"}', b'{"choice": []}', b'{"choice": [""]}', b'{"choice": ["\\ud800"]}'),
     *(b'{"json": {"$ref": "#"}}', b'{"json": {"$ref": "#/definitions/none"}}', b'{"json": "not a schema"}'),
     *(b'{"type": "json_schema", "json_schema": {"schema": {"enum": []}}}', b'{"grammar": ""}', b'{"json": true}'),
-    *(b'[{"role": "user"}]', b'[{"role": 5, "content": "x"}]', b'[{"content": "x"}]', b'[{"role": "user", "content": 5}]'),
-    *(b'[{"role": "\\ud800", "content": "x"}]', b'[{"role": "tool", "content": "x"}]', b'[{"role": "user", "content": []}]'),
+    *(
+        b'[{"role": "user"}]',
+        b'[{"role": 5, "content": "x"}]',
+        b'[{"content": "x"}]',
+        b'[{"role": "user", "content": 5}]',
+    ),
+    *(
+        b'[{"role": "\\ud800", "content": "x"}]',
+        b'[{"role": "tool", "content": "x"}]',
+        b'[{"role": "user", "content": []}]',
+    ),
     b'[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]',
     b'[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]',
     b'[{"type": "function"}]',
@@ -121,7 +130,10 @@ BY_HAND: tuple[Raw, ...] = (
     *(Raw(path, nested(100_000, "{")) for path in ROUTES),
     *(Raw(path, b'{"a":1', "POST", kind) for path in ROUTES for kind in ("text/plain", "multipart/form-data", "x", "")),
     *(Raw(path, b"{}", method) for path in ROUTES for method in ("GET", "PUT", "DELETE", "PATCH", "HEAD")),
-    *(Raw(path, b"{}") for path in ("/", "/v1", "/v1/models", "/v1/none", "/health", "/metrics", "/%00", "/v1/%ff", "/../x")),
+    *(
+        Raw(path, b"{}")
+        for path in ("/", "/v1", "/v1/models", "/v1/none", "/health", "/metrics", "/%00", "/v1/%ff", "/../x")
+    ),
     Raw(COMPLETIONS, b'{"prompt": "' + b"a" * (5 << 20) + b'"}'),
     Raw(COMPLETIONS, json.dumps({"prompt": [[1]] * 300, "max_tokens": 1}).encode()),
     Raw(COMPLETIONS, json.dumps({"prompt": ["a"] * 8, "n": 8, "temperature": 1, "max_tokens": 1}).encode()),

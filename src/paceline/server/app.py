@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError
@@ -22,7 +23,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.server import chat, completions, responses
 from paceline.server.answers import Generation
 from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
-from paceline.server.errors import body_of, from_validation
+from paceline.server.errors import body_of, from_http, from_validation
 from paceline.server.gate import Gate, error_response
 from paceline.server.metrics import Metrics
 from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
@@ -117,6 +118,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.state.paceline = state
     app.add_exception_handler(PacelineError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
     _add_routes(app, state)
     app.add_middleware(
         Gate,
@@ -290,3 +292,9 @@ async def _on_error(_: Request, error: Exception) -> Response:
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return error_response(from_validation(error))
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    """A path or method that is not there, or a body that is no JSON at all."""
+    assert isinstance(error, HTTPException)
+    return _json(from_http(error), error.status_code, dict(error.headers or {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 
 from paceline.errors import EngineClosed, EngineDied, InvalidParameter, ModelNotFound, PacelineError, QueueFull
 from paceline.errors import RequestFailed as RequestFailed
@@ -57,3 +58,10 @@ def from_validation(error: RequestValidationError) -> InvalidParameter:
     if first["type"] == "json_invalid":
         return InvalidParameter("body", f"is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     return InvalidParameter(".".join(path) or "body", first["msg"])
+
+
+def from_http(error: HTTPException) -> dict[str, Any]:
+    """The body of an error that the framework raised itself."""
+    kind = next((name for _, status, name in _STATUS if status == error.status_code), "invalid_request_error")
+    message = "the body is not valid JSON in UTF-8" if error.status_code == 400 else str(error.detail).lower()
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
