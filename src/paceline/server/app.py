@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from paceline import __version__
-from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError
+from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, RequestFailed, shown
 from paceline.sampling_params import SamplingParams
 from paceline.server import chat, completions, responses
 from paceline.server.answers import Generation
@@ -70,8 +70,16 @@ class State:
         if name is not None and name not in (self.name, self.settings.engine.model):
             raise ModelNotFound(f"model {name!r} is not served here; {self.name!r} is")
 
+    def check_tokens(self, field: str, tokens: list[int]) -> None:
+        """Before they are sent: a message holds no number of more than 64 bits."""
+        vocab = self.client.info["vocab_size"]
+        bad = next((token for token in tokens if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise InvalidParameter(field, f"token id {shown(bad)} is outside the vocabulary of {vocab}")
+
     async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         if isinstance(prompt, list):
+            self.check_tokens("prompt", prompt)
             return prompt
         if not prompt:
             raise InvalidPrompt("the prompt is empty; give at least one character")
@@ -85,16 +93,21 @@ class State:
         if self.stopping:
             raise EngineClosed("the server is shutting down; try another one")
         request_id = new_request_id(prefix)
+        resolved = params.resolve(self.client.info.get("generation_defaults", {}))
         self.metrics.submitted(request_id, len(prompt), body.tag)
-        return await Generation.start(
-            self.client,
-            self.tokenizer,
-            prompt,
-            params.resolve(self.client.info.get("generation_defaults", {})),
-            streamed=streamed,
-            request_id=request_id,
-            limit_s=self.settings.request_limit_s,
-        )
+        try:
+            return await Generation.start(
+                self.client,
+                self.tokenizer,
+                prompt,
+                resolved,
+                streamed=streamed,
+                request_id=request_id,
+                limit_s=self.settings.request_limit_s,
+            )
+        except BaseException:
+            self.metrics.cancelled(request_id)  # where it did not reach the engine
+            raise
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -119,6 +132,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(PacelineError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
     _add_routes(app, state)
     app.add_middleware(
         Gate,
@@ -178,10 +192,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         state.check_model(body.model)
-        vocab = state.client.info["vocab_size"]
-        bad = next((token for token in body.tokens if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise InvalidParameter("tokens", f"token id {bad} is outside the vocabulary of {vocab}")
+        state.check_tokens("tokens", body.tokens)
         return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     @app.post("/v1/completions")
@@ -298,3 +309,7 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
     """A path or method that is not there, or a body that is no JSON at all."""
     assert isinstance(error, HTTPException)
     return _json(from_http(error), error.status_code, dict(error.headers or {}))
+
+
+async def _on_bug(_: Request, error: Exception) -> Response:
+    return error_response(RequestFailed(f"the server failed at this request: {type(error).__name__}"))

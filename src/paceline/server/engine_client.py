@@ -93,9 +93,10 @@ class EngineClient:
     async def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> Stream:
         if self.down is not None:
             raise EngineDied(self.down)
-        stream = self._streams[request_id] = Stream(request_id)
         given = {name: getattr(params, name) for name in _PARAM_FIELDS}
-        await self._commands.send(m.encode_command(m.Submit(request_id, prompt, given, streamed)))
+        command = m.encode_command(m.Submit(request_id, prompt, given, streamed))
+        stream = self._streams[request_id] = Stream(request_id)
+        await self._commands.send(command)
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -187,24 +188,30 @@ class EngineClient:
         log.error("%s; %d requests fail", reason, len(self._streams))
         self.down = f"{reason}; it is being started again"
         self._fail_open(reason)
-        now = time.monotonic()
-        while self._started_at and now - self._started_at[0] > RESTART_WINDOW_S:
-            self._started_at.popleft()
-        if len(self._started_at) > RESTARTS:
-            self.down = f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again"
-            log.critical("%s", self.down)
-            return
         self._spawn(self._relaunch(reason))
 
     async def _relaunch(self, reason: str) -> None:
-        for socket in (self._commands, self._events):
-            socket.close(0)
-        try:
-            await self._launch()
-            log.warning("the engine serves again")
-        except PacelineError as error:
-            self.down = f"{reason}, and could not be started again: {error}"
-            log.critical("%s", self.down)
+        while self._may_start():
+            for socket in (self._commands, self._events):
+                socket.close(0)
+            try:
+                await self._launch()
+                log.warning("the engine serves again")
+                return
+            except EngineDied as error:  # its process was killed while it loaded the model
+                reason = str(error)
+                log.error("%s", reason)
+            except PacelineError as error:
+                self.down = f"{reason}, and could not be started again: {error}"
+                log.critical("%s", self.down)
+                return
+        self.down = f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again"
+        log.critical("%s", self.down)
+
+    def _may_start(self) -> bool:
+        while self._started_at and time.monotonic() - self._started_at[0] > RESTART_WINDOW_S:
+            self._started_at.popleft()
+        return len(self._started_at) <= RESTARTS
 
     def _fail_open(self, reason: str) -> None:
         for request_id, stream in list(self._streams.items()):

@@ -41,8 +41,13 @@ def status_of(error: PacelineError) -> int:
 
 def body_of(error: PacelineError) -> dict[str, Any]:
     kind = next(name for each, _, name in _STATUS if isinstance(error, each))
-    param = error.field if isinstance(error, InvalidParameter) else None
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": type(error).__name__}}
+    param = _utf8(error.field) if isinstance(error, InvalidParameter) else None
+    return {"error": {"message": _utf8(str(error)), "type": kind, "param": param, "code": type(error).__name__}}
+
+
+def _utf8(text: str) -> str:
+    """A request may hold a lone surrogate, and its error quote it."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def headers_of(error: PacelineError) -> dict[str, str]:
