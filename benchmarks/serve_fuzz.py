@@ -28,7 +28,7 @@ from typing import Any
 
 from common import finish
 from malformed_requests import Raw, malformed
-from serve_client import Answer, Server, ask, percentiles, request
+from serve_client import Answer, Server, ask, is_openai, leave, percentiles, send_raw
 
 from paceline import LLM, SamplingParams
 
@@ -126,25 +126,6 @@ def as_bytes(body: Any) -> bytes:
         return repr(body).encode(errors="replace")
 
 
-async def send_raw(server: Server, raw: Raw) -> tuple[int, bytes]:
-    status, chunks, writer = await request(server.host, server.port, raw.path, raw.body, raw.method, raw.content_type)
-    try:
-        return status, b"".join([chunk async for chunk in chunks])
-    finally:
-        writer.close()
-
-
-def shape_of(status: int, body: bytes, method: str) -> bool:
-    """Whether an error is in OpenAI's shape."""
-    if status < 400 or method == "HEAD":
-        return True
-    try:
-        error = json.loads(body)["error"]
-        return bool(error["message"]) and "type" in error
-    except (ValueError, LookupError, TypeError):
-        return False
-
-
 async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespace) -> dict[str, Any]:
     wrong = malformed(random.Random(args.seed))
     generated: Iterator[Raw] = iter(())
@@ -162,12 +143,12 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
         for at, raw in left:
             started = time.perf_counter()
             try:
-                status, body = await asyncio.wait_for(send_raw(server, raw), STUCK_S)
+                status, body = await asyncio.wait_for(send_raw(server.host, server.port, raw), STUCK_S)
             except (OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
                 status, body = 599, f"{type(error).__name__}: {error}".encode()
             seconds.append(time.perf_counter() - started)
             statuses[status] += 1
-            if status >= 500 or not shape_of(status, body, raw.method) or b'"type":"server_error"' in body:
+            if status >= 500 or not is_openai(status, body, raw.method) or b'"type":"server_error"' in body:
                 bad.append(f"{status} {raw.method} {raw.path} {raw.body[:150]!r} -> {body[:200]!r}")
             if at % max(len(ready) // 20, 1) == 0:
                 memory.append(server.resident_bytes())
@@ -205,39 +186,13 @@ async def blocks_back(server: Server, seconds: float = 30.0) -> bool:
 # -- clients that leave
 
 
-async def leave(server: Server, noise: random.Random, at: int) -> None:
-    body = {"prompt": PROMPTS[at % len(PROMPTS)], "max_tokens": 400, "stream": bool(at % 3), "ignore_eos": True}
-    raw = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(server.host, server.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
-    whole = head.encode() + b"\r\n\r\n" + raw
-    try:
-        if at % 10 == 0:  # in the middle of the request
-            writer.write(whole[: noise.randrange(len(whole))])
-            await asyncio.sleep(noise.random() * 0.2)
-            return
-        writer.write(whole)
-        if at % 7 == 0:  # at once
-            return
-        wanted = noise.randrange(4000)
-        while wanted > 0:
-            data = await asyncio.wait_for(reader.read(1000), noise.uniform(0.01, 3))
-            if not data:
-                return
-            wanted -= len(data)
-    except (asyncio.TimeoutError, OSError):
-        pass
-    finally:
-        writer.transport.abort()
-
-
 async def disconnect_trial(server: Server, honest: Honest, args: argparse.Namespace) -> dict[str, Any]:
     noise, left, done = random.Random(args.seed), iter(range(args.leaving)), asyncio.Event()
     honest_ones = [asyncio.create_task(honest.until(server, done)) for _ in range(args.clients)]
 
     async def leaver() -> None:
         for at in left:
-            await leave(server, noise, at)
+            await leave(server.host, server.port, PROMPTS[at % len(PROMPTS)], noise, at)
 
     await asyncio.gather(*(leaver() for _ in range(args.clients)))
     done.set()

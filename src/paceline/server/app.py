@@ -18,7 +18,15 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from paceline import __version__
-from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError, RequestFailed, shown
+from paceline.errors import (
+    EngineClosed,
+    InvalidParameter,
+    InvalidPrompt,
+    ModelNotFound,
+    PacelineError,
+    RequestFailed,
+    shown,
+)
 from paceline.sampling_params import SamplingParams
 from paceline.server import chat, completions, responses
 from paceline.server.answers import Generation
