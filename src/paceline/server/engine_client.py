@@ -75,6 +75,7 @@ class EngineClient:
         self.settings = settings
         self.info: dict[str, Any] = {}  # of the last `Ready`
         self.down: str | None = "the model is being loaded"  # None: requests are served
+        self.lost = False  # it ended too often, and is not started again
         self.starts = 0
         self._observers, self._on_cancel = observers, on_cancel
         self._streams: dict[str, Stream] = {}
@@ -202,9 +203,11 @@ class EngineClient:
                 reason = str(error)
                 log.error("%s", reason)
             except PacelineError as error:
+                self.lost = True
                 self.down = f"{reason}, and could not be started again: {error}"
                 log.critical("%s", self.down)
                 return
+        self.lost = True
         self.down = f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again"
         log.critical("%s", self.down)
 
