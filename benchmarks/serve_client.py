@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -53,10 +54,13 @@ class Server:
     def worker_pid(self) -> int:
         return int(subprocess.check_output(["pgrep", "-P", str(self.process.pid), "-f", "paceline.server.worker"]))
 
-    def resident_bytes(self) -> int:
-        """Of both processes."""
-        pages = [open(f"/proc/{pid}/statm").read().split()[1] for pid in (self.process.pid, self.worker_pid)]  # noqa: SIM115
-        return sum(map(int, pages)) * os.sysconf("SC_PAGE_SIZE")
+    def resident_mib(self) -> tuple[int, int]:
+        """Memory of the HTTP process and of the engine's."""
+        http, engine = (
+            Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in (self.process.pid, self.worker_pid)
+        )
+        page = os.sysconf("SC_PAGE_SIZE")
+        return int(http) * page >> 20, int(engine) * page >> 20
 
     def stop(self) -> None:
         self.process.terminate()

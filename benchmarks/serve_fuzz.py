@@ -33,6 +33,7 @@ from serve_client import Answer, Server, ask, is_openai, leave, percentiles, sen
 from paceline import LLM, SamplingParams
 
 STUCK_S = 120.0
+CACHE = 256 << 20  # small enough to be in use as a whole soon: what grows later is no cache
 PROMPTS = tuple(f"Tell me something about the number {number}." for number in range(40))
 SCHEMA = {
     "type": "object",
@@ -151,7 +152,7 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
             if status >= 500 or not is_openai(status, body, raw.method) or b'"type":"server_error"' in body:
                 bad.append(f"{status} {raw.method} {raw.path} {raw.body[:150]!r} -> {body[:200]!r}")
             if at % max(len(ready) // 20, 1) == 0:
-                memory.append(server.resident_bytes())
+                memory.append(server.resident_mib())
             if at % 10 == 0:
                 await honest.one(server)
 
@@ -165,8 +166,8 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
         "bad": len(bad),
         "honest": honest.taken(),
         "seconds": percentiles(seconds),
-        "memory_mib": [round(each / 2**20) for each in memory],
-        "memory_growth": memory[-1] / memory[len(memory) // 2] - 1,
+        "memory_mib": dict(zip(("http", "engine"), zip(*memory, strict=True), strict=True)),
+        "memory_growth": max(last / half - 1 for half, last in zip(memory[len(memory) // 2], memory[-1], strict=True)),
         "blocks_back": await blocks_back(server),
         "metrics_readable": bool(server.get("/metrics")),
     }
@@ -318,7 +319,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     honest = Honest(args.model, args.max_tokens)
-    server = Server(args.model, "--method", "auto", "--max-model-len", "512", "--grace", "1")
+    server = Server(args.model, "--method", "auto", "--max-model-len", "512", "--kv-cache-bytes", str(CACHE))
     result, failed = {}, []
     try:
         for name in args.trials:

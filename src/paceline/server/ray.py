@@ -133,7 +133,8 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         scope = {
-            name: request.scope[name] for name in ("method", "path", "raw_path", "query_string", "headers", "http_version")
+            name: request.scope[name]
+            for name in ("method", "path", "raw_path", "query_string", "headers", "http_version")
         }
         scope |= {"scheme": "http", "root_path": "", "client": request.scope.get("client"), "server": None}
         try:
