@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +40,12 @@ def serve(
     grace: Annotated[float, _flag(help="Seconds for running requests to finish at a stop.", min=0)] = 10.0,
     cors_origin: Annotated[list[str] | None, _flag(help="Allow pages of this origin; repeatable.")] = None,
     log_json: Annotated[bool, _flag("--log-json", help="Logs as JSON, one object a line.")] = False,
+    replicas: Annotated[
+        int | None, _flag(help="Engines behind one address on this machine, by Ray; needs paceline[ray].", min=1)
+    ] = None,
+    max_replicas: Annotated[
+        int | None, _flag(help="With --replicas: as many where the load asks for it.", min=1)
+    ] = None,
     *,
     options: RunOptions,
 ) -> int:
@@ -61,12 +69,38 @@ def serve(
     listener = listen(host, port)
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:
         print_note(f"listening on {host} without an API key: every machine that reaches it can use it")
+    if replicas is not None or max_replicas is not None:
+        return serve_replicas(settings, listener, replicas or 1, max_replicas, log_json=log_json)
     from paceline.server.run import run
 
     return run(settings, listener, log_json=log_json)
 
 
 serve = with_options(serve, without=REQUEST_FIELDS)
+
+
+def serve_replicas(
+    settings: ServerSettings, listener: socket.socket, replicas: int, max_replicas: int | None, *, log_json: bool
+) -> int:
+    """Until a signal."""
+    if log_json:
+        raise InvalidParameter("log-json", "Ray writes the logs of replicas; set RAY_SERVE_LOG_ENCODING=JSON instead")
+    try:
+        from paceline.server import ray
+    except ImportError as error:
+        raise PacelineError(f"replicas need more packages ({error.name}); pip install 'paceline[ray]'") from error
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        print_note(
+            f"{replicas} replicas of {settings.engine.model} at {ray.start(settings, listener, replicas, max_replicas)}"
+        )
+        while not stopped.wait(1):  # in steps: a signal is noticed between them
+            pass
+    finally:
+        ray.stop()
+    return 0
 
 
 def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) -> ServerSettings:

@@ -268,6 +268,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         for task in (working, watching):
             task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _sse(
