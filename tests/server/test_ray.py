@@ -12,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,17 +97,3 @@ def test_the_same_api_and_errors(address: tuple[str, int]) -> None:
     refused = asyncio.run(ask(host, port, {"prompt": "a", "frobnicate": 1}))
     assert refused.status == 400
     assert "frobnicate" in (refused.error or "")
-
-
-def test_a_prefix_keeps_its_replica_when_another_one_leaves() -> None:
-    from paceline.server.ray import by_prefix, prefix_of
-
-    replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in ("a", "b", "c")]
-    keys = [prefix_of(b'{"prompt": "%d tell me"}' % number) for number in range(60)]
-    assert len(set(keys)) == 60
-    first = {key: by_prefix(key, replicas)[0] for key in keys}
-    assert {each.replica_id.unique_id for each in first.values()} == {"a", "b", "c"}
-    left = replicas[:2]
-    assert all(by_prefix(key, left)[0] is first[key] for key in keys if first[key] in left)
-    assert prefix_of(b'{"messages": [{"role": "user", "content": "hello"}]}') == "\nhello"
-    assert prefix_of(b"\xff") == prefix_of(b"[1]") == prefix_of(b"{}") == ""

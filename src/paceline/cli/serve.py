@@ -90,12 +90,11 @@ def serve_replicas(
     except ImportError as error:
         raise PacelineError(f"replicas need more packages ({error.name}); pip install 'paceline[ray]'") from error
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
     try:
-        print_note(
-            f"{replicas} replicas of {settings.engine.model} at {ray.start(settings, listener, replicas, max_replicas)}"
-        )
+        where = ray.start(settings, listener, replicas, max_replicas)
+        for number in (signal.SIGINT, signal.SIGTERM):  # now: Ray has set handlers of its own
+            signal.signal(number, lambda *_: stopped.set())
+        print_note(f"{replicas} replicas of {settings.engine.model} at {where}")
         while not stopped.wait(1):  # in steps: a signal is noticed between them
             pass
     finally:

@@ -11,11 +11,10 @@ with an engine of its own; a replica that dies costs its own requests only, and 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,9 +32,9 @@ from paceline.server.app import ServerSettings, State, create_app
 from paceline.server.engine_client import EngineSettings
 from paceline.server.errors import BodyTooLarge, body_of
 from paceline.server.gate import error_response
+from paceline.server.prefix import in_order, prefix_of
 
 NAME = "paceline"  # of the application in Ray
-PREFIX = 512  # characters of a prompt that decide on its replica
 HOP = {b"connection", b"transfer-encoding", b"content-length"}  # headers of one hop, which the front writes itself
 
 
@@ -52,29 +51,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         key = pending_request.args[0] if pending_request is not None and pending_request.args else ""
-        return [[each] for each in by_prefix(key, candidate_replicas)]
-
-
-def by_prefix(key: str, replicas: Sequence[RunningReplica]) -> list[RunningReplica]:
-    """The replicas in the order of this prefix: one more or less moves no other prefix than its own."""
-
-    def weight(replica: RunningReplica) -> bytes:
-        return hashlib.blake2b(f"{key}\0{replica.replica_id.unique_id}".encode(errors="replace")).digest()
-
-    return sorted(replicas, key=weight)
-
-
-def prefix_of(body: bytes) -> str:
-    """The beginning of a request's prompt; "" where it has none."""
-    try:
-        fields = json.loads(body)
-        prompt = next(fields[name] for name in ("prompt", "messages", "input") if fields.get(name))
-    except (ValueError, AttributeError, RecursionError, StopIteration):
-        return ""
-    texts = prompt if isinstance(prompt, list) else [prompt]
-    contents = [str(each.get("content")) if isinstance(each, dict) else str(each) for each in texts[:PREFIX]]
-    instructions = fields.get("instructions") or ""
-    return "\n".join([str(instructions), *contents])[:PREFIX]
+        return [[each] for each in in_order(key, candidate_replicas, lambda each: each.replica_id.unique_id)]
 
 
 class Replica:
