@@ -84,7 +84,7 @@ def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) 
     return ServerSettings(
         engine=EngineSettings(
             options.model,
-            {name: getattr(options, name) for name in ("dtype", "device", "threads", "numerics")},
+            {name: getattr(options, name) for name in ("dtype", "device", "threads", "numerics", "activations")},
             EngineConfig(
                 max_model_len=options.max_model_len, gpu_memory_fraction=options.gpu_memory_fraction, **engine
             ),
