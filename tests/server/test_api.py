@@ -244,6 +244,21 @@ def test_metrics_count_what_was_served(server: Server, client: openai.OpenAI) ->
     assert server.metric("inter_token_latency_seconds_count") > 0
 
 
+def test_chunks_tell_where_each_token_came_from(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Repeat."}], "max_tokens": 150}
+    asked |= {"temperature": 0, "stream": True}
+    asked["extra_body"] = {"return_token_ids": True, "speculation": {"method": "ngram", "k": 4}}
+    choices = [chunk.choices[0] for chunk in client.chat.completions.create(**asked)]
+    steps = [choice for choice in choices if getattr(choice, "token_ids", None)]
+    for step in steps:
+        assert "".join(step.token_texts) == (step.delta.content or "")
+        assert len(step.token_texts) == len(step.token_kinds) == len(step.token_ids)
+        assert (step.draft is None) or step.draft == {"method": "ngram", "nodes": 4, "depth": 4}
+        assert step.draft is not None or step.token_kinds == ["bonus"]
+    assert any(step.draft and step.token_kinds[-1] == "recovered" for step in steps)
+    assert sum(len(step.token_ids) for step in steps) == 150
+
+
 def test_request_ids_come_back(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with contextlib.closing(http.client.HTTPConnection(host, int(port))) as connection:

@@ -16,6 +16,7 @@ from paceline.server import messages as m
 from paceline.server.engine_client import EngineClient, Stream
 from paceline.tokenizer import Tokenizer
 
+KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
 _ERRORS = {each.__name__: each for each in (EngineDied, InvalidPrompt, PacelineError, QueueFull, RequestFailed)}
 
 
@@ -29,10 +30,22 @@ class Piece:
 
     index: int
     text: str
+    token_texts: list[str]  # by token; a character of several tokens belongs to its last
     tokens: list[int]
     kinds: list[int]
     finish_reason: str | None
     logprobs: list[list[m.LoggedToken]] | None
+    draft: tuple[str, int, int] | None  # of the step: method, nodes, depth
+
+    def details(self) -> dict[str, Any]:
+        """For requests with `return_token_ids`: what each token is, and what the step drafted."""
+        draft = None if self.draft is None else dict(zip(("method", "nodes", "depth"), self.draft, strict=True))
+        return {
+            "token_ids": self.tokens,
+            "token_kinds": [KINDS[kind] for kind in self.kinds],
+            "token_texts": self.token_texts,
+            "draft": draft,
+        }
 
 
 @dataclass
@@ -78,8 +91,17 @@ class Generation:
                 self.ended = event
                 return
             assert isinstance(event, m.Delta)
-            text = event.text if self.params.stop else self._decode(event)
-            yield Piece(event.index, text, event.tokens, event.kinds, event.finish_reason, event.logprobs)
+            texts = self._decode(event)
+            yield Piece(
+                event.index,
+                event.text if self.params.stop else "".join(texts),
+                texts,
+                event.tokens,
+                event.kinds,
+                event.finish_reason,
+                event.logprobs,
+                event.draft,
+            )
 
     async def answers(self) -> list[m.Answer]:
         """Of a request that is not streamed."""
@@ -110,13 +132,16 @@ class Generation:
             raise _ERRORS.get(event.kind, RequestFailed)(event.error)
         return event
 
-    def _decode(self, delta: m.Delta) -> str:
+    def _decode(self, delta: m.Delta) -> list[str]:
+        """Text by token. Of requests with stop strings it is that of all tokens, the stop's included."""
         decoder = self._decoders.get(delta.index)
         if decoder is None:
             decoder = self.tokenizer.incremental_decoder(self.params.skip_special_tokens)
             self._decoders[delta.index] = decoder
-        text = "".join([decoder.push(token) for token in delta.tokens])
-        return text if delta.finish_reason is None else text + decoder.flush()
+        texts = [decoder.push(token) for token in delta.tokens]
+        if texts and delta.finish_reason is not None:
+            texts[-1] += decoder.flush()
+        return texts
 
 
 def usage(generations: list[Generation]) -> dict[str, Any]:
@@ -143,10 +168,3 @@ def usage(generations: list[Generation]) -> dict[str, Any]:
             "methods": total.drafts_by_method,
         },
     }
-
-
-KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
-
-
-def kind_names(kinds: list[int]) -> list[str]:
-    return [KINDS[kind] for kind in kinds]

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
+from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
 
 from paceline import __version__
 from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError
@@ -30,6 +31,9 @@ from paceline.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
+STATIC = Path(__file__).parent / "static"
+# The playground loads nothing from elsewhere and runs no inline script.
+PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}
 LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
 
 
@@ -134,6 +138,12 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, state: State) -> None:
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> Response:
+        return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
+
     @app.get("/health")
     async def health() -> Response:
         down = state.client.down
@@ -156,7 +166,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
             "object": "model",
             "created": int(state.started),
             "owned_by": "paceline",
-            "max_model_len": info.get("max_model_len"),
+            **{name: info.get(name) for name in ("max_model_len", "device", "dtype")},
             "methods": info.get("methods", []),
         }
         return _json({"object": "list", "data": [entry]})

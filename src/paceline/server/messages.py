@@ -85,6 +85,7 @@ class Delta(msgspec.Struct, tag=True, array_like=True, frozen=True):
     text: str  # of requests with stop strings; else empty, and the receiver decodes the tokens
     finish_reason: str | None
     logprobs: list[list[LoggedToken]] | None  # per token: the chosen one first, then the most likely
+    draft: tuple[str, int, int] | None  # of the step: method, nodes, depth
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True):

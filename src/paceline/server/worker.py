@@ -59,6 +59,7 @@ class Outbox:
                         event.text,
                         event.finish_reason,
                         _logged(event.logprobs, event.tokens),
+                        event.draft,
                     )
                 )
                 if event.ended is not None:
