@@ -37,6 +37,10 @@ def serve(
     request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001)] = 600.0,
     grace: Annotated[float, _flag(help="Seconds for running requests to finish at a stop.", min=0)] = 10.0,
     cors_origin: Annotated[list[str] | None, _flag(help="Allow pages of this origin; repeatable.")] = None,
+    capture: Annotated[
+        Path | None,
+        _flag(help="Append every prompt and answer to this file, for `train --data`. Tell the users.", metavar="FILE"),
+    ] = None,
     log_json: Annotated[bool, _flag("--log-json", help="Logs as JSON, one object a line.")] = False,
     *,
     options: RunOptions,
@@ -57,6 +61,7 @@ def serve(
         request_limit_s=request_limit,
         grace_s=grace,
         cors_origins=tuple(cors_origin or ()),
+        capture=capture,
     )
     listener = listen(host, port)
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class Generation:
     params: SamplingParams
     stream: Stream
     limit_s: float
+    on_end: Callable[[Generation], None]
     ended: m.Ended | None = None
     _decoders: dict[int, TextDecoder] = field(default_factory=dict)
 
@@ -72,10 +73,11 @@ class Generation:
         streamed: bool,
         request_id: str,
         limit_s: float,
+        on_end: Callable[[Generation], None] = lambda generation: None,
     ) -> Generation:
         """Raises at once where the engine refuses a streamed request, so that the answer has the right status."""
         stream = await client.submit(prompt, params, streamed=streamed, request_id=request_id)
-        self = cls(client, tokenizer, prompt, params, stream, limit_s)
+        self = cls(client, tokenizer, prompt, params, stream, limit_s, on_end)
         if streamed:
             try:
                 await self._next()
@@ -88,7 +90,7 @@ class Generation:
         while True:
             event = await self._next()
             if isinstance(event, m.Ended):
-                self.ended = event
+                self._end(event)
                 return
             assert isinstance(event, m.Delta)
             texts = self._decode(event)
@@ -107,7 +109,7 @@ class Generation:
         """Of a request that is not streamed."""
         event = await self._next()
         assert isinstance(event, m.Ended)
-        self.ended = event
+        self._end(event)
         return event.answers
 
     def text_of(self, answer: m.Answer) -> str:
@@ -119,6 +121,10 @@ class Generation:
     def cancel(self) -> None:
         if self.ended is None:
             self.client.cancel(self.stream.request_id)
+
+    def _end(self, event: m.Ended) -> None:
+        self.ended = event
+        self.on_end(self)
 
     async def _next(self) -> m.Event:
         left = self.stream.submitted_at + self.limit_s - time.perf_counter()

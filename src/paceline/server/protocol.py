@@ -227,6 +227,10 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
+class ReloadRequest(Body):
+    drafter: Annotated[str, Field(min_length=1)]  # a folder, or whatever --drafter takes
+
+
 def plain_message(message: Message) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):

@@ -30,7 +30,10 @@ async function connect() {
     return;
   }
   byId("key-row").hidden = !apiKey.get();
-  byId("model").textContent = [served.id.split("/").pop(), served.device, served.dtype].filter(Boolean).join(" · ");
+  byId("model").textContent = [
+    ...[served.id.split("/").pop(), served.device, served.dtype],
+    ...(served.captured ? ["prompts and answers are kept"] : []),
+  ].join(" · ");
   const methods = ["auto", "none", ...served.methods];
   byId("method").replaceChildren(...methods.map((name) => new Option(name)));
   byId("max-tokens").max = served.max_model_len;
