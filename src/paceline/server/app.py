@@ -224,7 +224,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
 
     @app.post("/v1/drafters/reload")
     async def reload(body: ReloadRequest, request: Request) -> Response:
-        if request.client is None or not ipaddress.ip_address(request.client.host).is_loopback:
+        if not _is_local(request):
             raise Forbidden("a drafter is reloaded from the server's own machine only")
         began = time.perf_counter()
         log.info("loading drafter %s beside the engine that serves", body.drafter)
@@ -286,6 +286,13 @@ def _add_routes(app: FastAPI, state: State) -> None:
         finally:
             generation.cancel()
         return _json(responses.response(generation, answer, body, state.name))
+
+
+def _is_local(request: Request) -> bool:
+    try:
+        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
