@@ -244,9 +244,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
             generations = []
             for prompt in prompts:
                 text = functools.partial(_keep_text, state.tokenizer, prompt)
-                generations.append(
-                    await state.start(prompt, params, body, streamed=streamed, prefix="cmpl", keep=text)
-                )
+                generations.append(await state.start(prompt, params, body, streamed=streamed, prefix="cmpl", keep=text))
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
