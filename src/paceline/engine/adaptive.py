@@ -210,7 +210,7 @@ class AdaptivePolicy:
             if self._plan.explores:
                 _, budgets = _best(number, with_nodes, chosen, explore=True)
             self._give(chosen, budgets, choices)
-        elif number > FEW or self._on_device:
+        elif (number > FEW or self._on_device) and not self._evidence.awaits(step.sequences):
             self._pause_left = max(self._pause, number // LOOK_ROWS, 1)
             self._pause = min(2 * self._pause_left, LONGEST_PAUSE)
 
