@@ -194,7 +194,7 @@ def _info(target: Target, built: Built) -> dict[str, Any]:
         "pid": os.getpid(),
         "path": str(target.path),
         "note": target.note,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "dtype": loaded.kind.label,
         "device": loaded.decoder.device.type,
         "kernels": loaded.decoder.kernels.name,
         "vocab_size": loaded.config.vocab_size,
