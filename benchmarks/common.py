@@ -14,11 +14,13 @@ import torch
 
 from paceline import __version__, machine
 
+clock: Callable[[], float] = time.perf_counter
+
 
 def timed(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+    started = clock()
     work()
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def interleaved(works: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:

@@ -43,6 +43,7 @@ class Subject:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         self.random = weights == "random"
+        self.sizes: Size | None = None  # of the yardstick, where it is not the usual one
         if not self.random:
             self.path = Path(weights) if Path(weights).is_dir() else resolve(weights)
 
@@ -70,7 +71,7 @@ class Subject:
 
     def made(self, numerics: str) -> Decoder:
         """A yardstick of its own."""
-        size = TINY if self.tiny else Size()
+        size = self.sizes or (TINY if self.tiny else Size())
         source = Yardstick(self.small_config, self.small_weights, size, device=self.device, dtype=self.dtype)
         kernels = kernels_for(self.device, numerics=numerics)
         # A longer context than smollm2's own, to measure 16k: the rotary tables are the only thing it changes.

@@ -2,6 +2,7 @@
 
     python benchmarks/interchange.py --drafter DIR --vllm-python VENV/bin/python --prompts mt_bench.jsonl -k 4
     python benchmarks/interchange.py --fit DIR --prompts mt_bench.jsonl                 # a drafter to try it with
+    python benchmarks/interchange.py --speculators-python VENV/bin/python               # the reverse
 
 The folder is exported (`--format`); the export is loaded here and in vLLM; both answer the same prompts in fp32 with
 chains of k tokens. Where vLLM's build cannot run a method its error is reported. `--fit` makes an EAGLE-3 drafter of
@@ -17,28 +18,36 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import finish
+from safetensors.torch import load_file
 
 from paceline import build
 from paceline.config import EngineConfig, ModelConfig, SpeculationConfig
+from paceline.drafters import dspark_checkpoint
+from paceline.drafters.base import DraftRow
+from paceline.drafters.dspark import DSparkDrafter, draft_ids
 from paceline.drafters.dspark_config import TargetShape
-from paceline.drafters.eagle_checkpoint import write
+from paceline.drafters.eagle_checkpoint import read, write
 from paceline.drafters.eagle_config import EagleConfig, published_layers, shapes
 from paceline.drafters.eagle_layer import EagleLayer
 from paceline.drafters.methods import METHODS
+from paceline.drafters.tapped import TapBatch
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
+from paceline.models.torch_kernels import TorchKernels
 from paceline.sampling_params import SamplingParams
+from paceline.sequence import Sequence
 from paceline.training.export import export, target_of
 
 HERE = Path(__file__).parent
-BLOCK = 16
+BLOCK, FITTED = 16, 3  # FITTED: positions of a chain that a fitted head knows
 # Widths of a product that this processor may compute in bf16 tiles are kept out of the comparison.
 ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
@@ -72,7 +81,8 @@ def answered(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[
 
 def ours(loaded: Any, folder: Path, method: str, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, Any]:
     speculation = SpeculationConfig(method=method, drafter=str(folder))
-    drafter: Any = METHODS[method].make(build.drafter_context(loaded, speculation))
+    context = replace(build.drafter_context(loaded, speculation), dtype="float32")
+    drafter: Any = METHODS[method].make(context)
     for chains in ("top_k", "_beam"):  # one child of each node
         if hasattr(drafter, chains):
             setattr(drafter, chains, 1)
@@ -163,8 +173,9 @@ def fit(args: argparse.Namespace) -> dict[str, Any]:
     states, wanted = [], []
     for text, prompt in zip(texts, prompts, strict=True):
         first = len(prompt) - 2
-        states.append(outputs(decoder, layer, text, taps)[first:])
-        wanted += text[first + 2 :]
+        for step, each in enumerate(outputs(decoder, layer, text, taps)):
+            states.append(each[first : len(text) - 2 - step])
+            wanted += text[first + 2 + step :]
     x, which = torch.cat(states).double(), torch.searchsorted(torch.tensor(known), torch.tensor(wanted))
     ridge = x.T @ x + args.ridge * torch.eye(hidden, dtype=torch.float64)
     goal = torch.nn.functional.one_hot(which, len(known)).double()
@@ -193,23 +204,83 @@ def random_tensors(config: EagleConfig, known: list[int]) -> dict[str, torch.Ten
     return made
 
 
-def outputs(decoder: Any, layer: EagleLayer, text: list[int], taps: tuple[int, ...]) -> torch.Tensor:
-    """(n - 2, H) normed outputs of the drafter for the pairs of a text, all but the last."""
-    blocks = -(-len(text) // BLOCK)
+def outputs(decoder: Any, layer: EagleLayer, text: list[int], taps: tuple[int, ...]) -> list[torch.Tensor]:
+    """Normed outputs of the drafter behind the pairs of a text and behind chains of its true tokens: (n - 2, H) of the
+    pairs themselves, then of their continuations by one token, and so on to FITTED."""
+    pairs = torch.arange(len(text) - 2)
+    blocks = -(-FITTED * len(text) // BLOCK)
+    specs = [*decoder.kv_specs, layer.kv_spec]
+    caches = KVCache(specs, num_blocks=blocks, block_size=BLOCK, dtype=torch.float32, device=decoder.device).layers
     at, table = torch.arange(len(text)), torch.arange(blocks, dtype=torch.int32)[None]
-    caches = KVCache(
-        [*decoder.kv_specs, layer.kv_spec],
-        num_blocks=blocks,
-        block_size=BLOCK,
-        dtype=torch.float32,
-        device=decoder.device,
-    ).layers
     plan = PassPlan.in_order(at, at, torch.zeros_like(at), table, BLOCK, len(text))
     found = decoder.forward(torch.tensor(text), plan, caches[:-1], at[-1:], taps).taps
-    pairs = at[:-2]
-    plan = PassPlan.in_order(pairs, pairs, torch.zeros_like(pairs), table, BLOCK, len(text))
-    out = layer.run(torch.tensor(text[1:-1]), layer.fuse(found[: len(pairs)].clone()), plan, caches[-1])
-    return layer.read(out)[0]
+    features, states = layer.fuse(found[: len(pairs)].clone()), []
+    for step in range(FITTED):
+        slots = pairs + step * len(text)
+        path = [pairs + earlier * len(text) for earlier in range(1, step + 1)]
+        plan = PassPlan(
+            positions=(pairs + step).int(),
+            slots=slots.int(),
+            sequence=torch.zeros_like(pairs).int(),
+            prefix=(pairs + 1).int(),
+            reach=(pairs + 1 + step).int(),
+            path=torch.stack(path, 1).int().contiguous() if path else torch.empty(len(pairs), 0).int(),
+            block_tables=table,
+            block_size=BLOCK,
+            max_len=len(text) + FITTED,
+        )
+        tokens = torch.tensor((text[1 + step : -1] + text[-1:] * step)[: len(pairs)])
+        logits, features = layer.read(layer.run(tokens, features, plan, caches[-1]))
+        states.append(logits)
+    return states
+
+
+def reverse(python: str) -> dict[str, Any]:
+    """Heads written by the speculators library's own classes, loaded here: the largest difference of the EAGLE-3 head's
+    logits, and how many of the DSpark head's chains are the same."""
+    with tempfile.TemporaryDirectory() as work:
+        command = [python, str(HERE / "interchange_speculators.py"), work]
+        subprocess.run(command, stdout=sys.stderr, check=True)
+        return reverse_eagle3(Path(work) / "eagle3") | reverse_dspark(Path(work) / "dspark")
+
+
+@torch.inference_mode()
+def reverse_eagle3(folder: Path) -> dict[str, Any]:
+    expected = load_file(folder / "expected.bin")
+    config, tensors = read(folder)
+    target = ModelConfig(**{**vars(config.body), "num_layers": 6})
+    layer = EagleLayer(config, tensors, target, TorchKernels(), device=torch.device("cpu"))
+    size = len(expected["tokens"])
+    layer.bind(size)
+    cache = KVCache([layer.kv_spec], num_blocks=size, block_size=1, dtype=torch.float32, device=layer.device)
+    at = torch.arange(size)
+    plan = PassPlan.in_order(at, at, torch.zeros_like(at), at[None].int(), 1, size)
+    features = layer.fuse(expected["taps"].view(size, config.num_taps, -1))
+    logits = layer.read(layer.run(expected["tokens"], features, plan, cache.layers[0]))[0]
+    worst = float((logits - expected["logits"]).abs().max())
+    return {"eagle3_largest_difference": worst, "eagle3_largest_logit": float(expected["logits"].abs().max())}
+
+
+@torch.inference_mode()
+def reverse_dspark(folder: Path) -> dict[str, Any]:
+    expected = load_file(folder / "expected.bin")
+    config, tensors = dspark_checkpoint.read(folder)
+    head = expected["embedding"][draft_ids(config, tensors)]
+    drafter: Any = DSparkDrafter(config, tensors, embedding=expected["embedding"], head=head, beam=1)
+    cache = KVCache(drafter.kv_layers, num_blocks=8, block_size=BLOCK, dtype=torch.float32, device=drafter.device)
+    drafter.bind(cache.layers, BLOCK)
+    size, same = len(expected["tokens"]), 0
+    at = torch.arange(size)
+    for anchor, chain in zip(expected["anchors"].tolist(), expected["chains"].tolist(), strict=True):
+        sequence = Sequence("x", expected["tokens"][: anchor + 1].tolist(), SamplingParams().resolve({}), max_len=99)
+        sequence.blocks = list(range(8))
+        drafter.admit(sequence, 0, anchor)
+        drafter.last_tokens = lambda seats, lengths, anchor=anchor: expected["tokens"][anchor : anchor + 1]
+        drafter.absorb(TapBatch(expected["taps"].view(size, len(config.taps), -1), expected["tokens"], at, at, size))
+        nothing = torch.zeros(1, dtype=torch.int64)
+        draft = drafter.draft([DraftRow(sequence, len(chain))], nothing, nothing + anchor + 1)
+        same += draft.tokens[0].tolist() == chain
+    return {"dspark_chains": len(expected["chains"]), "dspark_same": same}
 
 
 def main() -> None:
@@ -218,7 +289,8 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, help="folder to export and compare")
     parser.add_argument("--format", default="speculators", help="to export it in")
     parser.add_argument("--vllm-python", help="interpreter that has vLLM; without it only ours is measured")
-    parser.add_argument("--prompts", type=Path, required=True, help="jsonl with turns or prompt")
+    parser.add_argument("--prompts", type=Path, help="jsonl with turns or prompt")
+    parser.add_argument("--speculators-python", help="interpreter that has speculators: load a head that it writes")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--rows", type=int, default=8, help="sequences at once")
     parser.add_argument("--max-tokens", type=int, default=48)
@@ -226,9 +298,14 @@ def main() -> None:
     parser.add_argument("--fit", type=Path, help="write a fitted drafter to this folder instead")
     parser.add_argument("--ridge", type=float, default=1.0)
     args = parser.parse_args()
-    if (args.fit is None) == (args.drafter is None):
-        parser.error("give one of --drafter and --fit")
-    finish("interchange", fit(args) if args.fit is not None else compare(args))
+    if sum(one is not None for one in (args.fit, args.drafter, args.speculators_python)) != 1:
+        parser.error("give one of --drafter, --fit and --speculators-python")
+    if args.speculators_python is not None:
+        finish("interchange", reverse(args.speculators_python))
+    elif args.prompts is None:
+        parser.error("give --prompts")
+    else:
+        finish("interchange", fit(args) if args.fit is not None else compare(args))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import statistics
 import torch
 import transformers
 from common import finish, interleaved, ratio, read_bandwidth_probe
+from expanded import expanded_folder
 
 from paceline import LLM, SamplingParams
-from paceline.models.hub import resolve
+from paceline.models.hub import cache_home, resolve
 
 TOKENS = 128
 PROMPT = [{"role": "user", "content": "Explain how a bicycle stays upright."}]
@@ -28,7 +29,8 @@ def main() -> None:
     rounds = parser.parse_args().rounds
 
     llm = LLM("smollm2", dtype="float32", device="cpu", method="none", prefix_caching=False)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(resolve("smollm2"), dtype=torch.float32).eval()
+    readable = expanded_folder(resolve("smollm2"), cache_home() / "expanded")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(readable, dtype=torch.float32).eval()
     ids = torch.tensor([llm.tokenizer.apply_chat_template(PROMPT)])
     weight_bytes = 4 * sum(parameter.numel() for parameter in oracle.parameters())
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

@@ -16,10 +16,11 @@ import torch
 import transformers
 from common import finish, ratio
 from copy_prompts import copy_prompts
+from expanded import expanded_folder
 from speculation import Configuration
 
 from paceline import SamplingParams
-from paceline.models.hub import resolve
+from paceline.models.hub import cache_home, resolve
 from paceline.models.runtime import load_model
 
 
@@ -30,7 +31,8 @@ def main() -> None:
     args = parser.parse_args()
 
     loaded = load_model(resolve("smollm2"), dtype="float32", device="cpu")
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(resolve("smollm2"), dtype=torch.float32).eval()
+    readable = expanded_folder(resolve("smollm2"), cache_home() / "expanded")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(readable, dtype=torch.float32).eval()
     engines = {name: Configuration(loaded, name, k) for name, k in (("none", None), ("ngram", 8))}
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens).resolve({})
     answers: dict[str, list[int]] = {}

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from paceline.training.walk import by_depth, tau, walk
 
 TARGET = "smollm2"  # as the card and the checkpoint name it
 SHAPES = {"chain 7": (7, True), "tree 15": (15, False), "tree 60": (60, False)}
+RECIPE = "recipe.json"  # of a training, for the card
 ANSWERS = "answers.json"  # of the prompts that are measured on
 BEGAN = time.perf_counter()
 SPARE_S = 25  # of a call: for imports before it, the last checkpoint and the drafter
@@ -215,6 +216,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     with costs.of("steps"):
         loop.run()
     publish(folder, lambda where: trainee.save(where, loop.averaged()))
+    (folder / RECIPE).write_text(json.dumps({**asdict(trainee.options), **asdict(loop_config), "length": args.length}))
     write_curve(folder, loop.progress.curve, "dspark for smollm2")
     last = loop.progress.curve[-1] if loop.progress.curve else {}
     return {"steps": loop.progress.step, "seconds": loop.progress.elapsed_s, "parameters": size, **last}
@@ -295,7 +297,7 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         method=trainee.config.method,
         target=TARGET,
         data={"sequences": counts, "answer tokens": f"{int(sequences.answer.sum()):,}"},
-        recipe={k: v for k, v in vars(trainee.options).items() if k != "anchors"},
+        recipe=json.loads((folder / RECIPE).read_text()) if (folder / RECIPE).exists() else {},
         figures=after,
         cost={
             "steps": last.get("step", ""),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.drafters.dspark_config import MASKS, TAP_NORM, DSparkConfig
 
 SPREAD = 0.02
 
@@ -164,6 +165,55 @@ class Yardstick(Mapping[str, Tensor]):
 
     def _source(self, name: str) -> Tensor:
         return self._weights[name].to(self._device)
+
+
+def large_drafter(
+    config: DSparkConfig, tensors: Mapping[str, Tensor], size: Size, *, device: torch.device, dtype: torch.dtype
+) -> tuple[DSparkConfig, dict[str, Tensor]]:
+    """A block drafter of the small model, as one of the large: it reads the large model's hidden states, costs what its
+    layers cost there, and proposes what the small one proposes."""
+    body, hidden = config.body, config.body.hidden_size
+    size = replace(size, layers=body.num_layers)
+    source = Yardstick(
+        body, {f"model.{name}": tensor for name, tensor in tensors.items()}, size, device=device, dtype=dtype
+    )
+    share = math.sqrt(hidden / size.hidden)
+
+    def padded(tensor: Tensor, gain: float = 1.0) -> Tensor:
+        out = torch.zeros(*tensor.shape[:-1], size.hidden, device=device)
+        out[..., :hidden] = tensor.to(device) * gain
+        return out
+
+    def head_norm(tensor: Tensor, *, query: bool) -> Tensor:
+        """A norm over twice the lanes, half of them zero, is larger by the square root; scores shrink by as much."""
+        out = torch.ones(size.head_dim, device=device)
+        shrink = math.sqrt(body.head_dim / size.head_dim)
+        lanes = source._lanes_of(torch.zeros(1, dtype=torch.int64))
+        out[lanes.to(device)] = tensor.to(device) * (1.0 if query else shrink)
+        return out
+
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("layers.") and name.endswith(("q_norm.weight", "k_norm.weight")):
+            found[name] = head_norm(tensor, query="q_norm" in name)
+        elif name.startswith("layers.") or name in ("norm.weight", "hidden_norm.weight"):
+            found[name] = source._norm(tensor) if tensor.dim() == 1 else source[f"model.{name}"]
+        elif name == "fc.weight":
+            taps = tensor.view(hidden, -1, hidden).to(device)
+            out = torch.zeros(size.hidden, taps.shape[1], size.hidden, device=device)
+            out[:hidden] = padded(taps)
+            found[name] = out.flatten(1)
+        elif name == TAP_NORM:
+            found[name] = padded(tensor, share)
+        elif name == MASKS:
+            found[name] = padded(tensor)
+        else:  # over the vocabulary
+            found[name] = tensor
+    large = replace(
+        source.config, architecture="qwen3", qk_norm=body.qk_norm, max_positions=max(body.max_positions, 1 << 15)
+    )
+    target = replace(config.target, hidden_size=size.hidden, num_layers=0, embedding_sample=())
+    return replace(config, body=large, confidence=False, target=target), found
 
 
 def main() -> None:

@@ -232,7 +232,7 @@ def test_several_answers_are_printed_in_order_under_headings(paceline: Callable[
 
 def test_int8_activations_are_named_as_another_target(paceline: Callable[..., Result]) -> None:
     result = paceline("generate", "hello", "--max-tokens", "3", "--activations", "int8")
-    assert result.err == "3 tokens · 1.0 tok/s · speculation off · first after 0.25 s · int8 activations\n"
+    assert result.err == "3 tokens · 1.0 tok/s · no drafts: nothing to draft from · first after 0.25 s · int8 activations\n"
     assert paceline("generate", "hello", "--activations", "int8", "--json").json["activations"] == "int8"
 
 
@@ -291,7 +291,7 @@ def test_json_logprobs_name_the_chosen_token_and_the_likeliest(paceline: Callabl
         (["hello", "--method", "draft-model", "--suffix-store", "file"], "suffix_store"),
         (["hello", "--speculative-config", "{"], "speculative_config"),
         (["hello", "--speculative-config", '{"method": "ngram", "posterior_threshold": 0.1}'], "speculative_config"),
-        (["hello", "--speculative-config", '{"method": "eagle3"}'], "speculative_config"),
+        (["hello", "--speculative-config", '{"method": "mtp"}'], "speculative_config"),
         (["hello", "--method", "suffix", "--speculative-config", '{"method": "ngram"}'], "method"),
         (["hello", "--k", "4", "--speculative-config", '{"num_speculative_tokens": 5}'], "k"),
         (["hello", "--draft-model", "a", "--speculative-config", '{"model": "b"}'], "draft_model"),

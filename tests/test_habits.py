@@ -126,7 +126,10 @@ def test_arguments_of_vllm_that_mean_the_same_are_honoured(folder: Path) -> None
         ({"suffix_corpus": [5]}, "name or a path"),
         ({"method": 5}, "name of a method"),
         ({"k": 2.5}, "whole number"),
-        ({"dtype": 5}, "such as bfloat16"),
+        ({"dtype": 5}, "one of a few words"),
+        ({"device": 5}, "one of a few words"),
+        ({"device": torch.device("meta")}, "not one of"),
+        ({"numerics": ["fast"]}, "one of a few words"),
         ({"dtype": torch.int8}, "not one of"),
         ({"enforce_eager": "yes"}, "True or False"),
     ],
@@ -255,6 +258,7 @@ def test_parameters_may_be_a_dict_under_either_name(llm: LLM) -> None:
         ({"lora_request": "x"}, "adapters"),
         ({"prompt_token_ids": IDS}, "in place of the prompt"),
         ({"sampling_param": SHORT}, "did you mean sampling_params"),
+        ({"request_id": "7"}, "numbered here"),
     ],
     ids=lambda value: shown(value, 50),
 )
@@ -281,6 +285,8 @@ def test_a_call_refuses_other_arguments_by_name(given, sentence: str, llm: LLM) 
         ({"stop_token_ids": [True]}, "whole number"),
         ({"stop": {"a": 1}}, "list of strings"),
         ({"bad_words": b"w5"}, "list of strings"),
+        ({"bad_words": ["a\ud800"]}, "not valid Unicode"),
+        ({"stop": "\udcff"}, "not valid Unicode"),
         ({"allowed_token_ids": []}, "empty"),
         ({"allowed_token_ids": [1.5]}, "whole number"),
         ({"prompt_logprobs": 21}, "between 0 and 20"),
@@ -421,7 +427,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_never_ends_is_stopped(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("paceline.chat_template.LONGEST_S", 0.2)
+    monkeypatch.setattr("paceline.chat_template.MOST_TURNS", 20_000)
     with pytest.raises(PacelineError, match="does not end"):
         ChatTemplate(ENDLESS[name]).render(HELLO)
 

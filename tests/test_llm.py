@@ -180,7 +180,7 @@ def test_a_request_chooses_its_own_speculation(smollm2):
     for own in ("auto", "ngram", {"method": "suffix", "k": 3}, {"k": 2}, {"method": "auto", "k": 4}):
         (output,) = smollm2.chat(QUESTION, greedy(speculation=own))
         assert output.outputs[0].token_ids == plain.outputs[0].token_ids
-        assert set(output.outputs[0].speculation.drafts_by_method) <= {"ngram", "suffix"}
+        assert set(output.outputs[0].speculation.drafts_by_method) <= {"ngram", "suffix", "dspark"}
     for wrong, problem in (("warp", "choose from"), ({"method": "none", "k": 3}, "drafts nothing")):
         with pytest.raises(InvalidParameter, match=problem):
             smollm2.chat(QUESTION, greedy(speculation=wrong))

@@ -354,6 +354,20 @@ def test_the_table_shows_the_asked_and_the_best_k(capsys: pytest.CaptureFixture[
     assert "k = 7 is best: 2.79x" in out
 
 
+def test_a_table_too_wide_is_printed_row_by_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for width, first in (
+        (160, "  k    tokens/pass"),
+        (60, "k 1\n  tokens/pass 1.60 · pass cost 1.00 · speed-up 1.60x"),
+    ):
+        monkeypatch.setattr("paceline.cli.table.PIPED", width)
+        assert run(["theory", "--siblings", "0.6,0.2", *ROOFLINE]) == 0
+        table = capsys.readouterr().out.partition("a drafted token costs")[0]
+        assert first in table
+        assert max(map(len, table.splitlines())) <= width
+
+
 def test_measured_acceptance_is_survival_unless_conditional_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     plain = asked(capsys, "--acceptance", "0.8,0.7,0.6")
     assert plain["k"]["tokens_per_pass"] == pytest.approx(3.1)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import finish
+from benchmarks.expanded import expanded_folder
 from benchmarks.peers.configurations import AUTO, REFERENCE, Configuration, configurations, quantisation, select
 from benchmarks.peers.float_gguf import write_float_gguf
 from benchmarks.peers.prompts import Prompt, default_prompts, read_prompts
@@ -137,7 +138,8 @@ def scratch(given: Path | None) -> Iterator[Path]:
 
 
 def start(configuration: Configuration, folder: Path, work: Path, args: argparse.Namespace) -> Worker:
-    job = asdict(configuration) | {"model": str(folder), "threads": args.threads, "max_context": MAX_CONTEXT}
+    model = folder if configuration.peer == OURS else expanded_folder(folder, work)
+    job = asdict(configuration) | {"model": str(model), "threads": args.threads, "max_context": MAX_CONTEXT}
     script = HERE / f"worker_{configuration.peer}.py"
     command = [interpreter(configuration.peer, args.environments), str(script), json.dumps(job)]
     log = work / f"{configuration.name.replace(' ', '-')}.log"

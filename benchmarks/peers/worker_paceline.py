@@ -14,7 +14,6 @@ def load(job: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
     llm = LLM(
         job["model"],
-        dtype="float32",
         device="cpu",
         threads=job["threads"],
         method=job["method"],

@@ -123,7 +123,7 @@ def _checkpoint(loaded: LoadedModel, speculation: SpeculationConfig) -> Path | N
 
 
 def make_policy(loaded: LoadedModel, drafters: SequenceOf[Drafter], speculation: SpeculationConfig) -> AdaptivePolicy:
-    return AdaptivePolicy(drafters, speculation.method, speculation.k, prior_of(loaded.decoder))
+    return AdaptivePolicy(drafters, speculation.method, speculation.k, prior_of(loaded.decoder, loaded.kind))
 
 
 def make_engine(loaded: LoadedModel, config: EngineConfig, drafters: SequenceOf[Drafter], policy: Policy) -> Engine:

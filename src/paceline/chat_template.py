@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -20,9 +20,9 @@ from paceline.errors import InvalidPrompt, PacelineError, shown
 
 Messages = Sequence[Mapping[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-LONGEST_S = 10.0  # a template that renders for longer is taken to have no end
+MOST_TURNS = 1_000_000  # loops and calls of one rendering: a few seconds, and far more than any conversation needs
 LARGEST = 1 << 24  # characters or items of one product, and the largest power
-_ends_at: ContextVar[float] = ContextVar("_ends_at")
+_turns: ContextVar[Iterator[int]] = ContextVar("_turns")
 
 
 class EndlessTemplate(jinja2.TemplateError):
@@ -38,7 +38,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             self.variables = meta.find_undeclared_variables(tree)  # all that it reads
             for loop in tree.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, "in_time", [], [], None, None, lineno=loop.lineno)
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
             self._template = environment.from_string(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             raise PacelineError(f"the model's chat template is invalid: {error}") from error
@@ -50,7 +50,7 @@ class ChatTemplate:
 
     def render(self, messages: Messages, **variables: Any) -> str:
         """The text of a conversation, in the format that the model was trained on."""
-        token = _ends_at.set(time.monotonic() + LONGEST_S)
+        token = _turns.set(itertools.count(1))
         try:
             return self._template.render(messages=_plain(list(messages)), **_plain(variables))
         except EndlessTemplate as error:
@@ -62,7 +62,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise PacelineError(f"the model's chat template refused the messages: {error}") from error
         finally:
-            _ends_at.reset(token)
+            _turns.reset(token)
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _check_time()
+        _count_turn()
         return super().call(context, called, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -128,14 +128,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _check_time() -> None:
-    if time.monotonic() > _ends_at.get():
-        raise EndlessTemplate(f"it was still rendering after {LONGEST_S:.0f} s")
+def _count_turn() -> None:
+    if next(_turns.get()) > MOST_TURNS:
+        raise EndlessTemplate(f"its loops and calls do not end within {MOST_TURNS:,} turns")
 
 
-def _in_time(items: Iterable[Any]) -> Iterator[Any]:
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
-        _check_time()
+        _count_turn()
         yield item
 
 
@@ -152,7 +152,7 @@ class _Generation(Extension):
 
 def _environment() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters |= {"tojson": _to_json, "in_time": _in_time}
+    environment.filters |= {"tojson": _to_json, "counted": _counted}
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment

@@ -32,7 +32,7 @@ from paceline.prompts import Message, Prompt
 from paceline.sampling_params import SEED_LIMIT, SamplingParams
 from paceline.speculative_config import read as read_speculative_config
 from paceline.tokenizer import Tokenizer
-from paceline.vllm_names import ENGINE, RENAMED, SPECULATIVE, refuse
+from paceline.vllm_names import ENGINE, refuse, renamed, split
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class LLM:
         (`gpu_memory_utilization`), and otherwise refused by name.
         """
         started = time.perf_counter()
-        theirs, older = _split(theirs)
+        theirs, older = split(theirs)
         if older and speculative_config is not None:
             raise InvalidParameter(next(iter(older)), "give it inside speculative_config")
         speculation = SpeculationConfig(
@@ -108,13 +108,12 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_waiting=max_waiting,
             kv_cache_bytes=kv_cache_bytes,
-            gpu_memory_fraction=_renamed(theirs, "gpu_memory_utilization", gpu_memory_fraction, 0.9),
-            prefix_caching=_renamed(theirs, "enable_prefix_caching", prefix_caching, True),
+            gpu_memory_fraction=renamed(theirs, "gpu_memory_utilization", gpu_memory_fraction, 0.9),
+            prefix_caching=renamed(theirs, "enable_prefix_caching", prefix_caching, True),
         )
         refuse(theirs, ENGINE, inspect.signature(LLM).parameters, "LLM")
         model = path_or_name("model", model)
-        if not isinstance(numerics, str):
-            raise InvalidParameter("numerics", f"must be exact or fast, got {shown(numerics)}")
+        device = _word("device", str(device) if isinstance(device, torch.device) else device)
         if seed is not None:
             seed = whole_number("seed", seed, 0, SEED_LIMIT - 1)
         if truth("enforce_eager", enforce_eager) and choose_device(device).type != "cpu":
@@ -125,8 +124,8 @@ class LLM:
             dtype=_dtype_name(dtype),
             device=device,
             threads=None if threads is None else whole_number("threads", threads, 1),
-            numerics=numerics,
-            activations=activations,
+            numerics=_word("numerics", numerics),
+            activations=_word("activations", activations),
             tokenizer=None if tokenizer is None else path_or_name("tokenizer", tokenizer),
             progress=progress,
         )
@@ -244,26 +243,17 @@ class LLM:
             job.close()
 
 
-def _split(theirs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of vLLM, and of those the older ones about speculation as `speculative_config` names them."""
-    older = {SPECULATIVE[name]: value for name, value in theirs.items() if name in SPECULATIVE and value is not None}
-    return {name: value for name, value in theirs.items() if name not in SPECULATIVE}, older
-
-
-def _renamed(theirs: dict[str, Any], name: str, ours: T, default: T) -> T:
-    """The value of an argument that may be given under vLLM's name."""
-    value = theirs.pop(name, None)
-    if value is not None and ours != default:
-        raise InvalidParameter(name, f"is another name of {RENAMED[name]}; give one of the two")
-    return ours if value is None else value
-
-
 def _dtype_name(dtype: Any) -> str:
     """Also as torch and vLLM spell it."""
-    name = str(dtype).removeprefix("torch.") if isinstance(dtype, str | torch.dtype) else ""
-    if not name or len(name) > 20:
-        raise InvalidParameter("dtype", f"must be a name such as bfloat16, got {shown(dtype)}")
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else _word("dtype", dtype)
     return {"float": "float32", "half": "float16"}.get(name, name)
+
+
+def _word(field: str, value: Any) -> str:
+    """A short text; which ones are known is checked where it is used."""
+    if not isinstance(value, str) or len(value) > 40:
+        raise InvalidParameter(field, f"must be one of a few words, got {shown(value)}")
+    return value
 
 
 class AnswerStream:

@@ -65,7 +65,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over the output only
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None  # None: all
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] = ()  # never written by the tokens that spell them at a text's start or after a space
     min_tokens: int = 0
     max_tokens: int | None = None  # None: to EOS or the context's end
     stop: str | Sequence[str] = ()
@@ -248,6 +248,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidParameter(name, f"must hold non-empty strings only, got {shown(string)}")
+        if any("\ud800" <= character <= "\udfff" for character in string):  # bytes that were no text
+            raise InvalidParameter(name, f"{shown(string)} is not valid Unicode text")
     return strings
 
 

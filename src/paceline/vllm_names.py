@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from paceline.errors import InvalidParameter, shown
+
+T = TypeVar("T")
 
 
 class Theirs(NamedTuple):
@@ -100,6 +102,8 @@ CALL = {
     "lora_request": NO_PLUGINS,
     "priority": Theirs("requests are served in the order of their arrival; leave it out", (0,)),
     "prompt_token_ids": Theirs("give token ids in place of the prompt, as a list of them or {'prompt_token_ids': ids}"),
+    "request_id": Theirs("requests are numbered here; leave it out"),
+    "use_tqdm": Theirs("a stream shows its own progress; leave it out", (False,)),
     "stream": Theirs("use the method stream()", (False,)),
     "chat_template_content_format": Theirs(
         "content is handed to the template as text; leave it out", ("auto", "string")
@@ -119,3 +123,17 @@ def refuse(given: Mapping[str, Any], table: Mapping[str, Theirs], known: Iterabl
             raise InvalidParameter(name, f"{where} has no such argument; {advice}")
         if value is not None and not any(type(value) is type(same) and value == same for same in theirs.same):
             raise InvalidParameter(name, f"{theirs.instead} (got {shown(value)})")
+
+
+def split(theirs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of vLLM's `LLM`, and apart from them the older ones about speculation, by their newer names."""
+    older = {SPECULATIVE[name]: value for name, value in theirs.items() if name in SPECULATIVE and value is not None}
+    return {name: value for name, value in theirs.items() if name not in SPECULATIVE}, older
+
+
+def renamed(theirs: dict[str, Any], name: str, ours: T, default: T) -> T:
+    """The value of an argument that may be given under vLLM's name."""
+    value = theirs.pop(name, None)
+    if value is not None and ours != default:
+        raise InvalidParameter(name, f"is another name of {RENAMED[name]}; give one of the two")
+    return ours if value is None else value

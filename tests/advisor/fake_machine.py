@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.advisor.machine import probe_config
-from paceline.bench.engines import TimedEngine
+from paceline.bench.engines import TimedEngine, room_for
 from paceline.bench.grid import Contender
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import PLAIN
@@ -159,4 +158,4 @@ class FakeMachine:
         return TimedEngine(engine, clock=self.clock)
 
     def probe(self, drafters, policy, *, sequences, length):
-        return Engine(self._model, probe_config(sequences, length), drafters=drafters, policy=policy)
+        return Engine(self._model, room_for(sequences, length, prefix_caching=False), drafters=drafters, policy=policy)

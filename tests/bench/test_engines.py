@@ -19,6 +19,7 @@ from paceline.bench.results import Results
 from paceline.bench.runner import Plan, measure
 from paceline.cli.app import run
 from paceline.drafters.medusa_checkpoint import save_heads
+from paceline.drafters.methods import method_names
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.loader import load_config
 from tests.drafters.overfit import random_heads
@@ -255,7 +256,7 @@ def test_answers_too_short_for_a_figure_give_a_sentence_and_exit_code_1(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--methods", "magic"], "methods: 'magic' is not one of none, ngram, suffix, draft-model, medusa, auto"),
+        (["--methods", "magic"], f"methods: 'magic' is not one of {', '.join(method_names())}, auto"),
         (["--methods", "ngram", "--k", "0"], "k: must be between 1 and 64"),
         (["--methods", "ngram", "--k", "200"], "k: must be between 1 and 64"),
         (["--prompts", "missing.jsonl"], "prompts: cannot read missing.jsonl"),

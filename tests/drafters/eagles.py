@@ -192,11 +192,12 @@ def overfit(config, embedding, head, texts, taps, *, depth=4, steps=80, rate=0.0
     return tensors | ({"d2t": reference.ids - torch.arange(config.vocab)} if reference.ids is not None else {})
 
 
-def fitted(decoder, texts, taps_of, *, fused):
-    """A drafter of random weights whose head is fitted to what follows each position of these texts."""
+def fitted(decoder, texts, taps_of, *, fused, into=None, fits=True):
+    """A drafter of random weights whose head is fitted to what follows each position of these texts; for the decoder
+    `into`, which may be on another device. Not `fits`: the head is random too."""
     target = decoder.config
     known = sorted({token for text in texts for token in text})
-    flags = {"layer_ids": (1, target.num_layers - 1)} if fused else {"fused": False}
+    flags = {"layer_ids": (1, target.num_layers)} if fused else {"fused": False}
     config = config_for(target, vocab=len(known), **flags)
     tensors = random_tensors(config)
     tensors["d2t"] = torch.tensor(known) - torch.arange(len(known))
@@ -212,8 +213,10 @@ def fitted(decoder, texts, taps_of, *, fused):
     which = torch.searchsorted(torch.tensor(known), torch.tensor(wanted))
     goal = F.one_hot(which, len(known)).double()
     solved = torch.linalg.lstsq(torch.cat(states), goal, driver="gelsd").solution
-    tensors["lm_head.weight"] = 20 * solved.T.float().contiguous()
-    return drafter_of(config, tensors, target, decoder.kernels, decoder.embedding, decoder.head)
+    if fits:
+        tensors["lm_head.weight"] = 20 * solved.T.float().contiguous()
+    to = into or decoder
+    return drafter_of(config, tensors, target, to.kernels, to.embedding, to.head, dtypes=to.dtypes, device=to.device)
 
 
 def toy_drafter(target, heads, *, fused, knows):

@@ -313,6 +313,13 @@ def test_the_table_makes_a_drafter_from_a_folder(tmp_path, decoder):
     )
 
 
+def test_a_drafter_of_another_method_is_refused(tmp_path, decoder):
+    config = config_for(CONFIG, **KINDS["eagle3"])
+    write(tmp_path, config, random_tensors(config))
+    with pytest.raises(InvalidParameter, match="is of method eagle3, not eagle"):
+        METHODS[EAGLE].make(context_of(tmp_path, decoder))
+
+
 def test_layers_that_a_folder_does_not_name_are_the_published_ones(tmp_path):
     assert published_layers(32) == (2, 16, 29)
     config = config_for(CONFIG, layer_ids=LAYERS, vocab=40)
@@ -330,6 +337,7 @@ def test_layers_that_a_folder_does_not_name_are_the_published_ones(tmp_path):
     [
         ({"vocab_size": 50, "paceline": {}}, InvalidParameter, "its vocabulary is 50, and this model's is 96"),
         ({"paceline": {"target": {"num_layers": 7}}}, InvalidParameter, "its number of layers is 7, and this model's"),
+        ({"paceline": {"target": {"embedding_sample": [1.0] * 64}}}, InvalidParameter, "another model, of other emb"),
         ({"num_hidden_layers": 2}, UnsupportedModel, "2 layers are not supported; one is"),
         ({"draft_vocab_size": 41}, BrokenModel, r"lm_head.weight has shape \[40, 64\], not \[41, 64\]"),
         ({"fc_norm": True}, BrokenModel, "tensor fc_norm.0.weight is missing"),

@@ -129,7 +129,7 @@ class TapDrafter(TappedDrafter):
         self.prefix_slots += end - start
 
     def absorb(self, batch):
-        for tap, token, position, slot in zip(*(part.tolist() for part in batch), strict=True):
+        for tap, token, position, slot in zip(*(part.tolist() for part in batch[:4]), strict=True):
             if slot >= 0:
                 self.cache.k[slot] = torch.tensor(tap, dtype=self.cache.k.dtype)
                 self.cache.v[slot] = token

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import paceline.models
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.gguf_file import GGUFFile
 from paceline.models.block_file import BLOCK_WEIGHTS
@@ -81,7 +84,10 @@ def test_rows_of_an_embedding_are_read_from_its_panels(variant: str) -> None:
     for kind in BLOCKS:
         weight, kernels = random_weight(kind), native(variant)
         ids = torch.tensor([0, 69, 7, 31, 32, 33, 7])
-        assert torch.equal(kernels.embedding(weight, None)[ids], weight.numbers()[ids]), kind
+        embedding = kernels.embedding(weight, None)
+        assert torch.equal(embedding[ids], weight.numbers()[ids]), kind
+        assert torch.equal(embedding[ids[None]], weight.numbers()[ids[None]]), kind
+        assert torch.equal(embedding[33], weight.numbers()[33]), kind
         with pytest.raises(IndexError, match="vocabulary"):
             kernels.embedding(weight, None)[torch.tensor([70])]
 
@@ -147,6 +153,26 @@ def test_rounded_activations_keep_what_is_not_a_number_in_its_row() -> None:
         out = kernels.linear(x, kernels.pack(weight))
         assert out[0].isfinite().all()
         assert out[1:].isnan().all()
+
+
+def checksums(compiler: str, *emulator: str, folder: Path, flags: tuple[str, ...] = ()) -> str:
+    """What native_blocks.cpp prints; it fails where blocks and their expansion differ. Unoptimised: quick to build."""
+    native_sources = Path(paceline.models.__file__).parent / "native"
+    program = folder / compiler
+    source = Path(__file__).with_name("native_blocks.cpp")
+    options = ["-O0", "-std=c++17", "-ffp-contract=off", "-pthread", f"-I{native_sources}", *flags]
+    subprocess.run([compiler, *options, str(source), "-o", str(program)], check=True)
+    return subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64") and shutil.which("g++")),
+    reason="NEON needs qemu-user and g++-aarch64-linux-gnu",
+)
+def test_neon_gives_the_bits_of_the_other_variants(tmp_path: Path) -> None:
+    here = checksums("g++", folder=tmp_path)
+    assert len(here.splitlines()) == len(BLOCKS)
+    assert checksums("aarch64-linux-gnu-g++", "qemu-aarch64", folder=tmp_path, flags=("-static",)) == here
 
 
 def small_gguf(folder: Path, write_model: Any, kind: Type, **options: Any) -> Path:

@@ -414,9 +414,11 @@ def test_a_damaged_lora_folder_is_still_called_one(adapter: str, tmp_path: Path)
         load_config(tmp_path)
 
 
-def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(tmp_path: Path, write_model: Any) -> None:
+def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(
+    tmp_path: Path, write_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_model(tmp_path, "Llama")
-    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    monkeypatch.setattr("paceline.models.runtime.Decoder", None)
     with pytest.raises(BrokenModel, match=r"holds no tokenizer: tokenizer\.json is missing; copy it"):
         load_model(tmp_path, device="cpu")
 

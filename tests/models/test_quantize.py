@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -86,6 +87,26 @@ def test_the_command_writes_a_folder_that_loads_and_says_how_far_it_is(
         assert (weights[name].numbers() - wide).abs().max() <= 0.1 * wide.abs().max(), name
     assert run(["quantize", *arguments, "--to", "q8_0"]) == 1
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_drafting_changes_no_token_of_a_quantised_model(activations: str, tmp_path: Path) -> None:
+    from paceline import LLM, SamplingParams
+
+    sized_model(tmp_path / "m")
+    quantize_folder(tmp_path / "m", "q4_1", tmp_path / "out", lambda done, total: None)
+    prompts, accepted = [[1, 2, 3, 4, 1, 2, 3], [9, 9, 8, 9, 9]], 0
+    with LLM(str(tmp_path / "out"), device="cpu", activations=activations, method="ngram", k=5) as llm:
+        assert (llm.dtype_name, llm.activations) == ("q4_1", activations)
+        for temperature in (0.0, 0.7):
+            drafted = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
+            plain = replace(drafted, speculation="none")
+            both = llm.generate(prompts, drafted)
+            for prompt, output in zip(prompts, both, strict=True):
+                alone = llm.generate(prompt, plain)[0].outputs[0]
+                assert output.outputs[0].token_ids == alone.token_ids
+            accepted += sum(output.outputs[0].speculation.num_accepted_tokens for output in both)
+    assert accepted > 0
 
 
 def test_what_cannot_be_quantised_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -62,7 +62,12 @@ MUTATIONS = {
     "the same, in a tree": ("chain", "committed[whose], node)", "0 * committed[whose], node)", "tree"),
     "one coin for every node": ("chain", "committed[whose], node)", "committed[whose], 0 * node)", "block"),
     "a coin for two purposes": ("chain", "Lane.ACCEPT,", "Lane.RESIDUAL,", "block"),
-    "walk coins of the last step": ("walk", "draws.committed[seq], nodes", "0 * draws.committed[seq], nodes", "walk"),
+    "walk coins of the last step": (
+        "walk",
+        "committed[seq], nodes.node[coins]",
+        "key[seq] * 0, nodes.node[coins]",
+        "walk",
+    ),
     # chains
     "block rule the wrong way round": ("chain", "coins <= _block", "coins > _block", "block"),
     "block rule stops at the first reject": (

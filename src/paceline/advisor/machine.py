@@ -12,10 +12,10 @@ from typing import Any
 
 from paceline.advisor.choice import OFF, draft_model_of
 from paceline.bench.draft_models import DraftModel, load_draft_model
-from paceline.bench.engines import Engines
+from paceline.bench.engines import Engines, room_for
 from paceline.bench.grid import AUTO, Contender
 from paceline.build import make_engine
-from paceline.config import MAX_K, EngineConfig, ModelConfig
+from paceline.config import ModelConfig
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
@@ -52,15 +52,4 @@ class Machine(Engines):
 
     def probe(self, drafters: Sequence[Drafter], policy: Policy, *, sequences: int, length: int) -> Engine:
         """An engine with room for that many sequences of that length, which shares no prefixes."""
-        return make_engine(self.loaded, probe_config(sequences, length), drafters, policy)
-
-
-def probe_config(sequences: int, length: int) -> EngineConfig:
-    block_size = EngineConfig().block_size
-    most = max(EngineConfig().max_num_seqs, sequences)
-    return EngineConfig(
-        num_blocks=sequences * -(-(length + MAX_K + 1) // block_size) + 2,
-        max_num_seqs=most,
-        max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, most),
-        prefix_caching=False,
-    )
+        return make_engine(self.loaded, room_for(sequences, length, prefix_caching=False), drafters, policy)

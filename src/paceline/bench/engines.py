@@ -138,11 +138,10 @@ class Engines:
         return {contender: TimedEngine(self._engine(contender, config)) for contender in self.contenders}
 
     def _config(self, concurrency: int) -> EngineConfig:
-        block_size = EngineConfig().block_size
-        decoder = self.loaded.decoder
-        num_blocks = concurrency * -(-(self._longest + MAX_K + 1) // block_size) + 1
+        config, decoder = room_for(concurrency, self._longest), self.loaded.decoder
         layers = [self._kv_layers(contender) for contender in self.contenders]
-        needed = num_blocks * sum(KVCache.bytes_per_block(specs, block_size, decoder.cache_dtype) for specs in layers)
+        each = [KVCache.bytes_per_block(specs, config.block_size, decoder.cache_dtype) for specs in layers]
+        needed = (config.num_blocks or 0) * sum(each)
         free = _free_bytes(decoder.device)
         if free and needed > MEMORY_SHARE * free:
             raise InvalidParameter(
@@ -151,9 +150,7 @@ class Engines:
                 f"{needed / 1e9:.1f} GB of cache and {free / 1e9:.1f} GB are free; "
                 "lower the concurrency or --max-tokens, or compare fewer methods",
             )
-        sequences = max(EngineConfig().max_num_seqs, concurrency)
-        batched = max(EngineConfig().max_num_batched_tokens, sequences)
-        return EngineConfig(num_blocks=num_blocks, max_num_seqs=sequences, max_num_batched_tokens=batched)
+        return config
 
     def _kv_layers(self, contender: Contender) -> list[KVSpec]:
         """The target's, and the draft model's where one may be used: a cache holds both."""
@@ -188,6 +185,18 @@ class Engines:
             "kernels": loaded.decoder.kernels.name,
             "activations": loaded.decoder.kernels.activations,
         }
+
+
+def room_for(sequences: int, length: int, *, prefix_caching: bool = True) -> EngineConfig:
+    """An engine with blocks for so many sequences of that length."""
+    usual = EngineConfig()
+    most = max(usual.max_num_seqs, sequences)
+    return EngineConfig(
+        num_blocks=sequences * -(-(length + MAX_K + 1) // usual.block_size) + 2,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(usual.max_num_batched_tokens, most),
+        prefix_caching=prefix_caching,
+    )
 
 
 def weights_facts(path: Path) -> dict[str, Any]:

@@ -39,6 +39,10 @@ def serve(
     request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001)] = 600.0,
     grace: Annotated[float, _flag(help="Seconds for running requests to finish at a stop.", min=0)] = 10.0,
     cors_origin: Annotated[list[str] | None, _flag(help="Allow pages of this origin; repeatable.")] = None,
+    capture: Annotated[
+        Path | None,
+        _flag(help="Append every prompt and answer to this file, for `train --data`. Tell the users.", metavar="FILE"),
+    ] = None,
     log_json: Annotated[bool, _flag("--log-json", help="Logs as JSON, one object a line.")] = False,
     replicas: Annotated[
         int | None, _flag(help="Engines behind one address on this machine, by Ray; needs paceline[ray].", min=1)
@@ -65,6 +69,7 @@ def serve(
         request_limit_s=request_limit,
         grace_s=grace,
         cors_origins=tuple(cors_origin or ()),
+        capture=capture,
     )
     listener = listen(host, port)
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:
@@ -117,7 +122,7 @@ def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) 
     return ServerSettings(
         engine=EngineSettings(
             options.model,
-            {name: getattr(options, name) for name in ("dtype", "device", "threads", "numerics")},
+            {name: getattr(options, name) for name in ("dtype", "device", "threads", "numerics", "activations")},
             EngineConfig(
                 max_model_len=options.max_model_len, gpu_memory_fraction=options.gpu_memory_fraction, **engine
             ),

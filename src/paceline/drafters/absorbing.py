@@ -18,7 +18,7 @@ from paceline.drafters.tapped import TapBatch
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
-from paceline.models.parallel import compiling
+from paceline.models.parallel import compile_together
 from paceline.models.plan import PassPlan
 
 log = logging.getLogger("paceline")
@@ -32,7 +32,7 @@ class Absorbing:
         kernels, dtypes, device = decoder.kernels, decoder.dtypes, decoder.device
 
         def stored(*names: str) -> Tensor:
-            return torch.cat([tensors[name] for name in names]).to(device, dtypes.stored.dtype)
+            return torch.cat([tensors[name] for name in names]).to(device, dtypes.numbers)
 
         def vector(name: str) -> Tensor:
             return tensors[name].to(device, dtypes.compute).contiguous()
@@ -60,9 +60,7 @@ class Absorbing:
         self._at = torch.full((2, most), -1, dtype=torch.int32, device=device)
         self._at[0] = 0
         try:
-            with compiling(device):
-                for count in POSITIONS:
-                    self._work(count)
+            compile_together(device, (functools.partial(self._work, count) for count in POSITIONS))
             for count in reversed(POSITIONS):
                 work = functools.partial(self._work, count)
                 work()  # loads its kernels

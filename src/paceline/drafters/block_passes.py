@@ -21,7 +21,7 @@ from paceline.draft import packed_to
 from paceline.models.decoder import Decoder
 from paceline.models.graphs import Placed
 from paceline.models.kv_cache import LayerCache
-from paceline.models.parallel import compiling
+from paceline.models.parallel import compile_together
 from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
 
 log = logging.getLogger("paceline")
@@ -103,10 +103,9 @@ class BlockPasses:
         graphs = self._decoder.graphs
         assert graphs is not None
         try:
-            with graphs.starting(), compiling(self._decoder.device):
-                for count in SEQUENCES:
-                    self._work(self._place(count, [], [], []), count)
             with graphs.starting():
+                passes = ((self._place(count, [], [], []), count) for count in SEQUENCES)
+                compile_together(self._decoder.device, (functools.partial(self._work, *one) for one in passes))
                 for count in reversed(SEQUENCES):
                     of = self._place(count, [], [], [])
                     work = functools.partial(self._work, of, count)

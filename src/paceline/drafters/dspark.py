@@ -63,7 +63,7 @@ class DSparkDrafter(TappedDrafter):
         dtypes = dtypes or Dtypes.of(torch.float32, self.device)
         body = replace(config.body, vocab_size=config.draft_vocab_size)
         weights = {f"model.{name}": tensor for name, tensor in tensors.items() if name.startswith(("layers.", "norm."))}
-        packed = kernels.pack(head.to(self.device, dtypes.stored.dtype))
+        packed = kernels.pack(head.to(self.device, dtypes.numbers))
         self._decoder = Decoder(
             body, weights, kernels, device=self.device, dtypes=dtypes, embedding=embedding, head=packed
         )
@@ -74,7 +74,10 @@ class DSparkDrafter(TappedDrafter):
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(self.device, dtypes.compute)
 
-        masks = tensors[MASKS] if config.mask_embedding else embedding[config.mask_token_id].expand(self.room, -1)
+        if config.mask_embedding:
+            masks = tensors[MASKS]
+        else:
+            masks = embedding[torch.tensor([config.mask_token_id], device=self.device)].expand(self.room, -1)
         self._masks = placed(masks)[None]  # (1, block - 1, H)
         self._ids = draft_ids(config, tensors).to(self.device)  # the target's ids of draft tokens
         self._w1 = self._w2 = self._anchor_rows = None  # type: Tensor | None
@@ -87,7 +90,7 @@ class DSparkDrafter(TappedDrafter):
         self._most = min(wide + (config.depth - 1) * wide * wide, MAX_K)
 
     @classmethod
-    def from_context(cls, context: DrafterContext, method: str) -> DSparkDrafter:
+    def from_context(cls, context: DrafterContext, method: str, beam: int = BEAM) -> DSparkDrafter:
         folder = context.checkpoint
         if folder is None or context.embedding is None or context.head is None or context.kernels is None:
             raise InvalidParameter("drafter", f"method {method} needs a drafter's folder and a target's weights")
@@ -103,14 +106,20 @@ class DSparkDrafter(TappedDrafter):
         ids = draft_ids(config, tensors).to(context.device)
         # A CPU reads bf16 fastest; a GPU computes in the target's own dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
+        dtypes = Dtypes.of(stored, context.device)
+        if head is None:
+            rows = head_rows(context.head, context.kernels, ids, config.body.hidden_size, dtypes.compute)
+        else:
+            rows = head[ids]
         return cls(
             config,
             tensors,
             embedding=context.embedding,
-            head=head_rows(context.head, context.kernels, ids, config) if head is None else head[ids],
+            head=rows,
             kernels=context.kernels,
             device=context.device,
-            dtypes=Dtypes.of(stored, context.device),
+            dtypes=dtypes,
+            beam=beam,
         )
 
     @torch.inference_mode()
@@ -191,9 +200,7 @@ def _anchor_rows(config: DSparkConfig, w1: Tensor, ids: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def head_rows(head: Packed, kernels: Kernels, ids: Tensor, config: DSparkConfig) -> Tensor:
+def head_rows(head: Packed, kernels: Kernels, ids: Tensor, hidden: int, compute: torch.dtype) -> Tensor:
     """(N, H) output weights of tokens, in whatever layout the kernels keep them: products with unit vectors."""
-    hidden = config.body.hidden_size
-    kind = torch.float32 if ids.device.type == "cpu" else torch.bfloat16
-    unit = torch.eye(hidden, dtype=kind, device=ids.device)
+    unit = torch.eye(hidden, dtype=compute, device=ids.device)
     return torch.cat([kernels.logits(part, head)[:, ids] for part in torch.split(unit, PART)]).T.contiguous()

@@ -45,14 +45,15 @@ class TargetShape:
             hidden_size=config.hidden_size,
             num_layers=config.num_layers,
             vocab_size=config.vocab_size,
-            embedding_sample=embedding_sample(embedding),
+            embedding_sample=embedding_sample(embedding, config.vocab_size),
         )
 
     def is_like(self, embedding: Tensor) -> bool:
         """The embedding (V, H) is the one sampled; a folder without a sample says nothing against it."""
         if not self.embedding_sample:
             return True
-        ours, theirs = (torch.tensor(each) for each in (embedding_sample(embedding), self.embedding_sample))
+        mine = embedding_sample(embedding, self.vocab_size)
+        ours, theirs = torch.tensor(mine), torch.tensor(self.embedding_sample)
         return len(ours) == len(theirs) and float(F.cosine_similarity(ours, theirs, dim=0)) >= LEAST_LIKENESS
 
 
@@ -81,10 +82,10 @@ class DSparkConfig:
         return self.block_size - (not self.sample_from_anchor)
 
 
-def embedding_sample(embedding: Tensor) -> tuple[float, ...]:
+def embedding_sample(embedding: Tensor, vocab_size: int) -> tuple[float, ...]:
     """A few values of a few rows: they tell one model from another of its shape, in any precision."""
-    rows = [len(embedding) * eighth // 8 for eighth in (1, 3, 5, 7)]
-    values = embedding[rows, :16].detach().float().flatten().tolist()
+    rows = torch.tensor([vocab_size * eighth // 8 for eighth in (1, 3, 5, 7)])
+    values = embedding[rows][:, :16].detach().float().flatten().tolist()
     return tuple(round(value, 6) for value in values)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from paceline.models.weights import Dtypes
 
 log = logging.getLogger("paceline")
 ROWS, NODES = (1, 4, 16), (8, 16, 32, 64)  # captured numbers of rows and of nodes; larger batches run kernel by kernel
+MOST_KEYS = 1 << 18  # rows times context of a captured draft: attention keeps partial results for all of it
 
 
 class Inputs(NamedTuple):
@@ -59,6 +60,7 @@ class EagleDrafter(TappedDrafter):
         self._cache: LayerCache | None = None
         self._recorder = GraphRecorder()
         self._graphs: dict[tuple[int, int], tuple[Inputs, CudaGraph]] = {}
+        self._kept: list[Tensor] = []  # scratch of the kernels that graphs point into
         self._work = functools.cache(self._divided)  # few shapes; graphs point into what it returns
         self._most_blocks = 0  # of a sequence
 
@@ -69,15 +71,19 @@ class EagleDrafter(TappedDrafter):
         config, tensors = read(context.checkpoint, context.config)
         if config.method != method:
             raise InvalidParameter("drafter", f"{context.checkpoint} is of method {config.method}, not {method}")
+        if context.embedding is not None and not config.target.is_like(context.embedding):
+            name = config.target.name or "another model"
+            raise InvalidParameter("drafter", f"{context.checkpoint} was trained for {name}, of other embeddings")
         kernels = context.kernels or TorchKernels()
-        dtype = None if context.dtype == "auto" else getattr(torch, context.dtype)
+        # A CPU reads bf16 fastest; a GPU computes in the target's own dtype.
+        stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
         layer = EagleLayer(
             config,
             tensors,
             context.config,
             kernels,
             device=context.device,
-            dtypes=None if dtype is None else Dtypes.of(dtype, context.device),
+            dtypes=Dtypes.of(stored, context.device),
             embedding=context.embedding,
             head=context.head,
         )
@@ -95,22 +101,35 @@ class EagleDrafter(TappedDrafter):
                 self._capture()
 
     def _capture(self) -> None:
-        """Every shape is run once, which compiles it, and captured, so that no draft waits for either."""
-        config, dtype, blocks = self._layer.config, self._layer.dtypes.compute, self._most_blocks
+        """Every shape is compiled, run once and captured, so that no draft waits for any of it."""
+        from paceline.models.triton.parallel_compile import parallel_compile
+
+        works = {}
+        for rows in (rows for rows in reversed(ROWS) if rows * self._most_blocks * self._block_size <= MOST_KEYS):
+            inputs = self._blank(rows)
+            for nodes in NODES:
+                works[rows, nodes] = inputs, functools.partial(self._grow, inputs, self._shape(nodes))
         try:
-            for rows in sorted(ROWS, reverse=True):
-                taps = torch.zeros(rows, len(self.taps), config.feature_size, dtype=dtype, device=self.device)
-                zero = torch.zeros(rows, dtype=torch.int64, device=self.device)
-                tables = torch.zeros(rows, blocks, dtype=torch.int64, device=self.device)
-                inputs = Inputs(taps, zero, zero + 2, zero + 1, zero.clone(), zero.clone(), tables)
-                for nodes in NODES:
-                    work = functools.partial(self._grow, inputs, self._shape(nodes))
+            with parallel_compile():
+                for _, work in works.values():
                     work()
-                    self._graphs[rows, nodes] = inputs, self._recorder.capture(work)
+            for size, (inputs, work) in works.items():
+                work()
+                self._graphs[size] = inputs, self._recorder.capture(work)
+                workspace: Any = getattr(self._kernels, "workspace", None)
+                self._kept += [] if workspace is None else workspace.tensors
         except RuntimeError as problem:
             self._graphs = {}
             reason = str(problem).partition("\n")[0]
             log.warning("drafts of %s cannot be captured, and run kernel by kernel: %s", self.name, reason)
+
+    def _blank(self, rows: int) -> Inputs:
+        """Rows that write nothing."""
+        shape = rows, len(self.taps), self._layer.config.feature_size
+        taps = torch.zeros(shape, dtype=self._layer.dtypes.compute, device=self.device)
+        zero = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        tables = torch.zeros(rows, self._most_blocks, dtype=torch.int64, device=self.device)
+        return Inputs(taps, zero, zero + 2, zero + 1, zero.clone(), zero.clone(), tables)
 
     @torch.inference_mode()
     def absorb(self, batch: TapBatch) -> None:

@@ -20,7 +20,7 @@ from paceline.models.kernels import Kernels, Packed, Rope
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.rope import rope_tables
-from paceline.models.weights import Dtypes, StoredWeight, WeightKind, joined
+from paceline.models.weights import Dtypes, StoredWeight, joined
 
 SAMPLED = 4096  # values of a tensor that enter the digest
 
@@ -48,8 +48,7 @@ class EagleLayer:
             return None if found is None else found.to(device, dtypes.compute).contiguous()
 
         def packed(*names: str) -> Packed:
-            kind = WeightKind.of(tensors[f"{names[0]}.weight"].dtype) if device.type == "cpu" else dtypes.stored
-            parts = [StoredWeight.of(tensors[f"{name}.weight"]).to(kind, device) for name in names]
+            parts = [StoredWeight.of(tensors[f"{name}.weight"]).to(dtypes.stored, device) for name in names]
             biases = [tensors[f"{name}.bias"].to(device, dtypes.compute) for name in names if name in config.biases]
             return kernels.pack(joined(parts), torch.cat(biases) if biases else None)
 
@@ -67,8 +66,9 @@ class EagleLayer:
         if config.vocab < config.body.vocab_size:
             self.ids = (tensors["d2t"].long() + torch.arange(config.vocab)).to(device)
         own = tensors.get("embed_tokens.weight")
-        assert own is not None or embedding is not None, "neither the checkpoint nor the target gives an embedding"
-        self._embedding = embedding if own is None else own.to(device, dtypes.stored.dtype)
+        own = embedding if own is None else own.to(device, dtypes.numbers)
+        assert own is not None, "neither the checkpoint nor the target gives an embedding"
+        self._embedding: Tensor = own
         if config.own_head:
             self._head = packed("lm_head")
         elif self.ids is None:

@@ -210,7 +210,7 @@ class AdaptivePolicy:
             if self._plan.explores:
                 _, budgets = _best(number, with_nodes, chosen, explore=True)
             self._give(chosen, budgets, choices)
-        elif number > FEW or self._on_device:
+        elif (number > FEW or self._on_device) and not self._evidence.awaits(step.sequences):
             self._pause_left = max(self._pause, number // LOOK_ROWS, 1)
             self._pause = min(2 * self._pause_left, LONGEST_PAUSE)
 
@@ -376,6 +376,12 @@ class AdaptivePolicy:
         self._pace.pop(sequence.key, None)
         self._drafter_of.pop(sequence.key, None)
         self._looked_at.discard(sequence.key)
+
+    def relearn(self, method: str) -> None:
+        """How often the method's drafts are accepted has changed: measure it again, and without a pause."""
+        self.meanwhile()
+        self._acceptance.forget(method)
+        self._guard, self._pause, self._pause_left = Guard(), 1, 0
 
     # -- between runs
 

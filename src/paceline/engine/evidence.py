@@ -52,6 +52,11 @@ class DrafterEvidence:
         """The first n nodes of its drafts are the best tree of n, all made at once."""
         return self.drafters[method].trees
 
+    def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
+        """A model may draft for one of these in the next step, and is not asked before."""
+        begun = any(sequence.num_output < FIRST_TOKENS for sequence in sequences)
+        return begun and any(self.runs_model(method) for method in self._auto)
+
     def of(self, sequences: SequenceOf[Sequence], method: str) -> list[int]:
         """The evidence for a draft of each; 0: there would be none."""
         drafter = self.drafters[method]

@@ -55,8 +55,8 @@ def look_at_prompts(layout: Layout, rows: Tensor, logits: Tensor) -> PromptLogpr
     expected = [token for one, first, size, _ in layout.prompts for token in one.tokens[first : first + size]]
     index, chosen = packed_to(logits.device, torch.cat(at), torch.tensor(expected))
     most = max(part.sequence.params.prompt_logprobs or 0 for part in layout.prompts)
-    slices = zip(index.split(AT_A_TIME), chosen.split(AT_A_TIME), strict=True)
-    parts = [vars(logprobs(logits[some], tokens, most)) for some, tokens in slices]
+    slices = [slice(begin, begin + AT_A_TIME) for begin in range(0, len(index), AT_A_TIME)]
+    parts = [vars(logprobs(logits[index[some]], chosen[some], most)) for some in slices]
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return PromptLogprobs(layout.prompts, Logprobs(**joined))
 

@@ -60,7 +60,7 @@ def write_blocks(
     with path.open("wb") as out:
         out.write(struct.pack("<Q", len(encoded)) + encoded)
         for name, kind, _ in entries:
-            stored = weight(name)
-            data = stored.data if kind.is_blocks else stored.to(kind, stored.data.device).data
+            given = weight(name)
+            data = given.data if kind.is_blocks else given.to(kind, given.data.device).data
             out.write(data.contiguous().view(-1).view(torch.uint8).numpy().data)
             written(ends[name], end)

@@ -159,7 +159,8 @@ class Decoder:
         """A new (M, H) for `run` to overwrite: embeddings of (M,) tokens, or a copy of (M, H) hidden states."""
         if inputs.dim() == 2:
             return inputs.to(self.dtypes.compute, copy=True)
-        return self.embedding[inputs].to(self.dtypes.compute)
+        embedded: Tensor = self.embedding[inputs]
+        return embedded.to(self.dtypes.compute)
 
     def run(
         self,

@@ -95,20 +95,20 @@ def _of_groups(raw: Tensor, codes: Tensor) -> Tensor:
 
 
 def _q4_k(raw: Tensor) -> Tensor:
-    return _of_groups(raw, _nibbles(raw[:, 16:].unflatten(1, (4, 32))).reshape(-1, 8, 32))
+    return _of_groups(raw, _nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
 
 
 def _q5_k(raw: Tensor) -> Tensor:
-    low = _nibbles(raw[:, 48:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
+    low = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     groups = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
     return _of_groups(raw, low | (raw[:, None, 16:48] >> groups & 1) << 4)
 
 
 def _q6_k(raw: Tensor) -> Tensor:
     """Two halves of 128; in each, quarters of 32 share bytes: nibbles of `low`, two bits each of `high`."""
-    low = _nibbles(raw[:, :128].unflatten(1, (2, 64)))  # (B, 2, 128)
+    low = _nibbles(raw[:, :128].reshape(-1, 2, 64))  # (B, 2, 128)
     pairs = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
-    high = (raw[:, 128:192].unflatten(1, (2, 1, 32)) >> pairs & 3).flatten(2)
+    high = (raw[:, 128:192].reshape(-1, 2, 1, 32) >> pairs & 3).flatten(2)
     codes = (low | high << 4).float().reshape(-1, 16, 16) - 32
     scales = raw[:, 192:208].contiguous().view(torch.int8).float()[:, :, None]
     return (_half(raw, 208)[:, :, None] * scales * codes).flatten(1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_long, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -23,11 +22,10 @@ from paceline.errors import DeviceError
 from paceline.models.chain import GreedyChain
 from paceline.models.kernels import FLOAT32, INT8, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
+from paceline.models.native_weights import CPU, PackedRows, PackedWeight, ProductView, runs_of_a_kind
 from paceline.models.plan import PassPlan
-from paceline.models.weights import StoredWeight, WeightKind, joined
+from paceline.models.weights import StoredWeight, joined
 
-CPU = torch.device("cpu")
-NATIVE_KINDS = {kind for kind in WeightKind if kind is not WeightKind.FLOAT64}
 ABI = 4  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
@@ -166,84 +164,6 @@ class HeadsView(ctypes.Structure):
         return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
 
 
-class ProductView(ctypes.Structure):
-    """A product, or a part of one: weights of several kinds are multiplied one after the other (`next`)."""
-
-    _fields_ = (
-        ("kind", c_int64),
-        *((name, c_void_p) for name in ("panels", "bias")),
-        *((name, c_int64) for name in ("inputs", "outputs", "stride", "rounds")),
-        ("next", c_void_p),
-    )
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """The parts' data are panels of a few columns each, zero beyond the last; the bias is fp32."""
-
-    parts: tuple[StoredWeight, ...]
-    bias: Tensor | None
-    views: tuple[ProductView, ...]  # point into the tensors, which are kept alive here, and each to the next
-
-    @staticmethod
-    def of(parts: Sequence[StoredWeight], bias: Tensor | None, rounds: bool) -> PackedWeight:
-        outputs, inputs = _joined_shape(parts)
-        views: list[ProductView] = []
-        end = outputs
-        for part in reversed(parts):
-            end -= part.shape[0]
-            views.insert(
-                0,
-                ProductView(
-                    kind=part.kind,
-                    panels=part.data.data_ptr(),
-                    bias=None if bias is None else bias[end:].data_ptr(),
-                    inputs=inputs,
-                    outputs=part.shape[0],
-                    stride=outputs,
-                    rounds=rounds and part.kind.is_blocks,
-                    next=ctypes.addressof(views[0]) if views else None,
-                ),
-            )
-        return PackedWeight(tuple(parts), bias, tuple(views))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return _joined_shape(self.parts)
-
-    @property
-    def view(self) -> ProductView:
-        return self.views[0]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
-
-
-def _joined_shape(parts: Sequence[StoredWeight]) -> tuple[int, int]:
-    return sum(part.shape[0] for part in parts), parts[0].shape[1]
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """An embedding that is read from a packed weight: indexed by token ids, as a tensor (V, H) is."""
-
-    weight: PackedWeight
-    gather: Callable[[PackedWeight, Tensor], Tensor]
-    dtype = torch.float32
-    device = CPU
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.weight.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, ids: Tensor) -> Tensor:
-        return self.gather(self.weight, ids)
-
-
 class LayerView(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
@@ -319,7 +239,7 @@ class NativeKernels:
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> PackedWeight:
         """Blocks, bf16 and fp16 stay what they are in memory; everything else is stored as fp32."""
         given = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
-        parts = [self._panels(joined(run)) for run in _runs_of_a_kind(given)]
+        parts = [self._panels(joined(run)) for run in runs_of_a_kind(given)]
         bias = None if bias is None else bias.detach().to(CPU, torch.float32).contiguous()
         return PackedWeight.of(parts, bias, self.activations == INT8)
 
@@ -340,7 +260,7 @@ class NativeKernels:
         """Rows of a weight of blocks: (...,) -> (..., K)."""
         n, k = weight.shape
         wanted = ids.to(CPU, torch.int64).contiguous()
-        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < n:
+        if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < n:
             raise IndexError(f"a token id is outside the vocabulary of {n}")
         out = torch.empty((*wanted.shape, k))
         self._gather(ctypes.addressof(weight.view), wanted.data_ptr(), out.data_ptr(), wanted.numel(), self.threads)
@@ -441,12 +361,6 @@ class NativeKernels:
         out = gate_up.new_empty((rows, width // 2))
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, self.threads)
         return out
-
-
-def _runs_of_a_kind(weights: Sequence[Tensor | StoredWeight]) -> list[list[StoredWeight]]:
-    stored = [StoredWeight.of(weight) for weight in weights]
-    readable = [part.to(None if part.kind in NATIVE_KINDS else WeightKind.FLOAT32, CPU) for part in stored]
-    return [list(run) for _, run in itertools.groupby(readable, lambda part: part.kind)]
 
 
 def _fp32(x: Tensor) -> Tensor:

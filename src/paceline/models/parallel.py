@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 
 
-@contextmanager
-def compiling(device: torch.device) -> Iterator[None]:
-    """On a GPU: our kernels launched inside are compiled, several at a time, and do not run. Else: they run."""
+def compile_together(device: torch.device, works: Iterable[Callable[[], object]]) -> None:
+    """Our kernels that these launch on a GPU are compiled, several at a time, and do not run; elsewhere there are none
+    to compile."""
     if device.type != "cuda":
-        yield
         return
     from paceline.models.triton.parallel_compile import parallel_compile
 
     with parallel_compile():
-        yield
+        for work in works:
+            work()

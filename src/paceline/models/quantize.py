@@ -146,7 +146,7 @@ def _q4_1(blocks: Tensor) -> Tensor:
 
 def _q4_k(blocks: Tensor) -> Tensor:
     """Groups of 32 in a block of 256, whose scales and minima are 6-bit multiples of two halves."""
-    groups = blocks.unflatten(1, (8, 32))
+    groups = blocks.view(-1, 8, 32)
     minima = -groups.amin(2).clamp(max=0)  # (B, 8), subtracted
     scales = (groups.amax(2) + minima).clamp(min=0) / 15
     d, least = ((part.amax(1, keepdim=True) / 63).half().float() for part in (scales, minima))
@@ -164,7 +164,7 @@ def _packed_scales(scales: Tensor, minima: Tensor) -> Tensor:
 
 def _pairs(codes: Tensor) -> Tensor:
     """(B, 8, 32) -> (B, 128): groups 2 i and 2 i + 1 share 32 bytes."""
-    return _nibbles(codes.unflatten(1, (4, 2)).flatten(2)).flatten(1)
+    return _nibbles(codes.reshape(-1, 4, 64)).flatten(1)
 
 
 _ENCODE: dict[WeightKind, Callable[[Tensor], Tensor]] = {

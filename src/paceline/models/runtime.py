@@ -62,8 +62,9 @@ def load_model(
     kernels = kernels_for(place, threads, numerics, activations)
     if reason := why_slow(kernels, place):
         _warn_once(str(reason))
-    config, tokenizer = load_config(path), Tokenizer.from_path(path)
+    config = load_config(path)
     weights, extra = load_all_weights(path, config, declared)
+    tokenizer = Tokenizer.from_path(path)  # before the weights are read, which takes longest
     stored = choose_dtype(dtype, place)
     kind = weights.kinds[TYPICAL] if stored is None else WeightKind.of(stored)
     if activations == INT8 and not kind.is_blocks:

@@ -90,9 +90,7 @@ class PassReads:
         """Slots of the last key each row sees (S, R), to pad with: what no row wrote may be NaN, and 0 x NaN is NaN."""
         plan = self.plan
         prefix, reach = self.prefix[rows], self.reach[rows]
-        paged: Tensor = slots_of(
-            plan.block_tables, self.sequence[rows], (reach.minimum(prefix) - 1).clamp(min=0), plan.block_size
-        )
+        paged: Tensor = slots_of(plan.block_tables, self.sequence[rows], (prefix - 1).clamp(min=0), plan.block_size)
         if not plan.path.shape[1]:
             return paged
         own = plan.path[rows].gather(2, (reach - prefix - 1).clamp(min=0)[..., None].long())[..., 0]

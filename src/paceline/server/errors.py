@@ -18,12 +18,17 @@ class Unauthorised(PacelineError):
     pass
 
 
+class Forbidden(PacelineError):
+    pass
+
+
 class BodyTooLarge(PacelineError):
     pass
 
 
 _STATUS: tuple[tuple[type[PacelineError], int, str], ...] = (
     (Unauthorised, 401, "authentication_error"),
+    (Forbidden, 403, "permission_error"),
     (ModelNotFound, 404, "not_found_error"),
     (BodyTooLarge, 413, "invalid_request_error"),
     (QueueFull, 429, "rate_limit_error"),

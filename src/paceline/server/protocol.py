@@ -126,7 +126,6 @@ class CompletionRequest(Choices):
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
-    suffix: str | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
         prompt: Any = self.prompt
@@ -136,8 +135,6 @@ class CompletionRequest(Choices):
         return list(each)
 
     def to_params(self) -> SamplingParams:
-        if self.suffix:
-            raise InvalidParameter("suffix", "filling in the middle is not supported")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidParameter("best_of", "ranking answers is not supported; leave it out, or set it to n")
         return self.sampling_params(
@@ -247,6 +244,10 @@ class TokenizeRequest(Whole):
 class DetokenizeRequest(Whole):
     model: str | None = None
     tokens: list[int]
+
+
+class ReloadRequest(Body):
+    drafter: Annotated[str, Field(min_length=1)]  # a folder, or whatever --drafter takes
 
 
 def plain_message(message: Message) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from paceline import machine
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, InvalidParameter, PacelineError, QueueFull
 from paceline.server.app import ServerSettings, State, create_app
-from paceline.server.engine_client import EngineSettings
+from paceline.server.engine_process import EngineSettings
 from paceline.server.errors import BodyTooLarge, body_of
 from paceline.server.gate import error_response
 from paceline.server.prefix import in_order, prefix_of

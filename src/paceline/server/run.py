@@ -26,6 +26,8 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     state: State = app.state.paceline
     host, port = listener.getsockname()[:2]
     log.info("loading %s", settings.engine.model)
+    if settings.capture is not None:
+        log.warning("every prompt and every answer is appended to %s (--capture)", settings.capture)
     try:
         await state.client.start()
     except BaseException:

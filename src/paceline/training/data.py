@@ -12,10 +12,13 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from paceline.config import NONE
 from paceline.errors import InvalidParameter, PacelineError
 from paceline.llm import LLM
+from paceline.models.hub import resolve
+from paceline.models.loader import load_config
 from paceline.sampling_params import SamplingParams
 from paceline.tokenizer import Tokenizer
 from paceline.training.files import Message, encoded, read_examples
@@ -37,8 +40,6 @@ Tokens = tuple[int, ...]
 
 def open_generator(model: str, device: str, rows: int | None = None) -> LLM:
     """An engine for throughput: many rows, large passes, no drafting."""
-    import torch
-
     on_gpu = device != "cpu" and torch.cuda.is_available()
     rows = rows or (512 if on_gpu else 16)
     return LLM(
@@ -47,7 +48,7 @@ def open_generator(model: str, device: str, rows: int | None = None) -> LLM:
         method=NONE,
         max_num_seqs=rows,
         max_num_batched_tokens=max(8 * rows, 256),
-        max_model_len=1024,
+        max_model_len=min(1024, load_config(resolve(model)).max_positions),
         gpu_memory_fraction=0.5,
     )
 

@@ -37,6 +37,7 @@ class DraftOptions:
     anchors: int = 128  # tokens a row that count
     ce: float = 0.3
     tv: float = 0.7
+    temperature: float = 1.0  # of the target's distribution that is learnt
 
 
 class DraftTrainee:
@@ -56,11 +57,11 @@ class DraftTrainee:
         weights = load_weights(source, given)
         last = given.num_layers - 1
         chosen = [round(i * last / max(options.layers - 1, 1)) for i in range(options.layers)]
-        self.parameters = {"model.norm.weight": weights["model.norm.weight"].data}
+        self.parameters = {"model.norm.weight": weights["model.norm.weight"].numbers()}
         for new, old in enumerate(chosen):
             at = f"model.layers.{old}."
             self.parameters |= {
-                f"model.layers.{new}.{name.removeprefix(at)}": weights[name].data
+                f"model.layers.{new}.{name.removeprefix(at)}": weights[name].numbers()
                 for name in weights
                 if name.startswith(at)
             }
@@ -109,6 +110,7 @@ class DraftTrainee:
             weight.flatten(),
             ce=options.ce,
             tv=options.tv,
+            temperature=options.temperature,
             chunk=self._chunk,
         )
         return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)

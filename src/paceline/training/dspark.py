@@ -128,11 +128,19 @@ def layer_parameters(parameters: Mapping[str, Tensor], index: int) -> LayerParam
     def get(name: str) -> Any:
         return parameters.get(f"layers.{index}.{name}.weight")
 
+    attention = {
+        "q": "q_proj",
+        "k": "k_proj",
+        "v": "v_proj",
+        "q_norm": "q_norm",
+        "k_norm": "k_norm",
+        "output": "o_proj",
+    }
     return LayerParameters(
-        get("input_layernorm"),
-        *(get(f"self_attn.{name}") for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj")),
-        get("post_attention_layernorm"),
-        *(get(f"mlp.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
+        input_norm=get("input_layernorm"),
+        mlp_norm=get("post_attention_layernorm"),
+        **{field: get(f"self_attn.{name}") for field, name in attention.items()},
+        **{field: get(f"mlp.{field}_proj") for field in ("gate", "up", "down")},
     )
 
 
@@ -235,7 +243,7 @@ class DSparkModel:
             weights = layer_parameters(parameters, index)
             x = self._layer(x, context, at_context, at_block, mask, weights, self.eps, self.dtype)
         normed = rms_norm(x, parameters["norm.weight"], self.eps).to(self.dtype)
-        return normed.unflatten(1, (count, size))
+        return normed.view(rows, count, size, -1)
 
     @property
     def chunk(self) -> Any:

@@ -38,6 +38,7 @@ class EagleOptions:
     tv: float = 0.7
     features: float = 0.0  # smooth L1 to the target's own feature: EAGLE-1's loss
     decay: float = 0.8  # of the weight, from step to step
+    temperature: float = 1.0  # of the target's distribution that is learnt
     fc_norm: bool = True  # EAGLE-3.1: a norm for each tap
     norm_output: bool = True  # EAGLE-3.1: the normed output is fed back
 
@@ -238,6 +239,7 @@ class EagleTrainee:
             weight.flatten(),
             ce=options.ce,
             tv=options.tv,
+            temperature=options.temperature,
             chunk=self._chunk,
         )
         loss = found.loss

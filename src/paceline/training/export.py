@@ -137,7 +137,7 @@ def _medusa(folder: Path, form: str, out: Path, target: Target | None) -> None:
     _refuse(folder, form, {"a bias in some blocks and not in others": any(biased) and not all(biased)})
     if any(head.output is None for head in heads):
         shared = target.head()
-        heads = [head if head.output is not None else head._replace(output=shared) for head in heads]
+        heads = [head if head.output is not None else head._replace(output=shared.clone()) for head in heads]
     medusa_checkpoint.save_heads(out, heads, target.name)
     keys = {
         "architectures": ["MedusaModel"],

@@ -26,6 +26,7 @@ class MedusaOptions:
     ce: float = 0.3
     tv: float = 0.7
     decay: float = 0.8  # of the weight, from head to head
+    temperature: float = 1.0  # of the target's distribution that is learnt
 
 
 class MedusaTrainee:
@@ -85,6 +86,7 @@ class MedusaTrainee:
             weight.flatten(),
             ce=options.ce,
             tv=options.tv,
+            temperature=options.temperature,
             chunk=self._chunk,
         )
         return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)

@@ -27,7 +27,7 @@ from paceline.models.runtime import choose_device
 from paceline.tokenizer import Tokenizer
 from paceline.training.batch import DeviceRows
 from paceline.training.card import write_card, write_curve
-from paceline.training.data import Maker, draft_vocabulary, open_generator, read_file
+from paceline.training.data import Maker, chat_frame, draft_vocabulary, open_generator, read_file
 from paceline.training.engine_tau import engine_tau
 from paceline.training.loop import Loop, LoopConfig, Processes, Report
 from paceline.training.names import drafting_method
@@ -115,7 +115,7 @@ def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
         return {}
     figures = made.measure(loop.averaged()) if made.measure is not None else {}
     publish(options.out, lambda folder: made.trainee.save(folder, loop.averaged()))
-    figures |= by_engine(options, made, [prompt for prompt, _ in plan.answers[:PROMPTS]], report)
+    figures |= by_engine(options, made, [list(prompt) for prompt, _ in plan.answers[:PROMPTS]], report)
     return finish(loop, made, options, sequences, store, figures, data_s)
 
 
@@ -158,7 +158,8 @@ def by_engine(options: TrainOptions, made: Made, prompts: list[list[int]], repor
     """τ as the engine counts it. A drafter that it cannot run is reported, and kept."""
     if not prompts:
         return {}
-    method, found = drafting_method(options.method), {}
+    method = drafting_method(options.method)
+    found: dict[str, Any] = {}
     try:
         for temperature in (0.0, 0.7):
             measured = engine_tau(
@@ -205,6 +206,8 @@ def collect(store: TokenStore, options: TrainOptions, tokenizer: Tokenizer, repo
         for path in options.data:
             if not store.has(path.stem):
                 store.add(path.stem, read_file(path, tokenizer, eos, store.vocab_size, store.source(path.stem)))
+    if options.synthesise:
+        chat_frame(tokenizer)  # refuses a model without a chat template before an engine is started
     if options.synthesise or (options.regenerate and options.data):
         with open_generator(options.target, options.device) as llm:
             maker = Maker(llm, store, options.length, report)
@@ -223,7 +226,7 @@ def collect(store: TokenStore, options: TrainOptions, tokenizer: Tokenizer, repo
 
 def answers_of(sequences: Sequences, count: int, length: int) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) of the first sequences, of their first answers."""
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
     for tokens, answer in sequences:
         if len(found) == count:
             break
@@ -248,7 +251,7 @@ def _forecast(loop: Loop, options: TrainOptions, report: Report) -> None:
     """On a CPU: how long the steps will take, from the first one. That step is not kept."""
     if loop.target.device.type != "cpu" or options.loop.steps is None or Processes.current().world > 1:
         return
-    which = torch.from_numpy(RowSampler(torch.zeros(len(loop.rows.tokens)).numpy(), None, 0).next(options.loop.rows))
+    which = torch.arange(options.loop.rows) % len(loop.rows.tokens)
     began = time.perf_counter()
     loop.trainee.loss(loop.rows.batch(which, loop.target, loop.trainee.taps, (0, 0))).loss.backward()  # type: ignore[no-untyped-call]
     for weight in loop.weights:

@@ -49,7 +49,7 @@ class FrozenTarget:
         config, weights = self.config, load_weights(path, self.config)
 
         def tensor(name: str) -> Tensor:
-            return weights[name].data.to(device=device, dtype=dtype)
+            return weights[name].numbers().to(device=device, dtype=dtype)
 
         def joined(at: str, names: tuple[str, ...], kind: str) -> Tensor | None:
             parts = [f"{at}.{name}.{kind}" for name in names]
@@ -123,7 +123,7 @@ def run_layer(x: Tensor, rotary: Rotary, mask: Tensor, w: LayerWeights, kv_heads
     head_dim = 2 * rotary[0].shape[-1]
     q_size = w.qkv.shape[0] - 2 * kv_heads * head_dim
     qkv = F.linear(rms_norm(x, w.input_norm, eps), w.qkv, w.qkv_bias)
-    q, k, v = (heads(part, head_dim) for part in qkv.split([q_size, kv_heads * head_dim, kv_heads * head_dim], -1))
+    q, k, v = (heads(part, head_dim) for part in torch.split(qkv, [q_size, *[kv_heads * head_dim] * 2], -1))
     if w.q_norm is not None and w.k_norm is not None:
         q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
     mixed = attention(rotated(q, rotary), rotated(k, rotary), v, mask)
@@ -139,7 +139,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def heads(x: Tensor, head_dim: int) -> Tensor:
     """(B, N, heads * d) -> (B, heads, N, d)"""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return x.view(*x.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:

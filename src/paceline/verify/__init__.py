@@ -8,7 +8,6 @@ rule by row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,9 +90,10 @@ def verify(
 
 @with_kernels
 def judge(
-    *given: Any, max_depth: int, routes: Routes | None = None, only_chains: bool = False, source: CoinSource = coin
-) -> Verdict:
-    return _Judge(*given, max_depth=max_depth, source=source).verdict(routes)
+    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws,
+    *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
+) -> Verdict:  # fmt: skip
+    return _Judge(draft, logits, row_of, nodes, controls, draws, max_depth, source).verdict(routes)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 // Weights that stay the blocks of codes a GGUF file stores, laid out as panels of NT columns.
 //
-// A weight is scale * code + offset, with an unsigned code of 4 to 8 bits. The scale has at most 18 significant bits and
-// the code 8, so their product is exact and the sum is rounded once: the same bits as an expansion to fp32, fused or not.
+// A weight is scale * code + offset, with an unsigned code of 4 to 8 bits. Scale and code have at most 24 significant bits
+// together, so their product is exact and the sum is rounded once: the bits of an expansion to fp32, fused or not.
 // Kinds without an offset store code - ZERO; their offset is -ZERO * scale, and the sum is exact too.
 
 #pragma once
@@ -215,7 +215,7 @@ inline __attribute__((always_inline)) void each_weight(const uint8_t* unit, long
 
 template <class F>
 inline void prefetch_ahead(const uint8_t* block) {
-    for (long i = 0; i < F::BLOCK_BYTES; i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i, 0, 3);
+    for (long i = 0; i < F::UNIT / F::BLOCKS; i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i, 0, 3);
 }
 
 // Few rows: weights are expanded in registers and used at once.

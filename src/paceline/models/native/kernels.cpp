@@ -13,8 +13,6 @@
 
 EXPORT long paceline_abi() { return ABI; }
 
-
-
 // Whether this processor has the instructions the library was built for, beyond those of its level (AVX2, AVX-512).
 EXPORT int paceline_runs_here() {
 #if defined(__AVX512VNNI__)

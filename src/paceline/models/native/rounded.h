@@ -59,37 +59,49 @@ struct Rounded {  // the rows of a product
         sums = (int32_t*)(scaled_sums + M * (K / BLOCK)), codes = (int8_t*)(sums + M * (K / SUM_GROUP));
     }
 
-    // A row with a number that is not finite has no codes: its scale is not-a-number, and so are its outputs.
     void round_row(const float* x, long row) const {
-        for (long block = 0; block < K / BLOCK; block++) {
-            const float* from = x + row * K + block * BLOCK;
-            int8_t* to = codes + row * K + block * BLOCK;
-            uint32_t most = 0;  // as bits, absolute values are in order, not-a-number above all
-            for (long i = 0; i < BLOCK; i++) {
-                uint32_t bits;
-                memcpy(&bits, from + i, 4);
-                bits &= 0x7fffffffu;
-                most = bits > most ? bits : most;
-            }
-            float largest;
-            memcpy(&largest, &most, 4);
-            const bool finite = most < 0x7f800000u;
-            const float scale = finite ? largest / 127.0f : NAN;
-            const float inverse = finite && scale > FLT_MIN ? 1.0f / scale : 0.0f;
-            int32_t halves[2] = {};
-            for (long i = 0; i < BLOCK; i++) {
-                // Adding 1.5 * 2^23 leaves the nearest integer in the low bits, ties to even.
-                const float shifted = (finite ? from[i] * inverse : 0.0f) + 12582912.0f;
-                int32_t bits;
-                memcpy(&bits, &shifted, 4);
-                const int32_t code = bits - 0x4b400000;
-                to[i] = (int8_t)(code > 127 ? 127 : code < -127 ? -127 : code);
-                halves[i / SUM_GROUP] += to[i];
-            }
-            const long at = row * (K / BLOCK) + block;
-            scales[at] = scale, scaled_sums[at] = scale * (float)(halves[0] + halves[1]);
-            sums[2 * at] = halves[0], sums[2 * at + 1] = halves[1];
+        for (long block = 0; block < K / BLOCK; block++) round_block(x + row * K + block * BLOCK, row, block);
+    }
+
+    // A block with a number that is not finite has no codes: its scale is not-a-number, and so are the row's outputs.
+    void round_block(const float* x, long row, long block) const {
+        constexpr long VECS = BLOCK / VL;
+        vec values[VECS];
+        ivec most = {};  // as bits, absolute values are in order, not-a-number above all
+#pragma GCC unroll 8
+        for (long i = 0; i < VECS; i++) {
+            values[i] = load(x + i * VL);
+            const ivec bits = (ivec)values[i] & 0x7fffffff;
+            most = bits > most ? bits : most;
         }
+        int32_t lanes[VL], top = 0;
+        memcpy(lanes, &most, sizeof lanes);
+        for (long i = 0; i < VL; i++) top = lanes[i] > top ? lanes[i] : top;
+        float largest;
+        memcpy(&largest, &top, 4);
+        const bool finite = top < 0x7f800000;
+        const float scale = finite ? largest / 127.0f : NAN;
+        const vec inverse = splat(finite && scale > FLT_MIN ? 1.0f / scale : 0.0f), magic = splat(12582912.0f);
+        ivec halves[2] = {};
+#pragma GCC unroll 8
+        for (long i = 0; i < VECS; i++) {
+            // Adding 1.5 * 2^23 leaves the nearest integer in the low bits, ties to even.
+            ivec code = (ivec)(values[i] * inverse + magic) - 0x4b400000;
+            if (!finite) code = ivec{};
+            halves[i * VL / SUM_GROUP] += code;
+            store_bytes(codes + row * K + block * BLOCK + i * VL, code);
+        }
+        const int32_t first = sum_of(halves[0]), second = sum_of(halves[1]);
+        const long at = row * (K / BLOCK) + block;
+        scales[at] = scale, scaled_sums[at] = scale * (float)(first + second);
+        sums[2 * at] = first, sums[2 * at + 1] = second;
+    }
+
+    static int32_t sum_of(ivec v) {
+        int32_t lanes[VL], sum = 0;
+        memcpy(lanes, &v, sizeof lanes);
+        for (long i = 0; i < VL; i++) sum += lanes[i];
+        return sum;
     }
 };
 

@@ -33,7 +33,7 @@ constexpr long SPLIT = 256;   // positions of an attention split; a multiple of 
 constexpr long SCORES = SPLIT + 16;  // a row of scores; with a stride of a power of two, rows would map to the same cache sets
 constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
 constexpr long SLAB = 128;  // depth of a slab of expanded weights; NT columns of it and the rows' share of x fit L1
-constexpr long PREFETCH_BYTES = 4096;  // ahead in panels of blocks
+constexpr long PREFETCH_BYTES = 8192;  // ahead in panels of blocks
 constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
 
 typedef float vec __attribute__((vector_size(VL * 4)));
@@ -51,8 +51,35 @@ struct half {  // IEEE binary16
 
 inline vec load(const float* p) { return *(const loose_vec*)p; }
 inline vec load(const uint16_t* p) { return (vec)(__builtin_convertvector(*(const loose_half*)p, uvec) << 16); }  // bf16
-inline vec load_bytes(const uint8_t* p) { return __builtin_convertvector(*(const loose_bytes*)p, vec); }
-inline vec load_bytes(const int8_t* p) { return __builtin_convertvector(*(const loose_signed_bytes*)p, vec); }
+
+// Bytes as numbers, and numbers as bytes: by hand where GCC converts lane after lane.
+inline vec load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    const ivec wide = (ivec)_mm512_maskz_cvtepu8_epi32(-1, _mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    const ivec wide = (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    const ivec wide = __builtin_convertvector(*(const loose_bytes*)p, ivec);
+#endif
+    return __builtin_convertvector(wide, vec);
+}
+inline vec load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+    const ivec wide = (ivec)_mm512_maskz_cvtepi8_epi32(-1, _mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    const ivec wide = (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    const ivec wide = __builtin_convertvector(*(const loose_signed_bytes*)p, ivec);
+#endif
+    return __builtin_convertvector(wide, vec);
+}
+inline void store_bytes(int8_t* p, ivec v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)p, _mm512_maskz_cvtepi32_epi8(-1, (__m512i)v));
+#else
+    *(loose_signed_bytes*)p = __builtin_convertvector(v, loose_signed_bytes);
+#endif
+}
 inline void store(float* p, vec v) { *(loose_vec*)p = v; }
 
 inline vec load_n(const float* p, long n) {

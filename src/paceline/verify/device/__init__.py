@@ -56,18 +56,9 @@ def propose(
 
 
 def judge(
-    draft: Draft,
-    logits: Tensor,
-    row_of: Tensor,
-    nodes: Nodes,
-    controls: Controls,
-    draws: Draws,
-    *,
-    max_depth: int,
-    routes: Routes | None,
-    only_chains: bool,
-    source: CoinSource,
-) -> Verdict:
+    draft: Draft, logits: Tensor, row_of: Tensor, nodes: Nodes, controls: Controls, draws: Draws,
+    *, max_depth: int, routes: Routes | None, only_chains: bool, source: CoinSource,
+) -> Verdict:  # fmt: skip
     """As verify.judge. Without routes the device sorts the rows, and each rule skips rows of other rules."""
     target = TargetDistribution.of(edit(logits, controls, nodes), controls, nodes)
     if draws.kind is not None:

@@ -1,0 +1,146 @@
+"""The packaged drafter on the yardstick, embedded to match: tokens/s of plain, drafted and automatic decoding.
+
+One engine serves all of them, by the request's own speculation, so weights, graphs and prompts are the same. Rounds are
+interleaved; ratios are of the sums over rounds. The suffix store is off: an answer that was seen before is not drafted.
+
+    python benchmarks/gpu_drafter.py --weights smollm2 --prompts mt_bench.jsonl --batches 1 16 64 128
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import finish
+from gpu_subject import Subject
+from speculation import read_prompts
+from yardstick import Size, large_drafter
+
+from paceline import SamplingParams, build
+from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
+from paceline.drafters.dspark import DSparkDrafter, draft_ids, head_rows
+from paceline.drafters.dspark_checkpoint import read
+from paceline.drafters.packaged import SHIPPED
+from paceline.engine.engine import Engine
+from paceline.models.weights import Dtypes
+
+WAYS: dict[str, Any] = {
+    "plain": NONE,
+    "tree 7": {"method": "dspark", "k": 7},
+    "tree 15": {"method": "dspark", "k": 15},
+    "tree 60": {"method": "dspark", "k": 60},
+    "auto": AUTO,
+}
+
+
+def make_engine(subject: Subject, folder: Path, rows: int, size: Size) -> Engine:
+    decoder = subject.yardstick
+    config, tensors = large_drafter(*read(folder), size, device=subject.device, dtype=subject.dtype)
+    ids = draft_ids(config, tensors).to(subject.device)
+    drafter = DSparkDrafter(
+        config,
+        tensors,
+        embedding=decoder.embedding,
+        head=head_rows(decoder.head, decoder.kernels, ids, size.hidden, subject.dtype),
+        kernels=decoder.kernels,
+        device=subject.device,
+        dtypes=Dtypes.of(subject.dtype, subject.device),
+    )
+    loaded = subject.loaded(decoder)
+    speculation = SpeculationConfig(method=AUTO, suffix_bytes=1)
+    others = build.make_drafters(loaded, replace(speculation, drafter=NONE))
+    drafters = [*others, drafter]
+    policy = build.make_policy(loaded, drafters, speculation)
+    engine_config = EngineConfig(
+        max_num_seqs=rows, max_num_batched_tokens=max(1024, 8 * rows), num_blocks=80 * rows + 256, max_model_len=1024
+    )
+    return build.make_engine(loaded, engine_config, drafters, policy)
+
+
+def answer(engine: Engine, prompts: list[list[int]], way: Any, temperature: float, tokens: int) -> tuple[float, list]:
+    params = SamplingParams(
+        temperature=temperature, seed=7 if temperature else None, max_tokens=tokens, speculation=way
+    ).resolve({})
+    sequences = []
+    for at, prompt in enumerate(prompts):
+        sequences += engine.add_request(f"{time.perf_counter()}/{at}", prompt, params)
+    while not all(one.num_output for one in sequences):  # prompts are read; decoding is timed
+        engine.step()
+    torch.cuda.synchronize() if torch.cuda.is_available() else None
+    before, started = sum(one.num_output for one in sequences), time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    took = time.perf_counter() - started
+    return (sum(one.num_output for one in sequences) - before) / took, sequences
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weights", default="smollm2")
+    parser.add_argument("--drafter", type=Path, default=SHIPPED / "smollm2")
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 128])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--groups", type=int, default=6, help="of prompts, at batch 1")
+    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--tiny", action="store_true", help="a small size, to try the script on a CPU")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    subject, deadline = Subject(args.weights, device), time.perf_counter() + 60 * args.minutes
+    size = Size()
+    if args.tiny:
+        size = Size(hidden=640, layers=30, heads=12, kv_heads=4, head_dim=128, intermediate=1664)
+        subject.sizes = size
+    began = time.perf_counter()
+    engine = make_engine(subject, args.drafter, max(args.batches), size)
+    print(f"started in {time.perf_counter() - began:.0f} s", flush=True)
+    tokenizer = subject.tokenizer
+    turns = [prompt["turns"][0] for path in args.prompts for prompt in read_prompts([path], None)]
+    asked = [tokenizer.apply_chat_template([{"role": "user", "content": turn}]) for turn in turns]
+    results = []
+    for temperature in args.temperatures:
+        for batch in args.batches:
+            groups = [asked[first : first + batch] for first in range(0, len(asked) - batch + 1, batch)]
+            groups = groups[:: max(1, len(groups) // args.groups)][: args.groups] if batch == 1 else groups[:2]
+            for way in WAYS.values():  # compiles and captures what is not yet
+                answer(engine, groups[0], way, temperature, 16)
+            alone: dict[int, list[list[int]]] = {}
+            for name, way in WAYS.items():
+                if batch > 16 and name in ("tree 15", "tree 60"):
+                    continue
+                if time.perf_counter() > deadline:
+                    break
+                rates, same, passes, committed, methods = [], True, 0, 0, {}
+                for at, group in enumerate(groups):
+                    rate, sequences = answer(engine, group, way, temperature, args.max_tokens)
+                    rates.append(rate)
+                    texts = [one.output_tokens for one in sequences]
+                    if name == "plain":
+                        alone[at] = texts
+                    same &= texts == alone[at]
+                    passes += sum(one.stats.num_target_passes for one in sequences)
+                    committed += sum(one.stats.num_committed_tokens for one in sequences)
+                    for one in sequences:
+                        for method, drafts in one.stats.drafts_by_method.items():
+                            methods[method] = methods.get(method, 0) + drafts
+                mean = len(rates) / sum(1 / rate for rate in rates)
+                if name == "plain":
+                    base = mean
+                row = {"temperature": temperature, "batch": batch, "way": name, "tokens_s": mean}
+                row |= {"speedup": mean / base, "tau": committed / passes, "same_tokens": same, "drafts": methods}
+                results.append(row)
+                print(
+                    f"T {temperature} batch {batch:3} {name:8} {mean:8.0f} tokens/s {mean / base:.2f}x "
+                    f"tau {row['tau']:.2f} {'same' if same else 'DIFFERENT'} {methods}",
+                    flush=True,
+                )
+    finish("gpu_drafter", {"device": subject.device_name, "rows": results, "failures": engine.drafters.failures})
+
+
+if __name__ == "__main__":
+    main()
