@@ -16,9 +16,10 @@ import torch
 
 from paceline.drafters.medusa_checkpoint import MedusaHead, save_heads
 from paceline.errors import InvalidParameter
-from paceline.server.app import ServerSettings, create_app
+from paceline.server.app import create_app
 from paceline.server.capture import Capture
 from paceline.server.engine_client import EngineSettings
+from paceline.server.state import ServerSettings
 from paceline.training.files import read_examples
 from tests.server.conftest import CONFIG, start_server, wait_until
 from tests.server.test_api import LONG, MESSAGES, post

@@ -8,8 +8,7 @@ import functools
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,15 +17,20 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
 
 from paceline import __version__
-from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError
-from paceline.sampling_params import SamplingParams
+from paceline.errors import (
+    EngineClosed,
+    InvalidParameter,
+    PacelineError,
+    RequestFailed,
+)
 from paceline.server import chat, completions, responses
 from paceline.server.answers import Generation
 from paceline.server.capture import Capture
-from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
-from paceline.server.errors import Forbidden, body_of, from_validation
+from paceline.server.engine_client import EngineClient
+from paceline.server.errors import Forbidden, body_of, from_http, from_validation
 from paceline.server.gate import Gate, error_response
 from paceline.server.metrics import Metrics
 from paceline.server.protocol import (
@@ -34,97 +38,17 @@ from paceline.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     ReloadRequest,
-    Sampling,
     TokenizeRequest,
 )
+from paceline.server.state import ServerSettings, State
 from paceline.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
-Keep = Callable[[Capture, str], None]  # writes one answer
 T = TypeVar("T")
+RELOAD = "/v1/drafters/reload"
 STATIC = Path(__file__).parent / "static"
 # The playground loads nothing from elsewhere and runs no inline script.
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}
-LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    engine: EngineSettings
-    served_name: str | None = None  # None: the model's name
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 4 << 20
-    request_limit_s: float = 600.0
-    grace_s: float = 10.0  # running requests may finish within it when the server stops
-    cors_origins: tuple[str, ...] = ()
-    capture: Path | None = None  # file that prompts and answers are kept in
-
-
-@dataclass
-class State:
-    """What routes share; set up when the application starts."""
-
-    settings: ServerSettings
-    client: EngineClient
-    metrics: Metrics
-    started: float = field(default_factory=time.time)
-    stopping: bool = False
-    capture: Capture | None = None
-    _tokenizer: Tokenizer | None = None
-
-    @property
-    def name(self) -> str:
-        return self.settings.served_name or self.settings.engine.model
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_path(Path(self.client.info["path"]))
-        return self._tokenizer
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in (self.name, self.settings.engine.model):
-            raise ModelNotFound(f"model {name!r} is not served here; {self.name!r} is")
-
-    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        if not prompt:
-            raise InvalidPrompt("the prompt is empty; give at least one character")
-        if len(prompt) < LONG_TEXT:
-            return self.tokenizer.encode(prompt, special)
-        return await asyncio.to_thread(self.tokenizer.encode, prompt, special)
-
-    async def start(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        body: Sampling,
-        *,
-        streamed: bool,
-        prefix: str,
-        keep: Keep | None = None,
-    ) -> Generation:
-        """`keep` is called for each answer where answers are captured."""
-        if self.stopping:
-            raise EngineClosed("the server is shutting down; try another one")
-        request_id = new_request_id(prefix)
-        self.metrics.submitted(request_id, len(prompt), body.tag)
-        return await Generation.start(
-            self.client,
-            self.tokenizer,
-            prompt,
-            params.resolve(self.client.info.get("generation_defaults", {})),
-            streamed=streamed,
-            request_id=request_id,
-            limit_s=self.settings.request_limit_s,
-            on_end=lambda generation: self._keep(generation, keep),
-        )
-
-    def _keep(self, generation: Generation, keep: Keep | None) -> None:
-        if self.capture is not None and keep is not None and generation.ended is not None:
-            for answer in generation.ended.answers:
-                keep(self.capture, generation.text_of(answer))
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -150,6 +74,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.state.paceline = state
     app.add_exception_handler(PacelineError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
     _add_routes(app, state)
     app.add_middleware(
         Gate,
@@ -216,13 +142,10 @@ def _add_routes(app: FastAPI, state: State) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         state.check_model(body.model)
-        vocab = state.client.info["vocab_size"]
-        bad = next((token for token in body.tokens if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise InvalidParameter("tokens", f"token id {bad} is outside the vocabulary of {vocab}")
+        state.check_tokens("tokens", body.tokens)
         return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    @app.post("/v1/drafters/reload")
+    @app.post(RELOAD)
     async def reload(body: ReloadRequest, request: Request) -> Response:
         if not _is_local(request):
             raise Forbidden("a drafter is reloaded from the server's own machine only")
@@ -309,6 +232,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         for task in (working, watching):
             task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _sse(
@@ -360,3 +284,13 @@ async def _on_error(_: Request, error: Exception) -> Response:
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return error_response(from_validation(error))
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    """A path or method that is not there, or a body that is no JSON at all."""
+    assert isinstance(error, HTTPException)
+    return _json(from_http(error), error.status_code, dict(error.headers or {}))
+
+
+async def _on_bug(_: Request, error: Exception) -> Response:
+    return error_response(RequestFailed(f"the server failed at this request: {type(error).__name__}"))

@@ -62,6 +62,7 @@ class EngineClient:
         self.settings = settings
         self.info: dict[str, Any] = {}  # of the last `Ready`
         self.down: str | None = "the model is being loaded"  # None: requests are served
+        self.lost = False  # it ended too often, and is not started again
         self.starts = 0
         self._observers, self._on_cancel = observers, on_cancel
         self._streams: dict[str, Stream] = {}
@@ -80,9 +81,10 @@ class EngineClient:
     async def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> Stream:
         if self.down is not None or self._process is None:
             raise EngineDied(self.down or "the engine is not running")
-        stream = self._streams[request_id] = Stream(request_id, self._process)
         given = {name: getattr(params, name) for name in _PARAM_FIELDS}
-        await stream.process.send(m.Submit(request_id, prompt, given, streamed))
+        sent = self._process.send(m.Submit(request_id, prompt, given, streamed))
+        stream = self._streams[request_id] = Stream(request_id, self._process)
+        await sent
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -181,20 +183,30 @@ class EngineClient:
         process.close()
 
     async def _relaunch(self, reason: str) -> None:
+        while self._may_restart():
+            try:
+                await self._launch(self.settings)
+                log.warning("the engine serves again")
+                return
+            except EngineDied as error:  # its process was killed while it loaded the model
+                reason = str(error)
+                log.error("%s", reason)
+            except PacelineError as error:
+                self._give_up(f"{reason}, and could not be started again: {error}")
+                return
+        self._give_up(f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again")
+
+    def _may_restart(self) -> bool:
+        """Counts one more failure."""
         now = time.monotonic()
         self._failures.append(now)
         while now - self._failures[0] > RESTART_WINDOW_S:
             self._failures.popleft()
-        if len(self._failures) > RESTARTS:
-            self.down = f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again"
-            log.critical("%s", self.down)
-            return
-        try:
-            await self._launch(self.settings)
-            log.warning("the engine serves again")
-        except PacelineError as error:
-            self.down = f"{reason}, and could not be started again: {error}"
-            log.critical("%s", self.down)
+        return len(self._failures) <= RESTARTS
+
+    def _give_up(self, reason: str) -> None:
+        self.lost, self.down = True, reason
+        log.critical("%s", reason)
 
     def _fail(self, streams: Sequence[Stream], reason: str) -> None:
         for stream in streams:
