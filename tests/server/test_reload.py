@@ -53,6 +53,7 @@ def test_a_drafter_is_exchanged_under_load_and_traffic_is_captured(
         before, pid = client.chat.completions.create(**long), server.worker_pid
         status, problem = post(server, "/v1/drafters/reload", {"drafter": str(tmp_path)})
         assert (status, server.worker_pid) == (400, pid), problem
+        assert post(server, "/v1/drafters/reload", {"drafter": "/no/such/folder"})[0] == 404
 
         with ThreadPoolExecutor(4) as pool:
             reloading = pool.submit(post, server, "/v1/drafters/reload", {"drafter": str(heads)})

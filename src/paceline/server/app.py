@@ -145,7 +145,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
         state.check_tokens("tokens", body.tokens)
         return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    @app.post(RELOAD)
+    @app.post(RELOAD, include_in_schema=False)  # of the server's operator, not of its clients
     async def reload(body: ReloadRequest, request: Request) -> Response:
         if not _is_local(request):
             raise Forbidden("a drafter is reloaded from the server's own machine only")

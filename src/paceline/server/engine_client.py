@@ -21,6 +21,7 @@ from typing import Any
 import zmq.asyncio
 
 from paceline.errors import EngineDied, PacelineError
+from paceline.models.hub import resolve
 from paceline.sampling_params import SamplingParams
 from paceline.server import messages as m
 from paceline.server.engine_process import EngineProcess
@@ -110,6 +111,7 @@ class EngineClient:
             raise PacelineError("a drafter is being loaded already; wait for it")
         self._reloading = True
         try:
+            await asyncio.to_thread(resolve, drafter)  # a wrong name is found before anything is started
             settings = replace(self.settings, speculation=replace(self.settings.speculation, drafter=drafter))
             await self._launch(settings)
             self.settings = settings
