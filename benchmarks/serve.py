@@ -9,8 +9,10 @@ Each of so many clients sends its next request when the last one is answered, fo
 answered too, and is checked, but is not counted. The engine alone is the same engine in this process, stepped without
 queue, HTTP or text, with as many requests at once. Both run with `auto` and with speculation off, one after the other
 in an order drawn anew each round. Every request has a seed of its own, so that no drafter has seen its answer, and must
-have the tokens of plain decoding offline.
-`--no-http` puts the engine's process and its queue in the server's place, where FastAPI is not installed.
+have the tokens of plain decoding offline. `--long N` mixes in long prompts, whose effect on others' inter-token times is
+seen beside the time of a full pass. `--no-http` puts the engine's process and its queue in the server's place, where
+FastAPI is not installed. Run it on an idle machine: the engine's process has a session of its own, and Linux divides
+cores among sessions first, so that beside other work the server may look faster than its engine.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ import importlib.util
 import itertools
 import math
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common import finish, ratio
+from common import finish, ratio, timed
 from serve_client import Answer, Server, ask, percentiles
 
 from paceline import SamplingParams
@@ -63,14 +66,33 @@ Send = Callable[[Job], Awaitable[Answer]]
 class Load:
     """Requests without end: the same prompts in the same order for all that are compared, with seeds of their own."""
 
-    def __init__(self, prompts: list[list[int]], max_tokens: int) -> None:
-        self._prompts, self._max_tokens, self._seeds = [tuple(each) for each in prompts], max_tokens, itertools.count()
+    def __init__(self, prompts: list[list[int]], max_tokens: int, long: int) -> None:
+        """`long`: every tenth request has a prompt of so many tokens, new ones, and one token of answer."""
+        self._prompts, self._max_tokens, self._long = [tuple(each) for each in prompts], max_tokens, long
+        self._seeds = itertools.count()
 
     def jobs(self, turn: int) -> Iterator[Job]:
         noise = random.Random(turn)
         while True:
             for prompt in noise.sample(self._prompts, len(self._prompts)):
                 yield Job(prompt, next(self._seeds), self._max_tokens)
+                if self._long and noise.random() < 1 / 9:
+                    yield Job(random_prompt(self._long), next(self._seeds), 1)
+
+
+def random_prompt(length: int, noise: random.Random = random.Random(7)) -> tuple[int, ...]:  # noqa: B008
+    """That no cache holds."""
+    return tuple(noise.randrange(100, 10_000) for _ in range(length))
+
+
+def full_pass_s(engine: Engine, rounds: int = 5) -> float:
+    """Seconds of a step that reads as many prompt tokens as a pass takes."""
+    budget, times = engine.config.max_num_batched_tokens, []
+    for at in range(rounds):
+        params = SamplingParams(max_tokens=1, temperature=0).resolve({})
+        engine.add_request(f"full-{at}", list(random_prompt(budget)), params)
+        times.append(timed(lambda: [engine.step() for _ in iter(lambda: engine.has_work, False)]))
+    return statistics.median(times[1:])
 
 
 def alone(engine: Engine, jobs: Iterator[Job], mode: str, clients: int, seconds: float = math.inf) -> Seen:
@@ -200,7 +222,7 @@ def measure(
     noise, result = random.Random(0), {}
     for clients in args.levels:
         rates: dict[str, list[float]] = {arm: [] for arm in arms}
-        timed: dict[str, Seen] = {arm: [] for arm in arms}
+        counted: dict[str, Seen] = {arm: [] for arm in arms}
         warm: dict[str, Seen] = {arm: [] for arm in arms}
         for turn in range(args.warm_up + args.rounds):
             for arm in noise.sample(arms, len(arms)):
@@ -208,13 +230,13 @@ def measure(
                 if turn < args.warm_up:
                     warm[arm] += seen
                 else:
-                    timed[arm] += seen
+                    counted[arm] += seen
                     rates[arm].append(rate(seen, args.seconds))
         result[str(clients)] = found = {
             arm: {
                 "tokens_per_s": sum(rates[arm]) / len(rates[arm]),
-                **check(plain, warm[arm] + timed[arm]),
-                **latencies([answer for _, answer in timed[arm]]),
+                **check(plain, warm[arm] + counted[arm]),
+                **latencies([answer for _, answer in counted[arm]]),
             }
             for arm in arms
         }
@@ -247,6 +269,7 @@ def show(clients: int, found: dict[str, Any], arms: list[str]) -> None:
 def server_of(args: argparse.Namespace, config: EngineConfig) -> Iterator[Callable[[str], Send]]:
     if not args.no_http:
         flags = ("--max-num-seqs", config.max_num_seqs, "--max-num-batched-tokens", config.max_num_batched_tokens)
+        flags += ("--kv-cache-bytes", config.kv_cache_bytes)
         more = ("--device", args.device, "--method", AUTO, "--max-model-len", args.max_model_len)
         server = Server(args.model, *map(str, flags + more))
         try:
@@ -282,7 +305,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--budget", type=int, default=512, help="tokens of a pass")
-    parser.add_argument("--gpu-memory-fraction", type=float, default=0.4, help="two engines share the device")
+    parser.add_argument("--cache-gib", type=float, default=2, help="of each of the three engines")
+    parser.add_argument("--long", type=int, default=0, help="every tenth request has a prompt of so many tokens")
     parser.add_argument("--prompts", help="a file of prompts; else the package's own")
     parser.add_argument("--no-http", action="store_true", help="the engine's process and its queue, without HTTP")
     parser.add_argument("--peer", help="URL of another server")
@@ -295,16 +319,21 @@ def main() -> None:
         max_num_seqs=max(64, *args.levels),
         max_num_batched_tokens=max(args.budget, *args.levels),
         max_model_len=args.max_model_len,
-        gpu_memory_fraction=args.gpu_memory_fraction,
+        kv_cache_bytes=int(args.cache_gib * 2**30),
     )
     with server_of(args, config) as served:
         target = load(args.model, device=args.device)
         engine = build(target, config, SpeculationConfig(method=AUTO)).engine
         plain = build(target, config, SpeculationConfig(method=NONE), remember=False).engine
-        made = Load(chosen(args, target.loaded.tokenizer), args.max_tokens)
+        made = Load(chosen(args, target.loaded.tokenizer), args.max_tokens, args.long)
+        full = full_pass_s(plain) if args.max_model_len > config.max_num_batched_tokens else None
+        print(f"a full pass of {config.max_num_batched_tokens} tokens: {full} s")
         levels = measure(args, engine, plain, made, served)
-    settings = {name: getattr(args, name) for name in ("model", "device", "seconds", "rounds", "max_tokens", "no_http")}
-    finish("serve", {"levels": levels, **settings})
+    settings = {
+        name: getattr(args, name)
+        for name in ("model", "device", "seconds", "rounds", "max_tokens", "budget", "long", "no_http")
+    }
+    finish("serve", {"levels": levels, "full_pass_s": full, **settings})
 
 
 def chosen(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:

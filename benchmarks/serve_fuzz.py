@@ -4,7 +4,8 @@
     python benchmarks/serve_fuzz.py --trials malformed --malformed 500 # a short one
 
 malformed: 10,000 wrong requests among valid ones (half from the OpenAPI document by schemathesis where it is installed,
-the rest from malformed_requests.py): no 5xx, errors in OpenAI's shape, valid answers exact, none stuck, memory flat.
+the rest from malformed_requests.py): no 5xx, errors in OpenAI's shape, valid answers exact, none stuck, memory
+flat in the last quarter, when the cache of compiled grammars (256 MiB) is full.
 disconnect: 500 clients that leave at random points while 16 honest ones run: exact, and all blocks come back.
 kill: kill -9 of the engine's process under load: no request hangs, and the time until service.
 schema: 30 % of requests with a bounded JSON schema, 16 at once, under speculation: what stopped by itself validates.
@@ -167,7 +168,9 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
         "honest": honest.taken(),
         "seconds": percentiles(seconds),
         "memory_mib": dict(zip(("http", "engine"), zip(*memory, strict=True), strict=True)),
-        "memory_growth": max(last / half - 1 for half, last in zip(memory[len(memory) // 2], memory[-1], strict=True)),
+        "memory_growth": max(
+            last / half - 1 for half, last in zip(memory[3 * len(memory) // 4], memory[-1], strict=True)
+        ),
         "blocks_back": await blocks_back(server),
         "metrics_readable": bool(server.get("/metrics")),
     }
@@ -297,7 +300,7 @@ def failures(name: str, found: dict[str, Any]) -> list[str]:
         "an honest answer was wrong or failed": not (honest.get("wrong") or honest.get("errors")),
         "blocks did not come back": found.get("blocks_back", True),
         "answers with 5xx, or without OpenAI's shape": not found.get("bad"),
-        "memory grew": found.get("memory_growth", 0) < 0.05,
+        "memory grew": found.get("memory_growth", 0) < 0.03,
         "structured answers do not validate": not found.get("invalid"),
         "no draft was accepted": found.get("accepted_drafts", 1) > 0,
         "the dead engine was not noticed": found.get("noticed", True),

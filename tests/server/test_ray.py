@@ -97,3 +97,6 @@ def test_the_same_api_and_errors(address: tuple[str, int]) -> None:
     refused = asyncio.run(ask(host, port, {"prompt": "a", "frobnicate": 1}))
     assert refused.status == 400
     assert "frobnicate" in (refused.error or "")
+    reload = asyncio.run(ask(host, port, {"drafter": "x"}, "/v1/drafters/reload"))
+    assert reload.status == 400
+    assert "one by one" in (reload.error or "")

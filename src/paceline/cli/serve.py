@@ -88,6 +88,8 @@ def serve_replicas(
     settings: ServerSettings, listener: socket.socket, replicas: int, max_replicas: int | None, *, log_json: bool
 ) -> int:
     """Until a signal."""
+    if settings.capture is not None:
+        raise InvalidParameter("capture", "replicas would write one file; serve without --replicas to capture")
     if log_json:
         raise InvalidParameter("log-json", "Ray writes the logs of replicas; set RAY_SERVE_LOG_ENCODING=JSON instead")
     try:

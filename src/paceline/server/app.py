@@ -45,7 +45,6 @@ from paceline.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
-RELOAD = "/v1/drafters/reload"
 STATIC = Path(__file__).parent / "static"
 # The playground loads nothing from elsewhere and runs no inline script.
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}
@@ -145,7 +144,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
         state.check_tokens("tokens", body.tokens)
         return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    @app.post(RELOAD, include_in_schema=False)  # of the server's operator, not of its clients
+    @app.post("/v1/drafters/reload", include_in_schema=False)  # of the server's operator, not of its clients
     async def reload(body: ReloadRequest, request: Request) -> Response:
         if not _is_local(request):
             raise Forbidden("a drafter is reloaded from the server's own machine only")

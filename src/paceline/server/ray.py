@@ -28,8 +28,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from paceline import machine
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, InvalidParameter, PacelineError, QueueFull
-from paceline.server.app import RELOAD, create_app
-from paceline.server.engine_client import EngineSettings
+from paceline.server.app import create_app
+from paceline.server.engine_process import EngineSettings
 from paceline.server.errors import BodyTooLarge, body_of
 from paceline.server.gate import error_response
 from paceline.server.prefix import in_order, prefix_of
@@ -37,6 +37,10 @@ from paceline.server.state import ServerSettings, State
 
 NAME = "paceline"  # of the application in Ray
 HOP = {b"connection", b"transfer-encoding", b"content-length"}  # headers of one hop, which the front writes itself
+OF_ONE_ENGINE = {  # routes that one replica would answer for itself alone
+    "/v1/drafters/reload": "deploy the application again with another drafter: Ray replaces replicas one by one",
+    "/metrics": "replicas count for themselves; scrape Ray's own metrics, or serve without --replicas",
+}
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ class Front:
         }
         scope |= {"scheme": "http", "root_path": "", "client": request.scope.get("client"), "server": None}
         try:
-            if request.url.path == RELOAD:
-                raise PacelineError("one of several replicas cannot be reloaded; start them with the new --drafter")
+            if request.url.path in OF_ONE_ENGINE:
+                raise InvalidParameter(request.url.path, OF_ONE_ENGINE[request.url.path])
             body = await self._body(request)
             answer = self._replicas.options(stream=True).call.remote(prefix_of(body), scope, body)
             try:
@@ -194,7 +198,8 @@ def application(settings: ServerSettings, replicas: int, max_replicas: int | Non
 
 def app(arguments: dict[str, Any]) -> Any:
     """Built by `serve run paceline.server.ray:app NAME=VALUE ...` and by Ray's configuration files."""
-    known = {"model", "method", "dtype", "device", "threads", "max_num_seqs", "replicas", "max_replicas", "served_name"}
+    known = {"model", "method", "drafter", "dtype", "device", "threads", "max_num_seqs", "served_name"}
+    known |= {"replicas", "max_replicas"}
     if unknown := sorted(set(arguments) - known):
         raise InvalidParameter(unknown[0], f"is not one of {', '.join(sorted(known))}")
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -202,10 +207,9 @@ def app(arguments: dict[str, Any]) -> Any:
     if "threads" in given:
         load["threads"] = int(given["threads"])
     engine = EngineConfig(max_num_seqs=int(given.get("max_num_seqs", EngineConfig().max_num_seqs)))
+    speculation = SpeculationConfig(method=str(given.get("method", AUTO)), drafter=given.get("drafter"))
     settings = ServerSettings(
-        EngineSettings(
-            str(given.get("model", "smollm2")), load, engine, SpeculationConfig(method=str(given.get("method", AUTO)))
-        ),
+        EngineSettings(str(given.get("model", "smollm2")), load, engine, speculation),
         served_name=given.get("served_name"),
     )
     most = given.get("max_replicas")
