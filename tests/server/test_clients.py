@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,16 +83,19 @@ def test_openai_calls_tools_and_goes_on(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 5
 
 
-def test_the_llm_command(server: Server, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning")
+def test_the_llm_command(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    from click.testing import CliRunner
+    from llm.cli import cli
+
     model = {"model_id": "tiny", "model_name": "tiny", "api_base": server.url + "/v1", "api_key_name": "none"}
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML
-    command = [sys.executable, "-m", "llm", "prompt", "-m", "tiny", "Say it", "-o", "max_tokens", "8"]
-    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "NO_PROXY": "*"}
-    for more in ((), ("--no-stream",)):
-        asked = [*command, "-o", "temperature", "0", "--key", "x", *more]
-        done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == text_of(server, "Say it", 8).strip()
+    asked = ["prompt", "-m", "tiny", "Say it", "-o", "max_tokens", "8", "-o", "temperature", "0", "--key", "x"]
+    for more in ([], ["--no-stream"]):
+        done = CliRunner().invoke(cli, [*asked, *more])
+        assert done.exit_code == 0, done.output
+        assert done.output.strip() == text_of(server, "Say it", 8).strip()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning")

@@ -16,9 +16,10 @@ import torch
 
 from paceline.drafters.medusa_checkpoint import MedusaHead, save_heads
 from paceline.errors import InvalidParameter
-from paceline.server.app import ServerSettings, create_app
+from paceline.server.app import create_app
 from paceline.server.capture import Capture
 from paceline.server.engine_client import EngineSettings
+from paceline.server.state import ServerSettings
 from paceline.training.files import read_examples
 from tests.server.conftest import CONFIG, start_server, wait_until
 from tests.server.test_api import LONG, MESSAGES, post
@@ -52,10 +53,11 @@ def test_a_drafter_is_exchanged_under_load_and_traffic_is_captured(
         before, pid = client.chat.completions.create(**long), server.worker_pid
         status, problem = post(server, "/v1/drafters/reload", {"drafter": str(tmp_path)})
         assert (status, server.worker_pid) == (400, pid), problem
+        assert post(server, "/v1/drafters/reload", {"drafter": "/no/such/folder"})[0] == 404
 
         with ThreadPoolExecutor(4) as pool:
             reloading = pool.submit(post, server, "/v1/drafters/reload", {"drafter": str(heads)})
-            texts, streams = [], [pool.submit(stream) for _ in range(2)]
+            texts, streams = [], [pool.submit(stream)]
             while streams:
                 texts.append(streams.pop(0).result())
                 if not reloading.done():

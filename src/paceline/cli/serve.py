@@ -18,7 +18,7 @@ from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidParameter, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.server.app import ServerSettings
+    from paceline.server.state import ServerSettings
 
 KEY_VARIABLE = "PACELINE_API_KEY"
 _flag = functools.partial(typer.Option, rich_help_panel="Server")
@@ -117,8 +117,8 @@ def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) 
     config = drafting.pop("speculative_config")
     speculation = SpeculationConfig(**drafting)
     try:
-        from paceline.server.app import ServerSettings
         from paceline.server.engine_client import EngineSettings
+        from paceline.server.state import ServerSettings
     except ImportError as error:
         raise PacelineError(f"serving needs more packages ({error.name}); pip install 'paceline[serve]'") from error
     return ServerSettings(

@@ -21,6 +21,7 @@ from typing import Any
 import zmq.asyncio
 
 from paceline.errors import EngineDied, PacelineError
+from paceline.models.hub import resolve
 from paceline.sampling_params import SamplingParams
 from paceline.server import messages as m
 from paceline.server.engine_process import EngineProcess
@@ -81,13 +82,10 @@ class EngineClient:
     async def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> Stream:
         if self.down is not None or self._process is None:
             raise EngineDied(self.down or "the engine is not running")
-        stream = self._streams[request_id] = Stream(request_id, self._process)
         given = {name: getattr(params, name) for name in _PARAM_FIELDS}
-        try:
-            await stream.process.send(m.Submit(request_id, prompt, given, streamed))
-        except BaseException:
-            self._streams.pop(request_id, None)
-            raise
+        sent = self._process.send(m.Submit(request_id, prompt, given, streamed))
+        stream = self._streams[request_id] = Stream(request_id, self._process)
+        await sent
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -113,6 +111,7 @@ class EngineClient:
             raise PacelineError("a drafter is being loaded already; wait for it")
         self._reloading = True
         try:
+            await asyncio.to_thread(resolve, drafter)  # a wrong name is found before anything is started
             settings = replace(self.settings, speculation=replace(self.settings.speculation, drafter=drafter))
             await self._launch(settings)
             self.settings = settings
@@ -186,7 +185,7 @@ class EngineClient:
         process.close()
 
     async def _relaunch(self, reason: str) -> None:
-        while self._may_start():
+        while self._may_restart():
             try:
                 await self._launch(self.settings)
                 log.warning("the engine serves again")
@@ -195,20 +194,21 @@ class EngineClient:
                 reason = str(error)
                 log.error("%s", reason)
             except PacelineError as error:
-                self.lost, self.down = True, f"{reason}, and could not be started again: {error}"
-                log.critical("%s", self.down)
+                self._give_up(f"{reason}, and could not be started again: {error}")
                 return
-        again = f"for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again"
-        self.lost, self.down = True, f"{reason}, {again}"
-        log.critical("%s", self.down)
+        self._give_up(f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again")
 
-    def _may_start(self) -> bool:
-        """After one more failure."""
+    def _may_restart(self) -> bool:
+        """Counts one more failure."""
         now = time.monotonic()
         self._failures.append(now)
         while now - self._failures[0] > RESTART_WINDOW_S:
             self._failures.popleft()
         return len(self._failures) <= RESTARTS
+
+    def _give_up(self, reason: str) -> None:
+        self.lost, self.down = True, reason
+        log.critical("%s", reason)
 
     def _fail(self, streams: Sequence[Stream], reason: str) -> None:
         for stream in streams:

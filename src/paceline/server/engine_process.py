@@ -7,6 +7,7 @@ import contextlib
 import logging
 import subprocess
 import sys
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ class EngineProcess:
             await self.stop()
             raise
 
-    async def send(self, command: m.Command) -> None:
-        await self._commands.send(m.encode_command(command))
+    def send(self, command: m.Command) -> Awaitable[Any]:
+        """Raises at once where the command cannot be encoded."""
+        return self._commands.send(m.encode_command(command))
 
     async def receive(self) -> list[m.Event]:
         return m.decode_events(await self._events.recv())

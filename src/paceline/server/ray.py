@@ -28,11 +28,12 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from paceline import machine
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, InvalidParameter, PacelineError, QueueFull
-from paceline.server.app import ServerSettings, State, create_app
+from paceline.server.app import create_app
 from paceline.server.engine_process import EngineSettings
 from paceline.server.errors import BodyTooLarge, body_of
 from paceline.server.gate import error_response
 from paceline.server.prefix import in_order, prefix_of
+from paceline.server.state import ServerSettings, State
 
 NAME = "paceline"  # of the application in Ray
 HOP = {b"connection", b"transfer-encoding", b"content-length"}  # headers of one hop, which the front writes itself

@@ -10,8 +10,9 @@ import sys
 
 import uvicorn
 
-from paceline.server.app import ServerSettings, State, create_app
+from paceline.server.app import create_app
 from paceline.server.gate import JsonFormatter
+from paceline.server.state import ServerSettings, State
 
 log = logging.getLogger("paceline.server")
 
