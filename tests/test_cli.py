@@ -232,7 +232,8 @@ def test_several_answers_are_printed_in_order_under_headings(paceline: Callable[
 
 def test_int8_activations_are_named_as_another_target(paceline: Callable[..., Result]) -> None:
     result = paceline("generate", "hello", "--max-tokens", "3", "--activations", "int8")
-    assert result.err == "3 tokens · 1.0 tok/s · no drafts: nothing to draft from · first after 0.25 s · int8 activations\n"
+    drafting = "no drafts: nothing to draft from"
+    assert result.err == f"3 tokens · 1.0 tok/s · {drafting} · first after 0.25 s · int8 activations\n"
     assert paceline("generate", "hello", "--activations", "int8", "--json").json["activations"] == "int8"
 
 
