@@ -252,6 +252,22 @@ def test_a_costly_model_that_guesses_badly_is_left_alone_and_a_good_one_found_ag
     assert simulate(policy, [dear], FLAT, one, 500) > 1.15 * floor
 
 
+def test_a_method_whose_acceptance_fell_is_measured_again_and_found_again():
+    changing = Model("changing", 0.9, seconds=0.001)
+    policy, one = AdaptivePolicy([changing], "auto"), [sequence("s")]
+    floor = 1 / seconds_of(FLAT, 1)
+    good = simulate(policy, [changing], FLAT, one, 400)
+    assert good > 2 * floor
+    changing.alpha = 0.05
+    policy.relearn("changing")
+    assert policy.state()["acceptance"] == []
+    simulate(policy, [changing], FLAT, one, 100)
+    assert simulate(policy, [changing], FLAT, one, 500) > 0.97 * floor
+    changing.alpha = 0.9
+    policy.relearn("changing")
+    assert simulate(policy, [changing], FLAT, one, 100) > 0.8 * good
+
+
 # -- wishes
 
 

@@ -74,8 +74,14 @@ class Server:
     _reader: threading.Thread
 
     @property
+    def worker_pids(self) -> list[int]:
+        command = ["pgrep", "-P", str(self.process.pid), "-f", "paceline.server.worker"]
+        return [int(pid) for pid in subprocess.check_output(command).split()]
+
+    @property
     def worker_pid(self) -> int:
-        return int(subprocess.check_output(["pgrep", "-P", str(self.process.pid), "-f", "paceline.server.worker"]))
+        (pid,) = self.worker_pids
+        return pid
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:

@@ -244,6 +244,21 @@ def test_metrics_count_what_was_served(server: Server, client: openai.OpenAI) ->
     assert server.metric("inter_token_latency_seconds_count") > 0
 
 
+def test_chunks_tell_where_each_token_came_from(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Repeat."}], "max_tokens": 150}
+    asked |= {"temperature": 0, "stream": True}
+    asked["extra_body"] = {"return_token_ids": True, "speculation": {"method": "ngram", "k": 4}}
+    choices = [chunk.choices[0] for chunk in client.chat.completions.create(**asked)]
+    steps = [choice for choice in choices if getattr(choice, "token_ids", None)]
+    for step in steps:
+        assert "".join(step.token_texts) == (step.delta.content or "")
+        assert len(step.token_texts) == len(step.token_kinds) == len(step.token_ids)
+        assert (step.draft is None) or step.draft == {"method": "ngram", "nodes": 4, "depth": 4}
+        assert step.draft is not None or step.token_kinds == ["bonus"]
+    assert any(step.draft and step.token_kinds[-1] == "recovered" for step in steps)
+    assert sum(len(step.token_ids) for step in steps) == 150
+
+
 def test_request_ids_come_back(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with contextlib.closing(http.client.HTTPConnection(host, int(port))) as connection:
@@ -264,11 +279,12 @@ def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path)
         assert post(server, "/v1/completions", {"prompt": "a"}, {"Authorization": "Bearer wrong"})[0] == 401
         assert json.loads(server.get("/health"))["status"] == "ok"
 
-        def ask() -> tuple[int, Any]:
-            return post(server, "/v1/completions", {"prompt": "Go on", "max_tokens": 1500, **LONG}, key)
+        def ask(tokens: int = 1900) -> tuple[int, Any]:
+            body = {"prompt": "Go on", "max_tokens": tokens, "temperature": 1.5, **LONG}  # no draft makes it short
+            return post(server, "/v1/completions", body, key)
 
         with ThreadPoolExecutor(4) as pool:
-            answers = [pool.submit(ask) for _ in range(4)]
+            answers = [pool.submit(ask, 500) for _ in range(4)]
             statuses = sorted(answer.result()[0] for answer in answers)
         assert statuses[0] == 200
         assert statuses[-1] == 429

@@ -1,9 +1,25 @@
 """The change detector: how rarely it cries wolf, and how soon it finds a fall."""
 
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import zmq
 
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.engine import loop
+from paceline.outputs import SpeculationStats
+from paceline.server import messages as m
+from paceline.server.app import _on_drift
 from paceline.server.drift import DROP, LEARN, THRESHOLD, DriftMonitor, Watch
+from paceline.server.metrics import Metrics
+from paceline.server.worker import Worker
 
 
 def drafts_until_alarm(rng: np.random.Generator, rate: float, fallen: float, limit: int) -> int | None:
@@ -52,3 +68,43 @@ def test_methods_are_watched_separately() -> None:
         monitor.add("suffix", 10, 8)
         monitor.add("ngram", 10, 3)
     assert all(monitor.add("ngram", 10, 3) is None for _ in range(200))
+
+
+def test_an_alarm_is_counted_and_the_engine_is_told() -> None:
+    told: list[str] = []
+    client: Any = SimpleNamespace(relearn=told.append)
+    metrics = Metrics(lambda method, rate: _on_drift(client, method, rate))
+
+    def answer(hits: int) -> None:
+        metrics.submitted("r", 3, None)
+        stats = SpeculationStats(num_drafts=10, drafts_by_method={"suffix": 10}, hits_by_method={"suffix": hits})
+        now = time.perf_counter()
+        metrics.observe(m.Ended("r", [m.Answer(0, [1], "", "stop", None, None, stats)], now, now, 0))
+
+    for _ in range(LEARN // 10):
+        answer(8)
+    assert told == []
+    for _ in range(100):
+        answer(2)
+    assert told == ["suffix"]
+    assert b'paceline:drafter_drift_total{method="suffix"} 1.0' in metrics.render()
+
+
+def test_the_engine_process_has_the_policy_measure_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "_watch_parent", lambda self: None)
+    address, told = f"ipc://{tmp_path}/commands", threading.Event()
+    methods: list[str] = []
+    policy = SimpleNamespace(relearn=lambda method: (methods.append(method), told.set()))
+    built: Any = SimpleNamespace(engine=SimpleNamespace(has_work=False), policy=policy, keep=lambda: None)
+    outbox: Any = SimpleNamespace(put=lambda event: None, flush=lambda: None)
+    with zmq.Context.instance().socket(zmq.PUSH) as socket:
+        socket.bind(address)
+        worker = Worker(m.Settings(address, "", "", {}, EngineConfig(), SpeculationConfig()), built)
+        thread = threading.Thread(target=worker.run, args=(outbox,))
+        thread.start()
+        socket.send(m.encode_command(m.Relearn("suffix")))
+        assert told.wait(10)
+        worker._commands.put(loop.Close())
+        thread.join(10)
+    assert methods == ["suffix"]
+    assert not thread.is_alive()

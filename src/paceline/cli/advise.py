@@ -36,6 +36,15 @@ def advise(
     ] = None,
     max_tokens: flags.MaxTokens = None,
     temperature: flags.Temperature = 0.0,
+    traffic: Annotated[
+        str | None,
+        flag(
+            "--traffic",
+            help="How many such machines serve it: requests a second, tokens, and limits of p99 in seconds.",
+            metavar="rate=2,prompt=200,answer=100,ttft=1,inter_token=0.1",
+        ),
+    ] = None,
+    price: Annotated[float | None, flag("--price", help="With --traffic: of a machine for an hour.")] = None,
     seed: Annotated[int, flag("--seed", help="Of the order, and of sampling.")] = 0,
     out: flags.Out = None,
     quick: flags.Quick = False,
@@ -46,6 +55,26 @@ def advise(
     json: flags.Json = False,
 ) -> int:
     """Find out whether drafting pays here, with which method and k: chosen on half the prompts, checked on the rest."""
+    options = {"dtype": dtype, "device": device, "threads": threads}
+    if traffic is not None:
+        from paceline.cli.advise_traffic import advise_traffic, check
+
+        others = {"concurrency": concurrency, "max-tokens": max_tokens, "seed": seed, "out": out}
+        wanted = check(traffic, price, others)
+        return advise_traffic(
+            model,
+            wanted,
+            price=price,
+            prompts=prompts,
+            draft_models=draft_model or [],
+            temperature=temperature,
+            quick=quick,
+            raw=raw,
+            as_json=json,
+            options=options,
+        )
+    if price is not None:
+        raise InvalidParameter("price", "has no meaning without --traffic; leave it out")
     levels = sorted(concurrencies(concurrency or (QUICK_CONCURRENCY if quick else CONCURRENCY)))
     if max_tokens is None:
         max_tokens = QUICK_MAX_TOKENS if quick else MAX_TOKENS
@@ -55,8 +84,7 @@ def advise(
     check_halves(halves(asked), levels, max_tokens)
     folder = choose_folder(out, model, "paceline-advice", FILES)
     settings = {**settings_of(plan, prompts, asked), "draft_models": draft_model or [], "quick": quick}
-    options = {"raw": raw, "dtype": dtype, "device": device, "threads": threads}
-    advice, stopped = run(model, options, asked, plan, settings)
+    advice, stopped = run(model, {"raw": raw, **options}, asked, plan, settings)
     finish(advice, folder, as_json=json)
     if isinstance(stopped, KeyboardInterrupt):
         print_note(f"interrupted; missing: {', '.join(advice.missing)}")

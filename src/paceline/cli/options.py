@@ -226,8 +226,8 @@ def with_options(command: Callable[..., int], without: Sequence[str] = ()) -> Ca
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> int:
-        for name in hints:
-            refuse_undecodable(name, values[name])
+        for parameter in shared:
+            refuse_undecodable(parameter.name, values[parameter.name])
         options = RunOptions(**{parameter.name: values.pop(parameter.name) for parameter in shared})
         return command(**values, options=options)
 

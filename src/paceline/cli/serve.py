@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +18,7 @@ from paceline.cli.speculation import speculation_arguments
 from paceline.errors import InvalidParameter, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.server.app import ServerSettings
+    from paceline.server.state import ServerSettings
 
 KEY_VARIABLE = "PACELINE_API_KEY"
 _flag = functools.partial(typer.Option, rich_help_panel="Server")
@@ -37,7 +39,17 @@ def serve(
     request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001)] = 600.0,
     grace: Annotated[float, _flag(help="Seconds for running requests to finish at a stop.", min=0)] = 10.0,
     cors_origin: Annotated[list[str] | None, _flag(help="Allow pages of this origin; repeatable.")] = None,
+    capture: Annotated[
+        Path | None,
+        _flag(help="Append every prompt and answer to this file, for `train --data`. Tell the users.", metavar="FILE"),
+    ] = None,
     log_json: Annotated[bool, _flag("--log-json", help="Logs as JSON, one object a line.")] = False,
+    replicas: Annotated[
+        int | None, _flag(help="Engines behind one address on this machine, by Ray; needs paceline[ray].", min=1)
+    ] = None,
+    max_replicas: Annotated[
+        int | None, _flag(help="With --replicas: as many where the load asks for it.", min=1)
+    ] = None,
     *,
     options: RunOptions,
 ) -> int:
@@ -57,16 +69,44 @@ def serve(
         request_limit_s=request_limit,
         grace_s=grace,
         cors_origins=tuple(cors_origin or ()),
+        capture=capture,
     )
     listener = listen(host, port)
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:
         print_note(f"listening on {host} without an API key: every machine that reaches it can use it")
+    if replicas is not None or max_replicas is not None:
+        return serve_replicas(settings, listener, replicas or 1, max_replicas, log_json=log_json)
     from paceline.server.run import run
 
     return run(settings, listener, log_json=log_json)
 
 
 serve = with_options(serve, without=REQUEST_FIELDS)
+
+
+def serve_replicas(
+    settings: ServerSettings, listener: socket.socket, replicas: int, max_replicas: int | None, *, log_json: bool
+) -> int:
+    """Until a signal."""
+    if settings.capture is not None:
+        raise InvalidParameter("capture", "replicas would write one file; serve without --replicas to capture")
+    if log_json:
+        raise InvalidParameter("log-json", "Ray writes the logs of replicas; set RAY_SERVE_LOG_ENCODING=JSON instead")
+    try:
+        from paceline.server import ray
+    except ImportError as error:
+        raise PacelineError(f"replicas need more packages ({error.name}); pip install 'paceline[ray]'") from error
+    stopped = threading.Event()
+    try:
+        where = ray.start(settings, listener, replicas, max_replicas)
+        for number in (signal.SIGINT, signal.SIGTERM):  # now: Ray has set handlers of its own
+            signal.signal(number, lambda *_: stopped.set())
+        print_note(f"{replicas} replicas of {settings.engine.model} at {where}")
+        while not stopped.wait(1):  # in steps: a signal is noticed between them
+            pass
+    finally:
+        ray.stop()
+    return 0
 
 
 def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) -> ServerSettings:
@@ -77,14 +117,14 @@ def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) 
     config = drafting.pop("speculative_config")
     speculation = SpeculationConfig(**drafting)
     try:
-        from paceline.server.app import ServerSettings
         from paceline.server.engine_client import EngineSettings
+        from paceline.server.state import ServerSettings
     except ImportError as error:
         raise PacelineError(f"serving needs more packages ({error.name}); pip install 'paceline[serve]'") from error
     return ServerSettings(
         engine=EngineSettings(
             options.model,
-            {name: getattr(options, name) for name in ("dtype", "device", "threads", "numerics")},
+            {name: getattr(options, name) for name in ("dtype", "device", "threads", "numerics", "activations")},
             EngineConfig(
                 max_model_len=options.max_model_len, gpu_memory_fraction=options.gpu_memory_fraction, **engine
             ),

@@ -133,6 +133,12 @@ class Acceptance:
         self._fresh.clear()
         self._by_key.clear()
 
+    def forget(self, method: str) -> None:
+        """Its record no longer holds: it is met anew."""
+        self._records = {key: record for key, record in self._records.items() if key[0] != method}
+        self._promises.pop(method, None)
+        self._by_key.clear()
+
     def state(self) -> list[dict[str, Any]]:
         return [
             {"method": method, "sampled": sampled, "evidence": evidence, "tried": [*tried], "hit": [*hit]}

@@ -377,6 +377,12 @@ class AdaptivePolicy:
         self._drafter_of.pop(sequence.key, None)
         self._looked_at.discard(sequence.key)
 
+    def relearn(self, method: str) -> None:
+        """How often the method's drafts are accepted has changed: measure it again, and without a pause."""
+        self.meanwhile()
+        self._acceptance.forget(method)
+        self._guard, self._pause, self._pause_left = Guard(), 1, 0
+
     # -- between runs
 
     def state(self) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class Delta(NamedTuple):
     finish_reason: str | None
     ended: Ended | None  # with the last one
     logprobs: list[dict[int, tuple[float, int]]] | None = None  # per token, of requests that asked for them
+    draft: tuple[str, int, int] | None = None  # of the step: method, nodes, depth
 
 
 class Failed(NamedTuple):
@@ -272,8 +273,9 @@ class EngineLoop:
             finish_reason = sequence.finish_reason if output.finished else None
             tokens, kinds = list(output.tokens), list(output.kinds)
             logprobs = None if sequence.logprobs is None else sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
+            draft = (output.method, output.drafted, output.depth) if output.drafted else None
             self._outputs.put(
-                Delta(request_id, sequence.index, tokens, kinds, output.text, finish_reason, ended, logprobs)
+                Delta(request_id, sequence.index, tokens, kinds, output.text, finish_reason, ended, logprobs, draft)
             )
         elif ended is not None:
             self._outputs.put(ended)

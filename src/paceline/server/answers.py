@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from paceline.server import messages as m
 from paceline.server.engine_client import EngineClient, Stream
 from paceline.tokenizer import Tokenizer
 
+KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
 _ERRORS = {each.__name__: each for each in (EngineDied, InvalidPrompt, PacelineError, QueueFull, RequestFailed)}
 
 
@@ -29,10 +30,22 @@ class Piece:
 
     index: int
     text: str
+    token_texts: list[str]  # by token; a character of several tokens belongs to its last
     tokens: list[int]
     kinds: list[int]
     finish_reason: str | None
     logprobs: list[list[m.LoggedToken]] | None
+    draft: tuple[str, int, int] | None  # of the step: method, nodes, depth
+
+    def details(self) -> dict[str, Any]:
+        """For requests with `return_token_ids`: what each token is, and what the step drafted."""
+        draft = None if self.draft is None else dict(zip(("method", "nodes", "depth"), self.draft, strict=True))
+        return {
+            "token_ids": self.tokens,
+            "token_kinds": [KINDS[kind] for kind in self.kinds],
+            "token_texts": self.token_texts,
+            "draft": draft,
+        }
 
 
 @dataclass
@@ -45,6 +58,7 @@ class Generation:
     params: SamplingParams
     stream: Stream
     limit_s: float
+    on_end: Callable[[Generation], None]
     ended: m.Ended | None = None
     _decoders: dict[int, TextDecoder] = field(default_factory=dict)
 
@@ -59,10 +73,11 @@ class Generation:
         streamed: bool,
         request_id: str,
         limit_s: float,
+        on_end: Callable[[Generation], None] = lambda generation: None,
     ) -> Generation:
         """Raises at once where the engine refuses a streamed request, so that the answer has the right status."""
         stream = await client.submit(prompt, params, streamed=streamed, request_id=request_id)
-        self = cls(client, tokenizer, prompt, params, stream, limit_s)
+        self = cls(client, tokenizer, prompt, params, stream, limit_s, on_end)
         if streamed:
             try:
                 await self._next()
@@ -75,17 +90,26 @@ class Generation:
         while True:
             event = await self._next()
             if isinstance(event, m.Ended):
-                self.ended = event
+                self._end(event)
                 return
             assert isinstance(event, m.Delta)
-            text = event.text if self.params.stop else self._decode(event)
-            yield Piece(event.index, text, event.tokens, event.kinds, event.finish_reason, event.logprobs)
+            texts = self._decode(event)
+            yield Piece(
+                event.index,
+                event.text if self.params.stop else "".join(texts),
+                texts,
+                event.tokens,
+                event.kinds,
+                event.finish_reason,
+                event.logprobs,
+                event.draft,
+            )
 
     async def answers(self) -> list[m.Answer]:
         """Of a request that is not streamed."""
         event = await self._next()
         assert isinstance(event, m.Ended)
-        self.ended = event
+        self._end(event)
         return event.answers
 
     def text_of(self, answer: m.Answer) -> str:
@@ -97,6 +121,10 @@ class Generation:
     def cancel(self) -> None:
         if self.ended is None:
             self.client.cancel(self.stream.request_id)
+
+    def _end(self, event: m.Ended) -> None:
+        self.ended = event
+        self.on_end(self)
 
     async def _next(self) -> m.Event:
         left = self.stream.submitted_at + self.limit_s - time.perf_counter()
@@ -110,13 +138,16 @@ class Generation:
             raise _ERRORS.get(event.kind, RequestFailed)(event.error)
         return event
 
-    def _decode(self, delta: m.Delta) -> str:
+    def _decode(self, delta: m.Delta) -> list[str]:
+        """Text by token. Of requests with stop strings it is that of all tokens, the stop's included."""
         decoder = self._decoders.get(delta.index)
         if decoder is None:
             decoder = self.tokenizer.incremental_decoder(self.params.skip_special_tokens)
             self._decoders[delta.index] = decoder
-        text = "".join([decoder.push(token) for token in delta.tokens])
-        return text if delta.finish_reason is None else text + decoder.flush()
+        texts = [decoder.push(token) for token in delta.tokens]
+        if texts and delta.finish_reason is not None:
+            texts[-1] += decoder.flush()
+        return texts
 
 
 def usage(generations: list[Generation]) -> dict[str, Any]:
@@ -143,10 +174,3 @@ def usage(generations: list[Generation]) -> dict[str, Any]:
             "methods": total.drafts_by_method,
         },
     }
-
-
-KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
-
-
-def kind_names(kinds: list[int]) -> list[str]:
-    return [KINDS[kind] for kind in kinds]

@@ -4,102 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
+from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
 
 from paceline import __version__
-from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, PacelineError
-from paceline.sampling_params import SamplingParams
+from paceline.errors import (
+    EngineClosed,
+    InvalidParameter,
+    PacelineError,
+    RequestFailed,
+)
 from paceline.server import chat, completions, responses
 from paceline.server.answers import Generation
-from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
-from paceline.server.errors import body_of, from_validation
+from paceline.server.capture import Capture
+from paceline.server.engine_client import EngineClient
+from paceline.server.errors import Forbidden, body_of, from_http, from_validation
 from paceline.server.gate import Gate, error_response
 from paceline.server.metrics import Metrics
-from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from paceline.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ReloadRequest,
+    TokenizeRequest,
+)
+from paceline.server.state import ServerSettings, State
 from paceline.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
-LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    engine: EngineSettings
-    served_name: str | None = None  # None: the model's name
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 4 << 20
-    request_limit_s: float = 600.0
-    grace_s: float = 10.0  # running requests may finish within it when the server stops
-    cors_origins: tuple[str, ...] = ()
-
-
-@dataclass
-class State:
-    """What routes share; set up when the application starts."""
-
-    settings: ServerSettings
-    client: EngineClient
-    metrics: Metrics
-    started: float = field(default_factory=time.time)
-    stopping: bool = False
-    _tokenizer: Tokenizer | None = None
-
-    @property
-    def name(self) -> str:
-        return self.settings.served_name or self.settings.engine.model
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_path(Path(self.client.info["path"]))
-        return self._tokenizer
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in (self.name, self.settings.engine.model):
-            raise ModelNotFound(f"model {name!r} is not served here; {self.name!r} is")
-
-    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        if not prompt:
-            raise InvalidPrompt("the prompt is empty; give at least one character")
-        if len(prompt) < LONG_TEXT:
-            return self.tokenizer.encode(prompt, special)
-        return await asyncio.to_thread(self.tokenizer.encode, prompt, special)
-
-    async def start(
-        self, prompt: list[int], params: SamplingParams, body: Sampling, *, streamed: bool, prefix: str
-    ) -> Generation:
-        if self.stopping:
-            raise EngineClosed("the server is shutting down; try another one")
-        request_id = new_request_id(prefix)
-        self.metrics.submitted(request_id, len(prompt), body.tag)
-        return await Generation.start(
-            self.client,
-            self.tokenizer,
-            prompt,
-            params.resolve(self.client.info.get("generation_defaults", {})),
-            streamed=streamed,
-            request_id=request_id,
-            limit_s=self.settings.request_limit_s,
-        )
+STATIC = Path(__file__).parent / "static"
+# The playground loads nothing from elsewhere and runs no inline script.
+PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    metrics = Metrics(_warn_of_drift)
+    metrics = Metrics(lambda method, rate: _on_drift(client, method, rate))
     client = EngineClient(settings.engine, [metrics.observe], metrics.cancelled)
-    state = State(settings, client, metrics)
+    state = State(settings, client, metrics, capture=None if settings.capture is None else Capture(settings.capture))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -112,11 +66,15 @@ def create_app(settings: ServerSettings) -> FastAPI:
         while client.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         await client.close()
+        if state.capture is not None:
+            state.capture.close()
 
     app = FastAPI(title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.paceline = state
     app.add_exception_handler(PacelineError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
     _add_routes(app, state)
     app.add_middleware(
         Gate,
@@ -134,6 +92,12 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, state: State) -> None:
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> Response:
+        return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
+
     @app.get("/health")
     async def health() -> Response:
         down = state.client.down
@@ -156,8 +120,9 @@ def _add_routes(app: FastAPI, state: State) -> None:
             "object": "model",
             "created": int(state.started),
             "owned_by": "paceline",
-            "max_model_len": info.get("max_model_len"),
+            **{name: info.get(name) for name in ("max_model_len", "device", "dtype")},
             "methods": info.get("methods", []),
+            "captured": state.capture is not None,
         }
         return _json({"object": "list", "data": [entry]})
 
@@ -176,11 +141,19 @@ def _add_routes(app: FastAPI, state: State) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         state.check_model(body.model)
-        vocab = state.client.info["vocab_size"]
-        bad = next((token for token in body.tokens if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise InvalidParameter("tokens", f"token id {bad} is outside the vocabulary of {vocab}")
+        state.check_tokens("tokens", body.tokens)
         return _json({"prompt": state.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    @app.post("/v1/drafters/reload", include_in_schema=False)  # of the server's operator, not of its clients
+    async def reload(body: ReloadRequest, request: Request) -> Response:
+        if not _is_local(request):
+            raise Forbidden("a drafter is reloaded from the server's own machine only")
+        began = time.perf_counter()
+        log.info("loading drafter %s beside the engine that serves", body.drafter)
+        await state.client.reload(body.drafter)
+        seconds = round(time.perf_counter() - began, 2)
+        log.info("new requests are drafted for by %s, after %s s", body.drafter, seconds)
+        return _json({"drafter": body.drafter, "methods": state.client.info["methods"], "seconds": seconds})
 
     @app.post("/v1/completions")
     async def completions_route(body: CompletionRequest, request: Request) -> Response:
@@ -192,7 +165,8 @@ def _add_routes(app: FastAPI, state: State) -> None:
         async with contextlib.AsyncExitStack() as running:
             generations = []
             for prompt in prompts:
-                generations.append(await state.start(prompt, params, body, streamed=streamed, prefix="cmpl"))
+                text = functools.partial(_keep_text, state.tokenizer, prompt)
+                generations.append(await state.start(prompt, params, body, streamed=streamed, prefix="cmpl", keep=text))
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
@@ -205,9 +179,10 @@ def _add_routes(app: FastAPI, state: State) -> None:
     async def chat_route(body: ChatRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
-        text = state.tokenizer.render_chat(body.conversation(), **body.template_variables())
-        prompt = await state.encode(text, special=False)
-        generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl")
+        conversation, variables = body.conversation(), body.template_variables()
+        prompt = await state.encode(state.tokenizer.render_chat(conversation, **variables), special=False)
+        keep = None if variables else functools.partial(Capture.chat, messages=conversation)  # the prompt has more
+        generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep)
         if streamed:
             return _sse(chat.chunks(generation, body, state.name), [generation])
         try:
@@ -220,8 +195,10 @@ def _add_routes(app: FastAPI, state: State) -> None:
     async def responses_route(body: responses.ResponseRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
-        prompt = await state.encode(state.tokenizer.render_chat(body.conversation()), special=False)
-        generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp")
+        conversation = body.conversation()
+        prompt = await state.encode(state.tokenizer.render_chat(conversation), special=False)
+        keep = functools.partial(Capture.chat, messages=conversation)
+        generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
         if streamed:
             return _sse(responses.events(generation, body, state.name), [generation], named=True)
         try:
@@ -229,6 +206,13 @@ def _add_routes(app: FastAPI, state: State) -> None:
         finally:
             generation.cancel()
         return _json(responses.response(generation, answer, body, state.name))
+
+
+def _is_local(request: Request) -> bool:
+    try:
+        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -247,6 +231,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         for task in (working, watching):
             task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _sse(
@@ -274,8 +259,16 @@ def _sse(
     return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 
-def _warn_of_drift(method: str, rate: float) -> None:
-    log.warning("drafter %s: its first token was accepted in %.0f %% of drafts, and that fell", method, 100 * rate)
+def _on_drift(client: EngineClient, method: str, rate: float) -> None:
+    log.warning(
+        "drafter %s: its first token was accepted in %.0f %% of drafts, and that fell; it is measured again",
+        *(method, 100 * rate),
+    )
+    client.relearn(method)
+
+
+def _keep_text(tokenizer: Tokenizer, prompt: list[int], capture: Capture, answer: str) -> None:
+    capture.text(tokenizer.decode(prompt), answer)
 
 
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -290,3 +283,13 @@ async def _on_error(_: Request, error: Exception) -> Response:
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return error_response(from_validation(error))
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    """A path or method that is not there, or a body that is no JSON at all."""
+    assert isinstance(error, HTTPException)
+    return _json(from_http(error), error.status_code, dict(error.headers or {}))
+
+
+async def _on_bug(_: Request, error: Exception) -> Response:
+    return error_response(RequestFailed(f"the server failed at this request: {type(error).__name__}"))

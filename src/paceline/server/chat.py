@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from paceline.server import messages as m
-from paceline.server.answers import Generation, Piece, kind_names, usage
+from paceline.server.answers import Generation, Piece, usage
 from paceline.server.protocol import ChatRequest
 from paceline.server.tools import ToolParser
 
@@ -92,7 +92,7 @@ def _chunk_choice(
         "finish_reason": reason,
     }
     if request.return_token_ids:
-        choice |= {"token_ids": piece.tokens, "token_kinds": kind_names(piece.kinds)}
+        choice |= piece.details()
     return choice
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from paceline.server import messages as m
-from paceline.server.answers import Generation, Piece, kind_names, usage
+from paceline.server.answers import Generation, Piece, usage
 from paceline.server.protocol import CompletionRequest
 
 
@@ -91,7 +91,7 @@ def _chunk_choice(generation: Generation, at: int, piece: Piece, request: Comple
         "finish_reason": piece.finish_reason,
     }
     if request.return_token_ids:
-        choice |= {"token_ids": piece.tokens, "token_kinds": kind_names(piece.kinds)}
+        choice |= piece.details()
     return choice
 
 

@@ -1,55 +1,43 @@
-"""The HTTP process's side of the engine: starts its process, sends requests, hands events to the waiting tasks.
+"""The HTTP process's side of the engine: sends requests to its process and hands events to the waiting tasks.
 
 A reader that is slow keeps its own events waiting in its own inbox and slows no other. When the engine's process ends,
-every open request fails at once, and the process is started again a bounded number of times.
+every open request fails at once, and the process is started again a bounded number of times. A reload starts a second
+process; once that is ready new requests go to it, and the first one ends after its last request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import zmq
 import zmq.asyncio
 
-from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, PacelineError
+from paceline.models.hub import resolve
 from paceline.sampling_params import SamplingParams
 from paceline.server import messages as m
-from paceline.server.messages import Settings
+from paceline.server.engine_process import EngineProcess
+from paceline.server.engine_process import EngineSettings as EngineSettings
 
 log = logging.getLogger("paceline.server")
 RESTARTS = 3  # within RESTART_WINDOW_S; after that the server stays down, and /health says why
 RESTART_WINDOW_S = 600.0
-STOP_S = 10.0  # for the engine to store its state
 _PARAM_FIELDS = [each.name for each in fields(SamplingParams)]
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    model: str
-    load: dict[str, Any] = field(default_factory=dict)  # keywords of build.load
-    engine: EngineConfig = EngineConfig()  # noqa: RUF009  (frozen)
-    speculation: SpeculationConfig = SpeculationConfig()  # noqa: RUF009  (frozen)
 
 
 class Stream:
     """Events of one request, in the order the engine sent them."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id, self.submitted_at = request_id, time.perf_counter()
+    def __init__(self, request_id: str, process: EngineProcess) -> None:
+        self.request_id, self.process, self.submitted_at = request_id, process, time.perf_counter()
         self._events: deque[m.Event] = deque()
         self._arrived = asyncio.Event()
 
@@ -75,144 +63,167 @@ class EngineClient:
         self.settings = settings
         self.info: dict[str, Any] = {}  # of the last `Ready`
         self.down: str | None = "the model is being loaded"  # None: requests are served
+        self.lost = False  # it ended too often, and is not started again
         self.starts = 0
         self._observers, self._on_cancel = observers, on_cancel
         self._streams: dict[str, Stream] = {}
-        self._reloads: dict[str, asyncio.Future[None]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_at: deque[float] = deque()
+        self._process: EngineProcess | None = None  # that takes new requests
+        self._processes: set[EngineProcess] = set()  # with those that finish their last requests
+        self._failures: deque[float] = deque()  # when processes ended by themselves
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
         self._context = zmq.asyncio.Context()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self._reloading = self._closing = False
 
     async def start(self) -> None:
         """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
-        await self._launch()
+        await self._launch(self.settings)
 
     async def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> Stream:
-        if self.down is not None:
-            raise EngineDied(self.down)
-        stream = self._streams[request_id] = Stream(request_id)
+        if self.down is not None or self._process is None:
+            raise EngineDied(self.down or "the engine is not running")
         given = {name: getattr(params, name) for name in _PARAM_FIELDS}
-        await self._commands.send(m.encode_command(m.Submit(request_id, prompt, given, streamed)))
+        sent = self._process.send(m.Submit(request_id, prompt, given, streamed))
+        stream = self._streams[request_id] = Stream(request_id, self._process)
+        await sent
         return stream
 
     def cancel(self, request_id: str) -> None:
         """Free a request that is no longer wanted; harmless after its end."""
-        if self._streams.pop(request_id, None) is None:
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
             return
         self._on_cancel(request_id)
-        if self.down is None:
-            self._spawn(self._commands.send(m.encode_command(m.Cancel([request_id]))))
+        self._send(stream.process, m.Cancel([request_id]))
+
+    def relearn(self, method: str) -> None:
+        """The policy forgets how often drafts of the method were accepted, and measures again."""
+        if self._process is not None:
+            self._send(self._process, m.Relearn(method))
 
     @property
     def num_open(self) -> int:
         return len(self._streams)
 
+    async def reload(self, drafter: str) -> None:
+        """Serve with the drafter in this folder; raises PacelineError, and goes on as before, where it cannot be."""
+        if self._reloading:
+            raise PacelineError("a drafter is being loaded already; wait for it")
+        self._reloading = True
+        try:
+            await asyncio.to_thread(resolve, drafter)  # a wrong name is found before anything is started
+            settings = replace(self.settings, speculation=replace(self.settings.speculation, drafter=drafter))
+            await self._launch(settings)
+            self.settings = settings
+        finally:
+            self._reloading = False
+
     async def close(self) -> None:
         """Stop the engine; open requests fail."""
         self._closing, self.down = True, "the server is shutting down"
-        process = self._process
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, STOP_S)
-            if process.poll() is None:
-                process.kill()
+        await asyncio.gather(*(process.stop() for process in self._processes))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_open(self.down)
+        self._fail(list(self._streams.values()), self.down)
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
-    # -- the process
+    # -- processes
 
-    async def _launch(self) -> None:
+    async def _launch(self, settings: EngineSettings) -> None:
         self.starts += 1
-        self._started_at.append(time.monotonic())
-        folder = Path(self._folder.name) / str(self.starts)  # sockets of its own: no message of a dead engine arrives
-        folder.mkdir()
-        addresses = f"ipc://{folder}/commands", f"ipc://{folder}/events"
-        self._commands = self._context.socket(zmq.PUSH)
-        self._events = self._context.socket(zmq.PULL)
-        for socket, address in zip((self._commands, self._events), addresses, strict=True):
-            socket.set(zmq.LINGER, 0)
-            socket.set_hwm(0)
-            socket.bind(address)
-        each = self.settings
-        settings = Settings(*addresses, each.model, each.load, each.engine, each.speculation, log_level_name())
-        command = [sys.executable, "-m", "paceline.server.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
-        self._process.stdin.flush()
-        gone = asyncio.get_running_loop().create_task(asyncio.to_thread(self._process.wait))
-        receive = asyncio.ensure_future(self._events.recv())
-        await asyncio.wait((gone, receive), return_when=asyncio.FIRST_COMPLETED)
-        if not receive.done():
-            receive.cancel()
-            raise EngineDied(f"the engine's process ended while loading the model, with {_exit(self._process)}")
-        (first,) = m.decode_events(receive.result())
-        if isinstance(first, m.LoadFailed):
-            await gone
-            raise PacelineError(first.error)
-        assert isinstance(first, m.Ready)
-        self.info, self.down = first.info, None
-        self._spawn(self._receive(self._events))
-        self._spawn(self._watch(gone))
+        process = EngineProcess(settings, self._context, Path(self._folder.name) / str(self.starts))
+        self._processes.add(process)
+        try:
+            ready = await process.start()
+        except BaseException:
+            self._processes.discard(process)
+            raise
+        if self._process is not None:
+            self._spawn(self._retire(self._process))
+        self._process, self.info, self.down = process, ready.info, None
+        self._observe(ready)
+        self._spawn(self._receive(process))
+        self._spawn(self._watch(process))
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+    async def _receive(self, process: EngineProcess) -> None:
         while True:
-            for event in m.decode_events(await socket.recv()):
-                for observe in self._observers:
-                    observe(event)
+            for event in await process.receive():
                 match event:
                     case m.Accepted() | m.Delta():
                         stream = self._streams.get(event.request_id)
                     case m.Ended() | m.Failed():
                         stream = self._streams.pop(event.request_id, None)
-                    case _:
+                    case m.Gauges() if process is not self._process:
                         continue
+                    case _:
+                        stream = None
+                self._observe(event)
                 if stream is not None:
                     stream.put(event)
 
-    async def _watch(self, gone: asyncio.Task[int]) -> None:
-        await gone
+    async def _retire(self, process: EngineProcess) -> None:
+        while any(stream.process is process for stream in self._streams.values()):
+            await asyncio.sleep(0.05)
+        log.info("the engine before the reload has answered its last request")
+        await process.stop()
+
+    async def _watch(self, process: EngineProcess) -> None:
+        await asyncio.shield(process.gone)
         if self._closing:
             return
-        assert self._process is not None
-        reason = f"the engine's process ended with {_exit(self._process)}"
-        log.error("%s; %d requests fail", reason, len(self._streams))
-        self.down = f"{reason}; it is being started again"
-        self._fail_open(reason)
-        now = time.monotonic()
-        while self._started_at and now - self._started_at[0] > RESTART_WINDOW_S:
-            self._started_at.popleft()
-        if len(self._started_at) > RESTARTS:
-            self.down = f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again"
-            log.critical("%s", self.down)
-            return
-        self._spawn(self._relaunch(reason))
+        self._processes.discard(process)
+        left = [stream for stream in self._streams.values() if stream.process is process]
+        reason = f"the engine's process ended with {process.exit}"
+        if left or process is self._process:
+            log.error("%s; %d requests fail", reason, len(left))
+        if process is self._process:
+            self._process, self.down = None, f"{reason}; it is being started again"
+            self._spawn(self._relaunch(reason))
+        self._fail(left, reason)
+        process.close()
 
     async def _relaunch(self, reason: str) -> None:
-        for socket in (self._commands, self._events):
-            socket.close(0)
-        try:
-            await self._launch()
-            log.warning("the engine serves again")
-        except PacelineError as error:
-            self.down = f"{reason}, and could not be started again: {error}"
-            log.critical("%s", self.down)
+        while self._may_restart():
+            try:
+                await self._launch(self.settings)
+                log.warning("the engine serves again")
+                return
+            except EngineDied as error:  # its process was killed while it loaded the model
+                reason = str(error)
+                log.error("%s", reason)
+            except PacelineError as error:
+                self._give_up(f"{reason}, and could not be started again: {error}")
+                return
+        self._give_up(f"{reason}, for the {RESTARTS + 1}th time in {RESTART_WINDOW_S:.0f} s; start the server again")
 
-    def _fail_open(self, reason: str) -> None:
-        for request_id, stream in list(self._streams.items()):
-            failed = m.Failed(request_id, EngineDied.__name__, reason, None)
+    def _may_restart(self) -> bool:
+        """Counts one more failure."""
+        now = time.monotonic()
+        self._failures.append(now)
+        while now - self._failures[0] > RESTART_WINDOW_S:
+            self._failures.popleft()
+        return len(self._failures) <= RESTARTS
+
+    def _give_up(self, reason: str) -> None:
+        self.lost, self.down = True, reason
+        log.critical("%s", reason)
+
+    def _fail(self, streams: Sequence[Stream], reason: str) -> None:
+        for stream in streams:
+            failed = m.Failed(stream.request_id, EngineDied.__name__, reason, None)
+            self._streams.pop(stream.request_id, None)
             stream.put(failed)
-            for observe in self._observers:
-                observe(failed)
-        self._streams.clear()
+            self._observe(failed)
+
+    def _observe(self, event: m.Event) -> None:
+        for observe in self._observers:
+            observe(event)
+
+    def _send(self, process: EngineProcess, command: m.Command) -> None:
+        if process in self._processes:
+            self._spawn(process.send(command))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -222,12 +233,3 @@ class EngineClient:
 
 def new_request_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def log_level_name() -> str:
-    return logging.getLevelName(logging.getLogger("paceline").getEffectiveLevel())
-
-
-def _exit(process: subprocess.Popen[bytes]) -> str:
-    code = process.poll()
-    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

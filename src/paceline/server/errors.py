@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 
 from paceline.errors import EngineClosed, EngineDied, InvalidParameter, ModelNotFound, PacelineError, QueueFull
 from paceline.errors import RequestFailed as RequestFailed
@@ -17,12 +18,17 @@ class Unauthorised(PacelineError):
     pass
 
 
+class Forbidden(PacelineError):
+    pass
+
+
 class BodyTooLarge(PacelineError):
     pass
 
 
 _STATUS: tuple[tuple[type[PacelineError], int, str], ...] = (
     (Unauthorised, 401, "authentication_error"),
+    (Forbidden, 403, "permission_error"),
     (ModelNotFound, 404, "not_found_error"),
     (BodyTooLarge, 413, "invalid_request_error"),
     (QueueFull, 429, "rate_limit_error"),
@@ -40,8 +46,13 @@ def status_of(error: PacelineError) -> int:
 
 def body_of(error: PacelineError) -> dict[str, Any]:
     kind = next(name for each, _, name in _STATUS if isinstance(error, each))
-    param = error.field if isinstance(error, InvalidParameter) else None
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": type(error).__name__}}
+    param = _utf8(error.field) if isinstance(error, InvalidParameter) else None
+    return {"error": {"message": _utf8(str(error)), "type": kind, "param": param, "code": type(error).__name__}}
+
+
+def _utf8(text: str) -> str:
+    """A request may hold a lone surrogate, and its error quote it."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def headers_of(error: PacelineError) -> dict[str, str]:
@@ -57,3 +68,10 @@ def from_validation(error: RequestValidationError) -> InvalidParameter:
     if first["type"] == "json_invalid":
         return InvalidParameter("body", f"is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     return InvalidParameter(".".join(path) or "body", first["msg"])
+
+
+def from_http(error: HTTPException) -> dict[str, Any]:
+    """The body of an error that the framework raised itself."""
+    kind = next((name for _, status, name in _STATUS if status == error.status_code), "invalid_request_error")
+    message = "the body is not valid JSON in UTF-8" if error.status_code == 400 else str(error.detail).lower()
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}

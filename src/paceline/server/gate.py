@@ -18,7 +18,8 @@ from paceline.errors import PacelineError
 from paceline.server.errors import BodyTooLarge, Unauthorised, body_of, headers_of, status_of
 
 log = logging.getLogger("paceline.server")
-OPEN_PATHS = ("/health", "/version")  # that need no key
+OPEN_PATHS = ("/", "/health", "/version")  # that need no key; the playground asks for it
+OPEN_FOLDER = "/static/"
 DRAIN = 8  # times the limit of a body that is read and dropped
 MAX_ID = 128  # characters of a request id that a client may choose
 
@@ -88,7 +89,7 @@ class Gate:
         return length.isdigit() and int(length) > self._limit
 
     def _refusal(self, path: str, headers: Headers) -> Unauthorised | None:
-        if not self._keys or path in OPEN_PATHS:
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return None
         given = headers.get("authorization", "").removeprefix("Bearer ").encode()
         matches = [hmac.compare_digest(given, key) for key in self._keys]  # every key is compared

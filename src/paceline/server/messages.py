@@ -40,14 +40,13 @@ class Cancel(msgspec.Struct, tag=True, array_like=True, frozen=True):
     request_ids: list[str]
 
 
-class Reload(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Replace the drafter by the checkpoint in this folder; answered by `Reloaded`."""
+class Relearn(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The policy is to forget how often drafts of this method were accepted."""
 
-    ticket: str
-    folder: str
+    method: str
 
 
-Command = Submit | Cancel | Reload
+Command = Submit | Cancel | Relearn
 
 
 # -- from the engine
@@ -85,6 +84,7 @@ class Delta(msgspec.Struct, tag=True, array_like=True, frozen=True):
     text: str  # of requests with stop strings; else empty, and the receiver decodes the tokens
     finish_reason: str | None
     logprobs: list[list[LoggedToken]] | None  # per token: the chosen one first, then the most likely
+    draft: tuple[str, int, int] | None  # of the step: method, nodes, depth
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -112,11 +112,6 @@ class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):
     field: str | None  # the parameter that was refused
 
 
-class Reloaded(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    ticket: str
-    error: str | None
-
-
 class Gauges(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """State of the engine, sent at most a few times a second."""
 
@@ -130,7 +125,7 @@ class Gauges(msgspec.Struct, tag=True, array_like=True, frozen=True):
     failed_drafters: dict[str, str]  # a drafter that failed and is off, and why
 
 
-Event = Accepted | Delta | Ended | Failed | Gauges | Reloaded | Ready | LoadFailed
+Event = Accepted | Delta | Ended | Failed | Gauges | Ready | LoadFailed
 
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

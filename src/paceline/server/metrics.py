@@ -86,6 +86,10 @@ class Metrics:
                 self.failed.labels(event.kind).inc()
             case m.Gauges():
                 self._gauges(event)
+            case m.Ready():  # a new process, maybe with another drafter
+                self.starts.inc()
+                self._drift = DriftMonitor()
+                self.drafter_failed.clear()
 
     def render(self) -> bytes:
         return bytes(generate_latest(self.registry))

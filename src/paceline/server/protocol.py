@@ -7,14 +7,16 @@ token (user, metadata, store, service_tier) are taken and have no effect; they a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_BATCH = 256  # prompts of one completions request
 
 
@@ -22,7 +24,27 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Ignored(Body):
+class Whole(Body):
+    """The body of a request, as opposed to a part of one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_surrogates(cls, value: Any) -> Any:
+        """JSON can spell half of a surrogate pair, which no tokenizer takes and no answer can quote."""
+        left = [value]
+        while left:
+            each = left.pop()
+            if isinstance(each, str):
+                if not each.isascii() and _SURROGATE.search(each):
+                    raise ValueError("holds half of a surrogate pair, which is no text")
+            elif isinstance(each, dict):
+                left += [*each, *each.values()]
+            elif isinstance(each, list):
+                left += [part for part in each if not isinstance(part, int)]
+        return value
+
+
+class Ignored(Whole):
     """No token depends on these."""
 
     user: str | None = None
@@ -212,16 +234,20 @@ class ChatRequest(Choices):
         return [plain_message(message) for message in self.messages]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Whole):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Whole):
     model: str | None = None
     tokens: list[int]
+
+
+class ReloadRequest(Body):
+    drafter: Annotated[str, Field(min_length=1)]  # a folder, or whatever --drafter takes
 
 
 def plain_message(message: Message) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import sys
 
 import uvicorn
 
-from paceline.server.app import ServerSettings, State, create_app
+from paceline.server.app import create_app
 from paceline.server.gate import JsonFormatter
+from paceline.server.state import ServerSettings, State
 
 log = logging.getLogger("paceline.server")
 
@@ -26,6 +27,8 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     state: State = app.state.paceline
     host, port = listener.getsockname()[:2]
     log.info("loading %s", settings.engine.model)
+    if settings.capture is not None:
+        log.warning("every prompt and every answer is appended to %s (--capture)", settings.capture)
     try:
         await state.client.start()
     except BaseException:

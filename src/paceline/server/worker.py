@@ -7,12 +7,14 @@ too. One thread receives commands; the main thread owns the engine and sends the
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,6 +23,7 @@ import zmq
 
 from paceline.build import Built, Target, build, load
 from paceline.engine import loop
+from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop, Request
 from paceline.errors import EngineClosed, InvalidParameter, PacelineError
 from paceline.sampling_params import SamplingParams
@@ -59,6 +62,7 @@ class Outbox:
                         event.text,
                         event.finish_reason,
                         _logged(event.logprobs, event.tokens),
+                        event.draft,
                     )
                 )
                 if event.ended is not None:
@@ -150,6 +154,11 @@ class Worker:
                     self._commands.put(loop.Submit([request]))
                 case m.Cancel(request_ids):
                     self._commands.put(loop.Cancel(request_ids))
+                case m.Relearn(method):
+                    self._commands.put(loop.Call(functools.partial(self._relearn, method), Future()))
+
+    def _relearn(self, method: str, _: Engine) -> None:
+        self._built.policy.relearn(method)
 
     def _compile_grammar(self, params: SamplingParams) -> None:
         """In this thread, so that no step waits for it; an error is raised again, and reported, when it is added."""

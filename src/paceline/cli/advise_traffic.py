@@ -1,0 +1,125 @@
+"""`paceline advise --traffic`: how many such machines serve a traffic, with speculation and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.prompts import from_file, shipped
+from paceline.cli.output import human_bytes, print_json, print_note
+from paceline.cli.progress import live
+from paceline.config import AUTO, EngineConfig, SpeculationConfig
+from paceline.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from paceline.advisor.traffic import Capacity, Traffic
+
+SECONDS, QUICK_SECONDS = 20.0, 4.0  # of each point of the load curve
+AT_ONCE, QUICK_AT_ONCE = 64, 16
+PLAIN = "plain decoding"
+
+
+def check(text: str, price: float | None, given: dict[str, Any]) -> Traffic:
+    """Before anything is loaded. `given`: flags of the other advice, which have no meaning here."""
+    from paceline.advisor.traffic import Traffic
+
+    for name, value in given.items():
+        if value:
+            raise InvalidParameter(name, "has no meaning with --traffic; leave it out")
+    if price is not None and not price > 0:
+        raise InvalidParameter("price", f"must be above 0, got {price:g}")
+    return Traffic.parse(text)
+
+
+def advise_traffic(
+    model: str,
+    traffic: Traffic,
+    *,
+    price: float | None,
+    prompts: Path | None,
+    draft_models: list[str],
+    temperature: float,
+    quick: bool,
+    raw: bool,
+    as_json: bool,
+    options: dict[str, Any],
+) -> int:
+    if len(draft_models) > 1:
+        raise InvalidParameter("--draft-model", "give one with --traffic")
+    asked = from_file(prompts) if prompts is not None else shipped()
+    speculation = SpeculationConfig(method=AUTO, draft_model=draft_models[0] if draft_models else None)
+    with live() as bar:
+        bar.stage("starting")
+        from paceline.advisor.seats import build_pair
+        from paceline.advisor.traffic import Capacity, Driver, measure, prompts_of
+        from paceline.build import load
+
+        target = load(model, progress=bar.load, **options)
+        at_once = QUICK_AT_ONCE if quick else AT_ONCE
+        plain, drafting, seats = build_pair(target, speculation, traffic, EngineConfig(max_num_seqs=AT_ONCE))
+        tokenizer = target.loaded.tokenizer
+        talks = [prompt.messages([]) for prompt in asked]
+        texts = [
+            tokenizer.encode(str(talk[-1]["content"])) if raw else tokenizer.apply_chat_template(talk) for talk in talks
+        ]
+        texts = [text for text in texts if text]
+        drivers = {
+            label: Driver(engine, prompts_of(texts, traffic.prompt), traffic, temperature)
+            for label, engine in ((PLAIN, plain), (AUTO, drafting))
+        }
+        seconds = QUICK_SECONDS if quick else SECONDS
+        curves = measure(drivers, traffic, at_once=at_once, seconds=seconds, on_progress=bar.work)
+    found = Capacity(traffic, curves, seats, price)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show(found)
+    return 0
+
+
+def show(found: Capacity) -> None:
+    from paceline.cli.table import print_table
+
+    for label in found.curves:
+        print(sentence(found, label))
+    rows = [
+        [
+            label,
+            f"{point.rate:.2f}",
+            *(f"{1e3 * value:.0f}" for value in (point.ttft_p50, point.ttft_p99)),
+            *(f"{1e3 * value:.0f}" for value in (point.inter_token_p50, point.inter_token_p99)),
+            "yes" if point.meets(found.traffic) else "no",
+        ]
+        for label, curve in found.curves.items()
+        for point in sorted(curve.points, key=lambda each: each.rate)
+    ]
+    columns = ("setting", "requests/s", "TTFT p50", "p99", "inter-token p50", "p99 ", "within limits")
+    print_table("latencies in ms at rates of one machine", columns, rows, left="setting")
+    for note in notes(found):
+        print_note(note)
+
+
+def sentence(found: Capacity, label: str) -> str:
+    machines, curve = found.machines(label), found.curves[label]
+    if machines is None:
+        return (
+            f"{label}: one machine does not keep the limits even at {min(p.rate for p in curve.points):.2f} requests/s."
+        )
+    price = found.per_million(label)
+    cost = "" if price is None else f"; a million tokens of answers cost {price:,.2f}"
+    some = "1 such machine" if machines == 1 else f"{machines} such machines"
+    return f"{label}: {some}; one serves {curve.within(found.traffic):.2f} requests/s within the limits{cost}."
+
+
+def notes(found: Capacity) -> list[str]:
+    lines = ["the engine alone, in this process, without prefix caching; requests arrive at random"]
+    fewest = min(point.requests for curve in found.curves.values() for point in curve.points)
+    if fewest < 100:
+        lines.append(f"p99 of fewer than 100 requests ({fewest} at least) is the worst of them")
+    if (seats := found.seats) is not None:
+        held = f"{human_bytes(seats.weight_bytes)} and {human_bytes(seats.kv_bytes)} a token of context"
+        lines.append(
+            f"the drafters take {held}: the cache holds {seats.drafting} such sequences at once, "
+            f"{seats.plain} without them"
+        )
+    return lines

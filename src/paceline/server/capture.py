@@ -1,0 +1,56 @@
+"""Prompts and answers kept in a file, one JSON object a line, that `paceline train --data` reads. Off unless asked for.
+
+A chat is kept as its messages, a completion as its text. What `train` could not read is left out: tool calls, and
+empty answers. The file is readable by its owner alone, and only appended to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidParameter
+
+log = logging.getLogger("paceline.server")
+ROLES = ("system", "user", "assistant")
+Messages = SequenceOf[Mapping[str, Any]]
+
+
+class Capture:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = -1
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise InvalidParameter("capture", f"{path} cannot be written: {error.strerror}") from error
+
+    def chat(self, answer: str, messages: Messages) -> None:
+        kept = [{"role": each["role"], "content": each.get("content")} for each in messages]
+        readable = all(each["role"] in ROLES and each["content"] for each in kept)
+        if readable and answer.strip() and not any("tool_calls" in each for each in messages):
+            self._write({"messages": [*kept, {"role": "assistant", "content": answer}]})
+
+    def text(self, prompt: str, answer: str) -> None:
+        if answer.strip():
+            self._write({"text": prompt + answer})
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, example: dict[str, Any]) -> None:
+        """A line is one write, so that servers may share a file. A disk that is full costs no request its answer."""
+        if self._file < 0:
+            return
+        try:
+            os.write(self._file, (json.dumps(example, ensure_ascii=False) + "\n").encode("utf-8", "replace"))
+        except OSError as error:
+            log.error("nothing more is captured: %s cannot be written: %s", self.path, error.strerror)
+            self.close()

@@ -1,0 +1,113 @@
+"""What routes share: the settings, the engine, the tokenizer; and how a prompt becomes a generation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, shown
+from paceline.sampling_params import SamplingParams
+from paceline.server.answers import Generation
+from paceline.server.capture import Capture
+from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
+from paceline.server.metrics import Metrics
+from paceline.server.protocol import Sampling
+from paceline.tokenizer import Tokenizer
+
+Keep = Callable[[Capture, str], None]  # writes one answer
+LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    engine: EngineSettings
+    served_name: str | None = None  # None: the model's name
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 4 << 20
+    request_limit_s: float = 600.0
+    grace_s: float = 10.0  # running requests may finish within it when the server stops
+    cors_origins: tuple[str, ...] = ()
+    capture: Path | None = None  # file that prompts and answers are kept in
+
+
+@dataclass
+class State:
+    """What routes share; set up when the application starts."""
+
+    settings: ServerSettings
+    client: EngineClient
+    metrics: Metrics
+    started: float = field(default_factory=time.time)
+    stopping: bool = False
+    capture: Capture | None = None
+    _tokenizer: Tokenizer | None = None
+
+    @property
+    def name(self) -> str:
+        return self.settings.served_name or self.settings.engine.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_path(Path(self.client.info["path"]))
+        return self._tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in (self.name, self.settings.engine.model):
+            raise ModelNotFound(f"model {name!r} is not served here; {self.name!r} is")
+
+    def check_tokens(self, field: str, tokens: list[int]) -> None:
+        """Before they are sent: a message holds no number of more than 64 bits."""
+        vocab = self.client.info["vocab_size"]
+        bad = next((token for token in tokens if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise InvalidParameter(field, f"token id {shown(bad)} is outside the vocabulary of {vocab}")
+
+    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
+        if isinstance(prompt, list):
+            self.check_tokens("prompt", prompt)
+            return prompt
+        if not prompt:
+            raise InvalidPrompt("the prompt is empty; give at least one character")
+        if len(prompt) < LONG_TEXT:
+            return self.tokenizer.encode(prompt, special)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt, special)
+
+    async def start(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        body: Sampling,
+        *,
+        streamed: bool,
+        prefix: str,
+        keep: Keep | None = None,
+    ) -> Generation:
+        """`keep` is called for each answer where answers are captured."""
+        if self.stopping:
+            raise EngineClosed("the server is shutting down; try another one")
+        request_id = new_request_id(prefix)
+        resolved = params.resolve(self.client.info.get("generation_defaults", {}))
+        self.metrics.submitted(request_id, len(prompt), body.tag)
+        try:
+            return await Generation.start(
+                self.client,
+                self.tokenizer,
+                prompt,
+                resolved,
+                streamed=streamed,
+                request_id=request_id,
+                limit_s=self.settings.request_limit_s,
+                on_end=lambda generation: self._keep(generation, keep),
+            )
+        except BaseException:
+            self.metrics.cancelled(request_id)  # where it did not reach the engine
+            raise
+
+    def _keep(self, generation: Generation, keep: Keep | None) -> None:
+        if self.capture is not None and keep is not None and generation.ended is not None:
+            for answer in generation.ended.answers:
+                keep(self.capture, generation.text_of(answer))

@@ -1,0 +1,46 @@
+"""The dashboard and the guide speak of metrics and flags that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import typer
+
+from paceline.cli.serve import serve
+from paceline.server.metrics import Metrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def known_metrics() -> set[str]:
+    names = re.findall(r"^# HELP paceline:(\w+)", Metrics().render().decode(), re.MULTILINE)
+    return {name for name in names if not name.endswith("_created")}
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    charts = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    asked = {
+        name.removesuffix("_bucket")
+        for panel in charts
+        for target in panel["targets"]
+        for name in re.findall(r"paceline:(\w+)", target["expr"])
+    }
+    assert asked <= known_metrics()
+    assert known_metrics() - asked == set()  # and all of them are shown
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in charts]
+    assert len(set(places)) == len(places)
+
+
+def test_the_guide_names_flags_that_exist() -> None:
+    text = (DOCS / "guides" / "serving.md").read_text()
+    app = typer.Typer(add_completion=False)
+    app.command()(serve)
+    flags = {flag for parameter in typer.main.get_command(app).params for flag in parameter.opts}
+    of_others = ("docker", "apt-get", "pip ", "HEALTHCHECK", "paceline train")
+    lines = [line for line in text.splitlines() if not any(word in line for word in of_others)]
+    named = {flag for line in lines for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}
+    assert named <= flags
+    assert len(named) > 10
