@@ -9,7 +9,7 @@ Each of so many clients sends its next request when the last one is answered, fo
 answered too, and is checked, but is not counted. The engine alone is the same engine in this process, stepped without
 queue, HTTP or text, with as many requests at once. Both run with `auto` and with speculation off, one after the other
 in an order drawn anew each round. Every request has a seed of its own, so that no drafter has seen its answer, and must
-have the tokens of plain decoding offline. `--long N` mixes in long prompts, whose effect on others' inter-token times is
+have the tokens of plain decoding offline. `--long N` mixes in long prompts: their effect on inter-token times is
 seen beside the time of a full pass. `--no-http` puts the engine's process and its queue in the server's place, where
 FastAPI is not installed. Run it on an idle machine: the engine's process has a session of its own, and Linux divides
 cores among sessions first, so that beside other work the server may look faster than its engine.

@@ -23,6 +23,7 @@ class Server:
 
     def __init__(self, model: str, *flags: str) -> None:
         command = [sys.executable, "-m", "paceline", "serve", "--model", model, "--port", "0", *flags]
+        started = time.perf_counter()
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE)
         self.log: list[str] = []
         assert self.process.stderr is not None
@@ -33,6 +34,7 @@ class Server:
                 break
         else:
             raise SystemExit(f"the server did not start: {''.join(self.log)}")
+        self.start_s = time.perf_counter() - started
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

@@ -223,7 +223,8 @@ async def kill_trial(server: Server, honest: Honest, args: argparse.Namespace) -
     await honest.one(server)
     done.set()
     await asyncio.wait_for(asyncio.gather(*tasks), STUCK_S)
-    return {"before": before, "noticed": noticed, "during": during, "back_s": back_s, "after": honest.taken()}
+    times = {"start_s": server.start_s, "back_s": back_s}
+    return {"before": before, "noticed": noticed, "during": during, **times, "after": honest.taken()}
 
 
 def health(server: Server) -> str:

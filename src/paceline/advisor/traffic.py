@@ -60,8 +60,13 @@ class Traffic:
         for name in ("prompt", "answer"):
             if given[name] != int(given[name]):
                 raise InvalidParameter("traffic", f"{name} must be a whole number, got {given[name]:g}")
-        whole = {name: int(given.pop(name)) for name in ("prompt", "answer")}
-        return cls(**given, **whole)
+        return cls(
+            rate=given["rate"],
+            prompt=int(given["prompt"]),
+            answer=int(given["answer"]),
+            ttft=given.get("ttft", math.inf),
+            inter_token=given.get("inter_token", math.inf),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

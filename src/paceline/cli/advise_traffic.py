@@ -45,7 +45,7 @@ def advise_traffic(
     options: dict[str, Any],
 ) -> int:
     if len(draft_models) > 1:
-        raise InvalidParameter("draft-model", "give one with --traffic")
+        raise InvalidParameter("--draft-model", "give one with --traffic")
     asked = from_file(prompts) if prompts is not None else shipped()
     speculation = SpeculationConfig(method=AUTO, draft_model=draft_models[0] if draft_models else None)
     with live() as bar:

@@ -203,7 +203,7 @@ def app(arguments: dict[str, Any]) -> Any:
     if unknown := sorted(set(arguments) - known):
         raise InvalidParameter(unknown[0], f"is not one of {', '.join(sorted(known))}")
     given = {name: value for name, value in arguments.items() if value is not None}
-    load = {name: given[name] for name in ("dtype", "device") if name in given}
+    load: dict[str, Any] = {name: given[name] for name in ("dtype", "device") if name in given}
     if "threads" in given:
         load["threads"] = int(given["threads"])
     engine = EngineConfig(max_num_seqs=int(given.get("max_num_seqs", EngineConfig().max_num_seqs)))
