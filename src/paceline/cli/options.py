@@ -161,7 +161,7 @@ class RunOptions:
     @property
     def target(self) -> tuple[str, ...]:
         """What decides the model's output beside sampling: drafting never does."""
-        return (self.model, self.dtype, self.numerics)
+        return (self.model, self.dtype, self.numerics, self.activations)
 
     @property
     def token_limit(self) -> int:

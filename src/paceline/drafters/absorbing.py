@@ -32,7 +32,7 @@ class Absorbing:
         kernels, dtypes, device = decoder.kernels, decoder.dtypes, decoder.device
 
         def stored(*names: str) -> Tensor:
-            return torch.cat([tensors[name] for name in names]).to(device, dtypes.stored.dtype)
+            return torch.cat([tensors[name] for name in names]).to(device, dtypes.numbers)
 
         def vector(name: str) -> Tensor:
             return tensors[name].to(device, dtypes.compute).contiguous()

@@ -63,7 +63,7 @@ class DSparkDrafter(TappedDrafter):
         dtypes = dtypes or Dtypes.of(torch.float32, self.device)
         body = replace(config.body, vocab_size=config.draft_vocab_size)
         weights = {f"model.{name}": tensor for name, tensor in tensors.items() if name.startswith(("layers.", "norm."))}
-        packed = kernels.pack(head.to(self.device, dtypes.stored.dtype))
+        packed = kernels.pack(head.to(self.device, dtypes.numbers))
         self._decoder = Decoder(
             body, weights, kernels, device=self.device, dtypes=dtypes, embedding=embedding, head=packed
         )

@@ -66,7 +66,7 @@ class EagleLayer:
         if config.vocab < config.body.vocab_size:
             self.ids = (tensors["d2t"].long() + torch.arange(config.vocab)).to(device)
         own = tensors.get("embed_tokens.weight")
-        own = embedding if own is None else own.to(device, dtypes.stored.dtype)
+        own = embedding if own is None else own.to(device, dtypes.numbers)
         assert own is not None, "neither the checkpoint nor the target gives an embedding"
         self._embedding: Tensor = own
         if config.own_head:

@@ -27,17 +27,18 @@ CPU = PassPrior(
         *((64, 3.8), (128, 7.4), (512, 29.0)),
     )
 )
-# Blocks are read four times as fast, so sums bind from a few rows on. With int8 activations they bind later.
+# Blocks are read several times as fast, so sums bind from a few rows on; with int8 activations later. Measured on two
+# cores at 1, 4, 8, 16 and 256 rows, in passes, which is a little less than steps.
 CPU_BLOCKS = PassPrior(
     (
-        *((1, 1.0), (2, 1.2), (4, 1.7), (8, 2.6), (12, 3.8), (16, 5.1), (24, 7.5), (32, 10.0)),
-        *((64, 20.0), (128, 40.0), (512, 160.0)),
+        *((1, 1.0), (2, 1.2), (4, 1.6), (8, 2.5), (12, 3.7), (16, 4.8), (24, 7.1), (32, 8.5)),
+        *((64, 15.5), (128, 29.0), (512, 114.0)),
     )
 )
 CPU_INT8 = PassPrior(
     (
-        *((1, 1.0), (2, 1.05), (4, 1.2), (8, 1.6), (12, 2.2), (16, 2.8), (24, 4.0), (32, 5.2)),
-        *((64, 10.5), (128, 21.0), (512, 84.0)),
+        *((1, 1.0), (2, 1.05), (4, 1.2), (8, 1.8), (12, 2.5), (16, 3.1), (24, 4.3), (32, 5.5)),
+        *((64, 10.5), (128, 20.0), (512, 76.0)),
     )
 )
 # A large GPU: flat while the weights take longer from memory than the products do, as measured on an H200.

@@ -133,6 +133,11 @@ class Dtypes:
     compute: torch.dtype  # of activations
     cache: torch.dtype  # of K and V
 
+    @property
+    def numbers(self) -> torch.dtype:
+        """Of weights that are stored as plain numbers."""
+        return self.compute if self.stored is None else self.stored.dtype
+
     @staticmethod
     def of(stored: torch.dtype | None, device: torch.device) -> Dtypes:
         """A CPU computes in fp32, a GPU in the dtype of its weights; the cache has the dtype of the computation."""

@@ -57,11 +57,11 @@ class DraftTrainee:
         weights = load_weights(source, given)
         last = given.num_layers - 1
         chosen = [round(i * last / max(options.layers - 1, 1)) for i in range(options.layers)]
-        self.parameters = {"model.norm.weight": weights["model.norm.weight"].data}
+        self.parameters = {"model.norm.weight": weights["model.norm.weight"].numbers()}
         for new, old in enumerate(chosen):
             at = f"model.layers.{old}."
             self.parameters |= {
-                f"model.layers.{new}.{name.removeprefix(at)}": weights[name].data
+                f"model.layers.{new}.{name.removeprefix(at)}": weights[name].numbers()
                 for name in weights
                 if name.startswith(at)
             }

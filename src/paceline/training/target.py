@@ -49,7 +49,7 @@ class FrozenTarget:
         config, weights = self.config, load_weights(path, self.config)
 
         def tensor(name: str) -> Tensor:
-            return weights[name].data.to(device=device, dtype=dtype)
+            return weights[name].numbers().to(device=device, dtype=dtype)
 
         def joined(at: str, names: tuple[str, ...], kind: str) -> Tensor | None:
             parts = [f"{at}.{name}.{kind}" for name in names]
