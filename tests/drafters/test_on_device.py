@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,6 +168,28 @@ def test_a_verdict_as_wide_as_its_graph_costs_a_drafter_no_context(device, plain
     narrow, wide = accepted.values()
     assert narrow == wide
     assert sum(narrow[0]) > 40
+
+
+@pytest.mark.parametrize("context", [None, 20 + LENGTH + 8], ids=["roomy", "full"])
+def test_a_tree_may_have_more_nodes_than_tokens_are_left(device, plain, context):
+    """It cannot commit more than it is deep; only where the context itself ends are there no slots for its nodes."""
+    expected, _ = plain
+    decoder = tiny_decoder(device)
+    config, tensors = knowing(CONFIG, decoder.embedding.cpu(), [[*PROMPTS[0], *expected["greedy"]["0"]]])
+    drafter = make_block_drafter(
+        config, tensors, decoder.embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
+    )
+    sizes = replace(SIZES, max_model_len=context, max_num_batched_tokens=192)
+    engine = Engine(decoder, sizes, drafters=[drafter], policy=ByRequest({}, Choice(drafter.name, 60)))
+    engine.runs_ahead = True
+    sequences, _ = run(engine, requests_of("greedy")[:1])
+    (sequence,) = sequences.values()
+    assert sequence.output_tokens == expected["greedy"]["0"]
+    stats = sequence.stats
+    assert stats.num_accepted_tokens > 10
+    nodes = stats.num_draft_tokens / stats.num_drafts
+    assert nodes > LENGTH - 1 if context is None else nodes < LENGTH
+    assert engine.drafters.failures == 0
 
 
 def counted(drafter):
