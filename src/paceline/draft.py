@@ -352,7 +352,7 @@ class UnreadVerdict:
     length - 1 + i is row node_row - 1 of the pass for i = 0, and row node_row + path[i - 1] for the others.
     """
 
-    tokens: Tensor  # (B, D + 1), as in `Verdict`
+    tokens: Tensor  # (B, D + 1), as in `Verdict`, its rows one stride apart; D is the draft's depth
     num_accepted: Tensor  # (B,)
     path: Tensor  # (B, D)
     rows: Sequence[int]  # row of these tensors for each row of `propose`: those of the drafter

@@ -3,14 +3,16 @@ trees that only the device knows. Steps are launched before the one before is re
 
 from __future__ import annotations
 
+import functools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.draft import Draft, packed_to
+from paceline.draft import Draft, Kind, Verdict, packed_to
 from paceline.drafters.medusa import MedusaDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
@@ -18,6 +20,7 @@ from paceline.engine.policy import Choice
 from paceline.models.decoder import FINAL
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import slots_of
+from paceline.verify.graph_cache import WIDTHS
 from tests.drafters.contract_toys import ByRequest, Choosing, exercised, params, run
 from tests.drafters.dspark_reference import knowing
 from tests.drafters.dspark_reference import make as make_block_drafter
@@ -135,6 +138,86 @@ def test_block_drafters_change_when_tokens_come_never_which(device, plain, kind)
     if device.type == "cuda":
         assert drafter._passes._captured
         assert drafter._absorbing._graphs
+
+
+def test_a_verdict_as_wide_as_its_graph_costs_a_drafter_no_context(device, plain):
+    """A captured verification of 60 nodes gives verdicts of 65 tokens, more than the ring holds; trees are far less
+    deep. What was absorbed stays, and every draft is that of an exact verdict."""
+    expected, _ = plain
+    texts = [[*prompt, *expected["greedy"][str(at)]] for at, prompt in enumerate(PROMPTS)]
+    config, tensors = knowing(CONFIG, tiny_decoder().embedding, texts)
+    accepted = {}
+    for width in (0, WIDTHS[-1]):
+        decoder = tiny_decoder(device)
+        drafter = make_block_drafter(
+            config, tensors, decoder.embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
+        )
+        engine = engine_for(drafter, decoder, ByRequest({}, Choice(drafter.name, 60)))
+        sampler = engine.runner.sampler
+        sampler.verify = functools.partial(widened, sampler.verify, width)
+        positions = counted(drafter)
+
+        def context_is_whole(engine, drafter=drafter):
+            for sequence in engine.scheduler.running:
+                assert drafter.absorbed(sequence)[0] == 0
+
+        sequences, _ = run(engine, requests_of("greedy"), after_step=context_is_whole)
+        assert outputs(sequences) == expected["greedy"]
+        accepted[width] = [one.stats.num_accepted_tokens for one in sequences.values()], sum(positions)
+        assert engine.drafters.failures == 0
+    narrow, wide = accepted.values()
+    assert narrow == wide
+    assert sum(narrow[0]) > 40
+
+
+@pytest.mark.parametrize("context", [None, 20 + LENGTH + 8], ids=["roomy", "full"])
+def test_a_tree_may_have_more_nodes_than_tokens_are_left(device, plain, context):
+    """It cannot commit more than it is deep; only where the context itself ends are there no slots for its nodes."""
+    expected, _ = plain
+    decoder = tiny_decoder(device)
+    config, tensors = knowing(CONFIG, decoder.embedding.cpu(), [[*PROMPTS[0], *expected["greedy"]["0"]]])
+    drafter = make_block_drafter(
+        config, tensors, decoder.embedding, kernels=decoder.kernels, device=device, dtypes=decoder.dtypes
+    )
+    sizes = replace(SIZES, max_model_len=context, max_num_batched_tokens=192)
+    engine = Engine(decoder, sizes, drafters=[drafter], policy=ByRequest({}, Choice(drafter.name, 60)))
+    engine.runs_ahead = True
+    sequences, _ = run(engine, requests_of("greedy")[:1])
+    (sequence,) = sequences.values()
+    assert sequence.output_tokens == expected["greedy"]["0"]
+    stats = sequence.stats
+    assert stats.num_accepted_tokens > 10
+    nodes = stats.num_draft_tokens / stats.num_drafts
+    assert nodes > LENGTH - 1 if context is None else nodes < LENGTH
+    assert engine.drafters.failures == 0
+
+
+def counted(drafter):
+    """How many positions each call absorbs, padding included."""
+    absorb, counts = drafter.absorb, []
+
+    def counting(batch):
+        counts.append(len(batch.taps))
+        absorb(batch)
+
+    drafter.absorb = counting
+    return counts
+
+
+def widened(verify, width, *args, **options):
+    """A verdict padded as captured verification pads it."""
+    verdict = verify(*args, **options)
+    batch, depth = verdict.path.shape
+    if depth >= width:
+        return verdict
+    wide = Verdict.blank(batch, width, verdict.path.device)
+    wide.tokens.fill_(-1)
+    wide.path.fill_(-1)
+    wide.kinds.fill_(int(Kind.PAD))
+    wide.num_accepted.copy_(verdict.num_accepted)
+    wide.tokens[:, : depth + 1], wide.path[:, :depth] = verdict.tokens, verdict.path
+    wide.kinds[:, : depth + 1] = verdict.kinds
+    return wide
 
 
 class DynamicTrees(TappedDrafter):

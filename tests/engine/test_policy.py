@@ -14,7 +14,7 @@ import pytest
 from paceline.config import SpeculationConfig
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.adaptive import MARGIN, TRIAL_ROWS, AdaptivePolicy
+from paceline.engine.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, AdaptivePolicy
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.cost import GRID, DraftTimes, StepTimes
 from paceline.engine.guard import LEAST_LOSS, PAUSE, Guard
@@ -646,6 +646,31 @@ def test_trees_get_the_nodes_that_pay(curve, count):
     assert tokens / clock > 0.93 * best
     if curve is FLAT:
         assert max(budgets) > 40, "a pass of many rows costs hardly more here"
+
+
+def test_a_few_unlucky_trees_do_not_end_drafting():
+    """Nodes of a tree are accepted together or not at all: four trees that bring nothing are four misses, not sixty."""
+    drafter, answer = Trees(seconds=0.0065), sequence("a")
+    policy = AdaptivePolicy([drafter], "trees", None, GPU)
+    shares, drafter.shares = drafter.shares, np.zeros(64)
+    unlucky = 0
+    while unlucky < 4:
+        unlucky += bool(tree_step(policy, drafter, [answer], FLAT)[2][0])
+    drafter.shares = shares
+    drafted = [bool(tree_step(policy, drafter, [answer], FLAT)[2][0]) for _ in range(24)]
+    assert sum(drafted) > 18
+
+
+def test_a_draft_that_once_took_long_is_timed_again():
+    """Something else ran on the machine just then. Draft after draft is given up, so nothing but time can tell."""
+    drafter, answer = Trees(seconds=0.0065), sequence("a")
+    policy = AdaptivePolicy([drafter], "trees", None, GPU)
+    drafter.seconds = 0.5
+    while all(tree_step(policy, drafter, [answer], FLAT)[2]) or policy._steps < 8:
+        pass
+    drafter.seconds = 0.0065
+    drafted = [bool(tree_step(policy, drafter, [answer], FLAT)[2][0]) for _ in range(8 * FADE_EVERY)]
+    assert sum(drafted[-FADE_EVERY:]) > 0.9 * FADE_EVERY
 
 
 def test_what_is_known_of_trees_is_kept_between_runs():

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.config import AUTO, ModelConfig, SpeculationConfig
+from paceline.config import AUTO, MAX_K, ModelConfig, SpeculationConfig
 from paceline.draft import Draft, UnreadVerdict
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
@@ -75,6 +75,7 @@ class Drafter(Protocol):
     kv_layers: tuple[KVSpec, ...]
     pairs: bool  # with taps and K/V: these are of (hidden state of t, token t + 1), not of the hidden state of t alone
     room: int  # slots behind a sequence's tokens that drafting writes to, whatever the number of nodes
+    depth: int  # that no draft exceeds; a tree of many nodes fits where few tokens are left, if it is not deep
     trees: bool  # nodes come in order of their probability: the first n are the best tree of n, and no dearer than one
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
@@ -133,6 +134,7 @@ class HostDrafter:
     idle = False  # rarely used: only sequences that need a draft are indexed
     pairs = False
     room = 0
+    depth = MAX_K
     trees = False
 
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.config import MAX_K
 from paceline.controls import ControlsBuilder
 from paceline.draft import Draft, Proposal, UnreadVerdict
 from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, Judged
@@ -80,7 +81,7 @@ class DraftModelDrafter:
     name = DRAFT_MODEL
     on_device = True
     taps: tuple[int, ...] = ()
-    pairs, room, trees = False, 0, False
+    pairs, room, depth, trees = False, 0, MAX_K, False
 
     def __init__(
         self,

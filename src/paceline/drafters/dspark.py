@@ -57,7 +57,7 @@ class DSparkDrafter(TappedDrafter):
         self.config, self.name, self.taps = config, config.method, config.taps
         self.device = device or torch.device("cpu")
         self.version = f"{self.name}/{digest(tensors.values())}"
-        self.room = config.block_size - 1
+        self.room, self.depth = config.block_size - 1, config.depth
         self._beam = beam
         kernels = kernels or TorchKernels()
         dtypes = dtypes or Dtypes.of(torch.float32, self.device)

@@ -95,12 +95,12 @@ class MedusaDrafter(TappedDrafter):
             return self._kernels.pack(*placed)  # type: ignore[arg-type]
 
         self._tree = Tree.of(len(heads), min(RANKS, vocab_size))
-        self._depth, self._ranks = int(self._tree.depth.max()), int(self._tree.rank.max()) + 1
+        self.depth, self._ranks = int(self._tree.depth.max()), int(self._tree.rank.max()) + 1
         self._heads = [
             PackedHead(
                 tuple(pack(*block) for block in head.blocks), output if head.output is None else pack(head.output)
             )
-            for head in heads[: self._depth]
+            for head in heads[: self.depth]
         ]
         self._choice = torch.from_numpy((self._tree.depth - 1) * self._ranks + self._tree.rank).to(self.device)
         self._captures = self.device.type == "cuda" and self._kernels.captures
@@ -134,7 +134,7 @@ class MedusaDrafter(TappedDrafter):
             return
         with torch.cuda.device(self.device):
             for rows in sorted({up(count) for count in range(1, MOST_ROWS + 1)}, reverse=True):
-                for depth in range(1, self._depth + 1):
+                for depth in range(1, self.depth + 1):
                     work = functools.partial(self._rank, self._inputs[:rows], depth)
                     work()
                     self._capture((rows, depth), work)

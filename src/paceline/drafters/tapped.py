@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.config import MAX_K
 from paceline.draft import Draft, UnreadVerdict, packed_to, sent
 from paceline.drafters.base import LEARNED, DraftRow, Judged, excluded
 from paceline.models.kv_cache import KVSpec, LayerCache
@@ -106,6 +107,7 @@ class TappedDrafter:
     kv_layers: tuple[KVSpec, ...] = ()
     pairs = True  # K/V of (hidden state of t, token t + 1) in slot t + 1; False: of the hidden state of t in slot t
     room = 0
+    depth = MAX_K
     trees = True
 
     def __init__(self) -> None:

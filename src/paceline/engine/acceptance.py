@@ -27,6 +27,7 @@ from paceline.engine.policy import DEEPEST
 MEMORY = 256.0  # tries at a depth after which old ones count half, so that a change of workload is noticed
 GUESS_TRIALS = 16.0  # tries that the first guess counts for, and promised tokens that trust in a method does
 POOL_TRIALS = 4.0  # tries that it counts for at all depths together, where one speaks for the others
+TREE_POOL = 8.0  # the same of trees: their accepted nodes come several at once or not at all, so each says less
 HIGHEST = 0.99  # that a rate may be: nothing is sure
 EVEN = 3.0  # tokens of context at which a lookup is right every second time
 SUREST = 0.9  # that a first guess may be
@@ -85,7 +86,8 @@ class Acceptance:
         tried, hit = self._records[key]
         if key[2] >= LEARNED:  # depths are alike: those seldom reached are as good as the others
             expected = sum(t * g for t, g in zip(tried, guess, strict=True))
-            better = (sum(hit) + POOL_TRIALS) / (expected + POOL_TRIALS)
+            pool = TREE_POOL if len(guess) == MAX_K else POOL_TRIALS
+            better = (sum(hit) + pool) / (expected + pool)
             guess = tuple(min(g * better, HIGHEST) for g in guess)
         return [(h + GUESS_TRIALS * g) / (t + GUESS_TRIALS) for t, h, g in zip(tried, hit, guess, strict=True)]
 

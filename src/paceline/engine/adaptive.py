@@ -56,7 +56,7 @@ class _Open(NamedTuple):
     sequence: Sequence
     at: int  # in the batch
     method: str  # that it asks for, or auto
-    most: int  # nodes
+    most: int  # nodes that it asks for
 
 
 class _Offer(NamedTuple):
@@ -132,8 +132,8 @@ class AdaptivePolicy:
         fixed: dict[str, list[_Open]] = {}
         for at, sequence in enumerate(sequences):
             method, k = wish(sequence, self._method, self._k)
-            row = _Open(sequence, at, method, min(k or MAX_K, sequence.room - 1))
-            if method != NONE and row.most > 0:
+            row = _Open(sequence, at, method, k or MAX_K)
+            if method != NONE and sequence.room > 1:
                 (open_rows if k is None else fixed.setdefault(method, [])).append(row)
         for method, rows in fixed.items():
             self._choose_surest(method, rows, choices)
@@ -152,7 +152,10 @@ class AdaptivePolicy:
             for row, evidence in zip(rows, self._evidence.of([row.sequence for row in rows], name), strict=True):
                 if evidence > self._plan.evidence.get(row.sequence.key, 0):
                     self._plan.evidence[row.sequence.key] = evidence
-                    choices[row.at] = _choice(name, row.most)
+                    choices[row.at] = _choice(name, self._most(row, name))
+
+    def _most(self, row: _Open, method: str) -> int:
+        return min(row.most, self._evidence.most_nodes(method, row.sequence.room))
 
     def _check_due(self, times: StepTimes, base: int) -> bool:
         """The step is to be plain so that its time is known."""
@@ -245,8 +248,9 @@ class AdaptivePolicy:
             values = self._values(step.sequences, dict(zip([row.sequence.key for row in rows], promised, strict=True)))
         if values:
             worth *= np.array([[values[row.sequence.key]] for row in rows])
-        if min(row.most for row in rows) < worth.shape[1]:
-            worth[np.array([[row.most] for row in rows]) <= np.arange(worth.shape[1])] = 0.0
+        most = [self._most(row, method) for row in rows]
+        if min(most) < worth.shape[1]:
+            worth[np.array(most)[:, None] <= np.arange(worth.shape[1])] = 0.0
         guess_s = (PASS_GUESS if models else LOOKUP_GUESS) * step.times.seconds(1)
         a, b = self._draft_times.line(method, len(rows), guess_s)
         line = (a if models else a + self._leaving_s(rows, PASS_GUESS * step.times.seconds(1))), b
@@ -319,8 +323,8 @@ class AdaptivePolicy:
         self._drafted |= plan.drafts
         if self._steps % FADE_EVERY == 0:
             self._acceptance.fade()
-            for times in () if self._drafted else self._times:
-                times.fade()
+            for table in () if self._drafted else (*self._times, self._draft_times):
+                table.fade()
             self._drafted = False
         drafted: Mapping[str, int] = {}  # method -> sequences
         if report.rows > report.num_sequences:

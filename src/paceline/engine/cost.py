@@ -186,6 +186,13 @@ class DraftTimes:
         old = sums.get(size, (0.0,) * 5)
         sums[size] = tuple(DRAFTS_FADE * before + now for before, now in zip(old, new, strict=True))
 
+    def fade(self) -> None:
+        """No step drafted for long: what was timed once is halved, to be put to the test again."""
+        for sizes in self._sums.values():
+            for size, (one, d, dd, s, sd) in sizes.items():
+                half = max(0.5, one * NOTHING_S / s)
+                sizes[size] = one, d, dd, s * half, sd * half
+
     def state(self) -> list[list[Any]]:
         return [[method, size, *sums] for method, sizes in self._sums.items() for size, sums in sizes.items()]
 

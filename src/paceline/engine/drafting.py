@@ -88,6 +88,11 @@ class DrafterSet:
         return {drafter.name: drafter.room for drafter in self.drafters if drafter.room}
 
     @property
+    def depths(self) -> dict[str, int]:
+        """That no draft of a method exceeds."""
+        return {drafter.name: drafter.depth for drafter in self.drafters}
+
+    @property
     def begins(self) -> frozenset[str]:
         """Methods that may begin drafts behind a step under way."""
         return frozenset(self._on_device) - self.retired

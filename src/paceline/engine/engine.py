@@ -84,6 +84,8 @@ class Engine:
             self.policy,
             recompute_last=self.drafters.pairs,
             rooms=self.drafters.rooms,
+            depths=self.drafters.depths,
+            context=self.max_model_len,
             on_admit=self._admit,
             on_seated=lambda sequence: self.runner.sampler.admit(sequence),
             on_release=self._release,

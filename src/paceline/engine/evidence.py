@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as SequenceOf
 
+from paceline.config import MAX_K
 from paceline.drafters import Drafter
 from paceline.drafters.base import HostDrafter
 from paceline.engine.policy import AUTO
@@ -51,6 +52,11 @@ class DrafterEvidence:
     def makes_trees(self, method: str) -> bool:
         """The first n nodes of its drafts are the best tree of n, all made at once."""
         return self.drafters[method].trees
+
+    def most_nodes(self, method: str, room: int) -> int:
+        """Of a draft where `room` more tokens may be committed: the last comes from the target itself. A tree that is
+        less deep than that may have any number."""
+        return MAX_K if room > self.drafters[method].depth else room - 1
 
     def awaits(self, sequences: SequenceOf[Sequence]) -> bool:
         """A model may draft for one of these in the next step, and is not asked before."""

@@ -182,7 +182,7 @@ class Runner:
             reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
             if layout.tree_slots is not None:  # the slots are still the sequences' own, also of those that end here
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
-            unread = self._unread(batch, layout, verdict, output.taps)
+            unread = self._unread(batch, layout, verdict, draft.max_depth, output.taps)
         if output.taps is not None:
             self.drafters.gather(batch, layout, unread, output.taps)
         return Flight(batch, layout, draft, unread, reading, model_s, warm, after is not None, prompts)
@@ -194,18 +194,20 @@ class Runner:
         vocab = self.model.config.vocab_size
         return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.sound(vocab)
 
-    def _unread(self, batch: Batch, layout: Layout, verdict: Verdict, taps: Tensor | None) -> UnreadVerdict:
+    def _unread(self, batch: Batch, layout: Layout, verdict: Verdict, depth: int, taps: Tensor | None) -> UnreadVerdict:
+        """A captured verification's verdict is as wide as its graph: beyond the draft's depth nothing is committed, and
+        drafters would absorb as many positions more."""
         at = batch.sampling
-        rows = range(len(at))
+        rows, tokens, path = range(len(at)), verdict.tokens[:, : depth + 1], verdict.path[:, :depth]
         if taps is None and not self.drafters.begins:
-            return UnreadVerdict(tokens=verdict.tokens, num_accepted=verdict.num_accepted, path=verdict.path, rows=rows)
+            return UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=rows)
         node_row = layout.begin[at] + batch.count[at]
         columns = torch.from_numpy(np.stack([batch.sampled_lengths, node_row, batch.sampled_seats]))
         (columns,) = packed_to(verdict.tokens.device, columns)
         return UnreadVerdict(
-            tokens=verdict.tokens,
+            tokens=tokens,
             num_accepted=verdict.num_accepted,
-            path=verdict.path,
+            path=path,
             rows=rows,
             length=columns[0],
             node_row=columns[1],

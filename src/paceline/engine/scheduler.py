@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
 
 import numpy as np
 
-from paceline.config import NONE, EngineConfig
+from paceline.config import MAX_K, NONE, EngineConfig
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.policy import Choice, Policy
@@ -37,13 +38,17 @@ class Scheduler:
         *,
         recompute_last: bool = False,
         rooms: Mapping[str, int] = MappingProxyType({}),
+        depths: Mapping[str, int] = MappingProxyType({}),
+        context: int = sys.maxsize,
         on_admit: Callable[[Sequence], None] = lambda sequence: None,
         on_seated: Callable[[Sequence], None] = lambda sequence: None,
         on_release: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps.
-        `rooms`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes."""
+        `rooms`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes. `depths`: of
+        each method's deepest draft. `context`: tokens of a sequence, or slots for them, at most."""
         self.config, self.blocks, self.policy, self._rooms = config, blocks, policy, rooms
+        self._depths, self._context = depths, context
         self.recompute_last = recompute_last
         self._on_admit, self._on_seated, self._on_release = on_admit, on_seated, on_release
         self._most_tokens = config.max_num_batched_tokens
@@ -161,7 +166,8 @@ class Scheduler:
             if method not in methods:
                 continue
             # The step commits one token at least, and the last token of an answer is never drafted.
-            budget = min(drafted, sequence.room - 2) if sequence.status is Status.RUNNING else 0
+            running = sequence.status is Status.RUNNING
+            budget = self._fitting(method, drafted, sequence.room - 2) if running else 0
             end = min(len(sequence.tokens) + drafted + 1 + self._room(method, budget), sequence.max_len)
             more = self.blocks.blocks_for(end) - len(sequence.blocks)
             if budget > 0 and self.blocks.num_free - more >= len(self.running):
@@ -233,8 +239,8 @@ class Scheduler:
         if count <= 0:
             return
         if budget:  # never past what may be committed: the last token comes from the target itself
-            most = left - count - promised, self._draft_cap - self._num_drafted, sequence.max_len - length - 1
-            budget = max(min(budget, *most), 0)
+            most = left - count - promised, self._draft_cap - self._num_drafted, self._context - length - 1
+            budget = max(min(self._fitting(choice.method, budget, sequence.max_len - length - 1), *most), 0)
         end = first + count + 1  # one slot more: what the pass commits
         last = max(min(end + self._room(choice.method, budget), sequence.max_len), end + budget) if budget else end
         if len(sequence.blocks) * self.blocks.block_size < last:
@@ -248,6 +254,10 @@ class Scheduler:
         self._rows[sequence.key] = Row(sequence, first, count, count == uncomputed, method, budget)
         self._num_tokens += count + budget
         self._num_drafted += budget
+
+    def _fitting(self, method: str, nodes: int, left: int) -> int:
+        """Nodes of a draft that may commit `left` tokens: as many as the draft is deep can come of it."""
+        return nodes if left >= self._depths.get(method, MAX_K) else min(nodes, left)
 
     def _room(self, method: str, budget: int) -> int:
         return max(budget, self._rooms.get(method, 0))

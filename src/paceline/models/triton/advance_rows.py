@@ -26,7 +26,7 @@ def begin_rows(after: UnreadVerdict, known: Tensor, into: Placed) -> None:
     """The READ last tokens of each row as the rows of a pass; `known` as `known_of`."""
     plan = into.plan
     _begin[(known.shape[1],)](
-        after.tokens, after.most, after.num_accepted, known, known.shape[1],
+        after.tokens, after.tokens.stride(0), after.num_accepted, known, known.shape[1],
         *(into.tokens, plan.positions, plan.slots, plan.prefix, plan.reach, plan.block_tables, into.header),
         BLOCK_SIZE=plan.block_size, READ=READ,
     )  # fmt: skip

@@ -216,7 +216,14 @@ class _Buffers:
             counts = torch.tensor([[row.count for row in rows]])
             known = sent(torch.cat([known, counts]), self.state.device)
             _begin[(len(rows),)](
-                after.tokens, after.most, after.num_accepted, known, len(rows), given[at:], ROWS=most, READ=READ
+                after.tokens,
+                after.tokens.stride(0),
+                after.num_accepted,
+                known,
+                len(rows),
+                given[at:],
+                ROWS=most,
+                READ=READ,
             )
 
     def drafted(self, rows: Sequence[ChainRow]) -> Tensor:
