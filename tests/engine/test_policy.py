@@ -584,7 +584,7 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
         ({"method": ["ngram"]}, "ngram"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max has no meaning"),
         ({"method": "ngram", "model": "smollm2"}, "model has no meaning"),
-        ({"warp": 9}, "warp is not understood"),
+        ({"warp": 9}, "'warp' is not understood"),
         ({"num_speculative_tokens": 0}, "between 1 and 64"),
         ({"num_speculative_tokens": "many"}, "whole number"),
         ("{", "not JSON"),

@@ -213,7 +213,7 @@ def edit(logits: Tensor, controls: Controls, nodes: Nodes) -> Tensor:
         banned = _ban(banned, *_bad_words(controls.bad_words, nodes))
     if controls.min_tokens is not None:
         banned = _ban(banned, *_ends(controls.min_tokens, nodes))
-    return logits if banned is logits else _allow_fallback_(banned, controls.fallback, nodes)
+    return logits if banned is logits else _allow_fallback_(banned, logits, controls.fallback, nodes)
 
 
 @with_kernels
@@ -319,10 +319,11 @@ def _ends(limits: MinTokens, nodes: Nodes) -> tuple[Tensor, Tensor]:
     return ends, early[:, None] & (ends >= 0)
 
 
-def _allow_fallback_(logits: Tensor, fallback: Tensor | None, nodes: Nodes) -> Tensor:
-    """Where every token is banned one must still be drawn: the fallback gets probability 1."""
+def _allow_fallback_(logits: Tensor, before: Tensor, fallback: Tensor | None, nodes: Nodes) -> Tensor:
+    """Where every token is banned one must still be drawn: the fallback gets probability 1. A row that was -inf before
+    the bans is the model's fault, and stays as it is."""
     token = torch.zeros_like(nodes.seq) if fallback is None else fallback[nodes.seq]
-    impossible = logits.amax(-1, keepdim=True) == -torch.inf
+    impossible = (logits.amax(-1, keepdim=True) == -torch.inf) & (before.amax(-1, keepdim=True) > -torch.inf)
     value = torch.where(impossible, 0.0, logits.gather(1, token[:, None]))
     return logits.scatter_(1, token[:, None], value)
 
