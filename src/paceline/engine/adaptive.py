@@ -323,8 +323,10 @@ class AdaptivePolicy:
         self._drafted |= plan.drafts
         if self._steps % FADE_EVERY == 0:
             self._acceptance.fade()
-            for table in () if self._drafted else (*self._times, self._draft_times):
-                table.fade()
+            if not self._drafted:
+                self._draft_times.fade()
+                for times in self._times:
+                    times.fade()
             self._drafted = False
         drafted: Mapping[str, int] = {}  # method -> sequences
         if report.rows > report.num_sequences:
