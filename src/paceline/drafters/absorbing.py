@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,23 +27,22 @@ POSITIONS = (8, 16, 32, 64, 128, 256, 512)  # of a captured batch; more are abso
 
 
 class Absorbing:
-    def __init__(self, config: DSparkConfig, tensors: Mapping[str, Tensor], decoder: Decoder) -> None:
+    def __init__(
+        self, config: DSparkConfig, tensors: Mapping[str, Tensor], decoder: Decoder, store: Callable[[Tensor], Any]
+    ) -> None:
+        """`store`: a matrix as it is kept."""
         self._config, self._decoder = config, decoder
         self._caches: SequenceOf[LayerCache] = ()
         kernels, dtypes, device = decoder.kernels, decoder.dtypes, decoder.device
 
-        def stored(*names: str) -> Tensor:
-            return torch.cat([tensors[name] for name in names]).to(device, dtypes.numbers)
-
         def vector(name: str) -> Tensor:
             return tensors[name].to(device, dtypes.compute).contiguous()
 
-        self._fc, self._norm = kernels.pack(stored("fc.weight")), vector("hidden_norm.weight")
+        self._fc, self._norm = kernels.pack(store(tensors["fc.weight"])), vector("hidden_norm.weight")
         layers = range(config.body.num_layers)
         # Keys and values of all layers are one product.
-        self._kv = kernels.pack(
-            stored(*(f"layers.{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "kv"))
-        )
+        names = [f"layers.{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "kv"]
+        self._kv = kernels.pack([store(tensors[name]) for name in names])
         self._tap_norm = vector(TAP_NORM) if config.tap_norm else None
         self._graphs: dict[int, CudaGraph] = {}
         self._kept: list[Tensor] = []

@@ -30,8 +30,10 @@ from paceline.errors import InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import LayerCache
+from paceline.models.native_kernels import NativeKernels
+from paceline.models.quantize import quantize
 from paceline.models.torch_kernels import TorchKernels
-from paceline.models.weights import Dtypes
+from paceline.models.weights import BLOCKS, Dtypes, StoredWeight, WeightKind
 
 PART = 64  # components of hidden states whose head weights are read at once
 
@@ -62,13 +64,22 @@ class DSparkDrafter(TappedDrafter):
         kernels = kernels or TorchKernels()
         dtypes = dtypes or Dtypes.of(torch.float32, self.device)
         body = replace(config.body, vocab_size=config.draft_vocab_size)
-        weights = {f"model.{name}": tensor for name, tensor in tensors.items() if name.startswith(("layers.", "norm."))}
-        packed = kernels.pack(head.to(self.device, dtypes.numbers))
+        kind = WeightKind.of(dtypes.compute) if dtypes.stored is None else dtypes.stored
+
+        def store(matrix: Tensor) -> StoredWeight:
+            return shelved(matrix, kind, self.device)
+
+        weights = {
+            f"model.{name}": store(tensor) if tensor.dim() == 2 else StoredWeight.of(tensor)
+            for name, tensor in tensors.items()
+            if name.startswith(("layers.", "norm."))
+        }
+        packed, dtypes = kernels.pack(store(head)), replace(dtypes, stored=None)
         self._decoder = Decoder(
             body, weights, kernels, device=self.device, dtypes=dtypes, embedding=embedding, head=packed
         )
         self.kv_layers = self._decoder.kv_specs
-        self._absorbing = Absorbing(config, tensors, self._decoder)
+        self._absorbing = Absorbing(config, tensors, self._decoder, store)
         self._embedding, self._passes = embedding, None  # type: tuple[Tensor, BlockPasses | None]
 
         def placed(tensor: Tensor) -> Tensor:
@@ -104,9 +115,11 @@ class DSparkDrafter(TappedDrafter):
         config = replace(config, body=replace(config.body, max_positions=context.config.max_positions))
         head = context.embedding if context.config.tie_embeddings else None
         ids = draft_ids(config, tensors).to(context.device)
-        # A CPU reads bf16 fastest; a GPU computes in the target's own dtype.
+        # On a CPU int8 products are fastest, and a drafter may round as it likes; a GPU has the target's own dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
-        dtypes = Dtypes.of(stored, context.device)
+        kernels, dtypes = context.kernels, Dtypes.of(stored, context.device)
+        if context.dtype == "auto" and isinstance(kernels, NativeKernels):
+            kernels, dtypes = kernels.rounding(), replace(dtypes, stored=WeightKind.Q8_0)
         if head is None:
             rows = head_rows(context.head, context.kernels, ids, config.body.hidden_size, dtypes.compute)
         else:
@@ -116,7 +129,7 @@ class DSparkDrafter(TappedDrafter):
             tensors,
             embedding=context.embedding,
             head=rows,
-            kernels=context.kernels,
+            kernels=kernels,
             device=context.device,
             dtypes=dtypes,
             beam=beam,
@@ -197,6 +210,14 @@ def _anchor_rows(config: DSparkConfig, w1: Tensor, ids: Tensor) -> Tensor:
     rows = w1.new_zeros(config.body.vocab_size, w1.shape[1])
     rows[ids] = w1.cpu()
     return rows
+
+
+def shelved(matrix: Tensor, kind: WeightKind, device: torch.device) -> StoredWeight:
+    """A matrix (N, K) as it is kept: in blocks, where its rows are whole ones, or as numbers."""
+    if not kind.is_blocks:
+        return StoredWeight.of(matrix).to(kind, device)
+    whole = matrix.shape[1] % BLOCKS[kind].weights == 0
+    return quantize(matrix, kind) if whole else StoredWeight.of(matrix.float())
 
 
 @torch.inference_mode()

@@ -222,7 +222,7 @@ class NativeKernels:
     def __init__(self, library: Library, threads: int | None = None, activations: str = FLOAT32) -> None:
         """`threads` None: as many as torch uses at each call."""
         self.name, self.activations = f"native-{library.variant}", activations
-        self._threads = threads
+        self._library, self._threads = library, threads
         self._panel_bytes, self._pack = library.function("panel_bytes"), library.function("pack")
         self._linear, self._gather = library.function("linear"), library.function("gather")
         self._rms_norm = library.function("rms_norm")
@@ -235,6 +235,10 @@ class NativeKernels:
     @property
     def threads(self) -> int:
         return self._threads or get_num_threads()
+
+    def rounding(self) -> NativeKernels:
+        """The same with int8 activations: for drafters, whose rounding no output depends on."""
+        return NativeKernels(self._library, self._threads, INT8)
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> PackedWeight:
         """Blocks, bf16 and fp16 stay what they are in memory; everything else is stored as fp32."""
