@@ -66,7 +66,8 @@ class Reference(torch.nn.Module):
         self.ids = None
         if "d2t" in tensors:
             self.ids = tensors["d2t"] + torch.arange(config.vocab)
-        self.embedding = self.weights.get("embed_tokens.weight", embedding.double())
+        every = torch.arange(len(embedding))  # a packed embedding is read by token ids alone
+        self.embedding = self.weights.get("embed_tokens.weight", embedding[every].double())
         self.head = self.weights.get("lm_head.weight", head)
         if "lm_head.weight" not in self.weights and self.ids is not None:
             self.head = head.double()[self.ids]
