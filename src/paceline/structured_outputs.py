@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, shown
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_TEXT = 1 << 20  # characters of a schema, regex or grammar
@@ -22,16 +22,16 @@ def check(name: str, value: Any) -> dict[str, Any] | None:
     unknown = [key for key in value if key not in KINDS]
     given = {key: item for key, item in value.items() if item is not None and item is not False}
     if unknown or len(given) != 1:
-        raise InvalidParameter(name, f"takes exactly one of {', '.join(KINDS)}; got {sorted(value) or 'none'}")
+        raise InvalidParameter(name, f"takes exactly one of {', '.join(KINDS)}; got {shown(dict(value))}")
     ((kind, item),) = given.items()
     if kind == "json":
         item = _schema(name, item)
     elif kind == "choice":
         if isinstance(item, str) or not item or not all(isinstance(text, str) and text for text in item):
-            raise InvalidParameter(name, f"choice must be a list of non-empty strings, got {item!r}")
+            raise InvalidParameter(name, f"choice must be a list of non-empty strings, got {shown(item)}")
         item = list(item)
     elif kind != "json_object" and (not isinstance(item, str) or not item):
-        raise InvalidParameter(name, f"{kind} must be text, got {item!r}")
+        raise InvalidParameter(name, f"{kind} must be text, got {shown(item)}")
     if len(item if isinstance(item, str) else json.dumps(item)) > MAX_TEXT:
         raise InvalidParameter(name, f"the {kind} has more than {MAX_TEXT} characters")
     return {kind: item}
@@ -46,7 +46,7 @@ def _schema(name: str, value: Any) -> Any:
         except ValueError as error:
             raise InvalidParameter(name, f"the JSON schema is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise InvalidParameter(name, f"a JSON schema is an object, got {value!r}")
+        raise InvalidParameter(name, f"a JSON schema is an object, got {shown(value)}")
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
