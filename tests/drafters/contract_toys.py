@@ -23,6 +23,7 @@ from paceline.drafters.medusa_checkpoint import MedusaHead
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing
+from paceline.grammar import Matcher
 from paceline.models.chain import READ
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
@@ -349,6 +350,40 @@ class ByRequest(Choosing):
         return self.choices.get(sequence.request_id, self.default)
 
 
+class ToyGrammar:
+    """A library's matcher: token t may follow a text unless the sum of both divides by three. EOS ends nothing."""
+
+    def __init__(self, vocab_size):
+        self._vocab_size, self._taken = vocab_size, []
+
+    @staticmethod
+    def allows(taken, token):
+        return (sum(taken) + token) % 3 != 0
+
+    def accept_token(self, token):
+        allowed = self.allows(self._taken, token)
+        if allowed:
+            self._taken.append(token)
+        return allowed
+
+    def rollback(self, count):
+        del self._taken[len(self._taken) - count :]
+
+    def is_terminated(self):
+        return False
+
+    def fill_next_token_bitmask(self, bits, row):
+        bits[row] = sum(1 << token for token in range(self._vocab_size) if self.allows(self._taken, token))
+
+
+class ToyGrammars:
+    def __init__(self, vocab_size):
+        self._vocab_size = vocab_size
+
+    def matcher(self, wanted):
+        return Matcher(ToyGrammar(self._vocab_size), words=1)
+
+
 def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=None, ahead=False, **config):
     """The first drafter drafts for all sequences, unless a policy is given."""
     model = model or FunctionModel(repeating, toy_config(VOCAB, eos_token_ids=eos))
@@ -363,6 +398,7 @@ def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=
         tokenizer=tokenizer or Letters(),
     )
     engine.runs_ahead = ahead
+    engine.grammars = ToyGrammars(model.config.vocab_size)
     return engine
 
 
@@ -432,6 +468,9 @@ def exact_joint(logits_of, vocab_size, prompt, wanted, length):
             sequence.tokens += tokens
             controls = ControlsBuilder(vocab_size, frozenset(), torch.device("cpu")).controls([sequence])
             logits = torch.tensor([logits_of(tuple(sequence.tokens), vocab_size)])
+            if wanted.structured_outputs is not None:
+                banned = [token for token in range(vocab_size) if not ToyGrammar.allows(tokens, token)]
+                logits[0, banned] = -torch.inf
             p = probabilities(process(logits, controls, Nodes.roots(1)).double())[0].tolist()
             longer |= {(*tokens, token): mass * share for token, share in enumerate(p) if share > 0}
         joint = longer

@@ -33,6 +33,7 @@ from tests.drafters.contract_toys import (
     Choosing,
     FunctionModel,
     Letters,
+    ToyGrammar,
     answers,
     exact_joint,
     exercised,
@@ -128,6 +129,7 @@ WISHES = {
         "min_p": 0.02,
         "logprobs": 2,
     },
+    "grammar": {"structured_outputs": {"regex": "toy"}, "ignore_eos": False},
 }
 
 
@@ -141,6 +143,10 @@ def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(me
     sequences, _ = check(method, requests, eos=(7,))
     if wish == "allowed":
         assert {t for one in sequences.values() for t in one.output_tokens} <= set(WISHES[wish]["allowed_token_ids"])
+    if wish == "grammar":
+        for one in sequences.values():
+            output = one.output_tokens
+            assert all(ToyGrammar.allows(output[:at], token) for at, token in enumerate(output))
     if wish == "logprobs":
         for name, alone in plain(requests, eos=(7,)).items():
             assert sequences[name].logprobs == alone.logprobs
@@ -149,6 +155,7 @@ def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(me
 
 SAMPLED = {
     "temperature": {"temperature": 2.5},
+    "grammar": {"temperature": 2.5, "structured_outputs": {"regex": "toy"}},
     "filters": {"temperature": 2.0, "top_p": 0.9, "min_p": 0.1},
     "allowed": {"temperature": 2.5, "allowed_token_ids": [0, 2]},
     "all": {
@@ -165,7 +172,7 @@ SAMPLED = {
 @pytest.mark.parametrize(
     ("method", "wish"),
     [(method, wish) for method in METHODS for wish in ("temperature", "all")]
-    + [(method, "allowed") for method in ("suffix", "draft-model")]
+    + [(method, wish) for method in ("suffix", "draft-model") for wish in ("allowed", "grammar")]
     + [(AHEAD, "filters")],
 )
 def test_unseeded_output_is_distributed_as_the_target(method, wish):

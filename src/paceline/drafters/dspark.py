@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.config import MAX_K
 from paceline.cuda_graph import GraphRecorder
 from paceline.draft import Draft
+from paceline.drafters import checkpoint
 from paceline.drafters.absorbing import Absorbing
 from paceline.drafters.base import DrafterContext, DraftRow, digest
 from paceline.drafters.block_passes import BlockPasses, BlockRows
@@ -199,8 +200,7 @@ class DSparkDrafter(TappedDrafter):
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     """(draft vocabulary,) the target's ids."""
-    ids = torch.arange(config.draft_vocab_size)
-    return ids + tensors["d2t"].cpu() if "d2t" in tensors else ids
+    return checkpoint.draft_ids(tensors["d2t"]) if "d2t" in tensors else torch.arange(config.draft_vocab_size)
 
 
 def _anchor_rows(config: DSparkConfig, w1: Tensor, ids: Tensor) -> Tensor:

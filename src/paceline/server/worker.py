@@ -131,7 +131,7 @@ def _gauges(built: Built) -> m.Gauges:
 
 class Worker:
     def __init__(self, settings: Settings, built: Built) -> None:
-        self._settings, self._built = settings, built
+        self._built = built
         self._incoming: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._incoming.connect(settings.commands)
         self._commands: SimpleQueue[loop.Command] = SimpleQueue()
