@@ -49,6 +49,7 @@ class Draft:
     q: Proposal | None = None  # None: every row is deterministic
     unseen: bool = False  # the tokens are on the model's device, and the host has not read them
     device_parents: Tensor | None = None  # (B, N) int64 on the device, of the rows that are `UNKNOWN` on the host
+    device_depth: Tensor | None = None  # (B, N) int64, beside `device_parents` once these are made `sound`
     depth_bound: int = 0  # of those rows' trees
 
     @property
@@ -144,12 +145,15 @@ class Draft:
             if draft.q is not None:
                 proposals.append((torch.from_numpy(at), draft.q))
         shapes = [(rows, draft.device_parents) for rows, draft in parts if draft.device_parents is not None]
+        depths = [(rows, draft.device_depth) for rows, draft in parts if draft.device_depth is not None]
+        size, sound = merged.parents.shape, len(depths) == len(shapes)
         return replace(
             merged,
             tokens=_merge_tokens(parts, merged.tokens),
             q=_merge_proposals(proposals, batch, merged.width, vocab_size) if proposals else None,
             unseen=any(draft.unseen for _, draft in parts),
-            device_parents=_placed(shapes, merged.parents.shape, shapes[0][1].device) if shapes else None,
+            device_parents=_placed(shapes, size, shapes[0][1].device) if shapes else None,
+            device_depth=_placed(depths, size, depths[0][1].device) if depths and sound else None,
             depth_bound=max((draft.depth_bound for _, draft in parts), default=0),
         )
 
@@ -160,11 +164,12 @@ class Draft:
         width = int(num_nodes.max(initial=0))
         used = np.arange(width) < num_nodes[:, None]
         if list(rows) == list(range(self.batch)):
-            tokens, shape = self.tokens[:, :width], self.device_parents
+            tokens, shape, deep = self.tokens[:, :width], self.device_parents, self.device_depth
         else:
             (on_device,) = packed_to(self.tokens.device, torch.from_numpy(at))
             tokens = self.tokens[on_device, :width]
             shape = None if self.device_parents is None else self.device_parents[on_device]
+            deep = None if self.device_depth is None else self.device_depth[on_device]
         q = self.q
         if q is not None:
             row_of = np.full((len(at), width + 1), -1)
@@ -178,6 +183,7 @@ class Draft:
             num_nodes=torch.from_numpy(num_nodes),
             q=q,
             device_parents=None if shape is None else shape[:, :width],
+            device_depth=None if deep is None else deep[:, :width],
         )
 
     @property
@@ -200,9 +206,10 @@ class Draft:
         if self.unseen:  # the tokens are there already
             tokens = self.tokens
         if self.device_parents is not None:
+            assert self.device_depth is not None, "make it sound first"
             unknown = parents == UNKNOWN
-            _, shape, depths = clamp_trees(tokens, self.device_parents, 1, self.max_depth)
-            parents, depth = torch.where(unknown, shape, parents), torch.where(unknown, depths, depth)
+            parents = torch.where(unknown, self.device_parents, parents)
+            depth = torch.where(unknown, self.device_depth, depth)
         return Draft(
             tokens=tokens,
             parents=parents,
@@ -220,11 +227,12 @@ class Draft:
         return replace(self.to(device), num_nodes=self.num_nodes, q=self.q)
 
     def sound(self, vocab_size: int) -> Draft:
-        """The same, with trees and tokens that only the device knows made valid there."""
-        if self.device_parents is None:
+        """The same, with trees and tokens that only the device knows made valid there. Any first nodes of each row are
+        then sound too."""
+        if self.device_parents is None or self.device_depth is not None:
             return self
-        tokens, parents, _ = clamp_trees(self.tokens, self.device_parents, vocab_size, self.max_depth)
-        return replace(self, tokens=tokens, device_parents=parents)
+        tokens, parents, depth = clamp_trees(self.tokens, self.device_parents, vocab_size, self.max_depth)
+        return replace(self, tokens=tokens, device_parents=parents, device_depth=depth)
 
     def on_host(self, vocab_size: int) -> Draft:
         """The same, with tokens and trees read from the device; on a CPU every draft is read."""
@@ -232,7 +240,9 @@ class Draft:
             return self
         host = self.sound(vocab_size)
         assert host.device_parents is not None
-        host = replace(host, tokens=host.tokens.cpu(), device_parents=host.device_parents.cpu())
+        assert host.device_depth is not None
+        shape = {"device_parents": host.device_parents.cpu(), "device_depth": host.device_depth.cpu()}
+        host = replace(host, tokens=host.tokens.cpu(), **shape)
         used = torch.arange(self.width) < self.num_nodes[:, None]
         host = host.to(torch.device("cpu"))
         return replace(host, tokens=host.tokens * used, unseen=False, depth_bound=0)

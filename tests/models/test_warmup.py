@@ -53,7 +53,7 @@ def test_every_pass_of_a_draft_model_is_warmed_up() -> None:
 
 def test_plain_decoding_asks_for_few_shapes_and_drafts_for_not_too_many() -> None:
     assert len(warmed_up(list(verifying(64, 512, 0)), 4)) < 40
-    assert len(warmed_up(list(verifying(128, 2048, 16)), 4)) < 200
+    assert len(warmed_up(list(verifying(128, 2048, 16)), 4)) < 220
 
 
 def test_rows_beyond_the_largest_bucket_are_padded_in_steps() -> None:

@@ -35,6 +35,7 @@ from paceline.models.native_kernels import NativeKernels
 from paceline.models.quantize import quantize
 from paceline.models.torch_kernels import TorchKernels
 from paceline.models.weights import BLOCKS, Dtypes, StoredWeight, WeightKind
+from paceline.triton_support import triton_problem
 
 PART = 64  # components of hidden states whose head weights are read at once
 
@@ -193,6 +194,12 @@ class DSparkDrafter(TappedDrafter):
         positions = logits.view(len(anchors), self.config.block_size, -1)
         depth = min(self.config.depth, nodes)
         positions = positions[:, self.config.block_size - self.config.depth :][:, :depth]
+        if logits.is_cuda and triton_problem() is None:
+            from paceline.drafters.device_tree import device_trees, serves
+
+            if serves(depth, positions.shape[-1], self._beam, nodes):
+                markov = self._anchor_rows, self._w1, self._w2
+                return device_trees(positions, anchors, *markov, self._ids, nodes, self._beam)
         before = None if self._anchor_rows is None else self._anchor_rows[anchors]
         found = grow(lattice(positions, before, self._w1, self._w2, CANDIDATES), nodes, self._beam)
         return torch.stack((self._ids[found.tokens], found.parents, found.depth))

@@ -198,6 +198,10 @@ class PassGraphs:
                 passes[of] = tokens, plan, logit_rows, tiles
         if self._captures:
             self._compile({of.kernels: of for of in passes if of.kernels not in self._compiled}.values())
+            if (with_paths := next((of for of in passes if of.bucket.path), None)) is not None:
+                from paceline.models.triton.place import compile_place
+
+                compile_place(with_paths.plan)
         with self.starting():
             for of, content in passes.items():
                 if of.kernels not in self._compiled:

@@ -18,7 +18,7 @@ from paceline.models.plan import PassPlan
 
 CHAIN = 64  # rows of a single sequence
 LAG = 8  # tokens a draft model has to read of a sequence for which another method drafted
-TREES = 256  # rows of a pass with trees: attention keeps partial results of each row
+TREES = 512  # rows of a pass with trees: attention keeps partial results of each row
 JOINING = 4  # rows of a pass for each sequence, where some read prompts beside others that decode
 PROMPT, PROMPTS = 128, (1, 4, 16, 64)  # tokens of a prompt, and how many are read together
 
@@ -72,7 +72,8 @@ def drafting(sequences: int, most_rows: int) -> Iterator[PassShape]:
 def reading(sequences: int, most_rows: int) -> Iterator[PassShape]:
     """Prompts that are read in one pass."""
     for count in (count for count in PROMPTS if count <= sequences):
-        for rows in _totals(16 * count, min(PROMPT * count, most_rows)):
+        least = 2 if count == 1 else 16 * count  # most of a single prompt may be cached
+        for rows in _totals(least, min(PROMPT * count, most_rows)):
             yield PassShape(_spread(count, rows, rows)[0], last=True)
 
 

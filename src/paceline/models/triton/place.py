@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.config import MAX_K
 from paceline.draft import packed_to
 from paceline.models.plan import DeviceTrees, PassPlan
 
@@ -20,7 +21,11 @@ def _above(parents, node, mask):
     return tl.maximum(tl.minimum(parent, (node - 1).to(tl.int64)), -1).to(tl.int32)
 
 
-@triton.jit
+SIZES = ["width", "stride", "path_width", "max_depth"]
+POINTERS = ["parents_ptr", "rows_ptr", "at_ptr", "slots_ptr", "length_ptr"]  # parts of larger tensors, aligned or not
+
+
+@triton.jit(do_not_specialize=[*SIZES, *POINTERS])
 def _place(
     parents_ptr, rows_ptr, at_ptr, slots_ptr, length_ptr, positions, reach, path, width, stride, path_width, max_depth,
     LANES: tl.constexpr,
@@ -57,5 +62,12 @@ def place_trees(plan: PassPlan, trees: DeviceTrees) -> None:
         _place[(count,)](
             trees.parents, rows, at, slots, length, plan.positions, plan.reach, plan.path,
             width, trees.parents.stride(0), plan.path.shape[1], trees.max_depth,
-            LANES=max(triton.next_power_of_2(width), 16),
+            LANES=max(triton.next_power_of_2(width), MAX_K),
         )  # fmt: skip
+
+
+def compile_place(plan: PassPlan) -> None:
+    """Compile the kernel; what it writes into the pass is overwritten before that is run."""
+    one = torch.zeros(1, dtype=torch.int64)
+    parents = one.to(plan.positions.device)[None] - 1
+    place_trees(plan, DeviceTrees(rows=one, at=one[None], slots=one[None], length=one, parents=parents, max_depth=1))
