@@ -1,7 +1,7 @@
 """The packaged drafter on the yardstick, embedded to match: tokens/s of plain, drafted and automatic decoding.
 
-One engine serves all of them, by the request's own speculation, so weights, graphs and prompts are the same. Rounds are
-interleaved; ratios are of the sums over rounds. The suffix store is off: an answer that was seen before is not drafted.
+One engine serves all of them, by the request's own speculation, so weights, graphs and prompts are the same. A batch is
+kept full while it is timed. The suffix store is off: an answer that was seen before is not drafted.
 
     python benchmarks/gpu_drafter.py --weights smollm2 --prompts mt_bench.jsonl --batches 1 16 64 128
 """
@@ -61,21 +61,33 @@ def make_engine(subject: Subject, folder: Path, rows: int, size: Size) -> Engine
     return build.make_engine(loaded, engine_config, drafters, policy)
 
 
-def answer(engine: Engine, prompts: list[list[int]], way: Any, temperature: float, tokens: int) -> tuple[float, list]:
+def answer(
+    engine: Engine, prompts: list[list[int]], way: Any, temperature: float, tokens: int, batch: int = 1
+) -> tuple[float, list]:
+    """Tokens/s while `batch` answers are made at once, a new one as soon as one ends, and all sequences. The time
+    begins when the first `batch` prompts are read and ends with the last prompt's beginning, so the batch is full."""
     params = SamplingParams(
         temperature=temperature, seed=7 if temperature else None, max_tokens=tokens, speculation=way
     ).resolve({})
-    sequences = []
-    for at, prompt in enumerate(prompts):
-        sequences += engine.add_request(f"{time.perf_counter()}/{at}", prompt, params)
-    while not all(one.num_output for one in sequences):  # prompts are read; decoding is timed
+    waiting, sequences = list(enumerate(prompts)), []
+
+    def refill() -> None:
+        while waiting and sum(not one.finished for one in sequences[-4 * batch :]) < batch:
+            at, prompt = waiting.pop(0)
+            sequences.extend(engine.add_request(f"{time.perf_counter()}/{at}", prompt, params))
+
+    refill()
+    while not all(one.num_output for one in sequences):
         engine.step()
     torch.cuda.synchronize() if torch.cuda.is_available() else None
     before, started = sum(one.num_output for one in sequences), time.perf_counter()
+    while engine.has_work and (waiting or len(prompts) <= batch):
+        engine.step()
+        refill()
+    took, made = time.perf_counter() - started, sum(one.num_output for one in sequences) - before
     while engine.has_work:
         engine.step()
-    took = time.perf_counter() - started
-    return (sum(one.num_output for one in sequences) - before) / took, sequences
+    return made / took, sequences
 
 
 def main() -> None:
@@ -85,8 +97,8 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--groups", type=int, default=6, help="of prompts, at batch 1")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--groups", type=int, default=20, help="prompts answered one at a time")
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--tiny", action="store_true", help="a small size, to try the script on a CPU")
     args = parser.parse_args()
@@ -105,19 +117,21 @@ def main() -> None:
     results = []
     for temperature in args.temperatures:
         for batch in args.batches:
-            groups = [asked[first : first + batch] for first in range(0, len(asked) - batch + 1, batch)]
-            groups = groups[:: max(1, len(groups) // args.groups)][: args.groups] if batch == 1 else groups[:2]
+            # One answer at a time: prompts from all over the files. Else three answers for each place in the batch.
+            spread = asked[:: max(1, len(asked) // args.groups)][: args.groups]
+            groups = [[one] for one in spread] if batch == 1 else [[asked[at % len(asked)] for at in range(3 * batch)]]
             for way in WAYS.values():  # compiles and captures what is not yet
-                answer(engine, groups[0], way, temperature, 16)
+                answer(engine, groups[0][: 2 * batch], way, temperature, 16, batch)
             alone: dict[int, list[list[int]]] = {}
             for name, way in WAYS.items():
                 if batch > 16 and name in ("tree 15", "tree 60"):
                     continue
                 if time.perf_counter() > deadline:
                     break
+                late = engine.runner.captured_late
                 rates, same, passes, committed, methods = [], True, 0, 0, {}
                 for at, group in enumerate(groups):
-                    rate, sequences = answer(engine, group, way, temperature, args.max_tokens)
+                    rate, sequences = answer(engine, group, way, temperature, args.max_tokens, batch)
                     rates.append(rate)
                     texts = [one.output_tokens for one in sequences]
                     if name == "plain":
@@ -133,10 +147,11 @@ def main() -> None:
                     base = mean
                 row = {"temperature": temperature, "batch": batch, "way": name, "tokens_s": mean}
                 row |= {"speedup": mean / base, "tau": committed / passes, "same_tokens": same, "drafts": methods}
+                row["captured_late"] = engine.runner.captured_late - late
                 results.append(row)
                 print(
                     f"T {temperature} batch {batch:3} {name:8} {mean:8.0f} tokens/s {mean / base:.2f}x "
-                    f"tau {row['tau']:.2f} {'same' if same else 'DIFFERENT'} {methods}",
+                    f"tau {row['tau']:.2f} {'same' if same else 'DIFFERENT'} {methods} late {row['captured_late']}",
                     flush=True,
                 )
     finish("gpu_drafter", {"device": subject.device_name, "rows": results, "failures": engine.drafters.failures})

@@ -714,3 +714,16 @@ def test_a_model_is_not_left_for_a_lookup_that_is_hardly_better():
             chosen[choices[0].method] += 1
         used[seconds] = chosen["lookup"]
     assert used[0.006] < used[0.0]
+
+
+@pytest.mark.parametrize(("count", "first"), [(1, 0.5), (1, 0.75), (16, 0.6)])
+def test_late_nodes_of_trees_are_not_judged_one_by_one(count, first):
+    """On an H200's passes many nodes pay, each accepted once in thirty drafts or less: the lowest rate of some of them
+    is chance."""
+    drafter = Trees(seconds=0.02 * 0.85, first=first, falls=1.35)
+    policy, sequences = AdaptivePolicy([drafter], "auto", prior=DEVICE), [sequence(f"s{i}") for i in range(count)]
+    padded = {rows: H200_MS[next(size for size in H200_MS if size >= rows)] for rows in range(1, 1025)}
+    steps = [tree_step(policy, drafter, sequences, padded) for _ in range(300)]
+    rate = sum(tokens for tokens, *_ in steps) / sum(seconds for _, seconds, _ in steps)
+    best = max(count * (1 + drafter.shares[:k].sum()) / (padded[count * (1 + k)] + 0.85) for k in range(1, 63)) / 0.02
+    assert rate > 0.96 * best

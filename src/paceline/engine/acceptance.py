@@ -12,6 +12,7 @@ path is what a tree gains by it. Others are chains, one node per depth.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
@@ -27,7 +28,8 @@ from paceline.engine.policy import DEEPEST
 MEMORY = 256.0  # tries at a depth after which old ones count half, so that a change of workload is noticed
 GUESS_TRIALS = 16.0  # tries that the first guess counts for, and promised tokens that trust in a method does
 POOL_TRIALS = 4.0  # tries that it counts for at all depths together, where one speaks for the others
-TREE_POOL = 8.0  # the same of trees: their accepted nodes come several at once or not at all, so each says less
+TREE_POOL = 8.0  # accepted nodes that it counts for of trees: they come several at once or not at all
+BANDS = (0, 1, 2, 4, 8, 16, 32, MAX_K)  # nodes of a tree whose records are taken together
 HIGHEST = 0.99  # that a rate may be: nothing is sure
 EVEN = 3.0  # tokens of context at which a lookup is right every second time
 SUREST = 0.9  # that a first guess may be
@@ -59,6 +61,19 @@ def first_guess_of_trees() -> tuple[float, ...]:
     return tuple(FIRST_NODE * (1 + node / 2) ** -FALL for node in range(MAX_K))
 
 
+def _rates_of_trees(tried: SequenceOf[float], hit: SequenceOf[float], guess: SequenceOf[float]) -> list[float]:
+    """The guess as a whole by what the record says of all nodes, and then band by band. Single late nodes are accepted
+    so seldom that the lowest of their rates would be chance, and no later node may have more."""
+    expected = [t * g for t, g in zip(tried, guess, strict=True)]
+    better = (sum(hit) + TREE_POOL) / (sum(expected) + TREE_POOL)
+    rates: list[float] = []
+    for begin, end in itertools.pairwise(BANDS):
+        seen = better * sum(expected[begin:end])
+        band = (sum(hit[begin:end]) + TREE_POOL) / (seen + TREE_POOL)
+        rates += [min(one * better * band, HIGHEST) for one in guess[begin:end]]
+    return rates
+
+
 class Acceptance:
     def __init__(self) -> None:
         self._records: dict[Key, tuple[list[float], list[float]]] = {}  # tried, hit; by depth, of trees by node
@@ -84,10 +99,11 @@ class Acceptance:
         if key not in self._records:
             return guess
         tried, hit = self._records[key]
+        if len(guess) == MAX_K:
+            return _rates_of_trees(tried, hit, guess)
         if key[2] >= LEARNED:  # depths are alike: those seldom reached are as good as the others
             expected = sum(t * g for t, g in zip(tried, guess, strict=True))
-            pool = TREE_POOL if len(guess) == MAX_K else POOL_TRIALS
-            better = (sum(hit) + pool) / (expected + pool)
+            better = (sum(hit) + POOL_TRIALS) / (expected + POOL_TRIALS)
             guess = tuple(min(g * better, HIGHEST) for g in guess)
         return [(h + GUESS_TRIALS * g) / (t + GUESS_TRIALS) for t, h, g in zip(tried, hit, guess, strict=True)]
 
