@@ -132,7 +132,7 @@ def test_greedy_output_is_unchanged_and_comes_in_fewer_passes(num_blocks):
 
 
 def test_costs_do_not_grow_with_the_context():
-    """Measured about 0.7 µs a token and 3 to 10 µs a row; asserted five times that, for a busy machine. Time of other processes does not count."""
+    """Measured about 0.7 µs a token and 3 to 10 µs a row; asserted five times that. Others' time does not count."""
     noise = torch.randint(0, 49152, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
     drafter, sequence = make(vocab_size=49152), sequence_of([*noise, *noise[500:510]])
     started = time.thread_time()

@@ -517,7 +517,7 @@ def test_sampled_output_with_a_seed_is_unchanged():
 
 
 def test_costs_do_not_grow_with_the_context():
-    """Measured 45 to 70 µs a row and 0.5 µs a prompt token, others at work, whose time does not count; asserted seven times that or more."""
+    """Measured 45 to 70 µs a row and 0.5 µs a prompt token; asserted seven times that. Others' time does not count."""
     noise = random.Random(0)
     words = [[noise.randrange(49152) for _ in range(noise.randint(1, 4))] for _ in range(300)]
     tokens = [token for _ in range(8000) for token in words[int(noise.paretovariate(0.7)) % 300]]
