@@ -1,16 +1,24 @@
-"""Fixtures every test may use. The real model is fetched once into the user's cache, as a first run would."""
+"""Fixtures every test may use. The real model is fetched once into the user's cache, as a first run would.
+
+Tests compute on toys and run side by side, so each gets one thread, and so do processes it starts: threads that compete
+for a core spin, which takes many times as long as the work. Tests of threads ask for more.
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
+
 import torch
 
+from paceline.machine import usable_cores
 from tests import fake_llm
 from tests.fake_llm import FakeLLM, Result
 
@@ -18,11 +26,30 @@ if not torch.cuda.is_available():  # Triton reads it when it is imported: kernel
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_auto_num_workers() -> int:
+    return usable_cores()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_core() -> Iterator[None]:
+    """A model loaded without a number of threads takes one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.models.runtime.usable_cores", lambda: 1)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Whatever the test before left."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 import textwrap
 from fractions import Fraction
 from pathlib import Path
@@ -38,6 +39,11 @@ def folder(tmp_path_factory) -> Path:
     save_tiny("llama-tied", path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
+
+
+def name_of(value) -> str:
+    """Without addresses: a test has the same name in every process."""
+    return re.sub("0x[0-9a-f]+", "0x", shown(value, 60))
 
 
 def make(folder: Path | str, **options) -> LLM:
@@ -133,7 +139,7 @@ def test_arguments_of_vllm_that_mean_the_same_are_honoured(folder: Path) -> None
         ({"dtype": torch.int8}, "not one of"),
         ({"enforce_eager": "yes"}, "True or False"),
     ],
-    ids=lambda value: shown(value, 60),
+    ids=name_of,
 )
 def test_anything_else_is_refused_by_name(given, sentence: str, folder: Path) -> None:
     with pytest.raises(InvalidParameter, match=sentence) as caught:
@@ -219,7 +225,7 @@ ODD += [
 ]
 
 
-@pytest.mark.parametrize("prompt", ODD, ids=lambda prompt: shown(prompt, 40))
+@pytest.mark.parametrize("prompt", ODD, ids=name_of)
 def test_what_is_no_prompt_gets_a_sentence(prompt, llm: LLM) -> None:
     with pytest.raises(InvalidPrompt) as caught:
         llm.generate(prompt, SHORT)
@@ -260,7 +266,7 @@ def test_parameters_may_be_a_dict_under_either_name(llm: LLM) -> None:
         ({"sampling_param": SHORT}, "did you mean sampling_params"),
         ({"request_id": "7"}, "numbered here"),
     ],
-    ids=lambda value: shown(value, 50),
+    ids=name_of,
 )
 def test_a_call_refuses_other_arguments_by_name(given, sentence: str, llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match=sentence):
@@ -292,7 +298,7 @@ def test_a_call_refuses_other_arguments_by_name(given, sentence: str, llm: LLM) 
         ({"prompt_logprobs": 21}, "between 0 and 20"),
         ({"ignore_eos": "false"}, "True or False"),
     ],
-    ids=lambda value: shown(value, 50),
+    ids=name_of,
 )
 def test_sampling_parameters_are_refused_by_name(given, sentence: str) -> None:
     (field,) = given
@@ -401,7 +407,7 @@ def test_text_parts_are_text_and_the_last_message_may_be_continued(llm: LLM) -> 
         ([HELLO, None], {}, "list of messages"),
         (["w5"], {}, "role and content"),
     ],
-    ids=lambda value: shown(value, 60),
+    ids=name_of,
 )
 def test_a_chat_that_cannot_be_read_gets_a_sentence(messages, options, sentence: str, llm: LLM) -> None:
     with pytest.raises(PacelineError, match=sentence):

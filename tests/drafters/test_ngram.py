@@ -132,18 +132,18 @@ def test_greedy_output_is_unchanged_and_comes_in_fewer_passes(num_blocks):
 
 
 def test_costs_do_not_grow_with_the_context():
-    """Measured about 0.7 µs a token and 3 to 10 µs a row; asserted five times that, for a busy machine."""
+    """Measured about 0.7 µs a token and 3 to 10 µs a row; asserted five times that. Others' time does not count."""
     noise = torch.randint(0, 49152, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
     drafter, sequence = make(vocab_size=49152), sequence_of([*noise, *noise[500:510]])
-    started = time.perf_counter()
+    started = time.thread_time()
     drafter.read_prompt(sequence, len(sequence.tokens))
-    assert (time.perf_counter() - started) / len(sequence.tokens) < 10e-6
+    assert (time.thread_time() - started) / len(sequence.tokens) < 10e-6
     best = min(_timed(lambda: drafter.guess(sequence, 8)) for _ in range(50))
     assert best < 50e-6
     assert drafter.guess(sequence, 8) == noise[510:518]
 
 
 def _timed(call):
-    started = time.perf_counter()
+    started = time.thread_time()
     call()
-    return time.perf_counter() - started
+    return time.thread_time() - started
