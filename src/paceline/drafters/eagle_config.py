@@ -117,7 +117,7 @@ def shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     if config.own_embedding:
         each["embed_tokens"] = (body.vocab_size, wide)
     found = {f"{name}.weight": shape for name, shape in each.items()}
-    found |= {f"{name}.bias": each[name][:1] for name in config.biases}
+    found |= {f"{name}.bias": each[name][:1] for name in sorted(config.biases)}
     return found | ({"d2t": (config.vocab,)} if config.vocab < body.vocab_size else {})
 
 
