@@ -7,7 +7,8 @@ expectation of traversal verification over its coins. So trials are paired, and 
 
 - `top`: the likeliest nodes by the drafter's own distribution; `top/T`: with its logits divided by T.
 - `drawn as top`: drawn without replacement from q at the request's temperature, in the shape of `top/T`.
-- `drawn, fixed`: the same in the best shape for `RANKS`, the same at every step. `drawn chain`: one child a node.
+- `drawn, fixed`: the same in the best shape for `RANKS`, the same at every step.
+- `coupled/c`: the target draws its tokens by noise that the drafter knows (law 3), which is added to log q.
 
     python benchmarks/tree_trials.py --prompts mt_bench.jsonl --temperature 0.7 --out steps.npz
 """
@@ -29,7 +30,7 @@ from torch import Tensor
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.draft import Draft
-from paceline.drafters.block_tree import CANDIDATES, grow, lattice
+from paceline.drafters.block_tree import CANDIDATES, Lattice, grow, lattice
 from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import CONFIDENCE
@@ -67,8 +68,9 @@ def fixed_shape(count: int, depth: int) -> list[int]:
 class Trials(DSparkDrafter):
     """Proposes the union of all trials, and keeps them for `expected`."""
 
-    def prepare(self, temperature: float, folder: Path, sizes: list[int], scales: list[float]) -> None:
-        self.temperature, self.sizes, self.scales = temperature, sizes, scales
+    def prepare(self, folder: Path, vocab_size: int, args: argparse.Namespace) -> None:
+        self.vocab_size, self.temperature, self.sizes = vocab_size, args.temperature, args.sizes
+        self.scales, self.sharpness, self.fixed = args.scales, args.sharpness, args.fixed
         _, tensors = read(folder)
         self.confidence = tensors[f"{CONFIDENCE}.weight"].float()[0], tensors[f"{CONFIDENCE}.bias"].float()
         self.rng = torch.Generator().manual_seed(0)
@@ -99,8 +101,11 @@ class Trials(DSparkDrafter):
             for size in self.sizes:
                 shape = self.top(self.temperature, size).parents
                 self.trials[f"drawn as top {size}"] = self.drawn(shape)
-                self.trials[f"drawn, fixed {size}"] = self.drawn(fixed_shape(size, self.config.depth))
-            self.trials["drawn chain 7"] = self.drawn(list(range(-1, 6)))
+                if self.fixed:
+                    self.trials[f"drawn, fixed {size}"] = self.drawn(fixed_shape(size, self.config.depth))
+            self.noise = -torch.empty(self.config.depth, self.vocab_size).exponential_(generator=self.rng).log()
+            for scale in self.sharpness:
+                self.trials[f"coupled/{scale}"] = self.coupled(scale, most)
         self.union: dict[tuple[int, ...], int] = {}  # path -> node
         self.places = {name: self._placed(tree) for name, tree in self.trials.items()}
         paths = list(self.union)
@@ -134,6 +139,30 @@ class Trials(DSparkDrafter):
         logits = self.logits[depth] + (self._w2 @ self._anchor_rows[token]).float()
         return (logits / self.temperature).softmax(-1)
 
+    def coupled(self, scale: float, count: int) -> Tree:
+        """The likeliest nodes once the noise is known by which the target's tokens are drawn (law 3): log q plus noise,
+        divided by `scale`, is taken for the logarithm of a probability."""
+        assert self._anchor_rows is not None
+        assert self._w1 is not None
+        before = self._anchor_rows[self.anchor][None].float() / self.temperature
+        given = self.logits[None] / self.temperature, before, self._w1.float() / self.temperature, self._w2.float()
+        tokens, first, later = lattice(*given, CANDIDATES)
+        noise = self.noise[torch.arange(len(self.logits))[:, None], self._ids[tokens[0]]][None]  # (1, D, C)
+        first = ((first + noise[:, 0]) / scale).log_softmax(-1)
+        later = ((later + noise[:, 1:, None]) / scale).log_softmax(-1)
+        found = grow(Lattice(tokens, first, later), count)
+        return Tree(self._ids[found.tokens[0]].tolist(), found.parents[0].tolist(), found.score[0].tolist(), {})
+
+    def agreed(self, name: str, p: Tensor) -> list[float]:
+        """(nodes,) 1 for nodes on the path of the tokens that the target draws by the same noise."""
+        tree, at, found, depths = self.trials[name], self.places[name], list[float](), list[int]()
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            on_path = parent < 0 or found[parent] > 0
+            row = 0 if parent < 0 else at[parent] + 1
+            found.append(float(on_path and int((p[row].log() + self.noise[depths[-1]]).argmax()) == token))
+        return found
+
     def drawn(self, parents: list[int]) -> Tree:
         tokens, depths, q = [0] * len(parents), [0] * len(parents), {}
         for parent in dict.fromkeys(parents):
@@ -165,6 +194,34 @@ class Trials(DSparkDrafter):
             row = 0 if parent < 0 else at[parent] + 1
             found.append((found[parent] if parent >= 0 else 1.0) * float(p[row, token]))
         return found
+
+    def descended(self, name: str, p: Tensor) -> float:
+        """The same by the rule that goes down from the root and reads no p beside its path: children in turn, each with
+        min(1, p/q), then from the excess of p over q."""
+        tree, at = self.trials[name], self.places[name]
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents):
+            children.setdefault(parent, []).append(node)
+
+        def below(node: int) -> float:
+            if node not in children:
+                return 0.0
+            target = p[0 if node < 0 else at[node] + 1].double()
+            q = torch.zeros_like(target).index_copy_(0, self._ids, tree.q[node].double())
+            expected, alive = 0.0, 1.0
+            for child in children[node]:
+                token = tree.tokens[child]
+                share = float(q[token])
+                accepts = min(1.0, float(target[token]) / share) if share > 0 else 0.0
+                expected, alive = expected + alive * accepts * (1 + below(child)), alive * (1 - accepts)
+                excess = (target - q).clamp_min(0)
+                if float(excess.sum()) > 0:
+                    target = excess / excess.sum()
+                q[token] = 0
+                q = q / q.sum().clamp_min(1e-30)
+            return expected
+
+        return below(-1)
 
     def traversed(self, name: str, p: Tensor) -> float:
         """The expected number of accepted tokens of a drawn tree, by the rule of verify/tree.py."""
@@ -222,7 +279,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
     (method,) = (each for each in available(speculation, [context.checkpoint]) if each.method.recognise)
     drafter = Trials.from_context(context, method.name)
     assert isinstance(drafter, Trials)
-    drafter.prepare(args.temperature, context.checkpoint, args.sizes, args.scales)
+    drafter.prepare(context.checkpoint, target.loaded.config.vocab_size, args)
     evidence.MAX_K = MOST
     policy = AdaptivePolicy([drafter], method.name, MOST)
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=4 * MOST)
@@ -264,6 +321,9 @@ def measured(drafter: Trials, p: Tensor) -> dict[str, Any]:
     for name, tree in drafter.trials.items():
         if tree.q:
             step[name] = drafter.traversed(name, p)
+            step[f"{name}, top-down"] = drafter.descended(name, p)
+        elif name.startswith("coupled"):
+            step[name] = drafter.agreed(name, p)
         else:
             step[name] = drafter.survival(name, p)
             step[f"{name} score"] = tree.score
@@ -276,7 +336,7 @@ def table(steps: list[dict[str, Any]], sizes: list[int]) -> dict[str, float]:
     """The mean number of tokens a step commits, by trial and nodes."""
     found: dict[str, float] = {}
     for name, value in steps[0].items():
-        if isinstance(value, list) and name.startswith("top") and not name.endswith("score"):
+        if isinstance(value, list) and name.startswith(("top", "coupled")) and not name.endswith("score"):
             for size in sizes:
                 found[f"{name} {size}"] = 1 + float(np.mean([sum(step[name][:size]) for step in steps]))
         elif name.startswith("drawn"):
@@ -309,6 +369,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[7, 15, 60])
     parser.add_argument("--scales", type=float, nargs="+", default=[0.7])
+    parser.add_argument("--sharpness", type=float, nargs="*", default=[0.4, 0.7, 1.0])
+    parser.add_argument("--fixed", action="store_true", help="fixed shapes too")
     parser.add_argument("--out", help="all steps, as JSON")
     args = parser.parse_args()
     steps = collect(args)
@@ -318,7 +380,9 @@ def main() -> None:
     for size in args.sizes:
         print(f"{size} nodes: top {found[f'top {size}']:.3f}")
         names = [f"top/{scale}" for scale in args.scales]
-        names += [name for name in found if name.startswith("drawn") and name.endswith(f" {size}")]
+        names += [f"coupled/{scale}" for scale in args.sharpness if args.temperature]
+        drawn = [name for name in found if name.startswith("drawn")]
+        names += [name for name in drawn if name.removesuffix(", top-down").endswith(f" {size}")]
         for name in names:
             gain, error = interval(steps, name, "top", size)
             print(f"  {name}: {100 * gain:+.1f} % (standard error {100 * error:.1f})")
