@@ -16,6 +16,7 @@ from paceline.config import MAX_K, ModelConfig
 from paceline.drafters.checkpoint import Json
 from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.drafters.speculators import (
+    UNKNOWN_TARGET,
     TargetShape,
     description,
     layer_keys,
@@ -44,7 +45,7 @@ class DSparkConfig:
     tap_norm: bool = False
     mask_embedding: bool = False
     markov_over_draft_vocab: bool = False  # W1 has a row for each draft token; for other tokens it is zero
-    target: TargetShape = TargetShape()
+    target: TargetShape = UNKNOWN_TARGET
 
     @property
     def method(self) -> str:

@@ -15,7 +15,15 @@ from torch import Tensor
 from paceline.config import ModelConfig
 from paceline.drafters.checkpoint import Json
 from paceline.drafters.methods import EAGLE, EAGLE3
-from paceline.drafters.speculators import TargetShape, description, layer_keys, refuse_another, rope_keys
+from paceline.drafters.speculators import (
+    UNKNOWN_TARGET,
+    TargetShape,
+    description,
+    layer_keys,
+    refuse_another,
+    rope_keys,
+    target_keys,
+)
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.decoder import FINAL
 from paceline.models.hf_config import parse_config
@@ -26,7 +34,6 @@ LLAMAS = (EAGLE, "qwen2", "mistral")  # whose layers differ from Llama's in bias
 POSITIONS = 2048
 LAYER = "layers.0"
 UP = ("gate", "up")
-UNKNOWN_TARGET = TargetShape()
 
 
 @dataclass(frozen=True, kw_only=True)

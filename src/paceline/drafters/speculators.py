@@ -50,6 +50,9 @@ class TargetShape:
         return len(ours) == len(theirs) and float(F.cosine_similarity(ours, theirs, dim=0)) >= LEAST_LIKENESS
 
 
+UNKNOWN_TARGET = TargetShape()
+
+
 def embedding_sample(embedding: Tensor, vocab_size: int) -> tuple[float, ...]:
     """A few values of a few rows: they tell one model from another of its shape, in any precision."""
     rows = torch.tensor([vocab_size * eighth // 8 for eighth in (1, 3, 5, 7)])
