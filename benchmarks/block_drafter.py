@@ -63,7 +63,7 @@ def measure(
 ) -> dict[str, Any]:
     speculation = SpeculationConfig(method=AUTO, drafter=folder)
     context = build.drafter_context(target.loaded, speculation)
-    (method,) = (each for each in available(speculation, context.checkpoint) if each.recognise is not None)
+    (method,) = (each for each in available(speculation, [context.checkpoint]) if each.method.recognise)
     drafter = DSparkDrafter.from_context(context, method.name, beam)
     config = EngineConfig(max_num_seqs=max(rows, 1), max_num_batched_tokens=max(512, 130 * rows))
     policy = AdaptivePolicy([drafter], method.name, nodes)

@@ -31,11 +31,11 @@ from paceline.config import EngineConfig, ModelConfig, SpeculationConfig
 from paceline.drafters import dspark_checkpoint
 from paceline.drafters.base import DraftRow
 from paceline.drafters.dspark import DSparkDrafter, draft_ids
-from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.eagle_checkpoint import read, write
 from paceline.drafters.eagle_config import EagleConfig, published_layers, shapes
 from paceline.drafters.eagle_layer import EagleLayer
 from paceline.drafters.methods import METHODS
+from paceline.drafters.speculators import TargetShape
 from paceline.drafters.tapped import TapBatch
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice, LearnsNothing

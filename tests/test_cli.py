@@ -142,8 +142,8 @@ def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
             "threads": 2,
             "method": "auto",
             "k": None,
-            "draft_model": None,
-            "drafter": None,
+            "draft_model": (),
+            "drafter": (),
             "suffix_corpus": (),
             "suffix_store": None,
             "speculative_config": None,
@@ -155,11 +155,13 @@ def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
 
 
 def test_drafting_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
-    flags = "--k 4 --draft-model small --suffix-corpus a.txt --suffix-corpus b.txt --suffix-store store"
+    flags = "--k 4 --draft-model small --draft-model tiny --drafter head"
+    flags += " --suffix-corpus a.txt --suffix-corpus b.txt --suffix-store store"
     paceline("generate", "hello", *flags.split(), "--speculative-config", '{"prompt_lookup_max": 3}')
     paceline("chat", "--method", "ngram", "--k", "auto", stdin=b"")
     first, second = FakeLLM.created
-    assert (first["method"], first["k"], first["draft_model"]) == ("auto", 4, "small")
+    assert (first["method"], first["k"], first["draft_model"]) == ("auto", 4, ("small", "tiny"))
+    assert first["drafter"] == ("head",)
     assert (first["suffix_corpus"], first["suffix_store"]) == (("a.txt", "b.txt"), "store")
     assert first["speculative_config"] == '{"prompt_lookup_max": 3}'
     assert (second["method"], second["k"]) == ("ngram", None)

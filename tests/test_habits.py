@@ -128,7 +128,7 @@ def test_arguments_of_vllm_that_mean_the_same_are_honoured(folder: Path) -> None
         ({"draft_model": 5}, "name or a path"),
         ({"drafter": 5}, "name or a path"),
         ({"tokenizer": 5}, "name or a path"),
-        ({"suffix_corpus": 5}, "list of paths"),
+        ({"suffix_corpus": 5}, "name or a path"),
         ({"suffix_corpus": [5]}, "name or a path"),
         ({"method": 5}, "name of a method"),
         ({"k": 2.5}, "whole number"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline import machine
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.methods import available
+from paceline.drafters.methods import Wanted, available
 from paceline.drafters.packaged import packaged_for
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
@@ -89,15 +89,23 @@ def make_drafters(
     used unchanged, for engines that share the weights of a draft model."""
     ready = dict(given or {})
     context = drafter_context(loaded, speculation)
-    made = {
-        method.name: method.make(context)
-        for method in available(speculation, context.checkpoint)
-        if method.name not in ready
-    }
-    return [*made.values(), *ready.values()]
+    wanted = available(speculation, _checkpoints(loaded, speculation))
+    return [*(_make(each, context) for each in wanted if each.name not in ready), *ready.values()]
+
+
+def _make(wanted: Wanted, context: DrafterContext) -> Drafter:
+    """A drafter of its own model or folder alone."""
+    if isinstance(wanted.source, Path):
+        context = replace(context, checkpoint=wanted.source)
+    elif wanted.source is not None:
+        context = replace(context, speculation=replace(context.speculation, draft_model=(wanted.source,)))
+    drafter = wanted.method.make(context)
+    drafter.name = wanted.name
+    return drafter
 
 
 def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> DrafterContext:
+    """With the first trained drafter's folder, where there is one."""
     decoder, tokenizer = loaded.decoder, loaded.tokenizer
     on_cpu = decoder.device.type == "cpu"
     return DrafterContext(
@@ -111,15 +119,16 @@ def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> Draf
         head=decoder.head,
         kernels=decoder.kernels,
         extra=loaded.extra,
-        checkpoint=_checkpoint(loaded, speculation),
+        checkpoint=next(iter(_checkpoints(loaded, speculation)), None),
     )
 
 
-def _checkpoint(loaded: LoadedModel, speculation: SpeculationConfig) -> Path | None:
-    """The drafter's folder: the one named, or a packaged one where the policy may choose it."""
-    if speculation.drafter is None and speculation.method == AUTO:
-        return packaged_for(loaded.config, loaded.decoder.embedding)
-    return None if speculation.drafter in (None, NONE) else resolve(speculation.drafter)
+def _checkpoints(loaded: LoadedModel, speculation: SpeculationConfig) -> list[Path]:
+    """Folders of trained drafters: those named, or a packaged one where the policy may choose it."""
+    if not speculation.drafter and speculation.method == AUTO:
+        packaged = packaged_for(loaded.config, loaded.decoder.embedding)
+        return [] if packaged is None else [packaged]
+    return [resolve(name) for name in speculation.drafter if name != NONE]
 
 
 def make_policy(loaded: LoadedModel, drafters: SequenceOf[Drafter], speculation: SpeculationConfig) -> AdaptivePolicy:

@@ -116,8 +116,8 @@ class SpeculationConfig:
     suffix_corpus: tuple[str, ...] = ()  # text files that seed the suffix store
     suffix_store: str | None = None  # file that keeps the suffix store between runs
     suffix_bytes: int = 200 << 20
-    draft_model: str | None = None  # a smaller model with the same vocabulary
-    drafter: str | None = None  # checkpoint of a drafter trained for this target; None: a packaged one; NONE: none
+    draft_model: tuple[str, ...] = ()  # smaller models with the same vocabulary
+    drafter: tuple[str, ...] = ()  # drafters trained for this target; empty: a packaged one; NONE alone: none
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or len(self.method) > LONGEST_NAME:
@@ -128,10 +128,12 @@ class SpeculationConfig:
                     "k", f"must be a whole number between 1 and {MAX_K}, or {AUTO}; got {shown(self.k)}"
                 )
             object.__setattr__(self, "k", whole_number("k", self.k, 1, MAX_K))
-        for field in ("draft_model", "drafter", "suffix_store"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, path_or_name(field, getattr(self, field)))
-        object.__setattr__(self, "suffix_corpus", _paths("suffix_corpus", self.suffix_corpus))
+        if self.suffix_store is not None:
+            object.__setattr__(self, "suffix_store", path_or_name("suffix_store", self.suffix_store))
+        for field in ("draft_model", "drafter", "suffix_corpus"):
+            object.__setattr__(self, field, paths_or_names(field, getattr(self, field)))
+        for field in ("draft_model", "drafter"):
+            _refuse_contradictions(field, getattr(self, field))
         if self.k is not None and self.method == NONE:
             raise InvalidParameter("k", "method none drafts nothing; leave k out or choose a method")
         whole_number("ngram_max", self.ngram_max, 1, MAX_NGRAM)
@@ -141,13 +143,20 @@ class SpeculationConfig:
             raise InvalidParameter("ngram_min", f"must be between 1 and ngram_max ({self.ngram_max})")
 
 
-def _paths(field: str, value: Any) -> tuple[str, ...]:
-    """One path, or several."""
-    if isinstance(value, str | os.PathLike):
-        return (path_or_name(field, value),)
-    if not isinstance(value, list | tuple):
-        raise InvalidParameter(field, f"must be a list of paths, got {shown(value)}")
-    return tuple(path_or_name(field, path) for path in value)
+def paths_or_names(field: str, value: Any) -> tuple[str, ...]:
+    """One, or several, or None."""
+    if value is None:
+        return ()
+    several = value if isinstance(value, list | tuple) else (value,)
+    return tuple(path_or_name(field, each) for each in several)
+
+
+def _refuse_contradictions(field: str, given: tuple[str, ...]) -> None:
+    twice = next((each for each in given if given.count(each) > 1), None)
+    if twice is not None:
+        raise InvalidParameter(field, f"names {shown(twice)} twice; name it once")
+    if NONE in given and len(given) > 1:
+        raise InvalidParameter(field, f"names {NONE} and others; leave one of the two out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.progress_bar import ProgressBar
 from paceline.prompts import Message, Prompt
 from paceline.sampling_params import SEED_LIMIT, SamplingParams
+from paceline.speculative_config import SpeculativeConfig
 from paceline.speculative_config import read as read_speculative_config
 from paceline.tokenizer import Tokenizer
 from paceline.vllm_names import ENGINE, refuse, renamed, split
@@ -61,11 +62,11 @@ class LLM:
         seed: int | None = None,
         method: str = AUTO,
         k: int | str | None = None,
-        draft_model: str | None = None,
-        drafter: str | None = None,
+        draft_model: str | Sequence[str] | None = None,
+        drafter: str | Sequence[str] | None = None,
         suffix_corpus: Sequence[str] = (),
         suffix_store: str | None = None,
-        speculative_config: str | Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -80,7 +81,8 @@ class LLM:
         """Load `model`: an alias, a folder, a .gguf file or a hub id.
 
         `method`, `k`, `draft_model`, `drafter` and `suffix_*` say how tokens are drafted, or `speculative_config` as
-        vLLM has it; none of them changes an answer. With `seed`, requests without a seed of their own get one each, in
+        vLLM has it, or a list of such; none of them changes an answer. Of several models and drafters the one that pays
+        drafts, chosen for each sequence and step. With `seed`, requests without a seed of their own get one each, in
         the order in which they are submitted, so that a program gives the same answers again. `tokenizer` names another
         model whose tokenizer is used. Other arguments of vLLM are accepted where they mean the same
         (`gpu_memory_utilization`), and otherwise refused by name.
@@ -92,9 +94,9 @@ class LLM:
         speculation = SpeculationConfig(
             method=method,
             k=None if isinstance(k, str) and k == AUTO else k,  # type: ignore[arg-type]  # any other text is refused there
-            draft_model=draft_model,
-            drafter=drafter,
-            suffix_corpus=suffix_corpus,  # type: ignore[arg-type]  # a tuple from here on
+            draft_model=draft_model,  # type: ignore[arg-type]  # these three are tuples from here on
+            drafter=drafter,  # type: ignore[arg-type]
+            suffix_corpus=suffix_corpus,  # type: ignore[arg-type]
             suffix_store=suffix_store,
         )
         if older or speculative_config is not None:

@@ -1,17 +1,21 @@
-"""Reads vLLM's `--speculative-config '{...}'`. Settings without a counterpart here are refused by name."""
+"""Reads vLLM's `--speculative-config '{...}'`, or a list of such objects: several drafters at once, of which the policy
+picks one for each row and step. Settings without a counterpart here are refused by name."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
 
-from paceline.config import AUTO, SpeculationConfig, path_or_name
+from paceline.config import AUTO, NONE, SpeculationConfig, path_or_name
 from paceline.drafters.methods import DRAFT_MODEL, METHODS, OPTIONS, by_vllm_name
 from paceline.errors import InvalidParameter, shown
 
 FIELD = "speculative_config"
+SEVERAL = ("draft_model", "drafter")  # options that a list gives one each
+SpeculativeConfig = str | Mapping[str, Any] | SequenceOf[Mapping[str, Any]]
 RENAMED = {"num_speculative_tokens": "k", "prompt_lookup_max": "ngram_max", "prompt_lookup_min": "ngram_min"}
 # Settings that accept tokens the target would not have produced.
 LOSSY = {
@@ -27,9 +31,40 @@ LOSSY = {
 }
 
 
-def read(value: str | Mapping[str, Any], base: SpeculationConfig) -> SpeculationConfig:
+def read(value: SpeculativeConfig, base: SpeculationConfig) -> SpeculationConfig:
     """The given settings over `base`."""
-    given = {key: setting for key, setting in _parse(value).items() if setting is not None}
+    parsed = _parse(value)
+    if isinstance(parsed, Mapping):
+        return _read_one(parsed, base)
+    if not parsed:
+        raise InvalidParameter(FIELD, "is an empty list; leave it out, or name a method in it")
+    return _joined([_read_one(each, base) for each in parsed], base)
+
+
+def _joined(each: SequenceOf[SpeculationConfig], base: SpeculationConfig) -> SpeculationConfig:
+    """Settings of several drafters as one. Of different methods the policy picks, lookups among them; no packaged
+    drafter joins the ones that are named."""
+    if len({one.k for one in each}) > 1:
+        raise InvalidParameter(FIELD, "num_speculative_tokens must be the same in all of a list, or left out of all")
+    changes: dict[str, Any] = {"k": each[0].k}
+    for option in OPTIONS:
+        known = [getattr(one, option) for one in each if getattr(one, option) != getattr(base, option)]
+        if option in SEVERAL:
+            changes[option] = getattr(base, option) + tuple(name for names in known for name in names)
+        elif known:
+            changes[option] = known[0]  # of one method, which a list names once
+    methods = {one.method for one in each}
+    for method in methods & METHODS.keys():
+        if not METHODS[method].needs and sum(one.method == method for one in each) > 1:
+            raise InvalidParameter(FIELD, f"names method {method} twice; name it once")
+    changes["method"] = methods.pop() if len(methods) == 1 else AUTO
+    if changes["method"] == AUTO and not changes["drafter"]:
+        changes["drafter"] = NONE
+    return replace(base, **changes)
+
+
+def _read_one(settings: Mapping[str, Any], base: SpeculationConfig) -> SpeculationConfig:
+    given = {key: setting for key, setting in settings.items() if setting is not None}
     if _brackets(given.get("model")) is not None:  # as older versions name a method without a model: "[ngram]"
         given["method"] = _brackets(given.pop("model"))
     changes: dict[str, Any] = {"method": _method(given, base)}
@@ -84,18 +119,19 @@ def _refuse_without_meaning(key: str, option: str, method: str) -> None:
         raise InvalidParameter(FIELD, f"{key} has no meaning for method {method}; leave it out")
 
 
-def _parse(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return value
-    if not isinstance(value, str):
-        raise InvalidParameter(FIELD, f"must be a dict or a JSON object, got {shown(value)}")
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise InvalidParameter(FIELD, f"is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise InvalidParameter(FIELD, f"must be a JSON object, got {shown(value)}")
-    return parsed
+def _parse(value: SpeculativeConfig) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+    parsed: Any = value
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameter(FIELD, f"is not JSON: {error}") from error
+    if isinstance(parsed, Mapping):
+        return parsed
+    if isinstance(parsed, list | tuple) and all(isinstance(each, Mapping) for each in parsed):
+        return list(parsed)
+    kind = "a JSON object" if isinstance(value, str) else "a dict or a JSON object"
+    raise InvalidParameter(FIELD, f"must be {kind}, or a list of them, got {shown(value)}")
 
 
 def _brackets(model: Any) -> str | None:

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from paceline.config import ModelConfig
 from paceline.drafters.dspark import DSparkDrafter
-from paceline.drafters.dspark_config import MASKS, TAP_NORM, W1, W2, DSparkConfig, TargetShape, shapes
+from paceline.drafters.dspark_config import MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
+from paceline.drafters.speculators import TargetShape
 
 
 def drafter_config(target: ModelConfig, /, **changes):

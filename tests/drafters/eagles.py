@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from paceline.config import ModelConfig
-from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.eagle_config import LAYER, EagleConfig, shapes
 from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.eagle_layer import EagleLayer
+from paceline.drafters.speculators import TargetShape
 from paceline.models.torch_kernels import TorchKernels
 from paceline.models.weights import Dtypes, WeightKind
 

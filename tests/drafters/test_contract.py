@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from paceline.draft import Kind
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.medusa import MedusaDrafter
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
+from paceline.errors import InvalidParameter
 from paceline.models.decoder import ModelOutput
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
@@ -238,6 +241,35 @@ def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row(ahead):
     for method in METHODS:
         assert exercised([sequences[f"{method} 5"], sequences[f"{method} 1"]]), method
     assert engine.drafters.failures == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("method", ["draft-model", "dspark"])
+def test_two_drafters_of_one_method_serve_one_batch(method, ahead):
+    """Beside a lookup; requests name a drafter, or the method and leave the choice of its drafters to the policy."""
+    drafters = [make_drafter(way) for way in (AHEAD if method == "draft-model" else method, method, "ngram")]
+    one, other = (f"{method}:{name}" for name in ("one", "other"))
+    drafters[0].name, drafters[1].name = one, other
+    drafters[1].version += "'"
+    engine = make_engine(drafters, policy=AdaptivePolicy(drafters, "auto", 4), ahead=ahead)
+    wishes = [one, other, method, None, "ngram", "none"]
+    requests = [
+        (i % 2, str(i), prompt_of(i % 3, 9), params(max_tokens=30, speculation=wish, temperature=0.7, seed=i))
+        for i, wish in enumerate(wishes)
+    ]
+    sequences, _ = run(engine, requests)
+    for name, alone in plain(
+        [(at, i, prompt, replace(of, speculation=None)) for at, i, prompt, of in requests]
+    ).items():
+        assert sequences[name].output_tokens == alone.output_tokens, name
+    used = [set(sequences[str(i)].stats.drafts_by_method) for i in range(len(wishes))]
+    assert (used[0], used[1], used[5]) == ({one}, {other}, set())
+    assert used[2] <= {one, other}
+    assert used[2]
+    assert engine.drafters.failures == 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    with pytest.raises(InvalidParameter, match=f"choose from .*{other}"):
+        engine.add_request("x", [1], params(speculation=f"{method}:third"))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

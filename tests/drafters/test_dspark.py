@@ -15,9 +15,9 @@ from paceline.config import EngineConfig
 from paceline.drafters.block_tree import DEEPER, grow, lattice
 from paceline.drafters.dspark import head_rows
 from paceline.drafters.dspark_checkpoint import write
-from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.methods import DFLASH, DSPARK
 from paceline.drafters.packaged import packaged_for
+from paceline.drafters.speculators import TargetShape
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter

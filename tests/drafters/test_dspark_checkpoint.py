@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from paceline.config import RopeConfig
 from paceline.drafters.dspark_checkpoint import read, write
-from paceline.drafters.dspark_config import W1, TargetShape, check_target
+from paceline.drafters.dspark_config import W1, check_target
 from paceline.drafters.methods import DFLASH, DSPARK
+from paceline.drafters.speculators import TargetShape
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
 from tests.drafters.dspark_reference import drafter_config, random_tensors
 from tests.test_cuda import CONFIG

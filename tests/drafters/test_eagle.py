@@ -17,7 +17,7 @@ from paceline.drafters.base import DrafterContext
 from paceline.drafters.dynamic_tree import BELOW, DEPTH, TreeShape, grow, width_of
 from paceline.drafters.eagle_checkpoint import read, recognise, write
 from paceline.drafters.eagle_config import published_layers
-from paceline.drafters.methods import EAGLE, EAGLE3, METHODS
+from paceline.drafters.methods import EAGLE, EAGLE3, METHODS, available
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
@@ -375,6 +375,24 @@ def test_missing_and_foreign_tensors_are_named(tmp_path, decoder):
     with pytest.raises(BrokenModel, match="holds no weights"):
         read(tmp_path, CONFIG)
     assert recognise(tmp_path / "nowhere") is None
+
+
+def test_a_language_model_of_one_layer_is_no_drafter(tmp_path, decoder):
+    """Its config.json is that of an EAGLE as published; its tensors are not."""
+    config = config_for(CONFIG, **KINDS["eagle"])
+    write(tmp_path, config, random_tensors(config))
+    edited(tmp_path, architectures=["LlamaForCausalLM"], paceline="absent", bias="absent")
+    (wanted,) = (each for each in available(SpeculationConfig(method="auto"), [tmp_path]) if each.source)
+    assert wanted.name == EAGLE
+    assert wanted.method.make(context_of(tmp_path, decoder, EAGLE)).name == EAGLE
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["fc.weight"]
+    whole = {"layers.0.input_layernorm.weight", "norm.weight"}
+    stored |= {name: stored["layers.0.post_attention_layernorm.weight"].clone() for name in whole}
+    stored["embed_tokens.weight"] = torch.zeros(CONFIG.vocab_size, CONFIG.hidden_size)
+    save_file({f"model.{name}": tensor for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(BrokenModel, match=r"holds a language model of one layer .* drafts with --draft-model"):
+        wanted.method.make(context_of(tmp_path, decoder, EAGLE))
 
 
 def test_a_pickled_folder_is_read(tmp_path):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,18 @@ import torch
 import paceline
 from paceline.config import AUTO, NONE, SpeculationConfig
 from paceline.drafters.base import DrafterContext
-from paceline.drafters.methods import DRAFT_MODEL, METHODS, NGRAM, SUFFIX, available, by_vllm_name, check
+from paceline.drafters.methods import (
+    DFLASH,
+    DRAFT_MODEL,
+    MEDUSA,
+    METHODS,
+    NGRAM,
+    SUFFIX,
+    available,
+    by_vllm_name,
+    check,
+    is_called,
+)
 from paceline.errors import InvalidParameter
 from paceline.speculative_config import read
 from paceline.testing import toy_config
@@ -97,7 +110,41 @@ def test_methods_are_available_once_their_needs_are_met() -> None:
     assert available(SpeculationConfig()) == []
     names = [method.name for method in available(SpeculationConfig(method=AUTO))]
     assert (NGRAM in names, SUFFIX in names, DRAFT_MODEL in names) == (True, True, False)
-    assert DRAFT_MODEL in [method.name for method in available(SpeculationConfig(method=NGRAM, draft_model="small"))]
+    assert DRAFT_MODEL in [each.name for each in available(SpeculationConfig(method=NGRAM, draft_model=("small",)))]
+
+
+def test_several_drafters_of_a_method_have_names_of_their_own(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "head", tmp_path / "b" / "head", tmp_path / "c"]
+    for folder, raw in zip(
+        folders, ({"medusa_num_heads": 2}, {"medusa_num_heads": 1}, {"dflash_config": {}}), strict=True
+    ):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(raw))
+    wanted = available(SpeculationConfig(method=AUTO, draft_model=("x/small", "other")), folders)
+    names = {each.name: each.source for each in wanted if each.method.needs}
+    assert names == {
+        f"{DRAFT_MODEL}:small": "x/small",
+        f"{DRAFT_MODEL}:other": "other",
+        f"{MEDUSA}:head": folders[0],
+        f"{MEDUSA}:head-2": folders[1],
+        DFLASH: folders[2],
+    }
+    assert is_called(f"{DRAFT_MODEL}:small", DRAFT_MODEL)
+    assert is_called(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:small")
+    assert not is_called(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:other")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"draft_model": ("a", "b", "a")}, "draft_model: names 'a' twice"),
+        ({"drafter": ("a", NONE)}, "drafter: names none and others"),
+        ({"drafter": 7}, "drafter: must be a name or a path"),
+    ],
+)
+def test_drafters_that_contradict_each_other_are_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidParameter, match=problem):
+        SpeculationConfig(method=AUTO, **given)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +164,8 @@ def test_an_option_without_effect_is_refused(given: dict[str, object], only_chos
 
 
 def test_options_of_other_methods_are_fine_where_requests_may_choose() -> None:
-    check(SpeculationConfig(method=NGRAM, suffix_store="file", draft_model="small"))
-    check(SpeculationConfig(method=AUTO, suffix_store="file", draft_model="small"), only_chosen=True)
+    check(SpeculationConfig(method=NGRAM, suffix_store="file", draft_model=("small",)))
+    check(SpeculationConfig(method=AUTO, suffix_store="file", draft_model=("small",)), only_chosen=True)
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS.values() if method.vllm], ids=lambda each: each.name)
@@ -126,8 +173,28 @@ def test_vllms_spelling_is_understood(method) -> None:
     given = {"method": method.vllm, "num_speculative_tokens": 3} | ({"model": "small"} if method.needs else {})
     meant = read(given, SpeculationConfig(method=AUTO))
     assert (meant.method, meant.k) == (method.name, 3)
-    assert all(getattr(meant, need) == "small" for need in method.needs)
+    assert all(getattr(meant, need) == ("small",) for need in method.needs)
     assert by_vllm_name(method.name) is method
+
+
+def test_a_list_of_vllms_settings_names_several_drafters() -> None:
+    base = SpeculationConfig(method=AUTO)
+    meant = read([{"model": "a"}, {"model": "b"}], base)
+    assert (meant.method, meant.draft_model, meant.drafter) == (DRAFT_MODEL, ("a", "b"), ())
+    meant = read('[{"method": "medusa", "model": "head"}, {"model": "a"}, {"method": "suffix"}]', base)
+    assert (meant.method, meant.draft_model, meant.drafter) == (AUTO, ("a",), ("head",))
+    meant = read([{"model": "a"}, {"method": "ngram", "prompt_lookup_max": 3}], base)
+    assert (meant.drafter, meant.ngram_max) == ((NONE,), 3), "no packaged drafter beside those that are named"
+    assert read([{"method": "ngram", "num_speculative_tokens": 3}], base).k == 3
+    for wrong, problem in (
+        ([], "empty list"),
+        ([{"method": "ngram"}, "suffix"], "or a list of them"),
+        ([{"method": "ngram"}, {"method": "ngram"}], "twice"),
+        ([{"model": "a"}, {"model": "a"}], "twice"),
+        ([{"model": "a", "num_speculative_tokens": 3}, {"method": "suffix"}], "num_speculative_tokens"),
+    ):
+        with pytest.raises(InvalidParameter, match=problem):
+            read(wrong, base)  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_method_is_a_draft_model_and_means_nothing_to_a_lookup() -> None:

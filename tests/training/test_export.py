@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from paceline.cli.app import run
 from paceline.config import ModelConfig
 from paceline.drafters import dspark_checkpoint, eagle_checkpoint, medusa_checkpoint
-from paceline.drafters.dspark_config import W1, DSparkConfig, TargetShape
+from paceline.drafters.dspark_config import W1, DSparkConfig
 from paceline.drafters.dspark_config import shapes as block_shapes
+from paceline.drafters.speculators import TargetShape
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound, UnsupportedModel
 from paceline.training.export import Target, export
 from tests.drafters.eagles import config_for, random_tensors

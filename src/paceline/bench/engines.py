@@ -97,7 +97,7 @@ class Engines:
         machine.guard_amx(cache_home())
         self.path = resolve(model, progress)
         self.loaded: LoadedModel = load_model(self.path, dtype=dtype, device=device, threads=threads)
-        self._drafter = drafter
+        self._drafter = () if drafter is None else (drafter,)
         self._draft_model: DraftModel | None = None
         if draft_model is not None:
             self._draft_model = load_draft_model(draft_model, resolve(draft_model, progress), self.loaded)
@@ -170,7 +170,7 @@ class Engines:
         model, method = self.draft_model_for(contender), contender.method
         shared = {} if model is None else {model.method: model.drafter(self.loaded.config)}
         uses = method == AUTO or (method in METHODS and "drafter" in METHODS[method].needs)
-        wanted = SpeculationConfig(method=method, k=contender.k, drafter=self._drafter if uses else None)
+        wanted = SpeculationConfig(method=method, k=contender.k, drafter=self._drafter if uses else ())
         return make_drafters(self.loaded, wanted, shared)
 
     def where(self) -> dict[str, Any]:

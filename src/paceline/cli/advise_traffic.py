@@ -44,10 +44,8 @@ def advise_traffic(
     as_json: bool,
     options: dict[str, Any],
 ) -> int:
-    if len(draft_models) > 1:
-        raise InvalidParameter("--draft-model", "give one with --traffic")
     asked = from_file(prompts) if prompts is not None else shipped()
-    speculation = SpeculationConfig(method=AUTO, draft_model=draft_models[0] if draft_models else None)
+    speculation = SpeculationConfig(method=AUTO, draft_model=tuple(draft_models))
     with live() as bar:
         bar.stage("starting")
         from paceline.advisor.seats import build_pair

@@ -80,7 +80,13 @@ def demo(
     if method == NONE:
         raise InvalidParameter("method", "the demo compares a drafting method with plain decoding; name another")
     options = RunOptions(
-        model=model, method=method, k=k, draft_model=draft_model, threads=threads, device=device, max_tokens=max_tokens
+        model=model,
+        method=method,
+        k=k,
+        draft_model=None if draft_model is None else [draft_model],
+        threads=threads,
+        device=device,
+        max_tokens=max_tokens,
     )
     options.sampling_params()  # refuses a wrong max_tokens before the model is loaded
     arguments = speculation_arguments(options)

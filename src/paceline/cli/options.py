@@ -83,11 +83,12 @@ class RunOptions:
         str, _drafting("--k", help=f"Tokens drafted ahead; {AUTO} decides each step.", metavar=f"N|{AUTO}")
     ] = AUTO
     draft_model: Annotated[
-        str | None,
-        _drafting("--draft-model", help="A smaller model of the same vocabulary to draft with.", metavar="MODEL"),
+        list[str] | None,
+        _drafting("--draft-model", help="A smaller model of the same vocabulary; repeatable.", metavar="MODEL"),
     ] = None
     drafter: Annotated[
-        str | None, _drafting("--drafter", help="A drafter that was trained for this model.", metavar="PATH")
+        list[str] | None,
+        _drafting("--drafter", help="A drafter that was trained for this model; repeatable.", metavar="PATH"),
     ] = None
     suffix_corpus: Annotated[
         list[str] | None, _drafting("--suffix-corpus", help="A text to draft from; repeatable.", metavar="FILE")

@@ -11,7 +11,7 @@ from paceline.errors import InvalidParameter
 if TYPE_CHECKING:
     from paceline.cli.options import RunOptions
 
-FLAGS = ("draft_model", "drafter", "suffix_store")  # that mean the same here, on the command line and in LLM
+SEVERAL = ("draft_model", "drafter", "suffix_corpus")  # that may be given more than once
 
 
 def speculation_arguments(options: RunOptions) -> dict[str, Any]:
@@ -21,8 +21,8 @@ def speculation_arguments(options: RunOptions) -> dict[str, Any]:
     given: dict[str, Any] = {
         "method": options.method,
         "k": parse_k(options.k),
-        "suffix_corpus": tuple(options.suffix_corpus or ()),
-        **{name: getattr(options, name) for name in FLAGS},
+        "suffix_store": options.suffix_store,
+        **{name: tuple(getattr(options, name) or ()) for name in SEVERAL},
     }
     flags = meant = SpeculationConfig(**given)
     if options.speculative_config is not None:

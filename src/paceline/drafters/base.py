@@ -27,6 +27,7 @@ from torch import Tensor
 
 from paceline.config import AUTO, MAX_K, ModelConfig, SpeculationConfig
 from paceline.draft import Draft, UnreadVerdict
+from paceline.drafters.methods import is_called
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.weights import StoredWeight
@@ -64,11 +65,11 @@ class DrafterContext:
     head: Packed | None = None  # as the decoder holds it
     kernels: Kernels | None = None
     extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # the target's tensors that no decoder layer claims
-    checkpoint: Path | None = None  # the drafter's folder, where `speculation.drafter` names one
+    checkpoint: Path | None = None  # the folder of the trained drafter that is made
 
 
 class Drafter(Protocol):
-    name: str  # of the method, as users write it
+    name: str  # of the method, as users write it; of several drafters of a method each has its own
     version: str  # changes whenever the drafter's K/V for the same tokens change: weights, taps, layers
     on_device: bool  # True: a `DeviceDrafter`, which launches and never waits
     taps: tuple[int, ...]
@@ -164,10 +165,10 @@ class HostDrafter:
 
 
 def excluded(sequence: Sequence, method: str) -> bool:
-    """The request chooses another method, or none."""
+    """The request chooses another drafter than the one of this name, or none."""
     own = sequence.params.speculation
     wanted = own if own is None or isinstance(own, str) else own.get("method")
-    return wanted not in (None, AUTO, method)
+    return wanted not in (None, AUTO) and not is_called(method, wanted)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -108,9 +108,9 @@ class DraftModelDrafter:
 
     @classmethod
     def from_context(cls, context: DrafterContext) -> DraftModelDrafter:
-        name = context.speculation.draft_model
-        if name is None:
-            raise InvalidParameter("draft_model", "is not given; name a model with --draft-model")
+        if len(context.speculation.draft_model) != 1:
+            raise InvalidParameter("draft_model", "names no model, or several; a drafter has one (--draft-model)")
+        (name,) = context.speculation.draft_model
         path = resolve(name)
         # The target has set the number of threads; loading a second model must not change it.
         loaded = load_model(path, dtype=context.dtype, device=context.device.type, threads=torch.get_num_threads())

@@ -9,51 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from paceline.config import MAX_K, ModelConfig, RopeConfig
+from paceline.config import MAX_K, ModelConfig
 from paceline.drafters.checkpoint import Json
 from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
+from paceline.drafters.speculators import (
+    UNKNOWN_TARGET,
+    TargetShape,
+    description,
+    layer_keys,
+    refuse_another,
+    rope_keys,
+    target_of,
+)
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.hf_config import parse_config
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"
 TAP_NORM, MASKS = "tap_norm.weight", "mask_embedding.weight"
-LEAST_LIKENESS = 0.9  # cosine of two samples of one embedding, however each is quantised; others are near 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetShape:
-    """The model a drafter was trained for, as far as a folder says; 0 and () are unknown."""
-
-    name: str = ""
-    hidden_size: int = 0
-    num_layers: int = 0
-    vocab_size: int = 0
-    embedding_sample: tuple[float, ...] = ()
-
-    @staticmethod
-    def of(config: ModelConfig, embedding: Tensor, name: str = "") -> TargetShape:
-        return TargetShape(
-            name=name,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
-            vocab_size=config.vocab_size,
-            embedding_sample=embedding_sample(embedding, config.vocab_size),
-        )
-
-    def is_like(self, embedding: Tensor) -> bool:
-        """The embedding (V, H) is the one sampled; a folder without a sample says nothing against it."""
-        if not self.embedding_sample:
-            return True
-        mine = embedding_sample(embedding, self.vocab_size)
-        ours, theirs = torch.tensor(mine), torch.tensor(self.embedding_sample)
-        return len(ours) == len(theirs) and float(F.cosine_similarity(ours, theirs, dim=0)) >= LEAST_LIKENESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +45,7 @@ class DSparkConfig:
     tap_norm: bool = False
     mask_embedding: bool = False
     markov_over_draft_vocab: bool = False  # W1 has a row for each draft token; for other tokens it is zero
-    target: TargetShape = TargetShape()
+    target: TargetShape = UNKNOWN_TARGET
 
     @property
     def method(self) -> str:
@@ -81,27 +57,16 @@ class DSparkConfig:
         return self.block_size - (not self.sample_from_anchor)
 
 
-def embedding_sample(embedding: Tensor, vocab_size: int) -> tuple[float, ...]:
-    """A few values of a few rows: they tell one model from another of its shape, in any precision."""
-    rows = torch.tensor([vocab_size * eighth // 8 for eighth in (1, 3, 5, 7)])
-    values = embedding[rows][:, :16].detach().float().flatten().tolist()
-    return tuple(round(value, 6) for value in values)
-
-
 def check_target(config: DSparkConfig, target: ModelConfig, folder: Path) -> None:
     """Refuse a drafter that was trained for a model of another shape."""
-    trained = config.target
-    for what, theirs, ours in (
+    refuse_another(
+        config.target,
+        folder,
         ("hidden size", config.body.hidden_size, target.hidden_size),
-        ("hidden size", trained.hidden_size or target.hidden_size, target.hidden_size),
-        ("number of layers", trained.num_layers or target.num_layers, target.num_layers),
-        ("vocabulary", trained.vocab_size or config.body.vocab_size, target.vocab_size),
-    ):
-        if theirs != ours:
-            model = trained.name or "another model"
-            raise InvalidParameter(
-                "drafter", f"{folder} was trained for {model}: its {what} is {theirs}, and this model's is {ours}"
-            )
+        ("hidden size", config.target.hidden_size, target.hidden_size),
+        ("number of layers", config.target.num_layers, target.num_layers),
+        ("vocabulary", config.target.vocab_size or config.body.vocab_size, target.vocab_size),
+    )
     deepest = max(config.taps)
     if deepest > target.num_layers:
         raise InvalidParameter(
@@ -203,17 +168,6 @@ def _taps(raw: Json, published: Json, source: str) -> tuple[int, ...]:
     return taps
 
 
-def target_of(raw: Mapping[str, Any]) -> TargetShape:
-    """What config.json says of the model its drafter was trained for."""
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    found: Json = {"name": verifier.get("name_or_path") or ""}
-    if type(raw.get("num_target_layers")) is int:
-        found["num_layers"] = raw["num_target_layers"]
-    ours = (raw.get("paceline") or {}).get("target") or {}
-    found |= {key: value for key, value in ours.items() if key in TargetShape.__dataclass_fields__}
-    return TargetShape(**{**found, "embedding_sample": tuple(found.get("embedding_sample", ()))})
-
-
 def _whole(raw: Json, key: str, source: str, *, default: int | None = None, least: int = 1, most: int = 1 << 31) -> int:
     value = raw.get(key, default)
     if type(value) is not int or not least <= value <= most:
@@ -223,31 +177,8 @@ def _whole(raw: Json, key: str, source: str, *, default: int | None = None, leas
 
 def described(config: DSparkConfig) -> Json:
     """config.json: speculators' keys, and what is ours alone under `paceline`."""
-    body, target = config.body, config.target
-    family = "qwen3" if body.qk_norm else "llama"
-    layer = {
-        "model_type": family,
-        "hidden_size": body.hidden_size,
-        "intermediate_size": body.intermediate_size,
-        "num_hidden_layers": body.num_layers,
-        "num_attention_heads": body.num_heads,
-        "num_key_value_heads": body.num_kv_heads,
-        "head_dim": body.head_dim,
-        "rms_norm_eps": body.rms_norm_eps,
-        "rope_theta": body.rope.theta,
-        "rope_parameters": _rope(body.rope),
-        "max_position_embeddings": body.max_positions,
-        "vocab_size": body.vocab_size,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.depth}
-    return {
-        "speculators_model_type": config.method,
-        "speculators_version": "0.4.0",
-        "architectures": [next(name for name, method in BLOCK_DRAFTERS.items() if method == config.method)],
+    architecture = next(name for name, method in BLOCK_DRAFTERS.items() if method == config.method)
+    own = {
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": list(config.taps),
         "mask_token_id": config.mask_token_id,
@@ -256,34 +187,13 @@ def described(config: DSparkConfig) -> Json:
         "markov_head_type": "vanilla",
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence and bool(config.markov_rank),
-        "target_hidden_size": body.hidden_size,
+        "target_hidden_size": config.body.hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": config.method,
-            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target.name, "architectures": []},
-        },
-        "paceline": {
-            "target": {
-                "hidden_size": target.hidden_size,
-                "num_layers": target.num_layers,
-                "vocab_size": target.vocab_size,
-                "embedding_sample": list(target.embedding_sample),
-            },
-            "tap_norm": config.tap_norm,
-            "mask_embedding": config.mask_embedding,
-            "markov_over_draft_vocab": config.markov_over_draft_vocab,
-        },
     }
-
-
-def _rope(rope: RopeConfig) -> Json:
-    found: Json = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        found["factor"] = rope.factor
-    if rope.kind == "llama3":
-        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        found["original_max_position_embeddings"] = rope.original_max_positions
-    return found
+    layer = {**layer_keys(config.body), "rope_parameters": rope_keys(config.body.rope)}
+    ours = {
+        "tap_norm": config.tap_norm,
+        "mask_embedding": config.mask_embedding,
+        "markov_over_draft_vocab": config.markov_over_draft_vocab,
+    }
+    return description(config.method, "0.4.0", architecture, layer, config.depth, config.target, ours) | own

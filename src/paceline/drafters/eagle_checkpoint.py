@@ -36,6 +36,7 @@ from paceline.drafters.eagle_config import (
 from paceline.errors import BrokenModel, ModelNotFound
 
 PICKLED = "pytorch_model.bin"
+EAGLES = {"fc.weight", "d2t"}  # tensors that no language model has
 REDUNDANT = ("rotary_emb.", "verifier_", "t2d")  # no tensors of the drafter, whatever a folder holds
 
 
@@ -52,6 +53,11 @@ def read(folder: Path, target: ModelConfig | None = None) -> tuple[EagleConfig, 
     """The config and its tensors, checked for presence and shape, and against the target where it is given."""
     raw = read_config(folder)
     stored = {plain_name(name): tensor for name, tensor in _load(folder).items()}
+    if "speculators_model_type" not in raw and not EAGLES & stored.keys():
+        raise BrokenModel(
+            f"{folder} holds a language model of one layer and no EAGLE drafter, which would have a tensor fc.weight; "
+            "a smaller model of the same vocabulary drafts with --draft-model"
+        )
     if target is not None:
         raw = _with_defaults(raw, target)
     config = parse(raw, stored, str(folder / CONFIG))

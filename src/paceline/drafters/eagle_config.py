@@ -14,8 +14,16 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.drafters.checkpoint import Json
-from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.methods import EAGLE, EAGLE3
+from paceline.drafters.speculators import (
+    UNKNOWN_TARGET,
+    TargetShape,
+    description,
+    layer_keys,
+    refuse_another,
+    rope_keys,
+    target_keys,
+)
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.decoder import FINAL
 from paceline.models.hf_config import parse_config
@@ -26,7 +34,6 @@ LLAMAS = (EAGLE, "qwen2", "mistral")  # whose layers differ from Llama's in bias
 POSITIONS = 2048
 LAYER = "layers.0"
 UP = ("gate", "up")
-UNKNOWN_TARGET = TargetShape()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,16 +218,13 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 
 def check_target(config: EagleConfig, target: ModelConfig, source: str) -> None:
     """Refuse a drafter that was trained for a model of another shape."""
-    trained, made_for = config.target, config.target.name or "another model"
-    for what, theirs, ours in (
-        ("hidden size", trained.hidden_size or config.feature_size, target.hidden_size),
-        ("number of layers", trained.num_layers or target.num_layers, target.num_layers),
-        ("vocabulary", trained.vocab_size or config.body.vocab_size, target.vocab_size),
-    ):
-        if theirs != ours:
-            raise InvalidParameter(
-                "drafter", f"{source} was trained for {made_for}: its {what} is {theirs}, and this model's is {ours}"
-            )
+    refuse_another(
+        config.target,
+        source,
+        ("hidden size", config.target.hidden_size or config.feature_size, target.hidden_size),
+        ("number of layers", config.target.num_layers, target.num_layers),
+        ("vocabulary", config.target.vocab_size or config.body.vocab_size, target.vocab_size),
+    )
     if config.body.hidden_size != target.hidden_size and not (config.own_embedding and config.own_head):
         raise InvalidParameter("drafter", f"{source} has another hidden size and no embedding and head of its own")
     if not config.own_head and config.vocab < target.vocab_size and not target.tie_embeddings:
@@ -232,50 +236,18 @@ def check_target(config: EagleConfig, target: ModelConfig, source: str) -> None:
         )
 
 
-def layer_keys(config: EagleConfig) -> Json:
-    """The drafter's layer in the keys of a Hugging Face config."""
-    body, rope = config.body, config.body.rope
-    found: Json = {
-        "model_type": "qwen3" if body.qk_norm else "llama",
-        "hidden_size": body.hidden_size,
-        "intermediate_size": body.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": body.num_heads,
-        "num_key_value_heads": body.num_kv_heads,
-        "head_dim": body.head_dim,
-        "rms_norm_eps": body.rms_norm_eps,
-        "max_position_embeddings": body.max_positions,
-        "vocab_size": body.vocab_size,
-        "hidden_act": "silu",
-        "attention_bias": any("self_attn" in name for name in config.biases),
-        "mlp_bias": any("mlp" in name for name in config.biases),
-        "tie_word_embeddings": False,
-        "rope_theta": rope.theta,
-    }
-    if rope.kind != "default":
-        found["rope_scaling"] = {"rope_type": rope.kind, "factor": rope.factor}
-        if rope.kind == "llama3":
-            found["rope_scaling"] |= {
-                "low_freq_factor": rope.low_freq_factor,
-                "high_freq_factor": rope.high_freq_factor,
-                "original_max_position_embeddings": rope.original_max_positions,
-            }
-    return found
-
-
-def target_keys(target: TargetShape) -> Json:
-    return {
-        "hidden_size": target.hidden_size,
-        "num_layers": target.num_layers,
-        "vocab_size": target.vocab_size,
-        "embedding_sample": list(target.embedding_sample),
-    }
+def _layer(config: EagleConfig) -> Json:
+    biases = {part: any(part in name for name in config.biases) for part in ("self_attn", "mlp")}
+    return layer_keys(config.body, attention_bias=biases["self_attn"], mlp_bias=biases["mlp"])
 
 
 def raw_description(config: EagleConfig) -> Json:
     """config.json of a folder as published."""
     name = "LlamaForCausalLMEagle3" if config.fused else "EagleLlamaForCausalLM"
-    found: Json = {"architectures": [name], **layer_keys(config)}
+    found: Json = {"architectures": [name], **_layer(config)}
+    scaling = {key: value for key, value in rope_keys(config.body.rope).items() if key != "rope_theta"}
+    if config.body.rope.kind != "default":
+        found["rope_scaling"] = scaling
     if config.fused:
         found |= {"draft_vocab_size": config.vocab, "norm_before_residual": config.norm_before_residual}
         found |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_fc": config.norm_before_fc}
@@ -295,21 +267,8 @@ def raw_description(config: EagleConfig) -> Json:
 def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
     """config.json in speculators' layout; `tokens`: of a chain, unless its reader chooses."""
     assert config.fused, "speculators has no EAGLE-1"
-    layer = {**layer_keys(config), "num_aux_hidden_states": config.num_taps}
-    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": config.body.rope.theta} | layer.pop(
-        "rope_scaling", {}
-    )
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
-        "speculators_model_type": config.method,
-        "speculators_version": "0.9.0",
-        "architectures": ["Eagle3DraftModel"],
-        "transformer_layer_config": layer,
+    layer = {**_layer(config), "num_aux_hidden_states": config.num_taps, "rope_parameters": rope_keys(config.body.rope)}
+    own = {
         "draft_vocab_size": config.vocab,
         "target_hidden_size": config.target_hidden_size or None,
         "norm_before_residual": config.norm_before_residual,
@@ -317,11 +276,5 @@ def speculators_description(config: EagleConfig, tokens: int = 5) -> Json:
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "eagle_aux_hidden_state_layer_ids": None if config.layer_ids is None else list(config.layer_ids),
-        "speculators_config": {
-            "algorithm": config.method,
-            "proposal_methods": [proposal],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": config.target.name, "architectures": []},
-        },
-        "paceline": {"target": target_keys(config.target)},
     }
+    return description(config.method, "0.9.0", "Eagle3DraftModel", layer, tokens, config.target) | own

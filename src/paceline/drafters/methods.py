@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
@@ -56,6 +57,8 @@ def eagle_drafter(raw: Mapping[str, Any]) -> str | None:
 
 
 class Method(NamedTuple):
+    """A way to draft."""
+
     name: str  # as users write it
     make: Callable[..., Drafter]  # from a DrafterContext
     options: tuple[str, ...]  # fields of SpeculationConfig it takes, beside method and k
@@ -135,6 +138,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("draft", "speculative", "assisted", "assistant", "standalone"), DRAFT_MODEL),
 }
 ELSEWHERE = ("eagle", "mtp", "deepseek-mtp", "hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
+OF = ":"  # between the name of a method and that of one of several drafters
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))
 _UNSET = {field.name: field.default for field in fields(SpeculationConfig)}
 
@@ -154,26 +158,57 @@ def given_options(speculation: SpeculationConfig) -> list[str]:
     ]
 
 
-def available(speculation: SpeculationConfig, checkpoint: Path | None = None) -> list[Method]:
-    """Methods whose needs are all given. A request may choose its own, whichever is the engine's.
+class Wanted(NamedTuple):
+    """A drafter that can be made. Several of one method have names of their own behind the method's."""
 
-    `checkpoint`: the drafter's folder, which is of one method; the one that is asked for by name says itself what is
-    wrong with it.
+    name: str
+    method: Method
+    source: str | Path | None  # the draft model, or the trained drafter's folder
+
+
+def available(speculation: SpeculationConfig, checkpoints: SequenceOf[Path] = ()) -> list[Wanted]:
+    """Drafters whose needs are all given. A request may choose its own, whichever is the engine's.
+
+    `checkpoints`: folders of trained drafters, each of one method; the one that is asked for by name says itself what
+    is wrong with it.
     """
     if speculation.method == NONE:
         return []
-    given = {need for need in OPTIONS if getattr(speculation, need) not in (None, NONE)}
-    if checkpoint is not None:
-        given.add("drafter")
-    found = [each for each in METHODS.values() if given.issuperset(each.needs)]
-    if checkpoint is None:
-        return found
-    raw, known = _config_of(checkpoint), [each for each in found if each.recognise is not None]
-    mine = [each for each in known if each.name == speculation.method or (each.recognise and each.recognise(raw))]
-    if not mine:
-        names = ", ".join(each.name for each in known)
-        raise InvalidParameter("drafter", f"{checkpoint} holds no drafter of a known method; known are {names}")
-    return [each for each in found if each.recognise is None or each in mine]
+    found: list[tuple[Method, str | Path | None]] = []
+    for method in METHODS.values():
+        if not method.needs:
+            found.append((method, None))
+        elif "draft_model" in method.needs:
+            found += [(method, model) for model in speculation.draft_model]
+    trained = [each for each in METHODS.values() if each.recognise is not None]
+    for folder in checkpoints:
+        raw = _config_of(folder)
+        mine = [each for each in trained if each.recognise is not None and each.recognise(raw)]
+        if len(checkpoints) == 1 or not mine:
+            mine = [each for each in trained if each.name == speculation.method] or mine
+        if not mine:
+            names = ", ".join(each.name for each in trained)
+            raise InvalidParameter("drafter", f"{folder} holds no drafter of a known method; known are {names}")
+        found += [(method, folder) for method in mine]
+    return [Wanted(name, *each) for name, each in zip(_own_names(found), found, strict=True)]
+
+
+def _own_names(found: SequenceOf[tuple[Method, str | Path | None]]) -> list[str]:
+    """The method's name where it is the only one; else with that of its model or folder behind it."""
+    methods, names = [method.name for method, _ in found], list[str]()
+    for method, source in found:
+        name = method.name
+        if methods.count(name) > 1:
+            name = f"{name}{OF}{Path(str(source)).name}"
+            number = sum(other == name or other.startswith(f"{name}-") for other in names)
+            name = f"{name}-{number + 1}" if number else name
+        names.append(name)
+    return names
+
+
+def is_called(name: str, asked: str) -> bool:
+    """Whether a drafter of this name is meant: by its own name, or by its method's."""
+    return asked in (name, name.partition(OF)[0])
 
 
 def _config_of(checkpoint: Path) -> Mapping[str, Any]:
@@ -200,7 +235,7 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
         if option not in taken:
             raise InvalidParameter(option, f"means nothing to method {method}; leave one of the two out")
     for need in METHODS[method].needs if method in METHODS else ():
-        if getattr(speculation, need) in (None, NONE):
+        if getattr(speculation, need) in ((), (NONE,)):
             raise InvalidParameter(need, f"method {method} needs one; give it, or choose {AUTO}, which needs none")
 
 

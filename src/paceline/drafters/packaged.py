@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters.dspark_config import TargetShape, target_of
+from paceline.drafters.speculators import TargetShape, target_of
 
 log = logging.getLogger("paceline")
 SHIPPED = Path(__file__).parent / "shipped"

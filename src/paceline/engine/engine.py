@@ -18,6 +18,7 @@ import torch
 
 from paceline.config import AUTO, NONE, EngineConfig
 from paceline.drafters import Drafter
+from paceline.drafters.methods import is_called
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import Batch, StepOutputs
 from paceline.engine.block_manager import BlockManager
@@ -313,7 +314,7 @@ class Engine:
             raise InvalidParameter("speculation", "this engine was made with method none; make it with method auto")
         if method == NONE:
             raise InvalidParameter("speculation", "method none drafts nothing; leave k out or choose a method")
-        if method not in (AUTO, *names):
+        if method != AUTO and not any(is_called(name, method) for name in names):
             available = ", ".join((NONE, AUTO, *names))
             raise InvalidParameter("speculation", f"{shown(method)} is not available here; choose from {available}")
 

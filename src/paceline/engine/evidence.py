@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from paceline.config import MAX_K
 from paceline.drafters import Drafter
 from paceline.drafters.base import HostDrafter
+from paceline.drafters.methods import is_called
 from paceline.engine.policy import AUTO
 from paceline.sequence import Sequence
 
@@ -38,10 +39,10 @@ class DrafterEvidence:
         self._auto = tuple(drafter.name for drafter in working if drafter.name not in covered)
 
     def allowed(self, method: str) -> tuple[str, ...]:
-        """Methods that may draft for a request that asks for this one."""
+        """Drafters that may draft for a request that asks for this method, or for one of them by its own name."""
         if method == AUTO:
             return self._auto
-        return (method,) if method in self.drafters and method not in self.retired else ()
+        return tuple(name for name in self.drafters if is_called(name, method) and name not in self.retired)
 
     def runs_model(self, method: str) -> bool:
         """Each token ahead takes a pass: the drafter is no lookup, or has something to read before it drafts."""

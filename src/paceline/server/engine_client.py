@@ -112,7 +112,7 @@ class EngineClient:
         self._reloading = True
         try:
             await asyncio.to_thread(resolve, drafter)  # a wrong name is found before anything is started
-            settings = replace(self.settings, speculation=replace(self.settings.speculation, drafter=drafter))
+            settings = replace(self.settings, speculation=replace(self.settings.speculation, drafter=(drafter,)))
             await self._launch(settings)
             self.settings = settings
         finally:

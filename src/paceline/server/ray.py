@@ -207,7 +207,7 @@ def app(arguments: dict[str, Any]) -> Any:
     if "threads" in given:
         load["threads"] = int(given["threads"])
     engine = EngineConfig(max_num_seqs=int(given.get("max_num_seqs", EngineConfig().max_num_seqs)))
-    speculation = SpeculationConfig(method=str(given.get("method", AUTO)), drafter=given.get("drafter"))
+    speculation = SpeculationConfig(method=str(given.get("method", AUTO)), drafter=given.get("drafter", ()))
     settings = ServerSettings(
         EngineSettings(str(given.get("model", "smollm2")), load, engine, speculation),
         served_name=given.get("served_name"),

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from paceline.config import ModelConfig
 from paceline.drafters import dspark_checkpoint
-from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, TargetShape, shapes
+from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
+from paceline.drafters.speculators import TargetShape
 from paceline.errors import InvalidParameter
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import chunk_loss, draft_loss

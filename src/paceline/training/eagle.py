@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.drafters import eagle_checkpoint
-from paceline.drafters.dspark_config import TargetShape
 from paceline.drafters.eagle_config import LAYER, EagleConfig, published_layers, shapes
+from paceline.drafters.speculators import TargetShape
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import chunk_loss, draft_loss
 from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
