@@ -5,7 +5,7 @@
 
 malformed: 10,000 wrong requests among valid ones (half from the OpenAPI document by schemathesis where it is installed,
 the rest from malformed_requests.py): no 5xx, errors in OpenAI's shape, valid answers exact, none stuck, memory
-flat in the last quarter, when the cache of compiled grammars (256 MiB) is full.
+flat from the middle on, when caches are full.
 disconnect: 500 clients that leave at random points while 16 honest ones run: exact, and all blocks come back.
 kill: kill -9 of the engine's process under load: no request hangs, and the time until service.
 schema: 30 % of requests with a bounded JSON schema, 16 at once, under speculation: what stopped by itself validates.
@@ -169,7 +169,7 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
         "seconds": percentiles(seconds),
         "memory_mib": dict(zip(("http", "engine"), zip(*memory, strict=True), strict=True)),
         "memory_growth": max(
-            last / half - 1 for half, last in zip(memory[3 * len(memory) // 4], memory[-1], strict=True)
+            last / half - 1 for half, last in zip(memory[len(memory) // 2], memory[-1], strict=True)
         ),
         "blocks_back": await blocks_back(server),
         "metrics_readable": bool(server.get("/metrics")),
