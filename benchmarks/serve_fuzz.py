@@ -168,9 +168,7 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
         "honest": honest.taken(),
         "seconds": percentiles(seconds),
         "memory_mib": dict(zip(("http", "engine"), zip(*memory, strict=True), strict=True)),
-        "memory_growth": max(
-            last / half - 1 for half, last in zip(memory[len(memory) // 2], memory[-1], strict=True)
-        ),
+        "memory_growth": max(last / half - 1 for half, last in zip(memory[len(memory) // 2], memory[-1], strict=True)),
         "blocks_back": await blocks_back(server),
         "metrics_readable": bool(server.get("/metrics")),
     }

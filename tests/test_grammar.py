@@ -105,7 +105,7 @@ def test_nonsense_is_refused_by_name(smollm2: LLM, wanted: Any) -> None:
 
 @pytest.mark.parametrize("wanted", [{"json": SCHEMA}, {"json_object": True}, {"json": SCHEMA, ONE_LINE: True}])
 @pytest.mark.parametrize("speculation", ["none", {"method": "suffix", "k": 6}])
-def test_whitespace_between_the_parts_of_json_is_bounded(smollm2: LLM, wanted: dict[str, Any], speculation: Any) -> None:
+def test_whitespace_inside_json_is_bounded(smollm2: LLM, wanted: dict[str, Any], speculation: Any) -> None:
     """A model that prefers a line's end to all else writes as many as it may, and then goes on."""
     (line,) = smollm2.tokenizer.encode("\n")
     params = SamplingParams(
