@@ -37,7 +37,7 @@ class Stream:
     """Events of one request, in the order the engine sent them."""
 
     def __init__(self, request_id: str, process: EngineProcess) -> None:
-        self.request_id, self.process, self.submitted_at = request_id, process, time.perf_counter()
+        self.request_id, self.process = request_id, process
         self._events: deque[m.Event] = deque()
         self._arrived = asyncio.Event()
 
