@@ -33,7 +33,7 @@ from serve_client import Answer, Server, ask, is_openai, leave, percentiles, sen
 
 from paceline import LLM, SamplingParams
 
-STUCK_S = 120.0
+STUCK_S = 300.0  # a valid request may ask for an answer as long as the context
 CACHE = 256 << 20  # small enough to be in use as a whole soon: what grows later is no cache
 PROMPTS = tuple(f"Tell me something about the number {number}." for number in range(40))
 SCHEMA = {

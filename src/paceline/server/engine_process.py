@@ -21,6 +21,7 @@ from paceline.errors import EngineDied, PacelineError
 from paceline.server import messages as m
 
 STOP_S = 10.0  # for the engine to store its state
+WORKER = [sys.executable, "-m", "paceline.server.worker"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ class EngineProcess:
         """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
         each = self.settings
         settings = m.Settings(*self._addresses, each.model, each.load, each.engine, each.speculation, _log_level())
-        command = [sys.executable, "-m", "paceline.server.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, start_new_session=True)
         self.gone = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         receive = asyncio.ensure_future(self._events.recv())
         try:
