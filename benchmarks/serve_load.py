@@ -63,9 +63,12 @@ class Run:
 
 
 def make_jobs(prompts: Sequence[Prompt], count: int, max_tokens: int, seed: int, long: int = 0) -> list[Job]:
-    """The same for the same seed. `long`: every tenth has a prompt of so many tokens, and one token of answer."""
-    noise = random.Random(seed)
-    jobs = [Job(noise.choice(prompts), noise.randrange(1 << 30), max_tokens) for _ in range(count)]
+    """The same for the same seed; answers differ in length, so that clients do not keep step.
+
+    `long`: every tenth has a prompt of so many tokens, and one token of answer.
+    """
+    noise, lengths = random.Random(seed), (max_tokens // 2, max_tokens * 3 // 2)
+    jobs = [Job(noise.choice(prompts), noise.randrange(1 << 30), noise.randint(*lengths)) for _ in range(count)]
     for at in range(5, count if long else 0, 10):
         jobs[at] = Job(random_prompt(long, noise), at, 1)
     return jobs
@@ -136,15 +139,15 @@ def latencies(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def full_pass_s(engine: Engine, rounds: int = 5) -> float:
-    """Seconds of a step that reads as many prompt tokens as a pass takes."""
-    noise, times = random.Random(7), []
+def full_pass_s(engine: Engine, length: int, rounds: int = 5) -> float:
+    """Seconds of the longest step that reads a part of such a prompt: the last full one."""
+    noise, longest = random.Random(7), []
     params = SamplingParams(max_tokens=1, temperature=0, speculation=NONE).resolve({})
     for at in range(rounds):
-        prompt = list(random_prompt(engine.config.max_num_batched_tokens, noise))
-        engine.add_request(f"full-{at}", prompt, params)
-        times.append(timed(lambda: [engine.step() for _ in iter(lambda: engine.has_work, False)]))
-    return statistics.median(times[1:])
+        engine.add_request(f"full-{at}", list(random_prompt(length, noise)), params)
+        times = [timed(engine.step) for _ in iter(lambda: engine.has_work, False)]
+        longest.append(max(times))
+    return statistics.median(longest[1:])
 
 
 def show_head(clients: int, what: str = "") -> None:

@@ -75,9 +75,7 @@ def as_worker() -> None:
 def over_queue(client: EngineClient) -> Send:
     async def send(job: Job) -> Answer:
         answer = Answer(time.perf_counter(), 200)
-        stream = await client.submit(
-            list(job.prompt), job.params(NONE), streamed=True, request_id=new_request_id("bench")
-        )
+        stream = client.submit(list(job.prompt), job.params(NONE), streamed=True, request_id=new_request_id("bench"))
         while True:
             match await stream.get():
                 case m.Delta(tokens=tokens, finish_reason=reason):
@@ -130,18 +128,16 @@ class Bench:
 
     async def long(self, clients: int) -> dict[str, Any]:
         """Times between deliveries while long prompts arrive, over a full pass and over a plain step."""
-        full = full_pass_s(self.engine)
+        full = full_pass_s(self.engine, self.args.long)
         _, calm = await self.pair(clients, 50)
         step = latencies([calm])["inter_token"]["p50"]
         found = await self.level(clients, long=self.args.long, count=6 * clients)
         worst = found["queue"]["inter_token"]["p99"]
         found |= {"full_pass_s": full, "plain_step_s": step, "p99_over_full_pass_s": worst - full}
         found["p99_in_plain_steps"] = worst / step
-        print(
-            f"p99 inter-token {1e3 * worst:.2f} ms: a full pass of {self.args.budget} takes {1e3 * full:.2f} ms, ",
-            end="",
-        )
-        print(f"a plain step of {clients} rows {1e3 * step:.2f} ms ({worst / step:.2f} of them)", flush=True)
+        times = [f"{1e3 * each:.2f} ms" for each in (worst, full, step)]
+        print(f"p99 inter-token {times[0]}; the longest pass of such a prompt alone takes {times[1]}", flush=True)
+        print(f"a plain step of {clients} rows takes {times[2]}: {worst / step:.2f} of them", flush=True)
         return found
 
 

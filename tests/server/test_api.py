@@ -272,7 +272,7 @@ def test_request_ids_come_back(server: Server) -> None:
 def test_a_request_is_stopped_at_the_time_limit(streamed: bool) -> None:
     cancelled: list[str] = []
 
-    async def submit(*_: Any, request_id: str, **__: Any) -> Stream:
+    def submit(*_: Any, request_id: str, **__: Any) -> Stream:
         return Stream(request_id, cast("Any", None))
 
     async def run() -> None:

@@ -106,7 +106,7 @@ def test_the_engine_process_has_the_policy_measure_again(tmp_path: Path, monkeyp
         worker = Worker(m.Settings(address, "", "", {}, EngineConfig(), SpeculationConfig()), built)
         thread = threading.Thread(target=worker.run, args=(outbox,))
         thread.start()
-        socket.send(m.encode_command(m.Relearn("suffix")))
+        socket.send(m.encode([m.Relearn("suffix")]))
         assert told.wait(10)
         worker._commands.put(loop.Close())
         thread.join(10)

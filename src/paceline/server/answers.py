@@ -79,7 +79,7 @@ class Generation:
         on_end: Callable[[Generation], None] = lambda generation: None,
     ) -> Generation:
         """Raises at once where the engine refuses a streamed request, so that the answer has the right status."""
-        stream = await client.submit(prompt, params, streamed=streamed, request_id=request_id)
+        stream = client.submit(prompt, params, streamed=streamed, request_id=request_id)
         reason = f"the request was stopped after {limit_s:.0f} s, the server's limit"
         late = m.Failed(request_id, TimeLimit.__name__, reason, None)
         limit = asyncio.get_running_loop().call_later(limit_s, stream.put, late)  # one timer, not one for each event
