@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.errors import InvalidParameter
-from paceline.grammar import Grammars, masks_of
+from paceline.grammar import CACHE_BYTES, WHITESPACE, Grammars, masks_of
 from paceline.sequence import Sequence
+from paceline.structured_outputs import ONE_LINE
 from paceline.verify import Controls, GrammarMasks, Nodes, edit
 
 SCHEMA = {
@@ -99,6 +101,39 @@ def test_nonsense_is_refused_by_name(smollm2: LLM, wanted: Any) -> None:
     with pytest.raises(InvalidParameter, match="structured_outputs") as refusal:
         smollm2.generate("a", SamplingParams(structured_outputs=wanted))
     assert "/project" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("wanted", [{"json": SCHEMA}, {"json_object": True}, {"json": SCHEMA, ONE_LINE: True}])
+@pytest.mark.parametrize("speculation", ["none", {"method": "suffix", "k": 6}])
+def test_whitespace_inside_json_is_bounded(smollm2: LLM, wanted: dict[str, Any], speculation: Any) -> None:
+    """A model that prefers a line's end to all else writes as many as it may, and then goes on."""
+    (line,) = smollm2.tokenizer.encode("\n")
+    params = SamplingParams(
+        temperature=0, max_tokens=160, logit_bias={line: 50.0}, structured_outputs=wanted, speculation=speculation
+    )
+    (answer,) = smollm2.chat(ASK[0], params)[0].outputs
+    assert answer.finish_reason == "stop"
+    longest = max(map(len, re.findall(r"\n*", answer.text)))
+    assert longest == (0 if ONE_LINE in wanted else WHITESPACE)
+    assert isinstance(json.loads(answer.text), dict)
+
+
+def test_fields_of_vllms_object_are_honoured_or_refused() -> None:
+    def theirs(**fields: Any) -> SamplingParams:
+        return SamplingParams(structured_outputs=SimpleNamespace(json="{}", **fields))
+
+    assert theirs(disable_any_whitespace=False).structured_outputs == {"json": {}}
+    assert theirs(disable_any_whitespace=True).structured_outputs == {"json": {}, ONE_LINE: True}
+    for refused in ({"whitespace_pattern": " "}, {"structural_tag": "x"}, {"disable_any_whitespace": 2}):
+        with pytest.raises(InvalidParameter, match="structured_outputs"):
+            theirs(**refused)
+
+
+def test_the_cache_of_compiled_grammars_is_bounded(grammars: Grammars) -> None:
+    for number in range(80):
+        properties = {f"p{number}-{at}": {"type": "string"} for at in range(4)}
+        grammars.compile({"json": {"type": "object", "properties": properties}})
+    assert CACHE_BYTES / 2 < grammars.cached_bytes < 1.2 * CACHE_BYTES
 
 
 def test_a_structured_answer_must_be_able_to_end() -> None:

@@ -16,9 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.errors import InvalidParameter, PacelineError
+from paceline.machine import usable_cores
+from paceline.structured_outputs import ONE_LINE
 
 FIELD = "structured_outputs"
-CACHE_BYTES = 256 << 20  # of compiled grammars
+CACHE_BYTES = 32 << 20  # of compiled grammars: about 1 MiB each, and compiled again within milliseconds
+WHITESPACE = 16  # characters between two parts of a JSON answer; without a bound an answer may never end
 WORD = 32  # tokens of a word of a mask
 
 
@@ -56,17 +59,22 @@ class Grammars:
         info = xgrammar.TokenizerInfo(
             tokenizer.vocab(), kind, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids)
         )
-        self._compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
+        threads = max(1, usable_cores() // 2)  # steps go on meanwhile
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
         self.words = -(-vocab_size // WORD)
+
+    @property
+    def cached_bytes(self) -> int:
+        return int(self._compiler.get_cache_size_bytes())
 
     def compile(self, wanted: Mapping[str, Any]) -> Any:
         """Compiled, from the compiler's cache where it was asked for before."""
         (kind, value), compiler = next(iter(wanted.items())), self._compiler
         try:
-            if kind == "json_object":
-                return compiler.compile_builtin_json_grammar()
-            if kind == "json":
-                return compiler.compile_json_schema(json.dumps(value))
+            if kind in ("json", "json_object"):
+                schema = json.dumps(value) if kind == "json" else '{"type": "object"}'
+                bound = {"any_whitespace": False} if wanted.get(ONE_LINE) else {"max_whitespace_cnt": WHITESPACE}
+                return compiler.compile_json_schema(schema, **bound)
             if kind == "regex":
                 return compiler.compile_regex(value)
             if kind == "choice":

@@ -9,21 +9,26 @@ from typing import Any
 from paceline.errors import InvalidParameter, shown
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
+ONE_LINE = "disable_any_whitespace"  # vLLM's name: JSON on one line, ", " and ": " between its parts
+_THEIRS = ("disable_additional_properties", "whitespace_pattern", "structural_tag")  # vLLM's fields that are refused
 MAX_TEXT = 1 << 20  # characters of a schema, regex or grammar
 
 
 def check(name: str, value: Any) -> dict[str, Any] | None:
-    """A request's wish in its plain form: exactly one of KINDS."""
+    """A request's wish in its plain form: exactly one of KINDS, first, and ONE_LINE where it is set."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        fields = {kind: getattr(value, kind, None) for kind in KINDS}  # vLLM's StructuredOutputsParams
-        value = {kind: given for kind, given in fields.items() if given is not None}
-    unknown = [key for key in value if key not in KINDS]
+        fields = {key: getattr(value, key, None) for key in (*KINDS, ONE_LINE, *_THEIRS)}  # StructuredOutputsParams
+        value = {key: given for key, given in fields.items() if given is not None and given is not False}
+    unknown = [key for key in value if key not in KINDS and key != ONE_LINE]
     given = {key: item for key, item in value.items() if item is not None and item is not False}
+    one_line = given.pop(ONE_LINE, False)
     if unknown or len(given) != 1:
         raise InvalidParameter(name, f"takes exactly one of {', '.join(KINDS)}; got {shown(dict(value))}")
     ((kind, item),) = given.items()
+    if one_line is not False and (one_line is not True or not kind.startswith("json")):
+        raise InvalidParameter(name, f"{ONE_LINE} is true or false, and of json and json_object only")
     if kind == "json":
         item = _schema(name, item)
     elif kind == "choice":
@@ -34,7 +39,7 @@ def check(name: str, value: Any) -> dict[str, Any] | None:
         raise InvalidParameter(name, f"{kind} must be text, got {shown(item)}")
     if len(item if isinstance(item, str) else json.dumps(item)) > MAX_TEXT:
         raise InvalidParameter(name, f"the {kind} has more than {MAX_TEXT} characters")
-    return {kind: item}
+    return {kind: item, ONE_LINE: True} if one_line else {kind: item}
 
 
 def _schema(name: str, value: Any) -> Any:

@@ -14,14 +14,16 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.draft import Kind
-from paceline.server.answers import KINDS
+from paceline.server.answers import KINDS, Generation, TimeLimit
+from paceline.server.engine_client import Stream
 from tests.server.conftest import Server, start_server, wait_until
 
 MESSAGES = [{"role": "user", "content": "Say something."}]
@@ -266,6 +268,28 @@ def test_request_ids_come_back(server: Server) -> None:
         assert connection.getresponse().getheader("X-Request-Id") == "mine"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_is_stopped_at_the_time_limit(streamed: bool) -> None:
+    cancelled: list[str] = []
+
+    def submit(*_: Any, request_id: str, **__: Any) -> Stream:
+        return Stream(request_id, cast("Any", None))
+
+    async def run() -> None:
+        client: Any = SimpleNamespace(submit=submit, cancel=cancelled.append)
+        tokenizer: Any = None
+        asked: dict[str, Any] = {"streamed": streamed, "request_id": "r", "limit_s": 0.05}
+        generation = await Generation.start(client, tokenizer, [1], SamplingParams(), **asked)
+        try:
+            await generation.answers()
+        finally:
+            generation.cancel()
+
+    with pytest.raises(TimeLimit, match="the server's limit"):
+        asyncio.run(run())
+    assert cancelled == ["r"]
+
+
 def test_kinds_have_the_names_of_the_engine() -> None:
     assert [kind.name.lower() for kind in Kind][: len(KINDS)] == list(KINDS)
 
@@ -322,15 +346,15 @@ def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path)
 
 
 def test_structured_answers_validate(client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
-    schema["additionalProperties"] = False
+    number = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "seed": 2, "temperature": 1.0}
     answer = client.chat.completions.create(**asked, response_format=wanted).choices[0]
     stream = client.chat.completions.create(**asked, response_format=wanted, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answer.message.content
-    if answer.finish_reason == "stop":
-        assert set(json.loads(answer.message.content)) == {"n"}
+    assert answer.finish_reason == "stop"
+    assert set(json.loads(answer.message.content)) == {"n"}
     picked = client.completions.create(
         model="tiny", prompt="Pick", extra_body={"structured_outputs": {"choice": ["red", "blue"]}}
     )

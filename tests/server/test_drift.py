@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ from paceline.server.app import _on_drift
 from paceline.server.drift import DROP, LEARN, THRESHOLD, DriftMonitor, Watch
 from paceline.server.metrics import Metrics
 from paceline.server.worker import Worker
+from tests.server.conftest import Server
+from tests.server.test_api import post
 
 
 def drafts_until_alarm(rng: np.random.Generator, rate: float, fallen: float, limit: int) -> int | None:
@@ -102,9 +106,44 @@ def test_the_engine_process_has_the_policy_measure_again(tmp_path: Path, monkeyp
         worker = Worker(m.Settings(address, "", "", {}, EngineConfig(), SpeculationConfig()), built)
         thread = threading.Thread(target=worker.run, args=(outbox,))
         thread.start()
-        socket.send(m.encode_command(m.Relearn("suffix")))
+        socket.send(m.encode([m.Relearn("suffix")]))
         assert told.wait(10)
         worker._commands.put(loop.Close())
         thread.join(10)
     assert methods == ["suffix"]
     assert not thread.is_alive()
+
+
+def test_a_live_server_finds_a_fall_and_recovers(server: Server) -> None:
+    """Answers that repeat themselves, then ones that no draft foresees, then the first kind again."""
+    body = {"prompt": "one two three four " * 4, "max_tokens": 64, "ignore_eos": True}
+    forced = {"speculation": {"method": "suffix", "k": 4}}
+    drafts = 'spec_decode_num_drafts_total{method="suffix"'
+    accepted = 'spec_decode_num_accepted_tokens_total{method="suffix"'
+
+    def ask(seed: int, **more: Any) -> dict[str, Any]:
+        status, answer = post(server, "/v1/completions", {**body, "seed": seed, **more})
+        assert status == 200, answer
+        return answer["usage"]["speculation"]
+
+    def ask_many(rounds: range, until: Callable[[], bool], **more: Any) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            for at in rounds:
+                list(pool.map(lambda seed: ask(seed, **more), range(8 * at, 8 * at + 8)))
+                if until():
+                    return
+
+    begun, alarms = server.metric(drafts), server.metric("drafter_drift_total")
+    ask_many(range(40), lambda: server.metric(drafts) > begun + 1.5 * LEARN, temperature=0, **forced)
+    assert server.metric("drafter_drift_total") == alarms
+    ask_many(
+        range(100),
+        lambda: server.metric("drafter_drift_total") > alarms,
+        **{"temperature": 1.5, "max_tokens": 6, **forced},
+    )
+    assert server.metric('drafter_drift_total{method="suffix"}') > 0
+    assert any("suffix" in line and "measured again" in line for line in server.log)
+    before = server.metric(accepted)
+    ask_many(range(40), lambda: server.metric(accepted) > before + 100, temperature=0)  # the policy decides
+    assert server.metric(accepted) > before + 100
+    assert server.metric("drafter_drift_total") == alarms + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +16,15 @@ from paceline.server.engine_client import EngineClient, Stream
 from paceline.tokenizer import Tokenizer
 
 KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
-_ERRORS = {each.__name__: each for each in (EngineDied, InvalidPrompt, PacelineError, QueueFull, RequestFailed)}
 
 
 class TimeLimit(PacelineError):
     """A request ran longer than the server allows."""
+
+
+_ERRORS: dict[str, type[PacelineError]] = {
+    each.__name__: each for each in (EngineDied, InvalidPrompt, PacelineError, QueueFull, RequestFailed, TimeLimit)
+}
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Generation:
     prompt: list[int]
     params: SamplingParams
     stream: Stream
-    limit_s: float
+    limit: asyncio.TimerHandle
     on_end: Callable[[Generation], None]
     ended: m.Ended | None = None
     _decoders: dict[int, TextDecoder] = field(default_factory=dict)
@@ -76,8 +79,11 @@ class Generation:
         on_end: Callable[[Generation], None] = lambda generation: None,
     ) -> Generation:
         """Raises at once where the engine refuses a streamed request, so that the answer has the right status."""
-        stream = await client.submit(prompt, params, streamed=streamed, request_id=request_id)
-        self = cls(client, tokenizer, prompt, params, stream, limit_s, on_end)
+        stream = client.submit(prompt, params, streamed=streamed, request_id=request_id)
+        reason = f"the request was stopped after {limit_s:.0f} s, the server's limit"
+        late = m.Failed(request_id, TimeLimit.__name__, reason, None)
+        limit = asyncio.get_running_loop().call_later(limit_s, stream.put, late)  # one timer, not one for each event
+        self = cls(client, tokenizer, prompt, params, stream, limit, on_end)
         if streamed:
             try:
                 await self._next()
@@ -119,19 +125,17 @@ class Generation:
         return decoder.decode(answer.tokens)
 
     def cancel(self) -> None:
+        self.limit.cancel()
         if self.ended is None:
             self.client.cancel(self.stream.request_id)
 
     def _end(self, event: m.Ended) -> None:
         self.ended = event
+        self.limit.cancel()
         self.on_end(self)
 
     async def _next(self) -> m.Event:
-        left = self.stream.submitted_at + self.limit_s - time.perf_counter()
-        try:
-            event = await asyncio.wait_for(self.stream.get(), max(left, 0.001))
-        except asyncio.TimeoutError:
-            raise TimeLimit(f"the request was stopped after {self.limit_s:.0f} s, the server's limit") from None
+        event = await self.stream.get()
         if isinstance(event, m.Failed):
             if event.field is not None:
                 raise InvalidParameter(event.field, event.error.removeprefix(f"{event.field}: "))

@@ -37,7 +37,7 @@ class Stream:
     """Events of one request, in the order the engine sent them."""
 
     def __init__(self, request_id: str, process: EngineProcess) -> None:
-        self.request_id, self.process, self.submitted_at = request_id, process, time.perf_counter()
+        self.request_id, self.process = request_id, process
         self._events: deque[m.Event] = deque()
         self._arrived = asyncio.Event()
 
@@ -79,13 +79,12 @@ class EngineClient:
         """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
         await self._launch(self.settings)
 
-    async def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> Stream:
+    def submit(self, prompt: list[int], params: SamplingParams, *, streamed: bool, request_id: str) -> Stream:
         if self.down is not None or self._process is None:
             raise EngineDied(self.down or "the engine is not running")
         given = {name: getattr(params, name) for name in _PARAM_FIELDS}
-        sent = self._process.send(m.Submit(request_id, prompt, given, streamed))
+        self._process.send(m.Submit(request_id, prompt, given, streamed))
         stream = self._streams[request_id] = Stream(request_id, self._process)
-        await sent
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -223,7 +222,7 @@ class EngineClient:
 
     def _send(self, process: EngineProcess, command: m.Command) -> None:
         if process in self._processes:
-            self._spawn(process.send(command))
+            process.send(command)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import subprocess
 import sys
-from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from paceline.errors import EngineDied, PacelineError
 from paceline.server import messages as m
 
 STOP_S = 10.0  # for the engine to store its state
+WORKER = [sys.executable, "-m", "paceline.server.worker"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class EngineProcess:
         self.settings = settings
         folder.mkdir()
         self._addresses = f"ipc://{folder}/commands", f"ipc://{folder}/events"
+        self._unsent: list[msgspec.Raw] = []
         self._commands, self._events = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket, address in zip((self._commands, self._events), self._addresses, strict=True):
             socket.set(zmq.LINGER, 0)
@@ -47,8 +48,7 @@ class EngineProcess:
         """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
         each = self.settings
         settings = m.Settings(*self._addresses, each.model, each.load, each.engine, each.speculation, _log_level())
-        command = [sys.executable, "-m", "paceline.server.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, start_new_session=True)
         self.gone = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
         receive = asyncio.ensure_future(self._events.recv())
         try:
@@ -69,9 +69,16 @@ class EngineProcess:
             await self.stop()
             raise
 
-    def send(self, command: m.Command) -> Awaitable[Any]:
-        """Raises at once where the command cannot be encoded."""
-        return self._commands.send(m.encode_command(command))
+    def send(self, command: m.Command) -> None:
+        """Commands of one turn of the event loop are one message. Raises where the command cannot be encoded."""
+        self._unsent.append(msgspec.Raw(m.encode(command)))
+        if len(self._unsent) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if not self._commands.closed:
+            self._commands.send(m.encode(self._unsent))  # in order, once the socket takes it
+        self._unsent.clear()
 
     async def receive(self) -> list[m.Event]:
         return m.decode_events(await self._events.recv())

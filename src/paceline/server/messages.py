@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the engine's process: msgspec structs, encoded as msgpack.
 
-Requests go one way (`Command`), batches of events the other (`Events`, one for each step). Both processes run the same
-version of this file: the engine's process is started by the HTTP process.
+Commands go one way, events the other; a message is a list of either. Both processes run the same version of this file:
+the engine's process is started by the HTTP process.
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ class Gauges(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 Event = Accepted | Delta | Ended | Failed | Gauges | Ready | LoadFailed
 
-encode_command = msgspec.msgpack.Encoder().encode
-decode_command = msgspec.msgpack.Decoder(Command).decode
-encode_events = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
+decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
 decode_events = msgspec.msgpack.Decoder(list[Event]).decode

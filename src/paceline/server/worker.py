@@ -33,6 +33,7 @@ from paceline.server.messages import Settings
 
 log = logging.getLogger("paceline")
 GAUGES_EVERY_S = 0.25
+SWITCH_S = 0.0005  # a command waits so long at most for a step's Python code to let its thread run; 5 ms if unset
 
 
 class Outbox:
@@ -77,7 +78,7 @@ class Outbox:
             self._gauges_at = now
             self._pending.append(_gauges(self._built))
         if self._pending:
-            self._socket.send(m.encode_events(self._pending))
+            self._socket.send(m.encode(self._pending))
             self._pending.clear()
 
 
@@ -147,15 +148,19 @@ class Worker:
 
     def _receive(self) -> None:
         while True:
-            match m.decode_command(self._incoming.recv()):
-                case m.Submit(request_id, prompt, params, streamed):
-                    request = Request(request_id, prompt, SamplingParams(**params), streamed=streamed)
-                    self._compile_grammar(request.params)
-                    self._commands.put(loop.Submit([request]))
-                case m.Cancel(request_ids):
-                    self._commands.put(loop.Cancel(request_ids))
-                case m.Relearn(method):
-                    self._commands.put(loop.Call(functools.partial(self._relearn, method), Future()))
+            for command in m.decode_commands(self._incoming.recv()):
+                self._commands.put(self._received(command))
+
+    def _received(self, command: m.Command) -> loop.Command:
+        match command:
+            case m.Submit(request_id, prompt, params, streamed):
+                request = Request(request_id, prompt, SamplingParams(**params), streamed=streamed)
+                self._compile_grammar(request.params)
+                return loop.Submit([request])
+            case m.Cancel(request_ids):
+                return loop.Cancel(request_ids)
+            case m.Relearn(method):
+                return loop.Call(functools.partial(self._relearn, method), Future())
 
     def _relearn(self, method: str, _: Engine) -> None:
         self._built.policy.relearn(method)
@@ -173,6 +178,7 @@ class Worker:
 
 
 def main() -> None:
+    sys.setswitchinterval(SWITCH_S)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     logging.basicConfig(level=settings.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -182,9 +188,9 @@ def main() -> None:
         target = load(settings.model, **settings.load)
         built = build(target, settings.engine, settings.speculation)
     except PacelineError as error:
-        socket.send(m.encode_events([m.LoadFailed(str(error))]))
+        socket.send(m.encode([m.LoadFailed(str(error))]))
         sys.exit(1)
-    socket.send(m.encode_events([m.Ready(_info(target, built))]))
+    socket.send(m.encode([m.Ready(_info(target, built))]))
     Worker(settings, built).run(Outbox(socket, built))
 
 

@@ -1,0 +1,168 @@
+"""What serve.py and serve_queue.py share: jobs, clients that send them, the engine alone on the same jobs, figures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common import timed
+from serve_client import Answer, percentiles
+
+from paceline import SamplingParams
+from paceline.config import NONE
+from paceline.engine.engine import Engine
+
+TEMPERATURE = 0.8
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Its seed is its own: no drafter of an engine has seen its answer before."""
+
+    prompt: Prompt
+    seed: int
+    max_tokens: int
+
+    def given(self, mode: str) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "seed": self.seed, "temperature": TEMPERATURE, "speculation": mode}
+
+    def params(self, mode: str) -> SamplingParams:
+        return SamplingParams(**self.given(mode)).resolve({})
+
+
+Send = Callable[[Job], Awaitable[Answer]]
+
+
+@dataclass
+class Run:
+    """So many clients that sent jobs until there were none."""
+
+    answers: list[tuple[Job, Answer]] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+    busy_until: float = 0.0  # when a client first found no job left
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, while all clients had work."""
+        tokens = sum(count for _, answer in self.answers for at, count in answer.arrivals if at <= self.busy_until)
+        return tokens / (self.busy_until - self.began)
+
+    def take(self, jobs: Iterator[Job]) -> Job | None:
+        job = next(jobs, None)
+        if job is None and not self.busy_until:
+            self.busy_until = time.perf_counter()
+        return job
+
+
+def make_jobs(prompts: Sequence[Prompt], count: int, max_tokens: int, seed: int, long: int = 0) -> list[Job]:
+    """The same for the same seed; answers differ in length, so that clients do not keep step.
+
+    `long`: every tenth has a prompt of so many tokens, and one token of answer.
+    """
+    noise, lengths = random.Random(seed), (max_tokens // 2, max_tokens * 3 // 2)
+    jobs = [Job(noise.choice(prompts), noise.randrange(1 << 30), noise.randint(*lengths)) for _ in range(count)]
+    for at in range(5, count if long else 0, 10):
+        jobs[at] = Job(random_prompt(long, noise), at, 1)
+    return jobs
+
+
+def random_prompt(length: int, noise: random.Random) -> Prompt:
+    """That no cache holds; ids that every vocabulary has."""
+    return tuple(noise.randrange(100, 500) for _ in range(length))
+
+
+def alone(engine: Engine, jobs: Sequence[Job], mode: str, clients: int) -> Run:
+    """The engine stepped in this process, without queue, HTTP or text, with as many requests at once."""
+    run, left, serial = Run(), iter(jobs), itertools.count()
+    open_requests: dict[str, tuple[Job, Answer]] = {}
+
+    def add() -> None:
+        job = run.take(left)
+        if job is not None:
+            request_id = f"alone-{next(serial)}"
+            open_requests[request_id] = job, Answer(time.perf_counter(), 200)
+            engine.add_request(request_id, list(job.prompt), job.params(mode))
+
+    for _ in range(clients):
+        add()
+    while open_requests:
+        outputs = engine.step()
+        now = time.perf_counter()
+        for at, sequence in enumerate(outputs.sequences):
+            output, (_, answer) = outputs[at], open_requests[sequence.request_id]
+            if output.tokens:
+                answer.tokens += output.tokens
+                answer.arrivals.append((now, len(output.tokens)))
+            if output.finished:
+                answer.finish_reason, answer.error, answer.ended = sequence.finish_reason, sequence.error, now
+                run.answers.append(open_requests.pop(sequence.request_id))
+                add()
+    return run
+
+
+async def served(jobs: Sequence[Job], clients: int, send: Send) -> Run:
+    run, left = Run(), iter(jobs)
+
+    async def client() -> None:
+        while (job := run.take(left)) is not None:
+            run.answers.append((job, await send(job)))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return run
+
+
+def compare(found: Run, wanted: Run) -> Counter[str]:
+    """Answers of the same jobs by token: requests, errors, wrong."""
+    right = {job: answer.tokens for job, answer in wanted.answers}
+    assert set(right) == {job for job, _ in found.answers}
+    errors = sum(answer.error is not None for _, answer in found.answers)
+    wrong = sum(answer.error is None and answer.tokens != right[job] for job, answer in found.answers)
+    return Counter(requests=len(found.answers), errors=errors, wrong=wrong)
+
+
+def latencies(runs: Sequence[Run]) -> dict[str, Any]:
+    """Seconds; answers of one token, which long prompts have, are left out."""
+    done = [answer for run in runs for job, answer in run.answers if answer.arrivals and job.max_tokens > 1]
+    gaps = [late - early for answer in done for (early, _), (late, _) in itertools.pairwise(answer.arrivals)]
+    return {
+        "ttft": percentiles([answer.arrivals[0][0] - answer.sent for answer in done]),
+        "inter_token": percentiles(gaps),
+        "request": percentiles([answer.ended - answer.sent for answer in done]),
+    }
+
+
+def full_pass_s(engine: Engine, length: int, rounds: int = 5) -> float:
+    """Seconds of the longest step that reads a part of such a prompt: the last full one."""
+    noise, longest = random.Random(7), []
+    params = SamplingParams(max_tokens=1, temperature=0, speculation=NONE).resolve({})
+    for at in range(rounds):
+        engine.add_request(f"full-{at}", list(random_prompt(length, noise)), params)
+        times = [timed(engine.step) for _ in iter(lambda: engine.has_work, False)]
+        longest.append(max(times))
+    return statistics.median(longest[1:])
+
+
+def show_head(clients: int, what: str = "") -> None:
+    print(
+        f"\n{clients} clients{what}\n{'':16}  tokens/s requests errors  wrong"
+        f"  TTFT p50/p99 ms   inter-token ms    request ms",
+        flush=True,
+    )
+
+
+def show_line(name: str, one: dict[str, Any]) -> None:
+    times = [f"{1e3 * (one[key][p] or 0):8.1f}" for key in ("ttft", "inter_token", "request") for p in ("p50", "p99")]
+    counts = [f"{one.get(key, '-'):>7}" for key in ("requests", "errors", "wrong")]
+    print(f"{name:16}{one['tokens_per_s']:10.1f} {''.join(counts)} {' '.join(times)}", flush=True)
+
+
+def show_ratio(name: str, one: dict[str, float]) -> None:
+    print(f"{name}: {one['median']:.3f} [{one['low']:.3f}, {one['high']:.3f}]", flush=True)

@@ -1,0 +1,194 @@
+"""The engine's process and its queue, without HTTP, against the engine alone: for machines that have no FastAPI.
+
+    python benchmarks/serve_queue.py --device cuda               # the yardstick (random weights), 1 to 128 clients
+    python benchmarks/serve_queue.py --device cuda --budget 256 --levels --long-clients 32
+    python benchmarks/serve_queue.py --device cpu --tiny         # a small shape, to try the script itself
+
+Tokens per second through `EngineClient` over those of the same engine stepped in this process, plainly, on the same
+seeded jobs, whose tokens must be equal. Then times between the deliveries of one answer while long prompts arrive,
+beside the time of a full pass and of a plain step. The engine's process makes the yardstick itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from common import finish, ratio
+from gpu_subject import Subject
+from serve_client import Answer
+from serve_load import (
+    Job,
+    Prompt,
+    Run,
+    Send,
+    alone,
+    compare,
+    full_pass_s,
+    latencies,
+    make_jobs,
+    random_prompt,
+    show_head,
+    show_line,
+    show_ratio,
+)
+from serve_load import served as served_by
+
+from paceline import build as building
+from paceline.config import NONE, EngineConfig, SpeculationConfig
+from paceline.models.runtime import LoadedModel
+from paceline.server import engine_process, worker
+from paceline.server import messages as m
+from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
+
+SPECULATION = SpeculationConfig(method=NONE)
+ENVIRONMENT = "PACELINE_BENCH_SUBJECT"  # tells the engine's process which model to make
+
+
+def target_of(device: str, tiny: bool) -> building.Target:
+    """The yardstick from random weights, on which times do not depend; token ids only, so without a tokenizer."""
+    decoder = Subject("random", torch.device(device), tiny=tiny).yardstick
+    tokenizer: Any = SimpleNamespace(encode=lambda *_, **__: [], token_text=str)
+    return building.Target(Path("yardstick"), LoadedModel(decoder.config, decoder, tokenizer, {}), None)
+
+
+def as_worker() -> None:
+    """In the engine's process: its own code, with the yardstick in place of a model's folder."""
+    device, tiny = json.loads(os.environ[ENVIRONMENT])
+    worker.load = lambda model, **_: target_of(device, tiny)
+    worker.build = functools.partial(building.build, remember=False)
+    worker.main()
+
+
+def over_queue(client: EngineClient) -> Send:
+    async def send(job: Job) -> Answer:
+        answer = Answer(time.perf_counter(), 200)
+        stream = client.submit(list(job.prompt), job.params(NONE), streamed=True, request_id=new_request_id("bench"))
+        while True:
+            match await stream.get():
+                case m.Delta(tokens=tokens, finish_reason=reason):
+                    answer.tokens += tokens
+                    answer.arrivals.append((time.perf_counter(), len(tokens)))
+                    answer.finish_reason = reason or answer.finish_reason
+                case m.Ended():
+                    break
+                case m.Failed(error=error):
+                    answer.error = error
+                    break
+        answer.ended = time.perf_counter()
+        return answer
+
+    return send
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace, engine: Any, send: Send) -> None:
+        self.args, self.engine, self.send = args, engine, send
+        self.until = time.perf_counter() + args.seconds
+        noise = random.Random(1)
+        self.prompts: list[Prompt] = [random_prompt(noise.randrange(32, 256), noise) for _ in range(256)]
+
+    async def pair(self, clients: int, turn: int, long: int = 0, count: int | None = None) -> tuple[Run, Run]:
+        """Through the queue, and alone."""
+        jobs = make_jobs(self.prompts, count or 3 * clients + 6, self.args.max_tokens, clients * 100 + turn, long)
+        return await served_by(jobs, clients, self.send), alone(self.engine, jobs, NONE, clients)
+
+    async def level(self, clients: int, **given: Any) -> dict[str, Any]:
+        await self.pair(clients, 99, count=clients + 4)  # warm-up
+        pairs = [await self.pair(clients, 0, **given)]
+        while len(pairs) < self.args.rounds and time.perf_counter() < self.until:
+            pairs.append(await self.pair(clients, len(pairs), **given))
+        queue, engine = zip(*pairs, strict=True)
+        counts = sum((compare(*pair) for pair in pairs), Counter())
+        names = ("requests", "errors", "wrong")
+        rates = [[run.rate for run in each] for each in (queue, engine)]
+        found = {
+            "queue": {**{name: counts[name] for name in names}, **latencies(queue)},
+            "engine": latencies(engine),
+            "queue / engine": ratio(*rates),
+        }
+        show_head(clients, f", long prompts of {given['long']} tokens" if given else "")
+        for name, each in zip(("queue", "engine"), rates, strict=True):
+            found[name]["tokens_per_s"] = statistics.mean(each)
+            show_line(name, found[name])
+        show_ratio("queue / engine", found["queue / engine"])
+        return found
+
+    async def long(self, clients: int) -> dict[str, Any]:
+        """Times between deliveries while long prompts arrive, over a full pass and over a plain step."""
+        full = full_pass_s(self.engine, self.args.long)
+        _, calm = await self.pair(clients, 50)
+        step = latencies([calm])["inter_token"]["p50"]
+        found = await self.level(clients, long=self.args.long, count=6 * clients)
+        worst = found["queue"]["inter_token"]["p99"]
+        found |= {"full_pass_s": full, "plain_step_s": step, "p99_over_full_pass_s": worst - full}
+        found["p99_in_plain_steps"] = worst / step
+        times = [f"{1e3 * each:.2f} ms" for each in (worst, full, step)]
+        print(f"p99 inter-token {times[0]}; the longest pass of such a prompt alone takes {times[1]}", flush=True)
+        print(f"a plain step of {clients} rows takes {times[2]}: {worst / step:.2f} of them", flush=True)
+        return found
+
+
+async def measure(args: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
+    client = EngineClient(EngineSettings("yardstick", {}, config, SPECULATION))
+    starting = asyncio.ensure_future(client.start())
+    await asyncio.sleep(0.1)
+    began = time.perf_counter()
+    made = await asyncio.to_thread(target_of, args.device, args.tiny)
+    engine = building.build(made, config, SPECULATION, remember=False).engine
+    await starting
+    print(f"both engines are ready after {time.perf_counter() - began:.1f} s", flush=True)
+    try:
+        bench = Bench(args, engine, over_queue(client))
+        result: dict[str, Any] = {"levels": {str(each): await bench.level(each) for each in args.levels}}
+        if args.long_clients:
+            result["long_prompts"] = await bench.long(args.long_clients)
+        return result
+    finally:
+        await client.close()
+
+
+def main() -> None:
+    if ENVIRONMENT in os.environ:
+        as_worker()
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a small shape")
+    parser.add_argument("--levels", type=int, nargs="*", default=[1, 8, 32, 128], help="clients")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=40.0, help="after which each level has one round only")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a pass")
+    parser.add_argument("--long", type=int, default=4096, help="tokens of a long prompt, every tenth")
+    parser.add_argument(
+        "--long-clients", type=int, default=0, help="clients while long prompts arrive; 0: not measured"
+    )
+    args = parser.parse_args()
+    os.environ[ENVIRONMENT] = json.dumps([args.device, args.tiny])
+    engine_process.WORKER = [sys.executable, str(Path(__file__).resolve())]
+    config = EngineConfig(
+        max_num_seqs=max(64, args.long_clients, *args.levels),
+        max_num_batched_tokens=args.budget,
+        max_model_len=args.long + args.max_tokens,
+        kv_cache_bytes=(256 << 20) if args.tiny else 24 << 30,
+    )
+    result = asyncio.run(measure(args, config))
+    settings = {name: getattr(args, name) for name in ("device", "tiny", "budget", "long", "max_tokens")}
+    finish("serve_queue", {**result, **settings})
+
+
+if __name__ == "__main__":
+    main()
