@@ -321,7 +321,7 @@ def test_bad_values_are_one_line_and_exit_code_1(
     [
         ("draft_model", "'draft_model' is called draft-model here"),
         ("prompt-lookup", "'prompt-lookup' is called ngram here"),
-        ("lookahead", "'lookahead' is not available here; auto drafts without training, a trained drafter may be of"),
+        ("lookahead", "'lookahead' is not available here; auto drafts without training, a trained one may be of"),
         ("ngrams", "did you mean ngram?"),
         ("medusa", "drafter: method medusa needs one; give it, or choose auto"),
     ],

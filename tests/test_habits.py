@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import shutil
 import textwrap
 from fractions import Fraction
 from pathlib import Path
@@ -172,11 +173,16 @@ def test_another_tokenizer_serves(folder: Path, tmp_path: Path) -> None:
     from tests.models.tiny import write_tokenizer
 
     write_tokenizer(tmp_path, 20)
-    with make(folder, tokenizer=tmp_path) as llm:
-        assert llm.generate("w50", SHORT)[0].prompt_token_ids == [0]  # w50 is unknown there
+    bare = tmp_path / "without a tokenizer of its own"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    for model in (folder, bare):
+        with make(model, tokenizer=tmp_path) as llm:
+            assert llm.generate("w50", SHORT)[0].prompt_token_ids == [0]  # w50 is unknown there
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BrokenModel):
         make(folder, tokenizer=tmp_path)
+    with pytest.raises(BrokenModel, match=r"holds no tokenizer.*or name that model's folder as tokenizer"):
+        make(bare)
 
 
 # -- prompts

@@ -206,4 +206,4 @@ def test_an_unknown_method_is_refused_by_name(
 ) -> None:
     for method, flag in (("draft-model", "--draft-model"), ("medusa", "--drafter")):
         assert run(["prove", "--model", str(tiny_paths[0]), "--methods", method]) == 1
-        assert f"methods: '{method}' is not one of ngram, suffix (it needs {flag})" in capsys.readouterr().err
+        assert f"methods: {method} is not loaded; give {flag}" in capsys.readouterr().err
