@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -314,6 +315,14 @@ def test_bad_values_are_one_line_and_exit_code_1(
     assert plain.err == f"error: {error['message']}\n"
     assert error.get("field") == field
     assert set(error) == {"type", "message"} | ({"field"} if field else set())
+
+
+def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., Result]) -> None:
+    elsewhere = paceline("serve", "--host", "nowhere.invalid")
+    assert elsewhere.err.startswith("error: host: cannot listen on nowhere.invalid:8000: ")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert paceline("serve", "--port", port).err.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def test_the_table_names_every_row_and_what_is_not_proven(
     ("arguments", "message"),
     [
         (["--model", "no/such/folder/here"], "no/such/folder/here"),
+        (["--model", "no/such/folder", "--methods", "prompt_lookup"], "methods: 'prompt_lookup' is called ngram here"),
         (["--inject", "nonsense"], "inject: 'nonsense' is not one of bias, rollback, bonus, coins"),
     ],
 )

@@ -204,9 +204,9 @@ def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
 def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
     available = on_engine(llm, lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
     for name in wanted:
-        if name not in METHODS:
-            raise InvalidParameter("methods", unknown_method(name, available))
         if name not in available:
+            if name not in METHODS:
+                raise InvalidParameter("methods", unknown_method(name, available))
             flags = " and ".join(f"--{need.replace('_', '-')}" for need in METHODS[name].needs)
             raise InvalidParameter("methods", f"{name} is not loaded; give {flags}")
     return tuple(dict.fromkeys(wanted)) or available
