@@ -280,6 +280,7 @@ def test_a_call_refuses_other_arguments_by_name(given, sentence: str, llm: LLM) 
         ({"logits_processors": [print]}, "logit_bias"),
         ({"use_beam_search": True}, "beam search"),
         ({"max_new_tokens": 5}, "called max_tokens"),
+        ({"guided_decoding": {"regex": "a"}}, "called structured_outputs"),
         ({"temprature": 1}, "did you mean temperature"),
         ({"temperature": HUGE}, "finite"),
         ({"temperature": Fraction(10**400, 3)}, "finite"),
