@@ -135,7 +135,7 @@ def _pip_download(wheel: Wheel, work: Path, progress: Progress) -> Path:
 def _pip_failure(wheel: Wheel, lines: list[str]) -> Exception:
     if any("No space left" in line for line in lines):
         return OSError(errno.ENOSPC, "No space left on device")
-    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip said nothing"]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip printed no reason"]
     reason = errors[0].removeprefix("ERROR:").strip()
     return DownloadFailed(f"pip could not fetch {wheel.requirement}: {reason}")
 
