@@ -40,7 +40,7 @@ def main() -> None:
     llm = LLM("smollm2", dtype="float32", device="cpu", method="none", prefix_caching=False, threads=options.threads)
     readable = expanded_folder(resolve("smollm2"), cache_home() / "expanded")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(readable, dtype=torch.float32).eval()
-    params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=options.tokens, min_tokens=options.tokens)
     text = llm.tokenizer.encode(TEXT * 40)
     compared = {name: against(llm, oracle, text[:length], params, options.rounds) for name, length in LENGTHS.items()}
     for name, found in compared.items():

@@ -181,7 +181,7 @@ def test_another_tokenizer_serves(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BrokenModel):
         make(folder, tokenizer=tmp_path)
-    with pytest.raises(BrokenModel, match=r"holds no tokenizer.*or name that model's folder as tokenizer"):
+    with pytest.raises(BrokenModel, match=r"holds no tokenizer.*or give LLM.tokenizer"):
         make(bare)
 
 
