@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -318,12 +319,20 @@ def test_bad_values_are_one_line_and_exit_code_1(
     assert set(error) == {"type", "message"} | ({"field"} if field else set())
 
 
+def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., Result]) -> None:
+    elsewhere = paceline("serve", "--host", "nowhere.invalid")
+    assert elsewhere.err.startswith("error: host: cannot listen on nowhere.invalid:8000: ")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert paceline("serve", "--port", port).err.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
+
+
 @pytest.mark.parametrize(
     ("method", "advice"),
     [
         ("draft_model", "'draft_model' is called draft-model here"),
         ("prompt-lookup", "'prompt-lookup' is called ngram here"),
-        ("lookahead", "'lookahead' is not available here; auto drafts without training, a trained drafter may be of"),
+        ("lookahead", "'lookahead' is not available here; auto drafts without training, a trained one may be of"),
         ("ngrams", "did you mean ngram?"),
         ("medusa", "drafter: method medusa needs one; give it, or choose auto"),
     ],

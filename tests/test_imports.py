@@ -21,7 +21,7 @@ RANKS: list[set[str]] = [
         *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
         *("rng_triton", "tokenizer", "tokenizer_config", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
         *("garbage", "cuda_graph", "triton_support", "vllm_names", "prompts", "progress_bar", "arguments"),
-        *("grammar", "structured_outputs"),
+        *("grammar", "structured_outputs", "prompt_files"),
     },
     {"models", "verify"},
     {"controls"},

@@ -76,16 +76,9 @@ def test_rejection_sampling_accepts_as_often_as_the_distributions_overlap() -> N
 
 def test_measured_rates_by_hand() -> None:
     assert theory.survival_from_conditional([0.8, 0.5]) == pytest.approx([0.8, 0.4])
-    assert theory.conditional_from_survival([0.8, 0.4, 0.0, 0.0]) == pytest.approx([0.8, 0.5, 0.0, 0.0])
     assert theory.tokens_from_survival([0.8, 0.4]) == pytest.approx(2.2)
     assert theory.tokens_from_survival([]) == 1
     assert theory.survival_from_counts([10, 8, 0], [9, 2, 0]) == [0.9, 0.25]
-
-
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=10))
-def test_conditional_rates_survive_the_round_trip(rates: list[float]) -> None:
-    again = theory.conditional_from_survival(theory.survival_from_conditional(rates))
-    assert again == pytest.approx(rates)
 
 
 @given(alphas, lengths)

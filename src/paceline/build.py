@@ -23,7 +23,6 @@ from paceline.engine.policy_memory import PolicyMemory
 from paceline.models.hub import Progress, cache_home, resolve
 from paceline.models.pass_prior import prior_of
 from paceline.models.runtime import LoadedModel, load_model
-from paceline.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,15 @@ def load(
     """`tokenizer`: a model whose tokenizer is used in place of the model's own."""
     note = machine.guard_amx(cache_home())
     path = resolve(model, progress)
-    loaded = load_model(path, dtype=dtype, device=device, threads=threads, numerics=numerics, activations=activations)
-    if tokenizer is not None:
-        loaded = replace(loaded, tokenizer=Tokenizer.from_path(resolve(tokenizer, progress)))
+    loaded = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        numerics=numerics,
+        activations=activations,
+        tokenizer=None if tokenizer is None else resolve(tokenizer, progress),
+    )
     return Target(path, loaded, note)
 
 

@@ -13,24 +13,25 @@ from paceline.errors import InvalidParameter, shown
 NONE = "none"  # the method that drafts nothing: plain decoding
 AUTO = "auto"  # the method chosen by the policy, per request and step
 MAX_K = 64  # nodes a row may draft in one step
-MOST = 2**63 - 1  # of any count
+MAX_INT = 2**31 - 1  # counts and token ids are int32 on the device
+MOST = 2**63 - 1  # of any other count
 MAX_NGRAM = 64  # tokens of a lookup's longest match: each length has a table of its own
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # of file systems
 
 
 def whole_number(field: str, value: Any, low: int, high: int = MOST) -> int:
     """The value as a plain int, or a sentence about what it must be."""
-    allowed = f"at least {low}" if high == MOST else f"between {low} and {high}"
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise InvalidParameter(field, f"must be a whole number {allowed}, got {shown(value)}") from None
-    if not low <= number <= high:
-        limits = f"at most {high}" if number > high == MOST else allowed
-        raise InvalidParameter(field, f"must be {limits}, got {shown(number)}")
-    return number
+        number = None
+    if number is not None and low <= number <= high:
+        return number
+    allowed = f"between {low} and {high}" if high < MAX_INT else f"at least {low}"
+    if number is None:
+        raise InvalidParameter(field, f"must be a whole number {allowed}, got {shown(value)}")
+    limits = f"at most {high}" if number > high >= MAX_INT else allowed
+    raise InvalidParameter(field, f"must be {limits}, got {shown(number)}")
 
 
 def path_or_name(field: str, value: Any) -> str:

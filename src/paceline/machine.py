@@ -27,19 +27,8 @@ for rows in (1, 256):
 """
 # Reported to the user, best first within a family.
 _NOTABLE_ISA = (
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "avx512_fp16",
-    "avx512_bf16",
-    "avx512_vnni",
-    "avx512f",
-    "avx_vnni",
-    "avx2",
-    "fma",
-    "sve",
-    "bf16",
-    "asimd",
+    *("amx_tile", "amx_bf16", "amx_int8", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2"),
+    *("fma", "sve", "bf16", "asimd"),
 )
 
 

@@ -1,7 +1,5 @@
-"""The progress bar of `generate(..., use_tqdm=True)`: how many prompts are answered, and tokens per second.
-
-It has the methods of tqdm that are used here, so that a caller may hand in tqdm itself, or a function that makes one.
-"""
+"""The progress bar of `generate(..., use_tqdm=True)`: how many prompts are answered, and tokens per second. A caller
+may hand in a tqdm of its own, or a function that makes a bar with the methods used here."""
 
 from __future__ import annotations
 
@@ -9,37 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tqdm import tqdm
+
 from paceline.errors import InvalidParameter, shown
 
 
 class ProgressBar(Protocol):
-    """What is asked of a bar, as tqdm has it."""
-
     def update(self, n: int) -> Any: ...
     def set_postfix_str(self, s: str) -> Any: ...
     def close(self) -> Any: ...
-
-
-class RichBar:
-    """On stderr; outside of a terminal one line when it is closed."""
-
-    def __init__(self, total: int, desc: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._display = Progress(*columns, TextColumn("{task.fields[postfix]}"), console=Console(stderr=True))
-        self._task = self._display.add_task(desc, total=total, postfix="")
-        self._display.start()
-
-    def update(self, n: int) -> None:
-        self._display.update(self._task, advance=n)
-
-    def set_postfix_str(self, s: str) -> None:
-        self._display.update(self._task, postfix=s)
-
-    def close(self) -> None:
-        self._display.stop()
 
 
 class AnswerProgress:
@@ -48,7 +24,7 @@ class AnswerProgress:
     def __init__(self, use_tqdm: bool | Callable[..., ProgressBar], prompts: int) -> None:
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise InvalidParameter("use_tqdm", f"must be True, False or tqdm itself, got {shown(use_tqdm)}")
-        make = RichBar if isinstance(use_tqdm, bool) else use_tqdm
+        make = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         try:
             self._bar: ProgressBar | None = make(total=prompts, desc="answers") if use_tqdm and prompts else None
         except TypeError as error:

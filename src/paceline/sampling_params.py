@@ -10,19 +10,17 @@ import functools
 import hashlib
 import math
 import numbers
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline import structured_outputs
-from paceline.config import AUTO, MAX_K
+from paceline.config import AUTO, MAX_INT, MAX_K, truth, whole_number
 from paceline.errors import InvalidParameter, shown
 from paceline.vllm_names import SAMPLING, refuse
 
 MAX_LOGPROBS = 20
 MAX_N = 4096  # answers to one prompt
-MAX_INT = 2**31 - 1  # counts and token ids are int32 on the device
 SEED_LIMIT = 2**63
 
 
@@ -197,20 +195,7 @@ def _real(allowed: str, holds: Callable[[float], bool]) -> Check:
 
 
 def _integer(low: int, high: int) -> Check:
-    allowed = f"between {low} and {high}" if high < MAX_INT else f"at least {low} and at most {high}"
-
-    def check(name: str, value: Any) -> int:
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            number = operator.index(value)
-        except TypeError:
-            raise InvalidParameter(name, f"must be a whole number {allowed}, got {shown(value)}") from None
-        if not low <= number <= high:
-            raise InvalidParameter(name, f"must be {allowed}, got {shown(number)}")
-        return number
-
-    return check
+    return lambda name, value: whole_number(name, value, low, high)
 
 
 def _optional(check: Check) -> Check:
@@ -219,17 +204,11 @@ def _optional(check: Check) -> Check:
 
 def _top_k(name: str, value: Any) -> int:
     try:
-        return max(int(_integer(-1, MAX_INT)(name, value)), 0)
+        return max(whole_number(name, value, -1, MAX_INT), 0)
     except InvalidParameter:
         raise InvalidParameter(
             name, f"must be a whole number between 1 and {MAX_INT}, or 0 or -1 for off, got {shown(value)}"
         ) from None
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidParameter(name, f"must be True or False, got {shown(value)}")
-    return value
 
 
 def _items(name: str, value: Any, what: str) -> tuple[Any, ...]:
@@ -293,7 +272,7 @@ def _speculation(name: str, value: Any) -> str | dict[str, Any] | None:
     if chosen.get("k") == AUTO:
         chosen["k"] = None
     if chosen.get("k") is not None:
-        chosen["k"] = _integer(1, MAX_K)(name, chosen["k"])
+        chosen["k"] = whole_number(name, chosen["k"], 1, MAX_K)
     return chosen
 
 
@@ -315,12 +294,12 @@ _CHECKS: dict[str, Check] = {
     "max_tokens": _optional(_integer(1, MAX_INT)),
     "stop": _strings,
     "stop_token_ids": _token_ids,
-    "ignore_eos": _boolean,
+    "ignore_eos": truth,
     "seed": _optional(_integer(0, SEED_LIMIT - 1)),
     "logprobs": _optional(_integer(0, MAX_LOGPROBS)),
     "prompt_logprobs": _optional(_integer(0, MAX_LOGPROBS)),
-    "include_stop_str_in_output": _boolean,
-    "skip_special_tokens": _boolean,
+    "include_stop_str_in_output": truth,
+    "skip_special_tokens": truth,
     "structured_outputs": structured_outputs.check,
     "speculation": _speculation,
 }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.config import AUTO, NONE, SpeculationConfig, path_or_name
-from paceline.drafters.methods import DRAFT_MODEL, METHODS, OPTIONS, by_vllm_name
+from paceline.drafters.methods import DRAFT_MODEL, METHODS, OPTIONS, by_vllm_name, unknown_method
 from paceline.errors import InvalidParameter, shown
 
 FIELD = "speculative_config"
@@ -98,10 +98,13 @@ def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:
     """As named; a model without a method is a draft model, as in vLLM."""
     if "method" not in given:
         return DRAFT_MODEL if "model" in given else base.method
-    method = by_vllm_name(given["method"]) if isinstance(given["method"], str) else None
+    name = given["method"]
+    if not isinstance(name, str):
+        raise InvalidParameter(FIELD, f"method must be a name, got {shown(name)}")
+    method = by_vllm_name(name)
     if method is None:
-        known = ", ".join(each.vllm for each in METHODS.values() if each.vllm)
-        raise InvalidParameter(FIELD, f"method {shown(given['method'])} is not one of {known}")
+        known = [each.vllm for each in METHODS.values() if each.vllm]
+        raise InvalidParameter(FIELD, f"method {unknown_method(name, known)}")
     return method.name
 
 

@@ -201,7 +201,7 @@ def _no_tokenizer(folder: Path) -> BrokenModel:
     if not other:
         return BrokenModel(
             f"{folder} holds no tokenizer: tokenizer.json is missing; copy it and tokenizer_config.json from the model "
-            "that this one was made from"
+            "that this one was made from, or give LLM(tokenizer=...) its folder"
         )
     return BrokenModel(
         f"{folder} holds {other[0]} but no tokenizer.json; make one with transformers: "

@@ -81,7 +81,7 @@ SAMPLING = {
     "length_penalty": Theirs("beam search is not there; leave it out", (1.0,)),
     "early_stopping": Theirs("beam search is not there; leave it out", (False,)),
     "guided_decoding": Theirs("is called structured_outputs here"),
-    "response_format": Theirs("is called structured_outputs here: json for a schema, json_object for any"),
+    "response_format": Theirs("is structured_outputs here: {'json_object': True}, or {'json': the schema}"),
     "truncate_prompt_tokens": Theirs("prompts are never shortened; give the tokens that should be read"),
     "spaces_between_special_tokens": Theirs("text is decoded as the tokenizer does it; leave it out", (True,)),
     "detokenize": Theirs("text is decoded when it is read, and costs nothing before; leave it out", (True,)),

@@ -83,6 +83,7 @@ def test_a_file_can_be_narrowed_to_some_of_its_workloads(tmp_path: Path) -> None
         ("17", "line 2 of .* must be an object"),
         ('{"text": "x"}', "line 2 of .* must be an object with one of"),
         ('{"prompt": "x", "turns": ["y"]}', "line 2 of .* must be an object with one of"),
+        pytest.param("[" * 100_000, "line 2 of .* is not JSON", id="nested"),
         ('{"prompt": ""}', "line 2 of .* prompt must be some text, got ''"),
         ('{"prompt": null}', "line 2 of .* prompt must be some text, got None"),
         ('{"prompt": "\\ud800"}', "line 2 of .* not valid Unicode"),

@@ -303,8 +303,8 @@ def test_whatever_comes_from_outside_is_escaped() -> None:
 def test_positions_seen_a_few_times_are_faded_with_their_counts() -> None:
     seldom = cell(drafted_per_position=(100, 29), accepted_per_position=(50, 3))
     found = page(results(plain(), seldom))
-    assert "3 of 29" in found.words
-    assert "50 of 100" not in found.words
+    assert "3/29" in found.words
+    assert "50/100" not in found.words
     faded = [attributes for _, attributes in found.elements if "faded" in (attributes.get("class") or "")]
     assert len(faded) == 2  # a mark, and the line to it
 

@@ -16,8 +16,9 @@ from gguf import GGMLQuantizationType as Type
 
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.gguf_file import GGUFFile
-from paceline.models.convert import convert_gguf
+from paceline.models.convert import convert_gguf, hf_config
 from paceline.models.gguf_model import uninterleave
+from paceline.models.hf_config import parse_config
 from paceline.models.loader import load_config, load_weights
 
 LLAMA_CPP_NAMES = {
@@ -271,8 +272,36 @@ def test_linear_scaling_is_read(tmp_path: Path, write_model: Any) -> None:
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
+def test_yarn_scaling_is_that_of_the_model_it_came_from(tmp_path: Path, write_model: Any) -> None:
+    """The same fields as from config.json, so the same tables."""
+    given = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    model = write_model(tmp_path, "Llama", rope_parameters=given, max_position_embeddings=64)
+    write_gguf(tmp_path / "m.gguf", model, extra=_yarn())
+    read = load_config(tmp_path / "m.gguf")
+    assert read.rope == load_config(tmp_path).rope
+    assert read.max_positions == load_config(tmp_path).max_positions == 128
+    louder = _yarn(attn_factor=2.0, yarn_beta_fast=16.0, yarn_beta_slow=2.0)
+    write_gguf(tmp_path / "louder.gguf", model, extra=louder)
+    rope = load_config(tmp_path / "louder.gguf").rope
+    assert (rope.beta_fast, rope.beta_slow) == (16.0, 2.0)
+    assert rope.attention_factor == 2 * read.rope.attention_factor
+    assert parse_config(hf_config(load_config(tmp_path / "louder.gguf")), "converted").rope == rope
+
+
+def _yarn(**more: float) -> Any:
+    def apply(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+        for key, value in more.items():
+            writer.add_float32(f"llama.rope.scaling.{key}", value)
+
+    return apply
+
+
 UNSUPPORTED = {
-    "yarn": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+    "longrope": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+    "yarn_log_multiplier": _yarn(yarn_log_multiplier=0.1),
     "expert_count": lambda writer: writer.add_expert_count(8),
     "rope.dimension_count": lambda writer: writer.add_rope_dimension_count(8),
     "head_count_kv": lambda writer: writer.add_array("llama.attention.head_count_kv", [2, 1]),

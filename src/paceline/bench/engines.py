@@ -22,16 +22,15 @@ from paceline.bench.grid import AUTO, Contender
 from paceline.bench.measurement import Answer, Run
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import machine_facts
-from paceline.build import make_drafters, make_engine, make_policy
+from paceline.build import load, make_drafters, make_engine, make_policy
 from paceline.config import MAX_K, EngineConfig, SpeculationConfig
 from paceline.draft import Kind
 from paceline.drafters import Drafter
 from paceline.drafters.methods import METHODS
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
-from paceline.models.hub import Progress, cache_home, resolve
+from paceline.models.hub import Progress, resolve
 from paceline.models.kv_cache import KVCache, KVSpec
-from paceline.models.runtime import LoadedModel, load_model
 from paceline.sampling_params import SamplingParams
 
 TURN_SLACK = 16  # tokens a chat template and a second tokenisation may add to an answer of an earlier turn
@@ -94,9 +93,8 @@ class Engines:
         progress: Progress | None = None,
     ) -> None:
         self.contenders, self._raw = list(contenders), raw
-        machine.guard_amx(cache_home())
-        self.path = resolve(model, progress)
-        self.loaded: LoadedModel = load_model(self.path, dtype=dtype, device=device, threads=threads)
+        target = load(model, dtype=dtype, device=device, threads=threads, progress=progress)
+        self.path, self.loaded = target.path, target.loaded
         self._drafter = () if drafter is None else (drafter,)
         self._draft_model: DraftModel | None = None
         if draft_model is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.bench.results import PLAIN
 from paceline.config import AUTO as AUTO
 from paceline.config import MAX_K
+from paceline.drafters.methods import unknown_method
 from paceline.errors import InvalidParameter
 
 MAX_CONCURRENCY = 256
@@ -62,7 +63,7 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
         raise InvalidParameter("methods", f"is empty; choose from {', '.join(known)}")
     for name in names:
         if name not in known:
-            raise InvalidParameter("methods", f"{name!r} is not one of {', '.join(known)}")
+            raise InvalidParameter("methods", unknown_method(name, known))
     return names
 
 

@@ -137,12 +137,12 @@ def sample(measurement: Measurement, decode: Callable[[Sequence[Any]], str]) -> 
         return None
     row, contender, answer = max(found, key=lambda one: sum(one[2].drafted))
     pieces: list[tuple[str, bool]] = []
-    end, said = 0, ""
+    end, before = 0, ""
     for drafted, group in itertools.groupby(answer.drafted):
         end += len(list(group))
         whole = decode(answer.tokens[:end])
-        pieces.append((whole[len(said) :], drafted))
-        said = whole
+        pieces.append((whole[len(before) :], drafted))
+        before = whole
     return {"label": contender.label, "workload": row.workload, "prompt": row.question, "pieces": pieces}
 
 

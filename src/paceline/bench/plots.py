@@ -28,6 +28,7 @@ SHAPES = (  # circle, square, diamond, triangle, cross: distinct without colour
     "M0,-5.8L5.6,4.4H-5.6z",
     "M-5,-2h3v-3h4v3h3v4h-3v3h-4v-3h-3z",
 )
+TEXT_HEIGHT = 15  # pixels; labels closer than this would overlap
 COLOURS = 8  # in the style sheet
 
 
@@ -172,7 +173,7 @@ class Line:
     series: Series
     points: tuple[tuple[float, float], ...]  # in the order of x
     hints: tuple[str, ...]
-    few: tuple[str, ...] = ()  # by point, how often it was seen where that is seldom: faded, with that beside it; or ""
+    few: tuple[str, ...] = ()  # by point, its counts where they are small: faded, with them beside it; or ""
 
 
 def chart(
@@ -190,6 +191,7 @@ def chart(
         drawn.append(tag("text", y_words[tick], x="0", y=y(tick) - 5))
     drawn.append(tag("line", x1="0", x2="100%", y1=bottom, y2=bottom, class_="one"))
     drawn += [tag("text", words, x=across.x(at), y=bottom + 20, text_anchor="middle") for at, words in x_words.items()]
+    written: list[tuple[str, float]] = []
     for line in lines:
         seldom = line.few or ("",) * len(line.points)
         places = [(across.x(x), y(value), few) for (x, value), few in zip(line.points, seldom, strict=True)]
@@ -199,5 +201,7 @@ def chart(
         ]
         for (x, height, few), hint in zip(places, line.hints, strict=True):
             drawn.append(tag("g", mark(x, height, line.series, hint), class_="faded" if few else None))
-            drawn += [tag("text", few, x=x, y=height - 9, text_anchor="middle")] if few else []
+            if few and all(x != other or abs(height - taken) >= TEXT_HEIGHT for other, taken in written):
+                drawn.append(tag("text", few, x=x, y=height - 9, text_anchor="middle"))  # else in the hint alone
+                written.append((x, height))
     return tag("svg", *drawn, width="100%", height=bottom + 30, class_="chart", role="img", aria_label=label)

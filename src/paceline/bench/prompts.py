@@ -7,15 +7,14 @@ engine continues from plain decoding's answer, so that all have the same prompts
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidParameter, InvalidPrompt
+from paceline.errors import InvalidParameter
+from paceline.prompt_files import numbered_lines, read_file, read_object, some_text
 
 WORKLOADS = (
     *("chat", "code", "math", "summarise", "quote", "extraction", "sql"),
@@ -56,7 +55,7 @@ def shipped(workloads: Sequence[str] = WORKLOADS, per_workload: int | None = Non
 
 def from_file(path: Path, workloads: Sequence[str] | None = None, per_workload: int | None = None) -> list[Prompt]:
     """The user's prompts; `workloads` and `per_workload` choose among them."""
-    text, jsonl = read_file(path)
+    text, jsonl = read_file(path, "prompts")
     prompts = _read(text, str(path), UNNAMED, read_json if jsonl else read_text)
     if not prompts:
         raise InvalidParameter("prompts", f"{path} is empty; give it at least one prompt")
@@ -65,18 +64,6 @@ def from_file(path: Path, workloads: Sequence[str] | None = None, per_workload: 
     for name in names if workloads is None else _chosen(workloads, names):
         kept += [prompt for prompt in prompts if prompt.workload == name][:per_workload]
     return kept
-
-
-def read_file(path: Path) -> tuple[str, bool]:
-    """The text of a file of prompts, and whether its lines are JSON."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise InvalidParameter("prompts", f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidParameter("prompts", f"{path} is not UTF-8 text") from error
-    # By its name, or by a first character no ordinary prompt begins with.
-    return text, path.suffix in (".jsonl", ".json", ".ndjson") or text.lstrip().startswith('{"')
 
 
 def _chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -90,28 +77,16 @@ def _read(text: str, where: str, workload: str, read: Callable[[str, str, str], 
     return [read(line, f"line {number} of {where}", workload) for number, line in numbered_lines(text)]
 
 
-def numbered_lines(text: str) -> list[tuple[int, str]]:
-    """Those that are not empty, counted from 1."""
-    lines = re.split(r"\r\n|\n|\r", text)  # not splitlines: JSON strings may hold other line ends as they are
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-
-
 def read_text(line: str, origin: str, workload: str) -> Prompt:
     return Prompt(workload=workload, turns=(line.strip(),), origin=origin)
 
 
 def read_json(line: str, origin: str, workload: str) -> Prompt:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise InvalidParameter("prompts", f"{origin} is not JSON: {error}") from error
-    forms = [form for form in FORMS if form in found] if isinstance(found, dict) else []
-    if len(forms) != 1:
-        raise InvalidParameter("prompts", f"{origin} must be an object with one of {', '.join(FORMS)}")
+    form, found = read_object(line, FORMS, "prompts", origin)
     name = found.get("workload", found.get("category", workload))
     if not isinstance(name, str) or not name.strip():
         raise InvalidParameter("prompts", f"{origin}: workload must be a name, got {name!r}")
-    before, turns = FORMS[forms[0]](found[forms[0]], origin)
+    before, turns = FORMS[form](found[form], origin)
     return Prompt(workload=name.strip(), turns=turns, before=before, origin=origin)
 
 
@@ -119,13 +94,13 @@ _Talk = tuple[tuple[Message, ...], tuple[str, ...]]  # the conversation so far, 
 
 
 def _from_prompt(value: Any, origin: str) -> _Talk:
-    return (), (_text(value, "prompt", origin),)
+    return (), (some_text(value, "prompt", "prompts", origin),)
 
 
 def _from_turns(value: Any, origin: str) -> _Talk:
     if not isinstance(value, list) or not value:
         raise InvalidParameter("prompts", f"{origin}: turns must be a list of texts with at least one")
-    return (), tuple(_text(turn, "a turn", origin) for turn in value)
+    return (), tuple(some_text(turn, "a turn", "prompts", origin) for turn in value)
 
 
 def _from_messages(value: Any, origin: str) -> _Talk:
@@ -135,20 +110,10 @@ def _from_messages(value: Any, origin: str) -> _Talk:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             problem = f"{origin}: a message is an object with role ({', '.join(ROLES)}) and content"
             raise InvalidParameter("prompts", problem)
-        _text(message.get("content"), "content", origin)
+        some_text(message.get("content"), "content", "prompts", origin)
     if value[-1]["role"] != "user":
         raise InvalidParameter("prompts", f"{origin}: the last message must be the user's, for it is to be answered")
     return tuple(value[:-1]), (value[-1]["content"],)
 
 
 FORMS = {"prompt": _from_prompt, "messages": _from_messages, "turns": _from_turns}
-
-
-def _text(value: Any, what: str, origin: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise InvalidParameter("prompts", f"{origin}: {what} must be some text, got {value!r}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # "\\ud800" in the JSON
-        raise InvalidPrompt(f"{origin}: {what} is not valid Unicode text") from None
-    return value

@@ -76,4 +76,6 @@ def _text(value: Any) -> str:
         return ", ".join(_text(entry) for entry in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return f"{value:,}"
     return f"{value:,.6g}" if isinstance(value, float) else str(value)

@@ -176,7 +176,7 @@ class Figures:
             self.series[cell.label],
             tuple((float(position), accepted / drafted) for position, drafted, accepted in known),
             tuple(f"{cell.label}, position {place}: {n:,} of {of:,} accepted" for place, of, n in known),
-            tuple(f"{n} of {of}" if of < SELDOM else "" for _, of, n in known),
+            tuple(f"{n}/{of}" if of < SELDOM else "" for _, of, n in known),
         )
 
     # -- latency

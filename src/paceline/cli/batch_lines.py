@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.bench.prompts import UNNAMED, Prompt, numbered_lines, read_file, read_json, read_text
+from paceline.bench.prompts import UNNAMED, Prompt, read_json, read_text
 from paceline.cli.output import choice_object, error_object
 from paceline.errors import InvalidParameter, PacelineError
 from paceline.outputs import CompletionOutput, RequestOutput
+from paceline.prompt_files import numbered_lines, read_file
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -52,7 +53,7 @@ def read_lines(
 ) -> list[Line]:
     """`target`: the model's name, and what else decides its output."""
     where, path = ("stdin", Path("/dev/stdin")) if str(path) == "-" else (str(path), path)
-    text, jsonl = read_file(path)
+    text, jsonl = read_file(path, "prompts")
     lines: list[Line] = []
     for number, line in numbered_lines(text):
         origin = f"line {number} of {where}"

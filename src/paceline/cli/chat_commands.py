@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.cli.output import chosen_drafting, drafting_words, print_note, rate_words
 from paceline.cli.speculation import parse_k
 from paceline.config import AUTO, NONE
-from paceline.drafters.methods import METHODS, is_called, method_names
+from paceline.drafters.methods import METHODS, is_called, unknown_method
 from paceline.errors import InvalidParameter, PacelineError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _check(method: str, loaded: list[str]) -> None:
     if method in METHODS and METHODS[method].needs:
         flags = " and ".join(f"--{need.replace('_', '-')}" for need in METHODS[method].needs)
         raise InvalidParameter("method", f"{method} is not loaded; start the chat with {flags}")
-    raise InvalidParameter("method", f"{method!r} is not one of {', '.join((AUTO, *method_names()))}")
+    raise InvalidParameter("method", unknown_method(method))
 
 
 def _stats(conversation: Conversation, argument: str) -> None:

@@ -84,10 +84,6 @@ def cache_folder(findings: list[Finding]) -> dict[str, Any]:
         findings.append(Finding(one_line(error), "nothing can be pulled until then", fatal=True))
         return {"path": None, "writable": False, "models": []}
     names = [model.name for model in cached]
-    for model in cached:
-        if hub.is_widened(model.path):
-            advice = f"paceline pull {model.name} fetches it again: a fifth of the size, several times as fast"
-            findings.append(Finding(f"{model.name} was expanded to float32 by an earlier version", advice))
     problem = _why_unwritable(home)
     if problem is not None:
         advice = "make it writable, or set PACELINE_HOME to a folder that is"

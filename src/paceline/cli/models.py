@@ -18,7 +18,7 @@ def pull(
     from paceline.models import hub
 
     with progress(plain=not json) as report:
-        path = hub.pull(name, progress=report)
+        path = hub.resolve(name, progress=report)
     if json:
         print_json({"name": name, "path": str(path)})
     else:

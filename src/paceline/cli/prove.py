@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from paceline.bench.grid import split
 from paceline.cli import flags
 from paceline.cli.flags import flag
 from paceline.cli.output import print_json, print_note
 from paceline.cli.progress import progress
 from paceline.config import AUTO
+from paceline.drafters.methods import METHODS, unknown_method
+from paceline.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -40,6 +43,10 @@ def prove(
     json: flags.Json = False,
 ) -> int:
     """Check that drafting does not change the model's output."""
+    names = split(methods or "")
+    for name in names:
+        if name not in METHODS:  # before the model is loaded
+            raise InvalidParameter("methods", unknown_method(name, list(METHODS)))
     with progress(plain=False) as report:
         if report is not None:
             report(f"loading {model}", 0, None)
@@ -63,7 +70,7 @@ def prove(
         )
         outcome = run(
             llm,
-            methods=[name.strip() for name in methods.split(",") if name.strip()] if methods else (),
+            methods=names,
             num_prompts=prompts,
             quick=quick,
             seed=seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
@@ -152,5 +153,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise InvalidParameter("port", f"cannot listen on {host}:{port}: {error}; choose another --port") from error
+    except OSError as error:
+        field = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+        problem = f"cannot listen on {host}:{port}: {error.strerror}; choose another --{field}"
+        raise InvalidParameter(field, problem) from error

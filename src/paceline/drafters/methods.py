@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.config import AUTO, NONE, SpeculationConfig
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, shown
 
 if TYPE_CHECKING:
     from paceline.drafters.base import Drafter
@@ -137,7 +137,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("suffix-decoding", "suffix-tree", "arctic"), SUFFIX),
     **dict.fromkeys(("draft", "speculative", "assisted", "assistant", "standalone"), DRAFT_MODEL),
 }
-ELSEWHERE = ("eagle", "mtp", "deepseek-mtp", "hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
+ELSEWHERE = ("mtp", "deepseek-mtp", "hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
 OF = ":"  # between the name of a method and that of one of several drafters
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))
 _UNSET = {field.name: field.default for field in fields(SpeculationConfig)}
@@ -239,15 +239,16 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
             raise InvalidParameter(need, f"method {method} needs one; give it, or choose {AUTO}, which needs none")
 
 
-def unknown_method(name: str) -> str:
-    """What to do about a name that is no method here: other engines and papers have other names, and other methods."""
+def unknown_method(name: str, known: SequenceOf[str] | None = None) -> str:
+    """What to do about a name that is no method here: other engines and papers have other names, and other methods.
+    `known`: the names to choose from, where they are not all of them."""
     spelt = name.lower().replace("_", "-")
     ours = OTHER_NAMES.get(spelt, spelt)
     if ours in METHODS:
-        return f"{name!r} is called {ours} here"
+        return f"{shown(name)} is called {ours} here"
     if spelt.rstrip("0123456789.") in ELSEWHERE:
         trained = ", ".join(each.name for each in METHODS.values() if "drafter" in each.needs)
-        return f"{name!r} is not available here; {AUTO} drafts without training, a trained drafter may be of {trained}"
-    known = (*method_names(), AUTO)
+        return f"{shown(name)} is not available here; {AUTO} drafts without training, a trained one may be of {trained}"
+    known = known or (*method_names(), AUTO)
     near = get_close_matches(spelt, known, n=1)
-    return f"{name!r} is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{shown(name)} is not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

@@ -37,12 +37,24 @@ S = TypeVar("S", bound=NativeState)
 
 
 class NativeForm(ABC, Generic[S]):
-    """`method` names a pair of native functions, to find and to draft; `shared` are further arguments of both."""
+    """`method` names a pair of native functions, to find and to draft, with `shared` as further arguments of both;
+    `append` the one that adds tokens to a text."""
 
-    def __init__(self, library: Library, method: str, *shared: int | None) -> None:
+    def __init__(self, library: Library, method: str, append: str, *shared: int | None) -> None:
+        self._append = library.function(append)
         self._find, self._draft = library.function(f"{method}_find"), library.function(f"{method}_draft")
         self._shared = shared
         self._out, self._out_at = np.empty(0, np.int64), 0  # the last drafts, and the buffer's address
+
+    def take_in(self, state: S, end: int) -> None:
+        if end <= state.indexed:  # the last lookup holds positions, which must stay valid
+            return
+        tokens = state.sequence.tokens
+        if len(tokens) > state.room:
+            self._make_room(state, len(tokens))
+        new = array("q", tokens[state.indexed : end])
+        self._append(state.address, new.buffer_info()[0], len(new))
+        state.indexed += len(new)
 
     def find(self, states: SequenceOf[S]) -> None:
         states = list(dict.fromkeys(states))  # the new tokens of a text are passed once
@@ -90,10 +102,6 @@ class NativeForm(ABC, Generic[S]):
         asked.extend(budgets)
         used: int = self._draft(asked.buffer_info()[0], rows, width, self._out_at, *self._shared)
         return max(used, -1 - used), used < 0
-
-    @abstractmethod
-    def take_in(self, state: S, end: int) -> None:
-        """Index tokens[:end]."""
 
     @abstractmethod
     def _make_room(self, state: S, length: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from ctypes import c_int64, c_void_p
 
 import numpy as np
@@ -33,21 +32,12 @@ class NgramState(NativeState):
 
 class NativeNgrams(NativeForm[NgramState]):
     def __init__(self, library: Library, ngram_min: int, ngram_max: int) -> None:
-        super().__init__(library, "ngram")
+        super().__init__(library, "ngram", "ngram_extend")
         self._min, self._max = ngram_min, ngram_max
-        self._extend, self._index = library.function("ngram_extend"), library.function("ngram_index")
+        self._index = library.function("ngram_index")
 
     def new(self, sequence: Sequence) -> NgramState:
         return NgramState(sequence, self._min, self._max)
-
-    def take_in(self, state: NgramState, end: int) -> None:
-        if end <= state.indexed:  # the last lookup holds positions, which must stay valid
-            return
-        if len(state.sequence.tokens) > state.room:
-            self._make_room(state, len(state.sequence.tokens))
-        new = array("q", state.sequence.tokens[state.indexed : end])
-        self._extend(state.address, new.buffer_info()[0], len(new))
-        state.indexed += len(new)
 
     def guess(self, state: NgramState, count: int) -> list[int]:
         return self._one(state, count)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from ctypes import c_double, c_int32, c_int64, c_void_p
@@ -100,20 +99,11 @@ class NativeSuffixes(NativeForm[SuffixState]):
         past, weights = store.index, _Weights(FORETOLD, THRESHOLD, ELSEWHERE, BEHIND, WITH, SURE)
         assert past is None or isinstance(past, NativeIndex)
         address = None if past is None else past.address
-        super().__init__(library, "suffix", address, ctypes.addressof(weights))
-        self._append, self._memory, self._kept = library.function("suffix_append"), memory, (past, weights)
+        super().__init__(library, "suffix", "suffix_append", address, ctypes.addressof(weights))
+        self._memory, self._kept = memory, (past, weights)
 
     def new(self, sequence: Sequence) -> SuffixState:
         return SuffixState(sequence, self._memory.new_index())
-
-    def take_in(self, state: SuffixState, end: int) -> None:
-        if end <= state.indexed:  # the last lookup holds positions, which must stay valid
-            return
-        if len(state.sequence.tokens) > state.room:
-            self._make_room(state, len(state.sequence.tokens))
-        new = array("q", state.sequence.tokens[state.indexed : end])
-        self._append(state.address, new.buffer_info()[0], len(new))
-        state.indexed += len(new)
 
     def guess(self, state: SuffixState, count: int) -> list[int]:
         return Tree(*self._one(state, count)).best_path()

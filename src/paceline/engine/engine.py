@@ -245,7 +245,7 @@ class Engine:
     ) -> list[Sequence]:
         """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults.
 
-        Requests of one `job` are waited for together; it changes when what is drafted, never what is said.
+        Requests of one `job` are waited for together; that changes when rows draft, never their tokens.
         """
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")

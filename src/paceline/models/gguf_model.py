@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192  # of every Llama 3.x; the factor is the largest divisor
 ROPE_DIVISORS = "rope_freqs.weight"
+YARN_NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}  # where written at all
 NEUTRAL = {"expert_count": 0, "logit_scale": 1.0, "embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": 0.0}
 
 TOP_NAMES = {
@@ -58,7 +60,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{source}: architecture {architecture!r} is not supported; supported in GGUF: {known}")
     fields = _Fields(file, architecture)
-    fields.refuse_foreign_options()
+    fields.refuse_unless(NEUTRAL)
     if "token_embd.weight" not in file.tensors:
         raise BrokenModel(f"{source}: tensor token_embd.weight is missing")
     num_heads, num_layers = fields.integer("attention.head_count"), fields.integer("block_count", largest=MOST_LAYERS)
@@ -68,6 +70,9 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         if fields.integer(key, head_dim) != head_dim:
             raise UnsupportedModel(f"{source}: {architecture}.{key} other than the head size is not supported")
     window = fields.integer("attention.sliding_window", 0)
+    rope, positions = _rope(file, fields, head_dim), fields.integer("context_length")
+    if rope.kind == "yarn":  # files may keep the length before scaling
+        positions = max(positions, int(rope.original_max_positions * rope.factor))
     config = ModelConfig(
         architecture=architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
@@ -77,9 +82,9 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        max_positions=fields.integer("context_length"),
+        max_positions=positions,
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(file, fields, head_dim),
+        rope=rope,
         tie_embeddings="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
@@ -169,10 +174,28 @@ def _rope(file: GGUFFile, fields: _Fields, head_dim: int) -> RopeConfig:
         )
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=fields.number("rope.scaling.factor"))
+    if kind == "yarn":
+        return _yarn(fields, theta)
     if kind != "none":
-        raise UnsupportedModel(f"{file.path}: RoPE scaling {kind!r} is not supported; supported: linear, llama3")
+        raise UnsupportedModel(f"{file.path}: RoPE scaling {kind!r} is not supported; supported: linear, llama3, yarn")
     legacy = fields.number("rope.scale_linear", 1.0)
     return RopeConfig(theta=theta) if legacy == 1.0 else RopeConfig(theta=theta, kind="linear", factor=legacy)
+
+
+def _yarn(fields: _Fields, theta: float) -> RopeConfig:
+    fields.refuse_unless({f"rope.scaling.{key}": neutral for key, neutral in YARN_NEUTRAL.items()})
+    if theta <= 1:
+        raise BrokenModel(f"{fields.file.path}: {fields.prefix}.rope.freq_base must be above 1 for yarn, found {theta}")
+    factor = fields.number("rope.scaling.factor")
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_positions=fields.integer("rope.scaling.original_context_length"),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * max(math.log(factor), 0.0)),
+    )
 
 
 def _end_tokens(metadata: dict[str, Any]) -> tuple[int, ...]:
@@ -210,7 +233,8 @@ class _Fields:
             raise BrokenModel(f"{self.file.path}: the key {self.prefix}.{key} is missing")
         return value
 
-    def refuse_foreign_options(self) -> None:
-        for key, neutral in NEUTRAL.items():
+    def refuse_unless(self, neutral_values: Mapping[str, float]) -> None:
+        """Options that have no effect at these values, and no counterpart here at others."""
+        for key, neutral in neutral_values.items():
             if self.file.metadata.get(f"{self.prefix}.{key}", neutral) != neutral:
                 raise UnsupportedModel(f"{self.file.path}: the option {self.prefix}.{key} is not supported")

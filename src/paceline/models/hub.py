@@ -22,10 +22,9 @@ from paceline.models.store import (
     cache_home,
     cached_models,
     cached_path,
-    is_widened,
 )
 
-__all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cached_models", "is_widened", "pull", "resolve"]
+__all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cached_models", "resolve"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LONGEST_HUB_ID = 96 * 2 + 1  # two names of the hub's own limit
@@ -68,17 +67,6 @@ def resolve(name: str, progress: Progress | None = None, download: bool = True) 
     if HUB_ID.fullmatch(name) and len(name) <= LONGEST_HUB_ID:
         return _cached(name, progress, download)
     raise ModelNotFound(f"no model is called {_shown(name)!r}{_suggestion(name)}; {_accepted()}")
-
-
-def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetches an alias or a hub id into the cache, unless it is there; a folder that an earlier version expanded to
-    float32 is made again."""
-    report = progress or _silent
-    path = cached_path(name) if name in ALIASES else None
-    if path is None or not is_widened(path):
-        return resolve(name, progress)
-    report(f"{name} was expanded to float32 by an earlier version: fetching it again, as blocks", 0, None)
-    return add_model(name, lambda folder: _fetch_alias(ALIASES[name], folder, report), report, replace=True)
 
 
 def _cached(name: str, progress: Progress | None, download: bool) -> Path:

@@ -53,8 +53,10 @@ def load_model(
     numerics: str = "exact",
     activations: str = FLOAT32,
     declared: Declared = lambda name: False,
+    tokenizer: Path | None = None,
 ) -> LoadedModel:
-    """`declared`: whether a drafter declares a tensor that is not the decoder's, by name; any other is refused."""
+    """`declared`: whether a drafter declares a tensor that is not the decoder's, by name; any other is refused.
+    `tokenizer`: the model whose tokenizer is used, if not its own."""
     place = choose_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidParameter("dtype", f"{dtype!r} is not one of auto, {', '.join(DTYPES)}")
@@ -64,7 +66,7 @@ def load_model(
         _warn_once(str(reason))
     config = load_config(path)
     weights, extra = load_all_weights(path, config, declared)
-    tokenizer = Tokenizer.from_path(path)  # before the weights are read, which takes longest
+    vocabulary = Tokenizer.from_path(tokenizer or path)  # before the weights are read, which takes longest
     stored = choose_dtype(dtype, place)
     kind = weights.kinds[TYPICAL] if stored is None else WeightKind.of(stored)
     if activations == INT8 and not kind.is_blocks:
@@ -82,7 +84,7 @@ def load_model(
         raise DeviceError(
             f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16"
         ) from error
-    return LoadedModel(config, decoder, tokenizer, load_generation_defaults(path), extra, kind)
+    return LoadedModel(config, decoder, vocabulary, load_generation_defaults(path), extra, kind)
 
 
 @functools.cache

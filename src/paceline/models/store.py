@@ -75,41 +75,24 @@ def cached_models() -> list[CachedModel]:
     return [_describe(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
 
-def is_widened(folder: Path) -> bool:
-    """Whether a GGUF's blocks were expanded to float32 in this folder, as earlier versions did."""
-    found = _describe(folder)
-    return found.source.startswith("wheel ") and found.format == "safetensors"
-
-
-def add_model(
-    model: str, build: Callable[[Path], dict[str, Any]], progress: Progress, *, replace: bool = False
-) -> Path:
-    """`build` fills a folder and returns the manifest's fields. Returns at once if the model is in the cache, unless it
-    is to be replaced."""
+def add_model(model: str, build: Callable[[Path], dict[str, Any]], progress: Progress) -> Path:
+    """`build` fills a folder and returns the manifest's fields. Returns at once if the model is in the cache."""
     models = _writable(cache_home()) / "models"
     target = models / folder_name(model)
     with _disk_errors(models):
         models.mkdir(exist_ok=True)
         with _lock(models / f".{target.name}.lock", model, progress) as alone:
-            old = cached_path(model)
-            if old and not replace:
+            if cached_path(model):
                 return target
             _remove_leftovers(models, target, alone)
-            retired = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=models)) if old else None
             staging = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=models))
             try:
                 manifest = {"name": model} | build(staging)
                 (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
                 _flush_to_disk(staging)
-                if retired is not None:
-                    target.rename(retired / target.name)
                 _publish(staging, target)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)  # absent if it became the target
-                if retired is not None:
-                    if not target.exists() and (retired / target.name).exists():
-                        (retired / target.name).rename(target)
-                    shutil.rmtree(retired, ignore_errors=True)
     return target
 
 

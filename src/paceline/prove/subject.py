@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters import METHODS, NONE
+from paceline.drafters.methods import unknown_method
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
@@ -204,9 +205,10 @@ def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
     available = on_engine(llm, lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
     for name in wanted:
         if name not in available:
-            needs = METHODS[name].needs if name in METHODS else ()  # known, but what it needs was not given
-            hint = f" (it needs --{needs[0].replace('_', '-')})" if needs else ""
-            raise InvalidParameter("methods", f"{name!r} is not one of {', '.join(available)}{hint}")
+            if name not in METHODS:
+                raise InvalidParameter("methods", unknown_method(name, available))
+            flags = " and ".join(f"--{need.replace('_', '-')}" for need in METHODS[name].needs)
+            raise InvalidParameter("methods", f"{name} is not loaded; give {flags}")
     return tuple(dict.fromkeys(wanted)) or available
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from paceline.theory.acceptance import (
     alpha_for,
-    conditional_from_survival,
     distribution_acceptance,
     geometric_survival,
     survival_from_conditional,
@@ -31,7 +30,6 @@ __all__ = [
     "best_length",
     "best_tree",
     "break_even",
-    "conditional_from_survival",
     "cost_at",
     "distribution_acceptance",
     "geometric_survival",

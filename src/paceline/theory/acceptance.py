@@ -54,12 +54,6 @@ def survival_from_conditional(rates: Sequence[float]) -> list[float]:
     return list(accumulate(checks.probabilities("rates", rates), mul))
 
 
-def conditional_from_survival(survival: Sequence[float]) -> list[float]:
-    """Zero after a position that was never reached."""
-    before = [1.0, *checks.probabilities("survival", survival)]
-    return [min(1.0, now / then) if then else 0.0 for then, now in zip(before, survival, strict=False)]
-
-
 def tokens_from_survival(survival: Sequence[float]) -> float:
     return math.fsum([1.0, *checks.probabilities("survival", survival)])
 

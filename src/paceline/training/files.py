@@ -11,7 +11,6 @@ A file that is not jsonl is plain text: paragraphs, learnt whole.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidParameter, PacelineError
+from paceline.prompt_files import numbered_lines, read_file, read_object, some_text
 from paceline.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 FORMS = ("messages", "conversations", "prompt", "turns", "text")
-JSONL = (".jsonl", ".json", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,9 @@ class Example:
 
 
 def read_examples(path: Path) -> list[Example]:
-    try:
-        content = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise InvalidParameter("data", f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidParameter("data", f"{path} is not UTF-8 text") from error
-    if path.suffix in JSONL or content.lstrip().startswith('{"'):
-        lines = enumerate(re.split(r"\r\n|\n|\r", content), start=1)
-        found = [_example(line, f"line {number} of {path}") for number, line in lines if line.strip()]
+    content, jsonl = read_file(path, "data")
+    if jsonl:
+        found = [_example(line, f"line {number} of {path}") for number, line in numbered_lines(content)]
     else:
         parts = [part.strip() for part in re.split(r"\n\s*\n", content)]
         found = [Example((), part, f"{path}") for part in parts if part]
@@ -64,26 +57,20 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def _example(line: str, origin: str) -> Example:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise InvalidParameter("data", f"{origin} is not JSON: {error}") from error
-    forms = [form for form in FORMS if form in found] if isinstance(found, dict) else []
-    if len(forms) != 1:
-        raise InvalidParameter("data", f"{origin} must be an object with one of {', '.join(FORMS)}")
-    value = found[forms[0]]
-    if forms[0] == "text":
-        return Example((), _text(value, origin), origin)
-    if forms[0] == "prompt":
+    form, found = read_object(line, FORMS, "data", origin)
+    value = found[form]
+    if form == "text":
+        return Example((), some_text(value, "text", "data", origin), origin)
+    if form == "prompt":
         messages = [_message("user", value, origin)]
         if "response" in found:
             messages.append(_message("assistant", found["response"], origin))
         return Example(tuple(messages), "", origin)
     if not isinstance(value, list) or not value:
-        raise InvalidParameter("data", f"{origin}: {forms[0]} must be a list with at least one entry")
-    if forms[0] == "turns":
+        raise InvalidParameter("data", f"{origin}: {form} must be a list with at least one entry")
+    if form == "turns":
         return Example(tuple(_message("user", turn, origin) for turn in value), "", origin)
-    role, content = ("role", "content") if forms[0] == "messages" else ("from", "value")
+    role, content = ("role", "content") if form == "messages" else ("from", "value")
     if not all(isinstance(one, dict) for one in value):
         raise InvalidParameter("data", f"{origin}: a message is an object with {role} and {content}")
     return Example(tuple(_message(one.get(role), one.get(content), origin) for one in value), "", origin)
@@ -92,17 +79,7 @@ def _example(line: str, origin: str) -> Example:
 def _message(role: Any, content: Any, origin: str) -> Message:
     if role not in ROLES:
         raise InvalidParameter("data", f"{origin}: the role {role!r} is not one of {', '.join(ROLES)}")
-    return {"role": ROLES[role], "content": _text(content, origin)}
-
-
-def _text(value: Any, origin: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise InvalidParameter("data", f"{origin}: some text is expected, found {value!r}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidParameter("data", f"{origin} is not valid Unicode text") from None
-    return value
+    return {"role": ROLES[role], "content": some_text(content, "content", "data", origin)}
 
 
 def encoded(example: Example, tokenizer: Tokenizer, eos: tuple[int, ...]) -> list[tuple[list[int], list[bool]]]:

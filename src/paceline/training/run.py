@@ -65,7 +65,12 @@ def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
     path = resolve(options.target)
     config = load_config(path)
     work = options.out / "training"
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidParameter(
+            "out", f"cannot write to {options.out}: {error.strerror}; name another folder"
+        ) from error
     store = TokenStore(work / "tokens", config.vocab_size)
     if Processes.current().rank == 0:
         collect(store, options, Tokenizer.from_path(path), report)

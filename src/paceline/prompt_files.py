@@ -1,0 +1,55 @@
+"""Files that users give, of prompts or of training data: text, or lines of JSON objects, each in one of several forms.
+`field` names the option in errors, and `origin` the line. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidParameter, shown
+
+JSONL = (".jsonl", ".json", ".ndjson")
+
+
+def read_file(path: Path, field: str) -> tuple[str, bool]:
+    """The text, and whether its lines are JSON."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise InvalidParameter(field, f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidParameter(field, f"{path} is not UTF-8 text") from error
+    # By its name, or by a first character no ordinary prompt begins with.
+    return text, path.suffix in JSONL or text.lstrip().startswith('{"')
+
+
+def numbered_lines(text: str) -> list[tuple[int, str]]:
+    """Those that are not empty, counted from 1."""
+    lines = re.split(r"\r\n|\n|\r", text)  # not splitlines: JSON strings may hold other line ends as they are
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def read_object(line: str, forms: Iterable[str], field: str, origin: str) -> tuple[str, dict[str, Any]]:
+    """The form of the line, which is the one of these keys that it has, and the whole object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(field, f"{origin} is not JSON: {error}") from error
+    named = [form for form in forms if form in found] if isinstance(found, dict) else []
+    if len(named) != 1:
+        raise InvalidParameter(field, f"{origin} must be an object with one of {', '.join(forms)}")
+    return named[0], found
+
+
+def some_text(value: Any, what: str, field: str, origin: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidParameter(field, f"{origin}: {what} must be some text, got {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # "\\ud800" in the JSON
+        raise InvalidParameter(field, f"{origin}: {what} is not valid Unicode text") from None
+    return value
