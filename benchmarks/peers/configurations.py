@@ -1,4 +1,4 @@
-"""The contenders: every peer plain and with its prompt lookup, paceline plain and by its own choice with both activations.
+"""The contenders: every peer plain and with its prompt lookup; paceline plain and by its own choice, both activations.
 
 All draft the same number of tokens. llama-cpp-python's documentation advises fewer on CPUs, so it also runs as advised.
 llama.cpp keeps keys and values in fp16 and OpenVINO in int8; a quantised file both multiply with activations rounded to
