@@ -136,6 +136,22 @@ inline float sum_lanes(vec v) {
     return a[0];
 }
 
+inline int32_t sum_lanes(ivec v) {
+    int32_t a[VL];
+    memcpy(a, &v, sizeof a);
+    for (int width = VL / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) a[i] += a[i + width];
+    return a[0];
+}
+
+inline int32_t max_lanes(ivec v) {
+    int32_t a[VL];
+    memcpy(a, &v, sizeof a);
+    for (int width = VL / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
+    return a[0];
+}
+
 inline float max_lanes(vec v) {
     float best = v[0];
     for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
