@@ -82,10 +82,8 @@ def measure(method: str, temperature: float, activations: str, steps: int, lines
             return measured
 
         measured = llm.call(on_the_engines_thread)
-    return {
-        part: {"median_ms": statistics.median(step[part] for step in measured), "best_ms": min(s[part] for s in measured)}
-        for part in measured[0]
-    }
+    parts = {part: [step[part] for step in measured] for part in measured[0]}
+    return {part: {"median_ms": statistics.median(ms), "best_ms": min(ms)} for part, ms in parts.items()}
 
 
 def main() -> None:

@@ -136,20 +136,19 @@ inline float sum_lanes(vec v) {
     return a[0];
 }
 
+// GCC makes a few shuffles of these loops.
 inline int32_t sum_lanes(ivec v) {
-    int32_t a[VL];
+    int32_t a[VL], sum = 0;
     memcpy(a, &v, sizeof a);
-    for (int width = VL / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) a[i] += a[i + width];
-    return a[0];
+    for (int i = 0; i < VL; i++) sum += a[i];
+    return sum;
 }
 
-inline int32_t max_lanes(ivec v) {
-    int32_t a[VL];
+inline int32_t max_lanes(ivec v) {  // or 0
+    int32_t a[VL], best = 0;
     memcpy(a, &v, sizeof a);
-    for (int width = VL / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
-    return a[0];
+    for (int i = 0; i < VL; i++) best = a[i] > best ? a[i] : best;
+    return best;
 }
 
 inline float max_lanes(vec v) {
