@@ -20,11 +20,22 @@ import pytest
 import torch
 
 from benchmarks.peers import compare
-from benchmarks.peers.configurations import AUTO, REFERENCE, Configuration, configurations, select
+from benchmarks.peers.configurations import REFERENCE, Configuration, configurations, select
 from benchmarks.peers.float_gguf import interleave, write_float_gguf
-from benchmarks.peers.prompts import Prompt, default_prompts, read_prompts
+from benchmarks.peers.prompts import Prompt, make_prompts, read_prompts
 from benchmarks.peers.quiet import Turns
-from benchmarks.peers.report import QUIET, agreement, cells, faster, loops, rate, slices, table
+from benchmarks.peers.report import (
+    QUIET,
+    agreement,
+    beside_the_best,
+    cells,
+    faster,
+    loops,
+    rate,
+    slices,
+    summary,
+    table,
+)
 from benchmarks.peers.rows import Rows
 from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, cut, interpreter, surroundings
 from paceline.errors import UnsupportedModel
@@ -34,6 +45,7 @@ from paceline.models.gguf_model import gguf_config, gguf_names, gguf_weight, uni
 from paceline.models.loader import load_config, load_weights
 from tests.models.tiny import save_tiny
 
+AUTO = "paceline auto"
 EOS = 9
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0.0, "seed": 7, "eos": [EOS]}
 FAKE = """
@@ -228,7 +240,7 @@ def row(name: str, foreign: float = 0.0, **answers: tuple[int, float]) -> dict[s
         key: {"tokens": list(range(tokens)), "seconds": seconds, "first_s": seconds / 10, "overran": 0}
         for key, (tokens, seconds) in answers.items()
     }
-    return {"name": name, "workload": "copy", "foreign": foreign, "answers": given}
+    return {"name": name, "workload": "copy", "greedy": True, "foreign": foreign, "answers": given}
 
 
 def test_rates_and_ratios_are_those_of_all_prompts_together() -> None:
@@ -271,10 +283,9 @@ def test_the_table_shows_a_configuration_that_lacks_answers_with_what_it_has() -
         "lookup": "vllm plain",
         "gone": "gone",
     }
-    found = cells(
-        rows, plain_of, ours=[REFERENCE, AUTO], peers=["vllm plain", "lookup", "gone"], reference=REFERENCE, greedy=True
-    )
-    text = table(found, {AUTO: "fp32"}, [REFERENCE, AUTO])
+    peers = ["vllm plain", "lookup", "gone"]
+    found = cells(rows, plain_of, ours=[REFERENCE, AUTO], peers=peers, reference=REFERENCE)
+    text = table(found, {AUTO: "fp32"})
     assert "| paceline auto | fp32 | 20.0 | 20.0 | 50 ms | 2.00x [2.00, 2.00] |" in text
     assert "| vllm plain | ? | 5.0 |" in text
     assert "| 3 of 3 |  |" in text
@@ -283,25 +294,48 @@ def test_the_table_shows_a_configuration_that_lacks_answers_with_what_it_has() -
     assert "gone" not in text
 
 
+def test_each_of_ours_is_compared_with_the_best_peer_of_the_slice() -> None:
+    rows = [row(str(at), **{REFERENCE: (10, 1.0), "slow": (10, 2.0), "quick": (10, 0.5)}) for at in range(4)]
+    best = beside_the_best(rows, ours=[REFERENCE, "gone"], peers=["slow", "quick", "gone too"], reference=REFERENCE)
+    [found] = [entry for entry in best if entry["workload"] == "copy"]
+    assert (found["best_peer"], found["soonest_peer"]) == ("quick", "quick")
+    assert found["faster"]["ratio"] == pytest.approx(0.5)
+    assert found["first_token_over_it"] == pytest.approx(2.0)
+    assert "| copy | paceline none | 10.0 | quick | 20.0 | 0.50x [0.50, 0.50] | 2.00 (quick) |" in summary(best)
+
+
+def test_answers_drawn_at_random_are_not_compared_token_for_token() -> None:
+    rows = [row(str(at), one=(3, 1.0), other=(4, 1.0)) | {"greedy": at == 0} for at in range(3)]
+    assert agreement(rows, "one", "other") == {"same": 0, "of": 1, "differ_from": 3}
+
+
 # -- prompts and contenders
 
 
 def test_the_prompts_alternate_and_keep_their_names_whatever_their_number() -> None:
-    few, many = default_prompts(3), default_prompts(12)
-    assert [prompt.workload for prompt in few] == ["copy", "chat"] * 3
+    few, many = make_prompts(3, [0.0, 0.7]), make_prompts(12, [0.0])
+    assert [prompt.workload for prompt in few] == ["copy, T 0", "copy, T 0.7", "chat, T 0", "chat, T 0.7"] * 3
     texts = {prompt.name: prompt.text for prompt in many}
     assert all(texts.get(prompt.name, prompt.text) == prompt.text for prompt in few)
     assert len(texts) == 24
+
+
+def test_prompts_of_a_file_are_taken_from_all_over_it(tmp_path: Path) -> None:
+    path = tmp_path / "mt_bench.jsonl"
+    path.write_text("".join(json.dumps({"turns": [str(at)]}) + "\n" for at in range(80)))
+    chats = [prompt for prompt in make_prompts(4, [0.7], path) if prompt.workload == "mt_bench, T 0.7"]
+    assert [prompt.text for prompt in chats] == ["0", "20", "40", "60"]
+    assert {prompt.temperature for prompt in chats} == {0.7}
 
 
 def test_a_broken_line_of_a_prompts_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"category": "math", "turns": ["1+1?"]}\n\n{"category": "math"}\n')
     with pytest.raises(SystemExit, match="line 3"):
-        read_prompts(path, 4)
+        read_prompts(path)
     path.write_text("\n")
     with pytest.raises(SystemExit, match="no prompts"):
-        read_prompts(path, 4)
+        read_prompts(path)
 
 
 def test_every_peer_runs_plain_beside_its_speculation() -> None:
@@ -309,7 +343,7 @@ def test_every_peer_runs_plain_beside_its_speculation() -> None:
     names = [configuration.name for configuration in every]
     assert len(set(names)) == len(names)
     assert all(configuration.plain in names for configuration in every)
-    assert {configuration.peer for configuration in every} == {OURS, "transformers", "vllm", "llama_cpp"}
+    assert {configuration.peer for configuration in every} == {OURS, "transformers", "vllm", "llama_cpp", "openvino"}
     assert all((HERE / f"worker_{configuration.peer}.py").is_file() for configuration in every)
     with pytest.raises(SystemExit, match="no peer is called 'ollama'"):
         select(every, ["ollama"])
@@ -363,7 +397,7 @@ def _environments(peer: str) -> Path | None:
     return Path(given)
 
 
-REAL = [(OURS, "ngram"), *((peer, method) for peer in PEERS for method in ("plain", "lookup"))]
+REAL = [(OURS, "auto"), *((peer, method) for peer in PEERS for method in ("plain", "lookup"))]
 
 
 @pytest.mark.parametrize(("peer", "method"), REAL)

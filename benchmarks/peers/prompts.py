@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -30,36 +31,47 @@ class Prompt:
     name: str  # unique: what a resumed run goes by
     workload: str
     text: str
+    temperature: float = 0.0
 
 
-def default_prompts(per_workload: int) -> list[Prompt]:
-    copies = [Prompt(name=f"copy/{at}", workload="copy", text=text) for at, text in enumerate(_copy_texts())]
-    chats = [Prompt(name=f"chat/{at}", workload="chat", text=text) for at, text in enumerate(CHAT)]
-    return _alternating([copies[:: max(1, len(copies) // per_workload)], chats], per_workload)
+def make_prompts(per_workload: int, temperatures: Sequence[float], chat: Path | None = None) -> list[Prompt]:
+    """Copying and chat, every prompt at every temperature; `chat` is a file of prompts to ask instead of our own."""
+    title, texts = (chat.stem, read_prompts(chat)) if chat else ("chat", CHAT)
+    workloads = [
+        [
+            Prompt(name=f"{workload}/{at} T={t:g}", workload=f"{workload}, T {t:g}", text=text, temperature=t)
+            for at, text in _spread(texts, per_workload)
+        ]
+        for workload, texts in (("copy", _copy_texts()), (title, texts))
+        for t in temperatures
+    ]
+    return _alternating(workloads)
+
+
+def _spread(texts: Sequence[str], count: int) -> list[tuple[int, str]]:
+    """`count` of them from all over the list, which may be sorted by subject."""
+    return list(enumerate(texts))[:: max(1, len(texts) // count)][:count]
 
 
 def _copy_texts() -> list[str]:
     return [str(turns[0]) for prompt in copy_prompts() if isinstance(turns := prompt["turns"], list)]
 
 
-def read_prompts(path: Path, per_workload: int) -> list[Prompt]:
-    """jsonl of {"category", "turns"}: the first turn of each."""
-    workloads: dict[str, list[Prompt]] = {}
+def read_prompts(path: Path) -> list[str]:
+    """jsonl of {"turns"}: the first turn of each."""
+    texts = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            workload, text = str(entry["category"]), str(entry["turns"][0])
+            texts.append(str(json.loads(line)["turns"][0]))
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise SystemExit(f'{path}, line {number}: not {{"category": ..., "turns": [...]}} ({error})') from error
-        workloads.setdefault(workload, []).append(Prompt(name=f"{workload}/{number}", workload=workload, text=text))
-    if not workloads:
+            raise SystemExit(f'{path}, line {number}: not {{"turns": [...]}} ({error})') from error
+    if not texts:
         raise SystemExit(f"{path} holds no prompts")
-    return _alternating(list(workloads.values()), per_workload)
+    return texts
 
 
-def _alternating(workloads: list[list[Prompt]], per_workload: int) -> list[Prompt]:
+def _alternating(workloads: list[list[Prompt]]) -> list[Prompt]:
     """One of each workload in turn, so that a run that ends early has some of all."""
-    turns = zip_longest(*(prompts[:per_workload] for prompts in workloads))
-    return [prompt for turn in turns for prompt in turn if prompt is not None]
+    return [prompt for turn in zip_longest(*workloads) for prompt in turn if prompt is not None]

@@ -1,7 +1,7 @@
 """From measured rows to figures and a table. No clock, no processes: only arithmetic on what was written down.
 
-A row is one prompt: {"name", "workload", "foreign", "answers": {configuration: {"tokens", "seconds", "first_s",
-"overran"}}}.
+A row is one prompt: {"name", "workload", "greedy", "foreign", "answers": {configuration: {"tokens", "seconds",
+"first_s", "overran"}}}.
 Rates are tokens over seconds of all prompts together; ratios of rates come with a bootstrap over prompts, always from
 prompts that both sides answered.
 """
@@ -60,11 +60,12 @@ def _rate_ratio(pairs: Sequence[tuple[tuple[int, float], tuple[int, float]]]) ->
 
 
 def agreement(rows: Sequence[Row], name: str, reference: str) -> dict[str, Any] | None:
-    """How many answers are token for token those of the reference, and where the others first differ (the median)."""
+    """How many greedy answers are token for token those of the reference, and where the others first differ (the
+    median)."""
     pairs = [
         (row["answers"][name]["tokens"], row["answers"][reference]["tokens"])
         for row in rows
-        if name in row["answers"] and reference in row["answers"]
+        if row["greedy"] and name in row["answers"] and reference in row["answers"]
     ]
     if not pairs:
         return None
@@ -101,14 +102,13 @@ def cells(
     ours: Sequence[str],
     peers: Sequence[str],
     reference: str,
-    greedy: bool,
 ) -> list[dict[str, Any]]:
     """One per slice and configuration. `plain_of` names each configuration's own plain decoding; all of `peers` are
     compared with all of `ours`."""
     result = []
     for workload, mine in slices(rows, reference).items():
         for name, plain in plain_of.items():
-            answers = [row["answers"][name] for row in mine if name in row["answers"]]
+            answers = _answers(mine, name)
             if not answers:
                 continue
             result.append(
@@ -119,31 +119,78 @@ def cells(
                     "tokens": sum(len(answer["tokens"]) for answer in answers),
                     "tokens_per_s": rate(answers),
                     "decoding_tokens_per_s": rate(answers, decoding),
-                    "first_token_s": statistics.median(answer["first_s"] for answer in answers),
+                    "first_token_s": _first_token(mine, name),
                     "overran": sum(answer["overran"] for answer in answers),
                     "gain": None if name == plain else faster(mine, name, plain),
                     "paceline_over_it": {one: faster(mine, one, name) for one in ours} if name in peers else {},
-                    "agreement": agreement(mine, name, reference) if greedy and name != reference else None,
-                    "unchanged": agreement(mine, name, plain) if greedy and name != plain else None,
+                    "agreement": agreement(mine, name, reference) if name != reference else None,
+                    "unchanged": agreement(mine, name, plain) if name != plain else None,
                 }
             )
     return result
 
 
-def table(found: Sequence[dict[str, Any]], precision: dict[str, str], ours: Sequence[str]) -> str:
+def beside_the_best(
+    rows: Sequence[Row], *, ours: Sequence[str], peers: Sequence[str], reference: str
+) -> list[dict[str, Any]]:
+    """One per slice and configuration of ours: the peer of the highest rate there, and how much faster ours is; the
+    same for the time to the first token."""
+    result = []
+    for workload, mine in slices(rows, reference).items():
+        rates = {name: found for name in peers if (found := rate(_answers(mine, name))) is not None}
+        waits = {name: _first_token(mine, name) for name in rates}
+        for name in ours:
+            if not rates or not (answers := _answers(mine, name)):
+                continue
+            best, soonest = max(rates, key=rates.__getitem__), min(waits, key=waits.__getitem__)
+            result.append(
+                {
+                    "workload": workload,
+                    "configuration": name,
+                    "tokens_per_s": rate(answers),
+                    "best_peer": best,
+                    "its_tokens_per_s": rates[best],
+                    "faster": faster(mine, name, best),
+                    "soonest_peer": soonest,
+                    "first_token_over_it": _first_token(mine, name) / waits[soonest],
+                }
+            )
+    return result
+
+
+def _answers(rows: Sequence[Row], name: str) -> list[Answer]:
+    return [row["answers"][name] for row in rows if name in row["answers"]]
+
+
+def _first_token(rows: Sequence[Row], name: str) -> float:
+    return statistics.median(answer["first_s"] for answer in _answers(rows, name))
+
+
+def summary(best: Sequence[dict[str, Any]]) -> str:
+    """Markdown: paceline beside the best peer of each slice."""
+    columns = ["", "", "tok/s", "best peer", "its tok/s", "faster by", "first token, share of the soonest peer's"]
+    lines = ["", "**beside the best peer**", "", _line(columns), _line(["---"] * len(columns))]
+    for entry in best:
+        rates = [f"{entry['tokens_per_s']:.1f}", entry["best_peer"], f"{entry['its_tokens_per_s']:.1f}"]
+        sooner = f"{entry['first_token_over_it']:.2f} ({entry['soonest_peer']})"
+        lines.append(_line([entry["workload"], entry["configuration"], *rates, figure(entry["faster"]), sooner]))
+    return "\n".join(lines)
+
+
+def table(found: Sequence[dict[str, Any]], precision: dict[str, str]) -> str:
     """Markdown, one table per slice."""
     lines: list[str] = []
     for workload in dict.fromkeys(cell["workload"] for cell in found):
         mine = [cell for cell in found if cell["workload"] == workload]
         columns = ["", "precision", "tok/s", "after the first", "first token", "gain over its own plain"]
-        columns += [f"{name} is faster by" for name in ours] + ["tokens as paceline's", "as its own plain"]
+        columns += ["tokens as paceline's", "as its own plain"]
         lines += ["", f"**{workload}**, {max(cell['answers'] for cell in mine)} prompts", ""]
         lines += [_line(columns), _line(["---"] * len(columns))]
-        lines += [_line(_entries(cell, precision, ours)) for cell in mine]
+        lines += [_line(_entries(cell, precision)) for cell in mine]
     return "\n".join(lines)
 
 
-def _entries(cell: dict[str, Any], precision: dict[str, str], ours: Sequence[str]) -> list[str]:
+def _entries(cell: dict[str, Any], precision: dict[str, str]) -> list[str]:
     after = cell["decoding_tokens_per_s"]
     return [
         cell["configuration"],
@@ -152,7 +199,6 @@ def _entries(cell: dict[str, Any], precision: dict[str, str], ours: Sequence[str
         "" if after is None else f"{after:.1f}",
         f"{1000 * cell['first_token_s']:.0f} ms",
         figure(cell["gain"]),
-        *(figure(cell["paceline_over_it"].get(name)) for name in ours),
         *(
             "" if found is None else f"{found['same']} of {found['of']}"
             for found in (cell["agreement"], cell["unchanged"])

@@ -16,6 +16,7 @@ def load(job: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         job["model"],
         device="cpu",
         threads=job["threads"],
+        activations=job["activations"],
         method=job["method"],
         k=job["k"],
         max_model_len=job["max_context"],
@@ -38,7 +39,9 @@ def load(job: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         for chunk in llm.stream(request["prompt"], params):
             emit(chunk.token_ids)
 
-    about = {"peer": f"paceline {__version__}", "precision": "fp32", "kernels": llm.kernels_name}
+    # The weights stay as the folder has them; what differs is how their products are computed.
+    precision = {"float32": "fp32", "int8": "int8 activations"}[job["activations"]]
+    about = {"peer": f"paceline {__version__}", "precision": precision, "kernels": llm.kernels_name}
     return about, answer
 
 

@@ -138,6 +138,9 @@ class FakeMachine:
     def config(self) -> ModelConfig:
         return self._model.config
 
+    def with_int8(self) -> None:
+        """Its weights are no blocks."""
+
     def encode(self, prompt: Prompt, answers: Sequence[str]) -> list[int]:
         noise = random.Random(f"{prompt.turns}{answers}")
         return [noise.randrange(2, VOCAB) for _ in range(self.prompt_tokens)]

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from paceline.advisor.activations import activations_cost
 from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
 from paceline.advisor.machine import Machine
 from paceline.advisor.profile import host_drafter, model_drafter, profile
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import Plan
+from paceline.cli.advise_words import notes
+from paceline.models.quantize import quantize_folder
+from tests.models.test_quantize import sized_model
 from tests.models.tiny import save_tiny
 
 
@@ -124,3 +128,23 @@ def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(
     assert found.choice is not None
     assert found.to_json()["missing"] == missing
     assert bool(found.measured) == (missing != ["the check"])
+
+
+def test_int8_activations_are_timed_and_their_distance_is_told(tmp_path: Path) -> None:
+    sized_model(tmp_path / "model")
+    quantize_folder(tmp_path / "model", "q8_0", tmp_path / "blocks", lambda done, total: None)
+    machine = Machine(str(tmp_path / "blocks"), device="cpu", raw=True)
+    rounded = machine.with_int8()
+    assert rounded is not None
+    cost = activations_cost(machine.loaded, rounded, [[5, 6, 7] * 4, [8, 9] * 3])
+    assert set(cost.float32_s) == set(cost.int8_s) == {1, 4, 8, 16}
+    assert min(*cost.float32_s.values(), *cost.int8_s.values()) > 0
+    assert cost.distance["tokens"] == 18
+    assert 0 < cost.distance["mean_kl"] < 0.1
+    advice = Advice(model="m", settings={}, activations=cost)
+    assert f"{cost.share(8):.2f}x for 8 rows" in "".join(notes(advice))
+    assert json.loads(json.dumps(advice.to_json()))["activations"]["distance"] == cost.distance
+
+
+def test_a_model_without_blocks_has_no_int8_activations(machine: Machine) -> None:
+    assert machine.with_int8() is None

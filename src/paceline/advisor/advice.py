@@ -24,7 +24,7 @@ from paceline.advisor.choice import (
     ranked,
     up_to,
 )
-from paceline.advisor.cost import DrafterCost, PassCost
+from paceline.advisor.cost import ActivationsCost, DrafterCost, PassCost
 from paceline.advisor.reasons import Case, Reason, uncertain, why_off
 from paceline.bench.grid import AUTO, Contender
 from paceline.config import SpeculationConfig
@@ -45,6 +45,7 @@ class Advice:
     refused: Mapping[str, str] = field(default_factory=dict)  # draft model -> reason
     cost: PassCost | None = None
     drafters: Sequence[DrafterCost] = ()
+    activations: ActivationsCost | None = None  # what int8 would cost and change; None: not to be had here
     predicted: Found = field(default_factory=dict)  # on the half of the prompts that the choice is made on
     measured: Found = field(default_factory=dict)  # on the other half
     between: Found = field(default_factory=dict)  # the choice at further concurrencies, on the other half
@@ -141,6 +142,7 @@ class Advice:
             "measured": _as_json(self.measured),
             "profile": None if self.cost is None else dataclasses.asdict(self.cost),
             "drafters": [dataclasses.asdict(cost) for cost in self.drafters],
+            "activations": None if self.activations is None else dataclasses.asdict(self.activations),
         }
 
     def save(self, folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from paceline.advisor.activations import activations_cost
 from paceline.advisor.advice import Advice
 from paceline.advisor.choice import OFF, Drafted, Figure, levels_between, to_check
 from paceline.advisor.halves import halves, measure_half
@@ -58,6 +59,9 @@ class Advisor:
         self.advice.drafters = [host_drafter(subject, method, longest) for method in subject.methods]
         for model in subject.draft_models:
             self.advice.drafters = [*self.advice.drafters, model_drafter(subject, model, cost, self.plan)]
+        if (rounded := subject.with_int8()) is not None:
+            prompts = [subject.encode(prompt, []) for prompt in self._first]
+            self.advice.activations = activations_cost(subject.loaded, rounded, prompts)
 
     def _choose(self) -> None:
         """Every drafter with a middling k, and `auto`; then the best of them with every other k."""

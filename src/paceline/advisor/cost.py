@@ -1,4 +1,4 @@
-"""The time of a step on this machine, by its content, and each drafter's time and memory. No torch.
+"""The time of a step on this machine, by its content, each drafter's time and memory, and activations. No torch.
 
 Times of steps leave drafting out: pass, verification and bookkeeping. They were measured within the same minute, so
 their ratios hold although the machine may be faster or slower by the time they are used.
@@ -46,6 +46,18 @@ class DrafterCost:
     def at(self, sequences: int) -> float:
         """Seconds for a token drafted ahead for so many sequences together."""
         return line(self.seconds, sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsCost:
+    """What int8 activations would cost and change."""
+
+    float32_s: Mapping[int, float]  # of a pass, by its rows
+    int8_s: Mapping[int, float]
+    distance: Mapping[str, float]
+
+    def share(self, rows: int) -> float:
+        return self.int8_s[rows] / self.float32_s[rows]
 
 
 def line(points: Mapping[int, float], at: float) -> float:

@@ -21,6 +21,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
 from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
 from paceline.models.hub import Progress, resolve
+from paceline.models.kernels import INT8
+from paceline.models.runtime import LoadedModel, load_model
 
 
 class Machine(Engines):
@@ -29,6 +31,7 @@ class Machine(Engines):
     ) -> None:
         super().__init__(model, [OFF], progress=progress, **options)
         self.clock: Callable[[], float] = time.perf_counter
+        self._options = {name: options[name] for name in ("dtype", "device", "threads") if name in options}
         self.draft_models: list[DraftModel] = []
         self.refused: dict[str, str] = {}  # draft model -> reason why it is left out
         for name in dict.fromkeys(draft_models):
@@ -36,6 +39,13 @@ class Machine(Engines):
                 self.draft_models.append(load_draft_model(name, resolve(name, progress), self.loaded))
             except (InvalidParameter, UnsupportedModel, DeviceError) as problem:
                 self.refused[name] = str(problem).removeprefix("draft_model: ")
+
+    def with_int8(self) -> LoadedModel | None:
+        """The same model with activations rounded to int8; None where there are no kernels or weights for it."""
+        try:
+            return load_model(self.path, activations=INT8, **self._options)
+        except (InvalidParameter, DeviceError):
+            return None
 
     @property
     def config(self) -> ModelConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.advisor.advice import Advice, paceline_config, paceline_flags
 from paceline.advisor.choice import Choice, Figure, levels_of, of_contender
+from paceline.advisor.cost import ActivationsCost
 from paceline.bench.report_words import at_once, listed, seconds, seeded
 from paceline.cli.output import human_bytes, print_note
 from paceline.config import AUTO
@@ -112,6 +113,8 @@ def notes(advice: Advice) -> list[str]:
         levels = [level for level in cost.decode if level > 1]
         many = [f"{level} requests at once {cost.decoding(level, 0) / cost.plain_s:.2f}x" for level in levels]
         lines.append(f"a pass takes {seconds(cost.plain_s)} for one token; with {listed([*more, *many])}")
+    if advice.activations is not None:
+        lines.append(_activations(advice.activations))
     for drafter in advice.drafters:
         name = drafter.draft_model or drafter.method
         per_token = f" and {human_bytes(drafter.kv_bytes)} a token of context" if drafter.kv_bytes else ""
@@ -136,3 +139,12 @@ def _misses(advice: Advice) -> list[str]:
                 f"the prediction for {contender.label}, {level} at once, is {off:+.0%} off; go by the measurement"
             )
     return lines
+
+
+def _activations(cost: ActivationsCost) -> str:
+    times = listed([f"{cost.share(rows):.2f}x for {rows} row{'s' if rows > 1 else ''}" for rows in cost.int8_s])
+    found = cost.distance
+    return (
+        f"a pass with --activations int8 takes {times}; it is another model: the likeliest token is the same at "
+        f"{found['top1_agreement']:.1%} of {found['tokens']:.0f} positions of the prompts, KL {found['mean_kl']:.4f}"
+    )

@@ -430,7 +430,10 @@ def _best(
     A node's survival is never more than that of the one before it, so the best so many are drafts without gaps.
     """
     width = max(offer.worth.shape[1] for offer in offers)
-    worth = np.concatenate([np.pad(one.worth, ((0, 0), (0, width - one.worth.shape[1]))) for one in offers])
+    worth, end = np.zeros((sum(len(offer.rows) for offer in offers), width)), 0
+    for offer in offers:
+        start, end = end, end + len(offer.rows)
+        worth[start:end, : offer.worth.shape[1]] = offer.worth
     order = np.argsort(-worth, axis=None, kind="stable")[: min(np.count_nonzero(worth >= LEAST), len(with_nodes))]
     if not len(order):
         return 0.0, []

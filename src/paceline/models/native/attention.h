@@ -99,6 +99,12 @@ void scale_queries(const Attention& a, Tile tile, long head, float* out) {
     }
 }
 
+inline bool equal(const long* one, const long* other, long count) {
+    for (long i = 0; i < count; i++)
+        if (one[i] != other[i]) return false;
+    return true;
+}
+
 // One tile, one kv head, one split. Positions that all rows of the tile read from the same slots are done together, the
 // rest row by row; either way a row goes through its own positions in order.
 void attend_split(Attention& a, Tile tile, long head, long split, const Scratch& s, float* result) {
@@ -133,46 +139,56 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
         values[p] = a.row_of(a.values, slots[p], head);
     }
 
-    // Scores of `rows` rows from `first` on against a block; `from_keys` (null: the panel has it) holds positions [from, to).
-    auto score = [&](long first, long rows, long block, long from, long to, const float* const* from_keys) {
-        if (from_keys) {
-            const float* columns[NT];
-            for (long j = 0; j < NT; j++) {  // a column that no row reads may hold any value
-                const long p = block + j < from ? from : block + j < to ? block + j : to - 1;
-                columns[j] = from_keys[p];
-            }
-            const bool more = block >= any_low && block + 2 * NT <= any_paged;
-            pack_panel(columns, D, s.panel, more ? keys + block + NT : nullptr);
+    // The panel holds a block's keys; `held` are their slots, -1 for a column that no row may read.
+    long held[NT];
+    auto pack = [&](long block, long from, long to, const long* from_slots) {  // positions [from, to) have these slots
+        const float* columns[NT];
+        for (long j = 0; j < NT; j++) {
+            const long at = block + j, p = at < from ? from : at < to ? at : to - 1;
+            columns[j] = a.row_of(a.keys, from_slots[p], head);
+            held[j] = p == at ? from_slots[p] : -1;
         }
+        const bool more = block >= any_low && block + 2 * NT <= any_paged;
+        pack_panel(columns, D, s.panel, more ? keys + block + NT : nullptr);
+    };
+    auto score = [&](long first, long rows, long block) {  // against the panel
         const bool paged = block >= any_low && block + NT <= any_paged;
         product(s.q + first * G * D, D, rows * G, Keys{s.panel, paged ? values + block : nullptr}, 0, D,
                 {s.scores + first * G * SCORES + block, SCORES, NT, nullptr, 0});
     };
-    auto own_keys = [&](long r, long from, long to, const float* cache, const float** out) {
+    // A block whose positions not all rows read from the same slots. The last row comes first: in a chain its keys are
+    // those of all rows before it. Neighbours with one panel are scored together; what a row does not see, it drops.
+    auto score_apart = [&](long block) {
+        for (long j = 0; j < NT; j++) held[j] = -1;
+        long end = 0;  // rows from here on have their scores, or need none
+        for (long r = tile.rows - 1; r >= 0; r--) {
+            const long from = low[r] > block ? low[r] : block, to = high[r] < block + NT ? high[r] : block + NT;
+            if (from >= to) continue;
+            long own[SPLIT];
+            a.find_slots(tile.first + r, base + from, base + to, own + from);
+            if (equal(own + from, held + from - block, to - from)) continue;
+            if (r + 1 < end) score(r + 1, end - r - 1, block);
+            end = r + 1;
+            const bool in_table = base + to <= a.prefix[tile.first + r];
+            in_table ? pack(block, any_low, any_paged, slots) : pack(block, from, to, own);
+        }
+        if (end > 0) score(0, end, block);
+    };
+    auto own_values = [&](long r, long from, long to, bool resume) {
         long own[SPLIT];
+        const float* rows[SPLIT];
         a.find_slots(tile.first + r, base + from, base + to, own + from);
-        for (long p = from; p < to; p++) out[p] = a.row_of(cache, own[p], head);
+        for (long p = from; p < to; p++) rows[p] = a.row_of(a.values, own[p], head);
+        weigh_values(a, s.scores + r * G * SCORES, G, rows, from, to, s.tail, result + r * G * (D + 2), resume);
     };
 
     for (long block = 0; block < SPLIT; block += NT) {
-        if (block >= shared_low && block < shared_high) {
-            score(0, tile.rows, block, block, block + NT, keys);
+        if (block < shared_low || block >= shared_high) {
+            score_apart(block);
             continue;
         }
-        bool packed = false;  // the panel holds this block as the block table has it
-        for (long r = 0; r < tile.rows; r++) {
-            const long from = low[r] > block ? low[r] : block, to = high[r] < block + NT ? high[r] : block + NT;
-            if (from >= to) continue;
-            if (base + to <= a.prefix[tile.first + r]) {
-                score(r, 1, block, any_low, any_paged, packed ? nullptr : keys);
-                packed = true;
-            } else {
-                const float* own[SPLIT];
-                own_keys(r, from, to, a.keys, own);
-                score(r, 1, block, from, to, own);
-                packed = false;
-            }
-        }
+        pack(block, block, block + NT, slots);
+        score(0, tile.rows, block);
     }
 
     const long stride = D + 2;
@@ -181,11 +197,6 @@ void attend_split(Attention& a, Tile tile, long head, long split, const Scratch&
             softmax(s.scores + g * SCORES, low[r], high[r], result + g * stride + D, result + g * stride + D + 1);
 
     const bool shared = shared_low < shared_high;
-    auto own_values = [&](long r, long from, long to, bool resume) {
-        const float* own[SPLIT];
-        own_keys(r, from, to, a.values, own);
-        weigh_values(a, s.scores + r * G * SCORES, G, own, from, to, s.tail, result + r * G * stride, resume);
-    };
     if (shared) {
         bool before = false;
         for (long r = 0; r < tile.rows; r++) before |= low[r] < shared_low;

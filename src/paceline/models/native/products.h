@@ -205,7 +205,8 @@ void pack(const T* weight, T* panels, long N, long K, int threads) {
 template <class F>
 void over_panels(const Product& product, float* out, long M, int threads, const F& body) {
     const long K = product.inputs, N = product.outputs, num_panels = (N + NT - 1) / NT;
-    const long chunk = 10 * MT, num_chunks = (M + chunk - 1) / chunk;  // rows cut up too: an even load on many cores
+    // Many rows at once, which share an expansion of blocks, unless that leaves too little to share among many cores.
+    const long chunk = (num_panels < 8 * threads ? 10 : 40) * MT, num_chunks = (M + chunk - 1) / chunk;
     const long stride = product.stride;
     const float* bias = product.bias;
     if (M * K * N < SERIAL) threads = 1;

@@ -19,13 +19,16 @@ constexpr int RT = 4;
 #endif
 constexpr long SUM_GROUP = 16;  // the finest group of weights with a scale of its own
 
-// acc + the dot product of four unsigned and four signed bytes, in each lane; `x` has the same bytes in every lane.
-// BITS: of the unsigned ones.
+#if !defined(__AVX512VNNI__)
+inline ivec four_bytes(const int8_t* at) {
+    int32_t four;
+    memcpy(&four, at, 4);
+    return ivec{} + four;
+}
+
 template <int BITS>
 inline ivec dot(ivec acc, uvec codes, ivec x) {
-#if defined(__AVX512VNNI__)
-    return (ivec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
-#elif defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__) || defined(__AVX2__)
     // Pairs are summed in 16 bits, which two products of 7 bits by 8 just fit: an eighth bit is taken apart.
     if (BITS == 8) return dot<7>(dot<7>(acc, codes & 0x7f7f7f7fu, x), codes & 0x80808080u, x);
 #if defined(__AVX512F__)
@@ -45,106 +48,99 @@ inline ivec dot(ivec acc, uvec codes, ivec x) {
     return acc;
 #endif
 }
+#endif
 
-struct Rounded {  // the rows of a product
-    int8_t* codes;   // (M, K)
-    float* scales;   // (M, K / BLOCK)
-    int32_t* sums;   // (M, K / SUM_GROUP): of the codes
-    float* scaled_sums;  // (M, K / BLOCK): scale times the sum of a block's codes
-    long K;
+// acc + the dot product of four unsigned and four signed bytes, in each lane; the signed ones are the four at `at`, for
+// all lanes. BITS: of the unsigned ones.
+template <int BITS>
+inline ivec dot(ivec acc, uvec codes, const int8_t* at) {
+#if defined(__AVX512VNNI__)
+    // By hand: GCC would load the four bytes into a register first, and there is none to spare.
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(codes), "m"(*(const int8_t(*)[4])at));
+    return acc;
+#else
+    return dot<BITS>(acc, codes, four_bytes(at));
+#endif
+}
 
-    static long bytes(long M, long K) { return M * (K + K / BLOCK * 8 + K / SUM_GROUP * 4); }
-    Rounded(void* memory, long M, long K) : K(K) {
-        scales = (float*)memory, scaled_sums = scales + M * (K / BLOCK);
-        sums = (int32_t*)(scaled_sums + M * (K / BLOCK)), codes = (int8_t*)(sums + M * (K / SUM_GROUP));
-    }
+struct RoundedBlock {  // of one row
+    int8_t codes[BLOCK];
+    float scale, scaled_sum;  // scaled_sum: scale times the sum of the codes
+    int32_t starts[2];        // where a group's integer sum starts: -ZERO times the sum of its codes
+};
 
-    void round_row(const float* x, long row) const {
-        for (long block = 0; block < K / BLOCK; block++) round_block(x + row * K + block * BLOCK, row, block);
-    }
-
-    // A block with a number that is not finite has no codes: its scale is not-a-number, and so are the row's outputs.
-    void round_block(const float* x, long row, long block) const {
-        constexpr long VECS = BLOCK / VL;
-        vec values[VECS];
-        ivec most = {};  // as bits, absolute values are in order, not-a-number above all
+// A block with a number that is not finite has no codes: its scale is not-a-number, and so are the row's outputs.
+template <class F>
+void round_block(const float* x, RoundedBlock& to) {
+    constexpr long VECS = BLOCK / VL;
+    vec values[VECS];
+    ivec most = {};  // as bits, absolute values are in order, not-a-number above all
 #pragma GCC unroll 8
-        for (long i = 0; i < VECS; i++) {
-            values[i] = load(x + i * VL);
-            const ivec bits = (ivec)values[i] & 0x7fffffff;
-            most = bits > most ? bits : most;
-        }
-        int32_t lanes[VL], top = 0;
-        memcpy(lanes, &most, sizeof lanes);
-        for (long i = 0; i < VL; i++) top = lanes[i] > top ? lanes[i] : top;
-        float largest;
-        memcpy(&largest, &top, 4);
-        const bool finite = top < 0x7f800000;
-        const float scale = finite ? largest / 127.0f : NAN;
-        const vec inverse = splat(finite && scale > FLT_MIN ? 1.0f / scale : 0.0f), magic = splat(12582912.0f);
-        ivec halves[2] = {};
+    for (long i = 0; i < VECS; i++) {
+        values[i] = load(x + i * VL);
+        const ivec bits = (ivec)values[i] & 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    const int32_t top = max_lanes(most);
+    float largest;
+    memcpy(&largest, &top, 4);
+    const bool finite = top < 0x7f800000;
+    const float scale = finite ? largest / 127.0f : NAN;
+    const vec inverse = splat(finite && scale > FLT_MIN ? 1.0f / scale : 0.0f), magic = splat(12582912.0f);
+    ivec halves[2] = {};
 #pragma GCC unroll 8
-        for (long i = 0; i < VECS; i++) {
-            // Adding 1.5 * 2^23 leaves the nearest integer in the low bits, ties to even.
-            ivec code = (ivec)(values[i] * inverse + magic) - 0x4b400000;
-            if (!finite) code = ivec{};
-            halves[i * VL / SUM_GROUP] += code;
-            store_bytes(codes + row * K + block * BLOCK + i * VL, code);
-        }
-        const int32_t first = sum_of(halves[0]), second = sum_of(halves[1]);
-        const long at = row * (K / BLOCK) + block;
-        scales[at] = scale, scaled_sums[at] = scale * (float)(first + second);
-        sums[2 * at] = first, sums[2 * at + 1] = second;
+    for (long i = 0; i < VECS; i++) {
+        // Adding 1.5 * 2^23 leaves the nearest integer in the low bits, ties to even.
+        ivec code = (ivec)(values[i] * inverse + magic) - 0x4b400000;
+        if (!finite) code = ivec{};
+        halves[i * VL / SUM_GROUP] += code;
+        store_bytes(to.codes + i * VL, code);
     }
+    const int32_t first = sum_lanes(halves[0]), second = sum_lanes(halves[1]);
+    to.scale = scale, to.scaled_sum = scale * (float)(first + second);
+    to.starts[0] = -F::ZERO * (F::GROUP == BLOCK ? first + second : first), to.starts[1] = -F::ZERO * second;
+}
 
-    static int32_t sum_of(ivec v) {
-        int32_t lanes[VL], sum = 0;
-        memcpy(lanes, &v, sizeof lanes);
-        for (long i = 0; i < VL; i++) sum += lanes[i];
-        return sum;
-    }
+struct Rounded {  // the rows of a product: block after block, in each its rows
+    uint8_t* blocks;
+    long stride;  // bytes between blocks; an odd number of cache lines, or they would all map to the same cache sets
+
+    static long stride_of(long M) { return ((M * (long)sizeof(RoundedBlock) + 63) / 64 | 1) * 64; }
+    RoundedBlock* at(long block, long row) const { return (RoundedBlock*)(blocks + block * stride) + row; }
 };
 
 template <int M, class F>
-void rounded_tile(const Rounded& x, long row, const uint8_t* panel, const Output& to) {
+void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool first, const Output& to) {
     constexpr long PARTS = BLOCK / F::GROUP;
-    const long K = x.K, blocks = K / BLOCK;
-    const int8_t* codes = x.codes + row * K;
-    const float *scales = x.scales + row * blocks, *scaled_sums = x.scaled_sums + row * blocks;
-    const int32_t* sums_of = x.sums + row * blocks * 2;
     Sums<M> sums(to);
     for (long k = 0; k < K; k += BLOCK) {
         const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
-        const long block = k % F::SUPER / BLOCK, at = k / BLOCK;
+        const long block = k % F::SUPER / BLOCK;
         const uint8_t* words = unit + F::WORDS_AT + block * F::BLOCK_BYTES;
-        prefetch_ahead<F>(words);
+        if (first) prefetch_ahead<F>(words);
 #pragma GCC unroll 2
         for (long part = 0; part < PARTS; part++) {
 #pragma GCC unroll 2
             for (int h = 0; h < 2; h++) {
+                const RoundedBlock* rows = x.at(k / BLOCK, row);
+                asm volatile("" : "+r"(rows));  // read anew for each half: GCC would keep all of it, and spill sums for it
                 ivec dots[M];
 #pragma GCC unroll 8
-                for (int m = 0; m < M; m++) {
-                    const int32_t* s = sums_of + m * blocks * 2 + 2 * at;
-                    dots[m] = ivec{} - F::ZERO * (PARTS == 2 ? s[part] : s[0] + s[1]);
-                }
+                for (int m = 0; m < M; m++) dots[m] = F::ZERO ? ivec{} + rows[m].starts[part] : ivec{};
 #pragma GCC unroll 4
                 for (int i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++) {
                     const Quads<F> quads(words, h * VL, i);
 #pragma GCC unroll 8
-                    for (int m = 0; m < M; m++) {
-                        int32_t even, odd;
-                        memcpy(&even, codes + m * K + k + 8 * i, 4), memcpy(&odd, codes + m * K + k + 8 * i + 4, 4);
-                        dots[m] = dot<F::BITS>(dots[m], quads.even, ivec{} + even);
-                        dots[m] = dot<F::BITS>(dots[m], quads.odd, ivec{} + odd);
-                    }
+                    for (int m = 0; m < M; m++) dots[m] = dot<F::BITS>(dots[m], quads.even, rows[m].codes + 8 * i);
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) dots[m] = dot<F::BITS>(dots[m], quads.odd, rows[m].codes + 8 * i + 4);
                 }
                 const Scale<F> weights(unit, block * PARTS + part, h * VL);
 #pragma GCC unroll 8
                 for (int m = 0; m < M; m++) {
-                    const vec product = __builtin_convertvector(dots[m], vec) * (weights.scale * splat(scales[m * blocks + at]));
-                    sums.acc[m][h] = sums.acc[m][h] + product;
-                    if (F::AFFINE) sums.acc[m][h] = sums.acc[m][h] + weights.offset * splat(scaled_sums[m * blocks + at]);
+                    vec& sum = sums.acc[m][h];
+                    sum = sum + __builtin_convertvector(dots[m], vec) * (weights.scale * splat(rows[m].scale));
+                    if (F::AFFINE) sum = sum + weights.offset * splat(rows[m].scaled_sum);
                 }
             }
         }
@@ -156,19 +152,21 @@ void rounded_tile(const Rounded& x, long row, const uint8_t* panel, const Output
 template <class F>
 int linear_rounded(const float* x, const Product& p, float* out, long M, int threads) {
     const long K = p.inputs, panel_bytes = K / F::SUPER * F::UNIT;
-    void* memory = malloc(Rounded::bytes(M, K));
-    if (!memory) return 1;
-    const Rounded rounded(memory, M, K);
-    parallel(M, M * K < SERIAL ? 1 : threads, [=](long row, int) { rounded.round_row(x, row); });
+    const long stride = Rounded::stride_of(M);
+    const Rounded rounded{(uint8_t*)malloc(K / BLOCK * stride), stride};
+    if (!rounded.blocks) return 1;
+    parallel(M, M * K < SERIAL ? 1 : threads, [=](long row, int) {
+        for (long block = 0; block < K / BLOCK; block++) round_block<F>(x + row * K + block * BLOCK, *rounded.at(block, row));
+    });
     over_panels(p, out, M, threads, [=](long panel, long row, long rows, Output to) {
         const uint8_t* weights = (const uint8_t*)p.panels + panel * panel_bytes;
         in_tiles<RT>(rows, [&](auto m, long first) {
             Output part = to;
             part.out += first * to.stride;
-            rounded_tile<m.ROWS, F>(rounded, row + first, weights, part);
+            rounded_tile<m.ROWS, F>(rounded, row + first, K, weights, first == 0, part);
         });
     });
-    free(memory);
+    free(rounded.blocks);
     return 0;
 }
 

@@ -136,6 +136,21 @@ inline float sum_lanes(vec v) {
     return a[0];
 }
 
+// GCC makes a few shuffles of these loops.
+inline int32_t sum_lanes(ivec v) {
+    int32_t a[VL], sum = 0;
+    memcpy(a, &v, sizeof a);
+    for (int i = 0; i < VL; i++) sum += a[i];
+    return sum;
+}
+
+inline int32_t max_lanes(ivec v) {  // or 0
+    int32_t a[VL], best = 0;
+    memcpy(a, &v, sizeof a);
+    for (int i = 0; i < VL; i++) best = a[i] > best ? a[i] : best;
+    return best;
+}
+
 inline float max_lanes(vec v) {
     float best = v[0];
     for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
