@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.models.weights import StoredWeight, WeightKind
 
 CPU = torch.device("cpu")
-NATIVE_KINDS = {kind for kind in WeightKind if kind is not WeightKind.FLOAT64}
+NATIVE_KINDS = {kind for kind in WeightKind if kind is not WeightKind.FLOAT64 and not kind.has_scales}
 
 
 class ProductView(ctypes.Structure):
