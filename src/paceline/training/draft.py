@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import InvalidParameter, UnsupportedModel
-from paceline.models.loader import WEIGHTS, expected_shapes, load_config, load_weights
+from paceline.models.hf_folder import WEIGHTS
+from paceline.models.loader import expected_shapes, load_config, load_weights
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import chunk_loss, draft_loss
 from paceline.training.target import LINEARS, FrozenTarget, LayerWeights, additive, rms_norm, run_layer
