@@ -151,6 +151,7 @@ class Format:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 Q4_0, Q5_0, Q8_0, FLOAT32 = WeightKind.Q4_0, WeightKind.Q5_0, WeightKind.Q8_0, WeightKind.FLOAT32
+WHOLE = (10**6, 10**6)  # one scale for the tensor
 FORMATS = {
     "w4a16": Format(compressed(4, 32), pack_quantized, Q4_0, scales=torch.bfloat16),
     "w4a16 asymmetric": Format(compressed(4, 32, False), pack_quantized, Q5_0, zeros=True),
@@ -169,9 +170,13 @@ FORMATS = {
     "gptq 8 bits": Format(GPTQ | {"bits": 8}, gptq, Q8_0, bits=8),
     "gptq row": Format(GPTQ | {"group_size": -1, "desc_act": True}, gptq, Q4_0, group=None),
     "fp8": Format(compressed_fp8("channel"), None, FLOAT32, scales=torch.bfloat16),
-    "fp8 tensor": Format(compressed_fp8("tensor"), None, FLOAT32, scales=torch.float32, block=(10**6, 10**6)),
+    "fp8 tensor": Format(compressed_fp8("tensor"), None, FLOAT32, scales=torch.float32, block=WHOLE),
     "fp8 static": Format(
-        {"quant_method": "fp8", "activation_scheme": "static"}, None, FLOAT32, scales=torch.float32, block=(10**6, 10**6)
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        None,
+        FLOAT32,
+        scales=torch.float32,
+        block=WHOLE,
     ),
     "fp8 blocks": Format(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [40, 32], "fmt": "e4m3"},

@@ -17,6 +17,7 @@ from paceline.errors import BrokenModel, UnsupportedModel, shown
 KEYS = ("quantization_config", "compression_config")  # the second is the older spelling of compressed-tensors
 INSTEAD = "take the unquantised model, a GGUF file, or a checkpoint of another method (W4A16, FP8, AWQ, GPTQ)"
 NOT_ROUNDED = "activations are not rounded to {}, as the checkpoint's config asks: only its weights are"
+EXPANDED = "weights with a scale for each block of rows and columns ({} x {}) are expanded at load"
 CACHE_NOTE = "the checkpoint's scales for an fp8 cache are not used"
 
 Json = dict[str, Any]
@@ -163,6 +164,8 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
             group.refuse("output_activations", "rounded outputs are not supported")
         if group.given.get("input_activations"):
             notes.append(NOT_ROUNDED.format("fp8" if scheme.is_float else "integers"))
+        if scheme.block is not None:
+            notes.append(EXPANDED.format(*scheme.block))
     if fields.given.get("kv_cache_scheme"):
         notes.append(CACHE_NOTE)
     return Quantization("compressed-tensors", tuple(targets), fields.names("ignore"), tuple(dict.fromkeys(notes)))
@@ -249,7 +252,8 @@ def _fp8(fields: _Fields) -> Quantization:
     block = None if fields.given.get("weight_block_size") is None else _block(fields, "weight_block_size")
     scale = "weight_scale" if block is None else "weight_scale_inv"
     scheme = Scheme(layout=Layout.PLAIN, bits=8, is_float=True, block=block, scale=scale)
-    return Quantization("fp8", ((LINEAR, scheme),), notes=(NOT_ROUNDED.format("fp8"),))
+    notes = (NOT_ROUNDED.format("fp8"), *(() if block is None else (EXPANDED.format(*block),)))
+    return Quantization("fp8", ((LINEAR, scheme),), notes=notes)
 
 
 METHODS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8}
