@@ -26,7 +26,7 @@ Json = dict[str, Any]
 class Layout(enum.Enum):
     """Names, shapes and order of the tensors that hold a weight."""
 
-    PACKED = "pack-quantized"  # compressed-tensors: codes of one row in int32 words
+    PACKED = "packed"  # compressed-tensors: codes of one row in int32 words
     PLAIN = "plain"  # codes (N, K) of 8 bits, integers or e4m3
     AWQ = "awq"
     GPTQ = "gptq"
@@ -142,6 +142,14 @@ class _Fields:
 
 # -- compressed-tensors
 
+PACKED = "pack-quantized"
+FORMATS = {  # and the types of their codes
+    PACKED: ("int",),
+    "int-quantized": ("int",),
+    "float-quantized": ("float",),
+    "naive-quantized": ("int", "float"),
+}
+
 
 def _compressed_tensors(fields: _Fields) -> Quantization:
     sparsity, transform = fields.child("sparsity_config"), fields.child("transform_config")
@@ -149,6 +157,8 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
         fields.refuse("sparsity_config", "sparse weights are not supported")
     if transform is not None and any(transform.given.values()):
         fields.refuse("transform_config", "rotated weights are not supported")
+    if fields.given.get("moe_sparsity_config"):
+        fields.refuse("moe_sparsity_config", "models with experts are not supported")
     groups = fields.child("config_groups")
     if groups is None or not groups.given:
         fields.broken("config_groups", "an object with at least one group")
@@ -177,12 +187,10 @@ def _group_scheme(group: _Fields, fields: _Fields) -> Scheme:
         group.refuse("weights", "its weights are not quantised")
     if group.given.get("format") is None:
         group = fields
-    layouts = {"pack-quantized": Layout.PACKED, "int-quantized": Layout.PLAIN, "float-quantized": Layout.PLAIN}
-    format_ = group.one_of("format", *layouts)
-    is_float = weights.one_of("type", "int", "float", default="int") == "float"
-    if is_float != (format_ == "float-quantized"):
-        weights.refuse("type", f"the format {format_} holds others")
-    bits = weights.one_of("num_bits", *((4, 8) if format_ == "pack-quantized" else (8,)))
+    format_ = group.one_of("format", *FORMATS)
+    is_float = weights.one_of("type", *FORMATS[format_], default="int") == "float"
+    layout = Layout.PACKED if format_ == PACKED else Layout.PLAIN
+    bits = weights.one_of("num_bits", *((4, 8) if layout is Layout.PACKED else (8,)))
     if weights.given.get("actorder") not in (None, False, "weight", "static"):
         weights.refuse("actorder", "columns in the order of activations (act-order) are not supported")
     if weights.flag("dynamic", False):
@@ -196,7 +204,7 @@ def _group_scheme(group: _Fields, fields: _Fields) -> Scheme:
     if strategy == "group" and group_size is None:
         weights.broken("group_size", "a positive integer")
     return Scheme(
-        layout=layouts[format_],
+        layout=layout,
         bits=bits,
         is_float=is_float,
         group=group_size,
