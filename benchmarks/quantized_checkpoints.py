@@ -3,7 +3,8 @@
     pip install compressed-tensors && python benchmarks/quantized_checkpoints.py [--out FOLDER]
 
 For each scheme a small random Llama is compressed by the package, saved, loaded here, and every weight compared with
-the package's own decompression, in bf16, which rounds once as ours does. The last line is JSON.
+the package's own decompression, in bf16, which rounds once as ours does; an AWQ checkpoint of random codes is compared
+with the package's conversion of it. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import compressed_tensors
 import torch
 import transformers
 from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -26,6 +28,7 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.models.loader import load_config, load_quantization, load_weights
@@ -93,6 +96,32 @@ def write(folder: Path, weights: dict[str, Any], activations: dict[str, Any] | N
     return {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj.weight")}
 
 
+def awq_as_converted(out: Path) -> int:
+    """An AWQ checkpoint of random codes, and the package's conversion of it: how many weights are read as equal."""
+    source, draw = out / "W4A16-asymmetric", torch.Generator().manual_seed(1)
+    tensors = load_file(source / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "_proj." not in name}
+    layers = sorted(name.removesuffix(".weight_packed") for name in tensors if name.endswith("weight_packed"))
+    for layer in layers:
+        n, k = tensors[f"{layer}.weight_shape"].tolist()
+        for part, rows in (("qweight", k), ("qzeros", k // 32)):
+            words = torch.randint(-(2**31), 2**31, (rows, n // 8), generator=draw)
+            kept[f"{layer}.{part}"] = words.to(torch.int32)
+        kept[f"{layer}.scales"] = (torch.rand(k // 32, n, generator=draw) / 64).half()
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    converted = AutoAWQConverter.from_autoawq_config(awq).process(dict(kept))
+    config = json.loads((source / "config.json").read_text())
+    read = []
+    for name, weights, changes in (("AWQ", kept, {"quantization_config": awq}), ("AWQ-converted", converted, {})):
+        (out / name).mkdir(exist_ok=True)
+        save_file({key: tensor.contiguous() for key, tensor in weights.items()}, out / name / "model.safetensors")
+        (out / name / "config.json").write_text(json.dumps(config | changes))
+        read.append(load_weights(out / name, load_config(out / name)))
+    ours, theirs = read
+    names = [f"{layer}.weight" for layer in layers]
+    return sum(torch.equal(ours[name].numbers(), theirs[name].numbers()) for name in names)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keep the checkpoints here")
@@ -108,6 +137,9 @@ def main() -> None:
         kind = ours.kinds["model.layers.0.mlp.down_proj.weight"].label
         found[scheme] = {"kind": kind, "weights": len(theirs), "equal": same, "notes": list(quantization.notes)}
         print(f"{scheme:18} {kind:8} {same} of {len(theirs)} weights equal")
+    same = awq_as_converted(out)
+    found["AWQ"] = {"kind": "int4", "weights": 14, "equal": same, "notes": []}
+    print(f"{'AWQ':18} {'int4':8} {same} of 14 weights equal to those of the package's conversion")
     print(json.dumps({"compressed_tensors": compressed_tensors.__version__, "schemes": found}))
 
 

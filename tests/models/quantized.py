@@ -105,10 +105,16 @@ def gptq(layer: str, weight: Rounded, less: int = 1) -> Tensors:
     k = weight.codes.shape[1]
     return {
         f"{layer}.qweight": words(weight.codes, weight.bits).t().contiguous(),
-        f"{layer}.qzeros": words((weight.zeros.T - less) % 2**weight.bits, weight.bits),
+        f"{layer}.qzeros": less_one(words(weight.zeros.T, weight.bits), less, weight.bits),
         f"{layer}.scales": weight.scales.t().contiguous(),
         f"{layer}.g_idx": torch.arange(k, dtype=torch.int32) // (k // weight.scales.shape[1]),
     }
+
+
+def less_one(packed: Tensor, less: int, bits: int) -> Tensor:
+    """Subtracted from whole words, so a zero point of 0 borrows from the next."""
+    each = sum(less << place * bits for place in range(32 // bits))
+    return torch.from_numpy((packed.numpy().view(np.uint32) - np.uint32(each)).view(np.int32))
 
 
 def gptq_v2(layer: str, weight: Rounded) -> Tensors:

@@ -51,6 +51,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: torch.randn(shape, generator=draw) * 0.2 if len(shape) == 2 else torch.rand(shape, generator=draw) + 0.5
         for name, shape in shapes.items()
     }
+    tensors["model.layers.0.self_attn.o_proj.weight"][5].abs_()  # zero points of 0
     save_file(tensors, folder / "model.safetensors")
     write_tokenizer(folder, 96)
     return folder
@@ -195,6 +196,9 @@ UNREAD: list[tuple[Any, str]] = [
     (GPTQ | {"desc_act": True}, "desc_act True is not read: .*act-order"),
     (GPTQ | {"bits": 3}, "bits 3 is not read: it must be 4 or 8"),
     (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+    (GPTQ | {"format": "gptq_p"}, "format 'gptq_p'"),
+    (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
+    (GPTQ | {"rotation": "hadamard"}, "rotation"),
     (GPTQ | {"dynamic": {r"+:.*down.*": {"bits": 8}}}, "dynamic"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
     ({"quant_method": "fp8", "activation_scheme": "none"}, "activation_scheme"),

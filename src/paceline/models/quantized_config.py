@@ -43,7 +43,7 @@ class Scheme:
     block: tuple[int, int] | None = None  # rows and columns that share a scale; in place of `group`
     zeros: bool = False  # a zero point for each scale; else the middle code stands for 0
     scale: str = "weight_scale"  # name of the scales' tensor, in layout PLAIN
-    zeros_less_one: bool = False  # GPTQ's first format stores zero points less 1
+    zeros_less_one: bool = False  # GPTQ's first format: 1 was subtracted from every zero point of a packed word
 
 
 @dataclass(frozen=True)
@@ -224,10 +224,13 @@ def _block(fields: _Fields, key: str) -> tuple[int, int]:
 
 # -- AWQ, GPTQ, FP8
 
+GPTQ_FORMAT = ("checkpoint_format", "format")  # two spellings of one key
+
 
 def _awq(fields: _Fields) -> Quantization:
-    if str(fields.given.get("version", "gemm")).lower() != "gemm":
-        fields.refuse("version", "it must be gemm")
+    key = next((key for key in ("version", *GPTQ_FORMAT) if fields.given.get(key) is not None), "version")
+    if str(fields.given.get(key, "gemm")).lower() != "gemm":
+        fields.refuse(key, "it must be gemm")
     bits = fields.one_of("bits", 4) if "bits" in fields.given else fields.one_of("w_bit", 4)
     fields.one_of("zero_point", True, default=True)
     group = fields.group("group_size" if "group_size" in fields.given else "q_group_size")
@@ -238,7 +241,11 @@ def _gptq(fields: _Fields) -> Quantization:
     bits, group = fields.one_of("bits", 4, 8), fields.group()
     if fields.flag("desc_act", False) and group is not None:
         fields.refuse("desc_act", "columns in the order of activations (act-order) are not supported")
-    version = fields.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    if fields.given.get("rotation") is not None:
+        fields.refuse("rotation", "rotated weights are not supported")
+    fields.one_of("pack_dtype", "int32", default="int32")
+    key = next((key for key in GPTQ_FORMAT if fields.given.get(key) is not None), GPTQ_FORMAT[0])
+    version = fields.one_of(key, "gptq", "gptq_v2", default="gptq")
     dynamic = fields.child("dynamic")
     if dynamic is not None and any(not rule.startswith("-:") for rule in dynamic.given):
         fields.refuse("dynamic", "layers with other bits or groups than the rest are not supported")

@@ -29,6 +29,7 @@ Read = Callable[[str], Tensor]  # a tensor of the file by its name
 
 FLOATS, WORDS = ("F32", "F16", "BF16"), ("I32",)
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column 0, 1, ... of its eight lies
+ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # 1 for each code of a word
 NOT_A_NUMBER = 0x7F  # the e4m3 code, without its sign
 UNUSED = (  # scales of activations and of the cache, by the last part of their names
     "input_scale",
@@ -231,17 +232,16 @@ def _read_gptq(weight: CodedWeight, part: Read) -> StoredWeight:
     if "g_idx" in weight.parts:
         _check_order(part("g_idx"), weight)
     data = part("qweight").t().contiguous().view(torch.uint8)
-    zeros: Tensor | None = _codes(part("qzeros"), scheme.bits).t() + int(scheme.zeros_less_one)
-    assert zeros is not None
-    zeros &= 2**scheme.bits - 1
-    if not scheme.zeros:
-        if bool((zeros != 2 ** (scheme.bits - 1)).any()):
-            raise BrokenModel(
-                f"{weight.where} has zero points that are not the middle code, and quantization_config says sym: true; "
-                "set sym to false, or correct checkpoint_format (gptq or gptq_v2)"
-            )
-        zeros = None
-    return _stored(weight, data, part("scales").t(), zeros)
+    packed = part("qzeros")
+    if scheme.zeros_less_one:
+        packed = packed + ONE_EACH[scheme.bits]  # as a whole: a zero point of 0 has borrowed from the next
+    zeros = _codes(packed, scheme.bits).t()
+    if not scheme.zeros and bool((zeros != 2 ** (scheme.bits - 1)).any()):
+        raise BrokenModel(
+            f"{weight.where} has zero points that are not the middle code, and quantization_config says sym: true; "
+            "set sym to false, or correct checkpoint_format (gptq or gptq_v2)"
+        )
+    return _stored(weight, data, part("scales").t(), zeros if scheme.zeros else None)
 
 
 def _check_order(groups: Tensor, weight: CodedWeight) -> None:
