@@ -73,8 +73,7 @@ class Decoder:
         self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
 
         def stored(name: str) -> StoredWeight:
-            weight = StoredWeight.of(weights[name])
-            return weight.to(dtypes.stored_kind(weight), device)
+            return StoredWeight.of(weights[name]).to(dtypes.stored, device)
 
         def vector(name: str) -> Tensor:
             return StoredWeight.of(weights[name]).to(WeightKind.of(dtypes.compute), device).data.contiguous()
@@ -105,8 +104,7 @@ class Decoder:
         tied = head is None and config.tie_embeddings
         self.head = packed("model.embed_tokens" if tied else "lm_head") if head is None else head
         if embedding is None:
-            weight = StoredWeight.of(weights["model.embed_tokens.weight"]).to(dtypes.stored, device)
-            embedding = kernels.embedding(weight, self.head if tied else None)
+            embedding = kernels.embedding(stored("model.embed_tokens.weight"), self.head if tied else None)
         self.embedding = embedding  # indexed by token ids
         self._shape: Shape | None = None
         self._stack: tuple[Stack | None, Shape | None] = None, None

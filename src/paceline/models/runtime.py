@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,7 @@ def load_model(
     weights, extra = load_all_weights(path, config, declared)
     tokenizer = Tokenizer.from_path(path)  # before the weights are read, which takes longest
     stored = choose_dtype(dtype, place)
-    dtypes, kind = Dtypes.of(stored, place), weights.kinds[TYPICAL]
-    if stored is not None:
-        dtypes = replace(dtypes, keeps_codes=dtype == "auto")
-        if not dtypes.keeps_codes or not (kind.is_blocks or kind.has_scales):
-            kind = WeightKind.of(stored)
+    kind = weights.kinds[TYPICAL] if stored is None else WeightKind.of(stored)
     if activations == INT8 and not kind.is_blocks:
         raise InvalidParameter(
             "activations",
@@ -79,7 +75,7 @@ def load_model(
         )
     try:
         with torch_threads(kernels.torch_threads):
-            decoder = Decoder(config, weights, kernels, device=place, dtypes=dtypes)
+            decoder = Decoder(config, weights, kernels, device=place, dtypes=Dtypes.of(stored, place))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
@@ -106,7 +102,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """auto: a CPU reads weights as the file has them (None), a GPU reads bf16, or codes as the file has them."""
+    """auto: a CPU reads weights as the file has them (None), a GPU reads bf16."""
     if name != "auto":
         return DTYPES[name]
     return torch.bfloat16 if device.type == "cuda" else None

@@ -198,11 +198,6 @@ class Dtypes:
     stored: WeightKind | None  # of weights; None: each as its file has it. Kernels may widen them (`Kernels.pack`)
     compute: torch.dtype  # of activations
     cache: torch.dtype  # of K and V
-    keeps_codes: bool = False  # weights stored as codes or blocks stay as they are, whatever `stored` is
-
-    def stored_kind(self, weight: StoredWeight) -> WeightKind | None:
-        """The kind that the decoder stores a weight as; None: its own."""
-        return None if self.keeps_codes and (weight.kind.is_blocks or weight.kind.has_scales) else self.stored
 
     @property
     def numbers(self) -> torch.dtype:
