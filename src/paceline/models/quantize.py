@@ -45,7 +45,7 @@ def quantize_folder(source: Path, to: str, out: Path, progress: Callable[[int, i
         raise InvalidParameter("model", f"{source} is stored as blocks already; name a folder of safetensors")
     config = load_config(source)
     weights = load_weights(source, config)
-    if stored := next((kind for kind in weights.kinds.values() if kind.is_blocks), None):
+    if stored := next((kind for kind in weights.kinds.values() if kind.is_blocks or kind.has_scales), None):
         raise InvalidParameter("model", f"{source} is stored as {stored.label} already; name the original model")
     kinds = choose_kinds(config, TARGETS[to], str(source))
     shapes = expected_shapes(config)

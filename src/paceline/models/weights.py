@@ -177,7 +177,9 @@ def in_one_kind(weight: Tensor | StoredWeight | Sequence[StoredWeight]) -> Store
     parts = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
     stored = [StoredWeight.of(part) for part in parts]
     if len({part.kind for part in stored}) > 1 or stored[0].kind.is_blocks or stored[0].kind.has_scales:
-        stored = [part.to(WeightKind.FLOAT32, part.data.device) for part in stored]
+        device = stored[0].data.device
+        wide = WeightKind.FLOAT32 if device.type == "cpu" else WeightKind.BFLOAT16  # as `Dtypes.of` computes
+        stored = [part.to(wide, device) for part in stored]
     return joined(stored)
 
 
@@ -189,13 +191,17 @@ class Linear:
     bias: Tensor | None  # (N,)
 
     @property
+    def kinds(self) -> set[WeightKind]:
+        return {self.weight.kind}
+
+    @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    stored: WeightKind | None  # of weights; None: each as its file has it. Kernels may widen them (`Kernels.pack`)
+    stored: WeightKind | None  # of weights; None: as their file has them (`kept`). Kernels may widen them
     compute: torch.dtype  # of activations
     cache: torch.dtype  # of K and V
 
@@ -204,11 +210,18 @@ class Dtypes:
         """Of weights that are stored as plain numbers."""
         return self.compute if self.stored is None else self.stored.dtype
 
+    def kept(self, kind: WeightKind) -> WeightKind | None:
+        """In which kind a weight of the file is kept; None: as it is. A GPU has all plain numbers in one dtype."""
+        if self.stored is not None or self.compute is torch.float32 or kind.is_blocks or kind.has_scales:
+            return self.stored
+        return WeightKind.of(self.compute)
+
     @staticmethod
-    def of(stored: torch.dtype | None, device: torch.device) -> Dtypes:
-        """A CPU computes in fp32, a GPU in the dtype of its weights; the cache has the dtype of the computation."""
-        compute = torch.float32 if stored is None or device.type == "cpu" else stored
-        return Dtypes(None if stored is None else WeightKind.of(stored), compute, compute)
+    def of(stored: torch.dtype | None, device: torch.device, cache: torch.dtype | None = None) -> Dtypes:
+        """A CPU computes in fp32, a GPU in the dtype of its weights, or bf16; the cache has the dtype of the
+        computation unless another is given."""
+        compute = torch.float32 if device.type == "cpu" else stored or torch.bfloat16
+        return Dtypes(None if stored is None else WeightKind.of(stored), compute, cache or compute)
 
 
 BLOCKS = {WeightKind[name]: layout for name, layout in LAYOUTS.items()}
