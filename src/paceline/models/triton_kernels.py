@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.models.block_codes import as_codes
 from paceline.models.chain import GreedyChain
 from paceline.models.kernels import FLOAT32, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import elementwise
 from paceline.models.triton.attention import Work, Workspace, attention, work_of
+from paceline.models.triton.codes import fits, keeps_codes, laid_out
 from paceline.models.triton.greedy_chain import TritonChain, served
 from paceline.models.triton.launch import INTERPRETED, multiprocessors
 from paceline.models.triton.linear import Rotary, linear
-from paceline.models.weights import Linear, StoredWeight, in_one_kind
+from paceline.models.weights import Linear, StoredWeight, WeightKind, alike, in_one_kind, joined
 
 log = logging.getLogger("paceline")
 
@@ -39,9 +41,23 @@ class TritonKernels:
         self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Linear:
-        stored = in_one_kind(weight)
-        stored = replace(stored, data=stored.data.contiguous())
-        return Linear(stored, None if bias is None else bias.detach().contiguous())
+        """Codes and blocks stay codes where the kernels' layout fits, for activations in bf16."""
+        bias = None if bias is None else bias.detach().contiguous()
+        parts = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
+        stored = [StoredWeight.of(part) for part in parts]
+        if any(part.kind.is_blocks or part.kind.has_scales for part in stored):
+            return Linear(self._codes(stored), bias)
+        one = in_one_kind(stored)
+        return Linear(replace(one, data=one.data.contiguous()), bias)
+
+    def _codes(self, stored: Sequence[StoredWeight]) -> StoredWeight:
+        found = [as_codes(part) if part.kind.is_blocks else part for part in stored]
+        codes = [part for part in found if part is not None and part.kind.has_scales]
+        if len(codes) == len(stored) and alike(codes) and fits(codes) and keeps_codes(stored[0].data.device):
+            return laid_out(joined(codes))
+        kinds = ", ".join(sorted({part.kind.label for part in stored}))
+        log.warning("weights stored as %s are expanded to bfloat16 on this GPU", kinds)
+        return joined([part.to(WeightKind.BFLOAT16, part.data.device) for part in stored])
 
     def embedding(self, weight: StoredWeight, packed: Linear | None) -> Tensor:
         return weight.numbers()
