@@ -1,7 +1,8 @@
 """Rounds weights to codes beside their scales, in compressed-tensors' layout: a folder that vLLM and others read too.
 
-int4: groups of the largest of 128, 64 and 32 columns that divides every row, a bf16 scale each. fp8: e4m3, a scale for
-each row. Scales follow from the largest weight. Embedding, head, norms and biases stay as they are.
+int4: groups of the largest of 128, 64 and 32 columns that divides every row. fp8: e4m3, a scale for each row. Scales
+follow from the largest weight and are bf16, in which transformers holds them whatever the file has. Embedding, head,
+norms and biases stay as they are.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def headers(weights: Weights, config: ModelConfig, kind: WeightKind, group: int)
             found[f"{layer}.weight_shape"] = Header("I64", (2,))
         else:
             found[name] = Header("F8_E4M3", (n, k))
-            found[f"{layer}.weight_scale"] = Header("F32", (n, 1))
+            found[f"{layer}.weight_scale"] = Header("BF16", (n, 1))
     return found
 
 
@@ -98,5 +99,6 @@ def rounded_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def rounded_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
-    scales = values.abs().amax(1, keepdim=True) / MOST_FP8
-    return (values / torch.where(scales == 0, 1.0, scales)).to(torch.float8_e4m3fn), scales
+    scales = (values.abs().amax(1, keepdim=True) / MOST_FP8).bfloat16()
+    steps = values / torch.where(scales == 0, 1.0, scales.float())
+    return steps.clamp(-MOST_FP8, MOST_FP8).to(torch.float8_e4m3fn), scales
