@@ -90,15 +90,18 @@ def test_the_command_writes_a_folder_that_loads_and_says_how_far_it_is(
     assert "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("activations", ["float32", "int8"])
-def test_drafting_changes_no_token_of_a_quantised_model(activations: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("to", "kept", "activations"),
+    [("q4_1", "q4_1", "float32"), ("q4_1", "q4_1", "int8"), ("int4", "q4_0", "float32"), ("fp8", "float32", "float32")],
+)
+def test_drafting_changes_no_token_of_a_quantised_model(to: str, kept: str, activations: str, tmp_path: Path) -> None:
     from paceline import LLM, SamplingParams
 
     sized_model(tmp_path / "m")
-    quantize_folder(tmp_path / "m", "q4_1", tmp_path / "out", lambda done, total: None)
+    quantize_folder(tmp_path / "m", to, tmp_path / "out", lambda done, total: None)
     prompts, accepted = [[1, 2, 3, 4, 1, 2, 3], [9, 9, 8, 9, 9]], 0
     with LLM(str(tmp_path / "out"), device="cpu", activations=activations, method="ngram", k=5) as llm:
-        assert (llm.dtype_name, llm.activations) == ("q4_1", activations)
+        assert (llm.dtype_name, llm.activations) == (kept, activations)
         for temperature in (0.0, 0.7):
             drafted = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
             plain = replace(drafted, speculation="none")
