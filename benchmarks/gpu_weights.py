@@ -223,7 +223,7 @@ def passes(kinds: list[str], tiny: bool) -> dict[str, Any]:
         head_dim=32 if tiny else SIZE.head_dim, max_positions=8192, tie_embeddings=False,
     )  # fmt: skip
     found: dict[str, Any] = {}
-    dtypes = replace(Dtypes.of(BF16, DEVICE), keeps_codes=True)
+    dtypes = Dtypes.of(None, DEVICE)
     for kind in ["bf16", *kinds]:
         kernels = TritonKernels(DEVICE) if tiny else kernels_for(DEVICE)
         decoder = Decoder(config, Coded(config, kind), kernels, device=DEVICE, dtypes=dtypes)

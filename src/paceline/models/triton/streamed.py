@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paceline.models.triton.elementwise import rotate
+from paceline.models.triton.elementwise import cached, rotate
 from paceline.models.triton.launch import release, wait
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its older name
@@ -234,16 +234,15 @@ def finish(
             mine = used[None, :] & (inside & (head < q_heads))[:, None]
             gl.store(out + place, turned_first, mask=mine)
             gl.store(out + place + HALF, turned_second, mask=mine)
-            CACHED: gl.constexpr = k_cache.dtype.element_ty
             kept = (slot >= 0)[None, :]
             place = slot[None, :] * (KV_HEADS * DIM) + (at_n - q_heads * DIM)[:, None]
             mine = kept & (inside & (head >= q_heads) & (head < q_heads + KV_HEADS))[:, None]
-            gl.store(k_cache + place, turned_first.to(CACHED), mask=mine)
-            gl.store(k_cache + place + HALF, turned_second.to(CACHED), mask=mine)
+            gl.store(k_cache + place, cached(turned_first, k_cache), mask=mine)
+            gl.store(k_cache + place + HALF, cached(turned_second, k_cache), mask=mine)
             place -= KV_HEADS * DIM
             mine = kept & (inside & (head >= q_heads + KV_HEADS))[:, None]
-            gl.store(v_cache + place, first.to(CACHED), mask=mine)
-            gl.store(v_cache + place + HALF, second.to(CACHED), mask=mine)
+            gl.store(v_cache + place, cached(first, v_cache), mask=mine)
+            gl.store(v_cache + place + HALF, cached(second, v_cache), mask=mine)
     else:
         PLAIN: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
         result = gl.convert_layout(total, PLAIN)
