@@ -155,11 +155,13 @@ def expanded(
         shift = scale
         if SHIFT != NONE:
             shift = grouped(shifts, slot, S, Q, SCALE)
-        return of_nibbles(bytes, scale, shift, S, SHIFT)
-    first = unit_of(codes, scales, shifts, slot, 0, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
-    second = unit_of(codes, scales, shifts, slot, 1, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
-    # (strip, lane's row, lane's pair, 16 columns, 8 of them, upper or lower row, one of a pair, 32 columns)
-    return gl.join(first, second).permute((0, 5, 1, 7, 3, 4, 2, 6)).reshape([16 * S, 64])
+        w = of_nibbles(bytes, scale, shift, S, SHIFT)
+    else:
+        first = unit_of(codes, scales, shifts, slot, 0, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
+        second = unit_of(codes, scales, shifts, slot, 1, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
+        # (strip, lane's row, lane's pair, 16 columns, 8 of them, upper or lower row, one of a pair, 32 columns)
+        w = gl.join(first, second).permute((0, 5, 1, 7, 3, 4, 2, 6)).reshape([16 * S, 64])
+    return w
 
 
 @gluon.jit
@@ -185,14 +187,16 @@ def unit_of(
     bytes = codes.index(slot * 2 + unit).load(COPY).reshape([S, 8, 4, 2, 2, 2, 2])
     bytes = gl.convert_layout(bytes, CODES, assert_trivial=True)
     if KIND == FLOAT:
-        return gl.inline_asm_elementwise(FLOATS, "=r,=r,r", [bytes], dtype=gl.bfloat16, is_pure=True, pack=4)
-    scale = scales.index(slot * Q + unit % Q).load(SCALE)
-    scale = scale[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
-    shift = scale
-    if SHIFT != NONE:
-        shift = shifts.index(slot * Q + unit % Q).load(SCALE)
-        shift = shift[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
-    return rounded(bytes, scale, shift, KIND, SHIFT)
+        w = gl.inline_asm_elementwise(FLOATS, "=r,=r,r", [bytes], dtype=gl.bfloat16, is_pure=True, pack=4)
+    else:
+        scale = scales.index(slot * Q + unit % Q).load(SCALE)
+        scale = scale[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
+        shift = scale
+        if SHIFT != NONE:
+            shift = shifts.index(slot * Q + unit % Q).load(SCALE)
+            shift = shift[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
+        w = rounded(bytes, scale, shift, KIND, SHIFT)
+    return w
 
 
 @gluon.jit
