@@ -164,6 +164,7 @@ def joined(parts: Sequence[StoredWeight]) -> StoredWeight:
     data, *others = (
         None if column[0] is None else torch.cat(column) for column in zip(*(p.parts for p in parts), strict=True)
     )
+    assert data is not None
     return StoredWeight(parts[0].kind, data, (sum(part.shape[0] for part in parts), parts[0].shape[1]), *others)
 
 

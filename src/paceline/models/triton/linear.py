@@ -97,8 +97,9 @@ def linear(
     overlap = overlap and (rows <= EARLY_ROWS or n * k <= SMALL)
     length = k // segments
     bias, scales = weight.bias, None
-    turned = () if rotary is None else (rotary.positions, rotary.slots, rotary.cos, rotary.sin)
-    turned += () if rotary is None else (rotary.k_cache, rotary.v_cache)
+    turned: tuple[Tensor, ...] = ()
+    if rotary is not None:
+        turned = (rotary.positions, rotary.slots, rotary.cos, rotary.sin, rotary.k_cache, rotary.v_cache)
     if weight.weight.kind.has_scales:
         if streams(x, weight.weight, gated, dim):
             launch_streamed(

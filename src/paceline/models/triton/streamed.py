@@ -5,6 +5,7 @@ at a time in the same order. `codes.laid_out` puts a lane's share of the tensor 
 bytes. Codes, scales and rows of x stream through a ring of buffers; a tile's strips of 16 rows may come from anywhere,
 so that gate and up, or the two halves of a head, meet in one program.
 """
+# mypy: disable-error-code="no-redef"
 
 from __future__ import annotations
 
