@@ -4,6 +4,7 @@ weights costs. The kernels themselves are in `models.triton`, one file per idea.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +24,14 @@ from paceline.models.triton.codes import fits, keeps_codes, laid_out
 from paceline.models.triton.greedy_chain import TritonChain, served
 from paceline.models.triton.launch import INTERPRETED, multiprocessors
 from paceline.models.triton.linear import Rotary, linear
-from paceline.models.weights import Linear, StoredWeight, WeightKind, alike, in_one_kind, joined
+from paceline.models.weights import Linear, StoredWeight, alike, in_one_kind, joined
 
 log = logging.getLogger("paceline")
+
+
+@functools.cache
+def _warn_expanded(kinds: str) -> None:
+    log.warning("weights stored as %s take the memory of bfloat16: the kernels here do not read them as stored", kinds)
 
 
 class TritonKernels:
@@ -55,9 +61,8 @@ class TritonKernels:
         codes = [part for part in found if part is not None and part.kind.has_scales]
         if len(codes) == len(stored) and alike(codes) and fits(codes) and keeps_codes(stored[0].data.device):
             return laid_out(joined(codes))
-        kinds = ", ".join(sorted({part.kind.label for part in stored}))
-        log.warning("weights stored as %s are expanded to bfloat16 on this GPU", kinds)
-        return joined([part.to(WeightKind.BFLOAT16, part.data.device) for part in stored])
+        _warn_expanded(", ".join(sorted({part.kind.label for part in stored})))
+        return in_one_kind(stored)
 
     def embedding(self, weight: StoredWeight, packed: Linear | None) -> Tensor:
         return weight.numbers()
@@ -91,7 +96,7 @@ class TritonKernels:
         self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
     ) -> GreedyChain | None:
         programs = multiprocessors(weights.embedding.device)
-        if not served(weights, config, programs):
+        if not served(weights, caches, config, programs):
             return None
         try:
             made = TritonChain(weights, shape, caches, block_size, config, programs)

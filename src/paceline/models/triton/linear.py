@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.models.triton.codes import Ring, in_numbers, launch_streamed, streams
-from paceline.models.triton.elementwise import rotate, sum_segments
+from paceline.models.triton.elementwise import cached, rotate, sum_segments
 from paceline.models.triton.launch import fetch, overlapped, release, unfused, wait
 from paceline.models.weights import Linear
 
@@ -97,8 +97,9 @@ def linear(
     overlap = overlap and (rows <= EARLY_ROWS or n * k <= SMALL)
     length = k // segments
     bias, scales = weight.bias, None
-    turned = () if rotary is None else (rotary.positions, rotary.slots, rotary.cos, rotary.sin)
-    turned += () if rotary is None else (rotary.k_cache, rotary.v_cache)
+    turned: tuple[Tensor, ...] = ()
+    if rotary is not None:
+        turned = (rotary.positions, rotary.slots, rotary.cos, rotary.sin, rotary.k_cache, rotary.v_cache)
     if weight.weight.kind.has_scales:
         if streams(x, weight.weight, gated, dim):
             launch_streamed(
@@ -308,12 +309,12 @@ def turn(total, at_m, used, slot, pair, c, s, out, k_cache, v_cache, n, DIM: tl.
     kept = (slot >= 0)[:, None]
     place = slot[:, None] * (KV_HEADS * DIM) + ((head - q_heads) * DIM + pair % (DIM // 2))[None, :]
     mine = kept & ((head >= q_heads) & (head < q_heads + KV_HEADS))[None, :]
-    tl.store(k_cache + place, turned_first, mask=mine)
-    tl.store(k_cache + place + DIM // 2, turned_second, mask=mine)
+    tl.store(k_cache + place, cached(turned_first, k_cache), mask=mine)
+    tl.store(k_cache + place + DIM // 2, cached(turned_second, k_cache), mask=mine)
     place -= KV_HEADS * DIM
     mine = kept & ((head >= q_heads + KV_HEADS) & (pair < n // 2))[None, :]
-    tl.store(v_cache + place, first, mask=mine)
-    tl.store(v_cache + place + DIM // 2, second, mask=mine)
+    tl.store(v_cache + place, cached(first, v_cache), mask=mine)
+    tl.store(v_cache + place + DIM // 2, cached(second, v_cache), mask=mine)
 
 
 @triton.jit(do_not_specialize=["rows"])

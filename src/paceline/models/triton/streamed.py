@@ -5,6 +5,7 @@ at a time in the same order. `codes.laid_out` puts a lane's share of the tensor 
 bytes. Codes, scales and rows of x stream through a ring of buffers; a tile's strips of 16 rows may come from anywhere,
 so that gate and up, or the two halves of a head, meet in one program.
 """
+# mypy: disable-error-code="no-redef"
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paceline.models.triton.elementwise import rotate
+from paceline.models.triton.elementwise import cached, rotate
 from paceline.models.triton.launch import release, wait
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its older name
@@ -155,11 +156,13 @@ def expanded(
         shift = scale
         if SHIFT != NONE:
             shift = grouped(shifts, slot, S, Q, SCALE)
-        return of_nibbles(bytes, scale, shift, S, SHIFT)
-    first = unit_of(codes, scales, shifts, slot, 0, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
-    second = unit_of(codes, scales, shifts, slot, 1, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
-    # (strip, lane's row, lane's pair, 16 columns, 8 of them, upper or lower row, one of a pair, 32 columns)
-    return gl.join(first, second).permute((0, 5, 1, 7, 3, 4, 2, 6)).reshape([16 * S, 64])
+        w = of_nibbles(bytes, scale, shift, S, SHIFT)
+    else:
+        first = unit_of(codes, scales, shifts, slot, 0, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
+        second = unit_of(codes, scales, shifts, slot, 1, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
+        # (strip, lane's row, lane's pair, 16 columns, 8 of them, upper or lower row, one of a pair, 32 columns)
+        w = gl.join(first, second).permute((0, 5, 1, 7, 3, 4, 2, 6)).reshape([16 * S, 64])
+    return w
 
 
 @gluon.jit
@@ -185,14 +188,16 @@ def unit_of(
     bytes = codes.index(slot * 2 + unit).load(COPY).reshape([S, 8, 4, 2, 2, 2, 2])
     bytes = gl.convert_layout(bytes, CODES, assert_trivial=True)
     if KIND == FLOAT:
-        return gl.inline_asm_elementwise(FLOATS, "=r,=r,r", [bytes], dtype=gl.bfloat16, is_pure=True, pack=4)
-    scale = scales.index(slot * Q + unit % Q).load(SCALE)
-    scale = scale[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
-    shift = scale
-    if SHIFT != NONE:
-        shift = shifts.index(slot * Q + unit % Q).load(SCALE)
-        shift = shift[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
-    return rounded(bytes, scale, shift, KIND, SHIFT)
+        w = gl.inline_asm_elementwise(FLOATS, "=r,=r,r", [bytes], dtype=gl.bfloat16, is_pure=True, pack=4)
+    else:
+        scale = scales.index(slot * Q + unit % Q).load(SCALE)
+        scale = scale[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
+        shift = scale
+        if SHIFT != NONE:
+            shift = shifts.index(slot * Q + unit % Q).load(SCALE)
+            shift = shift[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
+        w = rounded(bytes, scale, shift, KIND, SHIFT)
+    return w
 
 
 @gluon.jit
@@ -234,16 +239,15 @@ def finish(
             mine = used[None, :] & (inside & (head < q_heads))[:, None]
             gl.store(out + place, turned_first, mask=mine)
             gl.store(out + place + HALF, turned_second, mask=mine)
-            CACHED: gl.constexpr = k_cache.dtype.element_ty
             kept = (slot >= 0)[None, :]
             place = slot[None, :] * (KV_HEADS * DIM) + (at_n - q_heads * DIM)[:, None]
             mine = kept & (inside & (head >= q_heads) & (head < q_heads + KV_HEADS))[:, None]
-            gl.store(k_cache + place, turned_first.to(CACHED), mask=mine)
-            gl.store(k_cache + place + HALF, turned_second.to(CACHED), mask=mine)
+            gl.store(k_cache + place, cached(turned_first, k_cache), mask=mine)
+            gl.store(k_cache + place + HALF, cached(turned_second, k_cache), mask=mine)
             place -= KV_HEADS * DIM
             mine = kept & (inside & (head >= q_heads + KV_HEADS))[:, None]
-            gl.store(v_cache + place, first.to(CACHED), mask=mine)
-            gl.store(v_cache + place + HALF, second.to(CACHED), mask=mine)
+            gl.store(v_cache + place, cached(first, v_cache), mask=mine)
+            gl.store(v_cache + place + HALF, cached(second, v_cache), mask=mine)
     else:
         PLAIN: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
         result = gl.convert_layout(total, PLAIN)
