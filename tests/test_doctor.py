@@ -30,7 +30,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_report_has_exactly_these_parts(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, text = examined(capsys)
     assert set(report) == {"paceline", "machine", "torch", "use", "cache", "findings"}
-    assert set(report["use"]) == {"device", "dtype", "threads", "kernels", "kernels_status", "numerics", "activations"}
+    kernels = {"kernels", "kernels_status", "numerics", "activations", "kv_dtype"}
+    assert set(report["use"]) == kernels | {"device", "dtype", "threads"}
     assert report["use"]["numerics"] in ("exact", "fast")
     assert report["machine"]["usable_cores"] == machine.usable_cores()
     assert report["torch"]["version"] in text

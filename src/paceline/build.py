@@ -31,7 +31,7 @@ class Target:
 
     path: Path
     loaded: LoadedModel
-    note: str | None  # for the user: a fault of the machine that was worked around
+    note: str | None  # for the user: a fault of the machine that was worked around, what the model leaves out
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def load(
     numerics: str = "exact",
     tokenizer: str | None = None,
     activations: str = "float32",
+    kv_dtype: str = "auto",
     progress: Progress | None = None,
 ) -> Target:
     """`tokenizer`: a model whose tokenizer is used in place of the model's own."""
@@ -69,9 +70,10 @@ def load(
         threads=threads,
         numerics=numerics,
         activations=activations,
+        kv_dtype=kv_dtype,
         tokenizer=None if tokenizer is None else resolve(tokenizer, progress),
     )
-    return Target(path, loaded, note)
+    return Target(path, loaded, "; ".join(filter(None, (note, *loaded.notes))) or None)
 
 
 def build(
@@ -117,7 +119,8 @@ def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> Draf
         config=loaded.config,
         device=decoder.device,
         speculation=speculation,
-        dtype="auto" if on_cpu else str(loaded.dtype).removeprefix("torch."),
+        dtype="auto" if on_cpu else str(decoder.dtypes.numbers).removeprefix("torch."),
+        kv_dtype=loaded.kv_dtype,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         token_texts=tokenizer.token_text,
         embedding=decoder.embedding,

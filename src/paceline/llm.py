@@ -59,6 +59,7 @@ class LLM:
         threads: int | None = None,
         numerics: str = "exact",
         activations: str = "float32",
+        kv_dtype: str = "auto",
         seed: int | None = None,
         method: str = AUTO,
         k: int | str | None = None,
@@ -113,6 +114,7 @@ class LLM:
             gpu_memory_fraction=renamed(theirs, "gpu_memory_utilization", gpu_memory_fraction, 0.9),
             prefix_caching=renamed(theirs, "enable_prefix_caching", prefix_caching, True),
         )
+        kv_dtype = renamed(theirs, "kv_cache_dtype", kv_dtype, "auto")
         refuse(theirs, ENGINE, inspect.signature(LLM).parameters, "LLM")
         model = path_or_name("model", model)
         device = _word("device", str(device) if isinstance(device, torch.device) else device)
@@ -128,6 +130,7 @@ class LLM:
             threads=None if threads is None else whole_number("threads", threads, 1),
             numerics=_word("numerics", numerics),
             activations=_word("activations", activations),
+            kv_dtype=_word("kv_dtype", kv_dtype),
             tokenizer=None if tokenizer is None else path_or_name("tokenizer", tokenizer),
             progress=progress,
         )
@@ -173,6 +176,11 @@ class LLM:
     def activations(self) -> str:
         """What enters products with weights: float32, or int8 (another model, with outputs of its own)."""
         return self.loaded.decoder.kernels.activations
+
+    @property
+    def kv_dtype(self) -> str:
+        """auto: the cache has the precision of the computation; or fp8 (another model, with outputs of its own)."""
+        return self.loaded.kv_dtype
 
     @property
     def device_name(self) -> str:

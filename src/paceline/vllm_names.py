@@ -25,7 +25,11 @@ class Theirs(NamedTuple):
 ONE_DEVICE = Theirs("a model runs on one device here; leave it out", (1,))
 NO_PLUGINS = Theirs("adapters are not there; merge the adapter into the model first", (False,))
 LOSSY = Theirs("would change the model's output, and paceline is always lossless; leave it out")
-RENAMED = {"gpu_memory_utilization": "gpu_memory_fraction", "enable_prefix_caching": "prefix_caching"}
+RENAMED = {
+    "gpu_memory_utilization": "gpu_memory_fraction",
+    "enable_prefix_caching": "prefix_caching",
+    "kv_cache_dtype": "kv_dtype",
+}
 # The flat settings of older versions, by their name in `speculative_config`.
 SPECULATIVE = {
     "speculative_model": "model",
@@ -46,12 +50,11 @@ ENGINE = {
     "tokenizer_mode": Theirs("there is one kind of tokenizer, the fast one; leave it out", ("auto", "hf")),
     "skip_tokenizer_init": Theirs("the tokenizer is always loaded; leave it out", (False,)),
     "trust_remote_code": Theirs("code that comes with a model is never run; leave it out", (False,)),
-    "quantization": Theirs("is read from the model's own files; name a quantised file, such as a .gguf, as the model"),
+    "quantization": Theirs("is read from the model's own files; leave it out"),
     "load_format": Theirs("is found out from the model's files; leave it out", ("auto", "safetensors")),
     "download_dir": Theirs("set the environment variable PACELINE_HOME to the folder for downloads"),
     "hf_overrides": Theirs("change config.json in a copy of the model's folder instead"),
     "generation_config": Theirs("set what should differ from the model's own in SamplingParams", ("auto",)),
-    "kv_cache_dtype": Theirs("the cache has the precision of the computation; leave it out", ("auto",)),
     "block_size": Theirs("blocks of the cache hold 16 tokens; leave it out", (16,)),
     "max_logprobs": Theirs("at most 20 log-probabilities are returned per token; leave it out", (20,)),
     "swap_space": Theirs("the cache is never moved to the host; leave it out", (0,)),

@@ -166,7 +166,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ between layers"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),  # of a drafter, whose weights are plain
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ({"num_local_experts": 8}, "num_local_experts"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention"] * 3}, "linear_attention"),

@@ -39,16 +39,24 @@ def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
     """Refuses one that does not fit into memory, or whose vocabulary is not the target's."""
     on_cpu = target.decoder.device.type == "cpu"
     config = load_config(path)
-    needed = parameters(config) * (4 if on_cpu else target.dtype.itemsize)
+    numbers = target.decoder.dtypes.numbers
+    needed = parameters(config) * (4 if on_cpu else numbers.itemsize)
     free = machine.memory().available if on_cpu else 0
     if free and needed > MEMORY_SHARE * free:
         raise DeviceError(f"{name} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free")
     context = DrafterContext(
         target.config, target.decoder.device, SpeculationConfig(), token_texts=target.tokenizer.token_text
     )
-    dtype = "auto" if on_cpu else str(target.dtype).removeprefix("torch.")
+    # auto has plain numbers in bf16 on a GPU, and leaves codes and blocks small.
+    dtype = "auto" if on_cpu or numbers is torch.bfloat16 else str(numbers).removeprefix("torch.")
     # The target has set the number of threads; loading a second model must not change it.
-    loaded = load_model(path, dtype=dtype, device=target.decoder.device.type, threads=torch.get_num_threads())
+    loaded = load_model(
+        path,
+        dtype=dtype,
+        device=target.decoder.device.type,
+        threads=torch.get_num_threads(),
+        kv_dtype=target.kv_dtype,
+    )
     check_vocabulary(name, loaded, context)
     return DraftModel(
         name=name,

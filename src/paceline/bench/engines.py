@@ -182,6 +182,7 @@ class Engines:
             "dtype": loaded.kind.label,
             "kernels": loaded.decoder.kernels.name,
             "activations": loaded.decoder.kernels.activations,
+            "kv_dtype": loaded.kv_dtype,
         }
 
 

@@ -121,7 +121,7 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
     """The values that `auto` stands for on this machine."""
     from paceline.models.kernels import ACTIVATIONS, kernels_for, why_slow
     from paceline.models.native_kernels import library_status
-    from paceline.models.runtime import choose_device
+    from paceline.models.runtime import KV_DTYPES, choose_device
 
     device = choose_device("auto")
     kernels = kernels_for(device)
@@ -131,11 +131,12 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
         status = f"{kernels.name}, slow: see the findings"
     return {
         "device": device.type,
-        "dtype": "as stored" if device.type == "cpu" else "bfloat16",
+        "dtype": "as stored" if device.type == "cpu" else "bfloat16, or quantised as stored",
         "threads": machine.usable_cores(),
         "kernels": kernels.name,
         "kernels_status": status,
         "activations": list(ACTIVATIONS) if kernels.name.startswith("native") else [kernels.activations],
+        "kv_dtype": list(KV_DTYPES)[: 2 if device.type == "cuda" and kernels.captures else 1],
         "numerics": "exact" if kernels.exact else "fast",
     }
 
@@ -160,6 +161,7 @@ def render(report: dict[str, Any]) -> list[str]:
             f"  numerics {use['numerics']}",
             f"  activations {use['activations'][0]}"
             + "".join(f" ({other} with --activations {other})" for other in use["activations"][1:]),
+            f"  kv cache {use['kv_dtype'][0]}" + "".join(f" ({o} with --kv-dtype {o})" for o in use["kv_dtype"][1:]),
         ]
     if not report["findings"]:
         return [*lines, "nothing is wrong"]

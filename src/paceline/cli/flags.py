@@ -18,6 +18,9 @@ ModelFlag = Annotated[str, flag("--model", "-m", help=_WHICH, metavar="MODEL")]
 Dtype = Annotated[str, flag("--dtype", help="Weights.", metavar="auto|float32|bfloat16")]
 Device = Annotated[str, flag("--device", help="Where to run.", metavar="auto|cpu|cuda")]
 Activations = Annotated[str, flag("--activations", help="int8 is another model.", metavar="float32|int8")]
+KVDtype = Annotated[
+    str, flag("--kv-dtype", "--kv-cache-dtype", help="fp8 is another model (a GPU only).", metavar="auto|fp8")
+]
 Threads = Annotated[int | None, flag("--threads", help="CPU threads; all usable cores if unset.")]
 DraftModel = Annotated[str | None, flag("--draft-model", help="A smaller model that drafts.", metavar="MODEL")]
 Drafter = Annotated[str | None, flag("--drafter", help="A drafter trained for this model.", metavar="PATH")]

@@ -131,6 +131,7 @@ def load_llm(options: RunOptions, more: dict[str, Any]) -> LLM:
             device=options.device,
             numerics=options.numerics,
             activations=options.activations,
+            kv_dtype=options.kv_dtype,
             threads=options.threads,
             max_model_len=options.max_model_len,
             gpu_memory_fraction=options.gpu_memory_fraction,

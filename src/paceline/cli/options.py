@@ -59,6 +59,15 @@ class RunOptions:
             metavar="NAME",
         ),
     ] = "float32"
+    kv_dtype: Annotated[
+        str,
+        _model(
+            "--kv-dtype",
+            "--kv-cache-dtype",
+            help="auto, or fp8: half the cache's memory on a GPU, but another model's output.",
+            metavar="NAME",
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None, _model("--max-model-len", help="Longest context (prompt and answer), in tokens.")
     ] = None
@@ -162,7 +171,7 @@ class RunOptions:
     @property
     def target(self) -> tuple[str, ...]:
         """What decides the model's output beside sampling: drafting never does."""
-        return (self.model, self.dtype, self.numerics, self.activations)
+        return (self.model, self.dtype, self.numerics, self.activations, self.kv_dtype)
 
     @property
     def token_limit(self) -> int:

@@ -91,8 +91,8 @@ class Tally:
         tokens = "1 token" if self.completion_tokens == 1 else f"{self.completion_tokens} tokens"
         drafting = drafting_words(self.llm, self.speculation, self.params)
         first = "" if self.ttft_s is None else f" · first after {self.ttft_s:.2f} s"
-        target = "" if self.llm.activations == "float32" else f" · {self.llm.activations} activations"
-        return f"{tokens}{self._end_words()} · {rate_words(self.tokens_per_second)} · {drafting}{first}{target}"
+        rate = rate_words(self.tokens_per_second)
+        return f"{tokens}{self._end_words()} · {rate} · {drafting}{first}{target_words(self.llm)}"
 
     def _end_words(self) -> str:
         """Why an answer ended that the model had not finished, unless the user set that limit."""
@@ -103,6 +103,12 @@ class Tally:
             return f" (stopped at {self.default_limit}: --max-tokens allows more)"
         full = self.llm.max_model_len - len(self.output.prompt_token_ids)
         return " (the context is full)" if any(len(answer.token_ids) >= full for answer in cut) else ""
+
+
+def target_words(llm: LLM) -> str:
+    """Settings that make the target another one than the checkpoint as it is."""
+    activations = "" if llm.activations == "float32" else f" · {llm.activations} activations"
+    return activations + ("" if llm.kv_dtype == "auto" else f" · {llm.kv_dtype} cache")
 
 
 def rate_words(tokens_per_second: float | None) -> str:
@@ -156,7 +162,9 @@ def result_object(tally: Tally, top: int | None) -> dict[str, Any]:
     return {
         "model": llm.name,
         "method": llm.method,
+        "weights": llm.dtype_name,
         "activations": llm.activations,
+        "kv_dtype": llm.kv_dtype,
         "choices": [{**choice_object(answer, top), "token_ids": list(answer.token_ids)} for answer in output.outputs],
         "usage": {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": tally.completion_tokens},
         "timing": {

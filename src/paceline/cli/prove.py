@@ -36,6 +36,7 @@ def prove(
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
     activations: flags.Activations = "float32",
+    kv_dtype: flags.KVDtype = "auto",
     numerics: Annotated[
         str, flag("--numerics", help="fast: near-ties that fall differently are reported.", metavar="exact|fast")
     ] = "exact",
@@ -61,6 +62,7 @@ def prove(
             device=device,
             numerics=numerics,
             activations=activations,
+            kv_dtype=kv_dtype,
             threads=threads,
             method=AUTO,
             draft_model=draft_model,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.server.state import ServerSettings
 
 KEY_VARIABLE = "PACELINE_API_KEY"
+MODEL_OPTIONS = ("dtype", "device", "threads", "numerics", "activations", "kv_dtype")
 _flag = functools.partial(typer.Option, rich_help_panel="Server")
 
 
@@ -125,7 +126,7 @@ def server_settings(options: RunOptions, engine: dict[str, Any], **server: Any) 
     return ServerSettings(
         engine=EngineSettings(
             options.model,
-            {name: getattr(options, name) for name in ("dtype", "device", "threads", "numerics", "activations")},
+            {name: getattr(options, name) for name in MODEL_OPTIONS},
             EngineConfig(
                 max_model_len=options.max_model_len, gpu_memory_fraction=options.gpu_memory_fraction, **engine
             ),

@@ -59,6 +59,7 @@ class DrafterContext:
     device: torch.device
     speculation: SpeculationConfig
     dtype: str = "auto"  # in which a drafter with a model of its own stores weights
+    kv_dtype: str = "auto"  # of the cache, which the target's layers share with the drafter's
     encode: Callable[[str], list[int]] | None = None  # text to the target's tokens
     token_texts: Callable[[int], str] | None = None  # a token's own text, to compare vocabularies
     embedding: Tensor | None = None  # (V, H), the target's own

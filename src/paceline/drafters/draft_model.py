@@ -113,7 +113,14 @@ class DraftModelDrafter:
         (name,) = context.speculation.draft_model
         path = resolve(name)
         # The target has set the number of threads; loading a second model must not change it.
-        loaded = load_model(path, dtype=context.dtype, device=context.device.type, threads=torch.get_num_threads())
+        dtype = "auto" if context.dtype == "bfloat16" else context.dtype  # the same, but codes and blocks stay small
+        loaded = load_model(
+            path,
+            dtype=dtype,
+            device=context.device.type,
+            threads=torch.get_num_threads(),
+            kv_dtype=context.kv_dtype,
+        )
         check_vocabulary(name, loaded, context)
         version = f"{cls.name}/{_digest(f'{path} {loaded.config} {loaded.kind.label}')}"
         return cls(loaded.decoder, eos_token_ids=context.config.eos_token_ids, version=version)

@@ -1,8 +1,8 @@
 """What the policy learnt, kept between runs in the cache folder, so that a one-shot command does not start cold.
 
-One file per model, device, kind of weights, kernels, activations, number of threads and drafters: neither costs nor
-acceptance carry over. Losing it costs speed for a moment and nothing else, so a file that cannot be read or written is
-not worth an error.
+One file per model, device, kind of weights, kernels, activations, cache, number of threads and drafters: neither costs
+nor acceptance carry over. Losing it costs speed for a moment and nothing else, so a file that cannot be read or written
+is not worth an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class PolicyMemory:
         decoder = loaded.decoder
         kernels = decoder.kernels
         setting = [str(model.resolve()), str(decoder.device), loaded.kind.label, kernels.name, kernels.activations]
-        setting += [str(torch.get_num_threads()), *(f"{drafter.name} {drafter.version}" for drafter in drafters)]
+        setting += [loaded.kv_dtype, str(torch.get_num_threads())]
+        setting += [f"{drafter.name} {drafter.version}" for drafter in drafters]
         name = hashlib.blake2b(json.dumps(setting).encode(), digest_size=8).hexdigest()
         self._setting, self._name = setting, f"{name}.json"
 

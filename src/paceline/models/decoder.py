@@ -73,7 +73,8 @@ class Decoder:
         self.kv_specs = (KVSpec(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),) * config.num_layers
 
         def stored(name: str) -> StoredWeight:
-            return StoredWeight.of(weights[name]).to(dtypes.stored, device)
+            weight = StoredWeight.of(weights[name])
+            return weight.to(dtypes.kept(weight.kind), device)
 
         def vector(name: str) -> Tensor:
             return StoredWeight.of(weights[name]).to(WeightKind.of(dtypes.compute), device).data.contiguous()
@@ -104,7 +105,10 @@ class Decoder:
         tied = head is None and config.tie_embeddings
         self.head = packed("model.embed_tokens" if tied else "lm_head") if head is None else head
         if embedding is None:
-            embedding = kernels.embedding(stored("model.embed_tokens.weight"), self.head if tied else None)
+            rows = stored("model.embed_tokens.weight")
+            if rows.kind.is_blocks and device.type != "cpu":  # only a CPU's kernels read rows of blocks
+                rows = rows.to(WeightKind.of(dtypes.compute), device)
+            embedding = kernels.embedding(rows, self.head if tied else None)
         self.embedding = embedding  # indexed by token ids
         self._shape: Shape | None = None
         self._stack: tuple[Stack | None, Shape | None] = None, None

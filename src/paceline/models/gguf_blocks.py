@@ -44,42 +44,47 @@ class BlockLayout:
         return not any(bool((words[:, at // 2] & EXPONENT == EXPONENT).any()) for at in self.halves)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
+def half(blocks: Tensor, at: int) -> Tensor:
     """(B, 1) fp32."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(data: Tensor) -> Tensor:
+def nibbles(data: Tensor) -> Tensor:
     """(..., n) -> (..., 2 n): all low nibbles, then all high ones."""
     return torch.cat([data & 15, data >> 4], -1)
 
 
-def _bits(data: Tensor) -> Tensor:
+def bits(data: Tensor) -> Tensor:
     """(B, n) -> (B, 8 n), the lowest bit of each byte first."""
     return (data[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
 
 
 def _q4_0(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * (_nibbles(raw[:, 2:]).float() - 8)
+    return half(raw, 0) * (nibbles(raw[:, 2:]).float() - 8)
 
 
 def _q4_1(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * _nibbles(raw[:, 4:]).float() + _half(raw, 2)
+    return half(raw, 0) * nibbles(raw[:, 4:]).float() + half(raw, 2)
+
+
+def codes_of_q5(raw: Tensor, at: int) -> Tensor:
+    """The fifth bits of 32 codes lie at `at`, the others behind them."""
+    return nibbles(raw[:, at + 4 :]) | bits(raw[:, at : at + 4]) << 4
 
 
 def _q5_0(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * ((_nibbles(raw[:, 6:]) | _bits(raw[:, 2:6]) << 4).float() - 16)
+    return half(raw, 0) * (codes_of_q5(raw, 2).float() - 16)
 
 
 def _q5_1(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * (_nibbles(raw[:, 8:]) | _bits(raw[:, 4:8]) << 4).float() + _half(raw, 2)
+    return half(raw, 0) * codes_of_q5(raw, 4).float() + half(raw, 2)
 
 
 def _q8_0(raw: Tensor) -> Tensor:
-    return _half(raw, 0) * raw[:, 2:].contiguous().view(torch.int8).float()
+    return half(raw, 0) * raw[:, 2:].contiguous().view(torch.int8).float()
 
 
-def _small_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+def small_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight 6-bit scales and eight 6-bit minima from twelve bytes: (B, 8, 1) each, fp32."""
     first, second, mixed = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, mixed & 15 | first >> 6 << 4], 1)
@@ -89,29 +94,38 @@ def _small_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _of_groups(raw: Tensor, codes: Tensor) -> Tensor:
     """Q4_K and Q5_K: eight groups of 32 codes (B, 8, 32), each with a scale and a minimum."""
-    scales, minima = _small_scales(raw[:, 4:16])
-    d, least = _half(raw, 0)[:, :, None], _half(raw, 2)[:, :, None]
+    scales, minima = small_scales(raw[:, 4:16])
+    d, least = half(raw, 0)[:, :, None], half(raw, 2)[:, :, None]
     return (d * scales * codes.float() - least * minima).flatten(1)
 
 
+def codes_of_q4_k(raw: Tensor) -> Tensor:
+    """(B, 8, 32)."""
+    return nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+
+
+def codes_of_q5_k(raw: Tensor) -> Tensor:
+    low = nibbles(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    groups = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
+    return low | (raw[:, None, 16:48] >> groups & 1) << 4
+
+
 def _q4_k(raw: Tensor) -> Tensor:
-    return _of_groups(raw, _nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
+    return _of_groups(raw, codes_of_q4_k(raw))
 
 
 def _q5_k(raw: Tensor) -> Tensor:
-    low = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    groups = torch.arange(8, dtype=torch.uint8, device=raw.device)[:, None]
-    return _of_groups(raw, low | (raw[:, None, 16:48] >> groups & 1) << 4)
+    return _of_groups(raw, codes_of_q5_k(raw))
 
 
 def _q6_k(raw: Tensor) -> Tensor:
     """Two halves of 128; in each, quarters of 32 share bytes: nibbles of `low`, two bits each of `high`."""
-    low = _nibbles(raw[:, :128].reshape(-1, 2, 64))  # (B, 2, 128)
+    low = nibbles(raw[:, :128].reshape(-1, 2, 64))  # (B, 2, 128)
     pairs = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device)[:, None]
     high = (raw[:, 128:192].reshape(-1, 2, 1, 32) >> pairs & 3).flatten(2)
     codes = (low | high << 4).float().reshape(-1, 16, 16) - 32
     scales = raw[:, 192:208].contiguous().view(torch.int8).float()[:, :, None]
-    return (_half(raw, 208)[:, :, None] * scales * codes).flatten(1)
+    return (half(raw, 208)[:, :, None] * scales * codes).flatten(1)
 
 
 LAYOUTS = {

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel
+from paceline.models.quantized_config import KEYS, Quantization, parse_quantization
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -46,8 +47,14 @@ NEUTRAL: dict[str, Any] = {
 Json = dict[str, Any]
 
 
+def parse_checkpoint(raw: Json, source: str) -> tuple[ModelConfig, Quantization | None]:
+    """Of a model whose weights may be quantised; `source` names the file in errors."""
+    plain = {key: value for key, value in raw.items() if key not in KEYS}
+    return parse_config(plain, source), parse_quantization(raw, source)
+
+
 def parse_config(raw: Json, source: str) -> ModelConfig:
-    """`source` names the file in errors."""
+    """Of a model whose weights are plain numbers."""
     architecture = _architecture(raw, source)
     _refuse_foreign_options(raw, source)
     num_heads = _integer(raw, "num_attention_heads", source)

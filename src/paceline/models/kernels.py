@@ -43,6 +43,10 @@ class Layer:
     down: Packed
     window: int | None
 
+    @property
+    def products(self) -> tuple[Packed, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
 
 class Rope(NamedTuple):
     """How q and k of a layer are rotated. Halves of a head are a pair: (x1 cos - x2 sin, x2 cos + x1 sin)."""

@@ -6,25 +6,24 @@ are checked against the config from the files' headers, before the first value i
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from paceline.config import ModelConfig
 from paceline.errors import BrokenModel, ModelNotFound
 from paceline.gguf_file import GGUFFile
-from paceline.models.block_file import BLOCK_WEIGHTS, block_shape, checked_blocks
+from paceline.models.block_file import block_shape, checked_blocks
 from paceline.models.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
-from paceline.models.hf_config import parse_config, token_ids
+from paceline.models.hf_config import parse_checkpoint, token_ids
+from paceline.models.hf_folder import TensorFiles, read_json
+from paceline.models.quantized_config import Quantization, parse_quantization
+from paceline.models.quantized_tensors import UNUSED, CodedWeight, find_coded, names_of
 from paceline.models.weights import StoredWeight, WeightKind
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
 FLOATS = {
     "F32": WeightKind.FLOAT32,
     "F16": WeightKind.FLOAT16,
@@ -73,7 +72,7 @@ def load_config(path: Path) -> ModelConfig:
         raise ModelNotFound(f"{path} is not a model folder")
     else:
         source = path / "config.json"
-        config = parse_config(_read_json(source), str(source))
+        config, _ = parse_checkpoint(read_json(source), str(source))
         if eos := load_generation_defaults(path).get("eos_token_id"):
             source, config = path / "generation_config.json", replace(config, eos_token_ids=tuple(eos))
     for token in config.eos_token_ids:
@@ -85,12 +84,19 @@ def load_config(path: Path) -> ModelConfig:
     return config
 
 
+def load_quantization(path: Path) -> Quantization | None:
+    """How the weights of a folder are quantised; None for plain numbers, and for blocks, whose file says it itself."""
+    if is_gguf(path) or not (path / "config.json").exists():
+        return None
+    return parse_quantization(read_json(path / "config.json"), str(path / "config.json"))
+
+
 def load_generation_defaults(path: Path) -> dict[str, Any]:
     """Those of eos_token_id (a list), do_sample and the sampling numbers that generation_config.json sets."""
     file = path / "generation_config.json"
     if is_gguf(path) or not file.exists():
         return {}
-    raw = _read_json(file)
+    raw = read_json(file)
     defaults: dict[str, Any] = {}
     for key in NUMERIC_DEFAULTS:
         if raw.get(key) is not None:
@@ -115,7 +121,7 @@ def load_all_weights(path: Path, config: ModelConfig, declared: Declared) -> tup
     """The decoder's weights, and those that a drafter declares; a checkpoint with any other tensor is refused."""
     if is_gguf(path):
         return _gguf_weights(_open_gguf(path), config, declared)
-    return _safetensors_weights(path, config, declared)
+    return _folder_weights(path, config, declared)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -177,29 +183,38 @@ def _gguf_weights(file: GGUFFile, config: ModelConfig, declared: Declared) -> tu
     return every.only(own), every.only(extra)
 
 
-def _safetensors_weights(folder: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
-    files = {shard: _open_safetensors(folder / shard) for shard in _shards(folder)}
-    home = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118  (not a mapping)
-    kinds: dict[str, WeightKind] = {}
-    shapes: dict[str, Shape] = {}
-    for name, file in home.items():
-        header = file.get_slice(name)
-        dtype, block_kind = header.get_dtype(), (file.metadata() or {}).get(name)
-        shapes[name] = tuple(header.get_shape())
-        if dtype == "U8" and block_kind is not None:
-            kinds[name], shapes[name] = block_shape(shapes[name], block_kind, f"{folder}: tensor {name}")
-        elif dtype in FLOATS:
-            kinds[name] = FLOATS[dtype]
+def _folder_weights(folder: Path, config: ModelConfig, declared: Declared) -> tuple[Weights, Weights]:
+    files = TensorFiles(folder)
+    coded = _coded_weights(folder, config, files)
+    kinds = {name: weight.kind for name, weight in coded.items()}
+    shapes: dict[str, Shape] = {name: weight.shape for name, weight in coded.items()}
+    parts = names_of(coded.values())
+    for name, header in files.headers.items():
+        if name in parts or (coded and _is_idle(name, files, coded)):
+            continue
+        block_kind = files.block_kind(name)
+        shapes[name] = header.shape
+        if header.dtype == "U8" and block_kind is not None:
+            kinds[name], shapes[name] = block_shape(header.shape, block_kind, f"{folder}: tensor {name}")
+        elif header.dtype in FLOATS:
+            kinds[name] = FLOATS[header.dtype]
         elif not name.endswith(REDUNDANT):
-            raise BrokenModel(f"{folder}: tensor {name} has dtype {dtype}; expected one of {', '.join(FLOATS)}")
+            raise BrokenModel(
+                f"{folder}: tensor {name} has dtype {header.dtype}; expected one of {', '.join(FLOATS)}, unless "
+                "quantization_config in config.json says how to read it"
+            )
 
     def read(name: str) -> StoredWeight:
-        data = home[name].get_tensor(name)
-        return checked_blocks(kinds[name], data, f"{folder}: tensor {name}") if kinds[name].is_blocks else data
+        if name in coded:
+            return coded[name].read(files.read)
+        data = files.read(name)
+        if kinds[name].is_blocks:
+            return checked_blocks(kinds[name], data, f"{folder}: tensor {name}")
+        return StoredWeight.of(data)
 
     own, extra = check_shapes(shapes, config, str(folder), declared)
-    every = Weights(kinds, lambda name: StoredWeight.of(read(name)))
-    tied_twice = config.tie_embeddings and "lm_head.weight" in home
+    every = Weights(kinds, read)
+    tied_twice = config.tie_embeddings and "lm_head.weight" in kinds
     if tied_twice and not torch.equal(every["lm_head.weight"].data, every["model.embed_tokens.weight"].data):
         raise BrokenModel(
             f"{folder}: config.json ties lm_head.weight to the embeddings, but the file stores a different one; "
@@ -208,71 +223,23 @@ def _safetensors_weights(folder: Path, config: ModelConfig, declared: Declared) 
     return every.only(own), every.only(extra)
 
 
-def _shards(folder: Path) -> list[str]:
-    for name in (WEIGHTS, BLOCK_WEIGHTS):
-        if (folder / name).exists():
-            return [name]
-    if (folder / INDEX).exists():
-        index = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(index, dict) or not index:
-            raise BrokenModel(f"{folder / INDEX}: the key weight_map is missing")
-        shards = sorted(set(map(str, index.values())))
-        for shard in shards:
-            if Path(shard).name != shard or not (folder / shard).is_file():
-                raise BrokenModel(f"{folder}: {INDEX} names {shard}, which is missing; download it again")
-        return shards
-    if not folder.is_dir():
-        raise ModelNotFound(f"{folder} is not a model folder")
-    raise BrokenModel(f"{folder} holds no weights: {WEIGHTS} is missing{_instead(folder)}")
+def _coded_weights(folder: Path, config: ModelConfig, files: TensorFiles) -> dict[str, CodedWeight]:
+    quantization = load_quantization(folder)
+    if quantization is None:
+        return {}
+    return find_coded(files.headers, expected_shapes(config), quantization, str(folder))
 
 
-def _instead(folder: Path) -> str:
-    """A suggestion, from the files in the folder."""
-    if (folder / ADAPTER).is_file():
-        return (
-            f": it is a LoRA adapter{_base_of(folder / ADAPTER)}, not a model. Merge the two with peft "
-            "(merge_and_unload, then save_pretrained) and name the merged folder"
-        )
-    if any(folder.glob("*.gguf")):
-        return f"; name the file itself: {sorted(folder.glob('*.gguf'))[0]}"
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        return (
-            "; there are pickled weights (.bin), which are not supported: convert them with "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) from transformers"
-        )
-    return ""
-
-
-def _base_of(adapter: Path) -> str:
-    try:
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        base = None
-    return f" of {base}" if isinstance(base, str) and base else ""
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise BrokenModel(f"{path} is truncated or damaged ({error}); download it again") from error
+def _is_idle(name: str, files: TensorFiles, coded: Container[str]) -> bool:
+    """Whether a tensor beside codes changes nothing: scales of activations, and the biases of 0 that some writers add
+    to layers without any."""
+    layer, _, what = name.rpartition(".")
+    if what in UNUSED:
+        return True
+    return what == "bias" and f"{layer}.weight" in coded and not files.read(name).any()
 
 
 def _open_gguf(path: Path) -> GGUFFile:
     if not path.is_file():
         raise ModelNotFound(f"{path} does not exist")
     return GGUFFile(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BrokenModel(f"{path.parent} holds no {path.name}{_instead(path.parent)}") from error
-    except RecursionError as error:
-        raise BrokenModel(f"{path} cannot be read: it is nested too deeply for a model's file") from error
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise BrokenModel(f"{path} must hold a JSON object")
-    return value

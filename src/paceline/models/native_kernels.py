@@ -257,7 +257,7 @@ class NativeKernels:
     def embedding(self, weight: StoredWeight, packed: PackedWeight | None) -> Tensor | PackedRows:
         """Blocks are read from the head where that is the same weight."""
         if not weight.kind.is_blocks:
-            return weight.data
+            return weight.numbers()
         return PackedRows(self.pack(weight) if packed is None else packed, self.gather)
 
     def gather(self, weight: PackedWeight, ids: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.models.code_blocks import as_blocks
 from paceline.models.weights import StoredWeight, WeightKind
 
 CPU = torch.device("cpu")
-NATIVE_KINDS = {kind for kind in WeightKind if kind is not WeightKind.FLOAT64}
+NATIVE_KINDS = {kind for kind in WeightKind if kind is not WeightKind.FLOAT64 and not kind.has_scales}
 
 
 class ProductView(ctypes.Structure):
@@ -67,6 +68,10 @@ class PackedWeight:
         return self.views[0]
 
     @property
+    def kinds(self) -> set[WeightKind]:
+        return {part.kind for part in self.parts}
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
 
@@ -96,7 +101,12 @@ class PackedRows:
 
 
 def runs_of_a_kind(weights: Sequence[Tensor | StoredWeight]) -> list[list[StoredWeight]]:
-    """Neighbours of one kind together; kinds that these kernels cannot read become fp32."""
-    stored = [StoredWeight.of(weight) for weight in weights]
-    readable = [part.to(None if part.kind in NATIVE_KINDS else WeightKind.FLOAT32, CPU) for part in stored]
-    return [list(run) for _, run in itertools.groupby(readable, lambda part: part.kind)]
+    """Neighbours of one kind together; kinds that these kernels cannot read become blocks of the same numbers where
+    there are any, and else fp32."""
+    return [list(run) for _, run in itertools.groupby(map(_readable, weights), lambda part: part.kind)]
+
+
+def _readable(weight: Tensor | StoredWeight) -> StoredWeight:
+    stored = StoredWeight.of(weight)
+    stored = as_blocks(stored) or stored
+    return stored.to(None if stored.kind in NATIVE_KINDS else WeightKind.FLOAT32, CPU)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,16 +15,30 @@ from paceline.config import ModelConfig
 from paceline.errors import DeviceError, InvalidParameter
 from paceline.machine import usable_cores
 from paceline.models.decoder import Decoder
-from paceline.models.kernels import FLOAT32, INT8, kernels_for, why_slow
-from paceline.models.loader import Declared, load_all_weights, load_config, load_generation_defaults
+from paceline.models.kernels import FLOAT32, INT8, Kernels, kernels_for, why_slow
+from paceline.models.loader import (
+    Declared,
+    Weights,
+    load_all_weights,
+    load_config,
+    load_generation_defaults,
+    load_quantization,
+)
 from paceline.models.threads import torch_threads
-from paceline.models.weights import Dtypes, StoredWeight, WeightKind
+from paceline.models.weights import MIDDLE, Dtypes, StoredWeight, WeightKind
 from paceline.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("auto", "cpu", "cuda")
 TYPICAL = "model.layers.0.mlp.down_proj.weight"  # the weight whose kind stands for the model's
 MOST_THREADS = 256  # of the native kernels' pool
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # the last is vLLM's spelling
+PRODUCTS = {  # of a layer, and a weight of each
+    "qkv": "self_attn.q_proj",
+    "output": "self_attn.o_proj",
+    "gate_up": "mlp.gate_proj",
+    "down": "mlp.down_proj",
+}
 log = logging.getLogger(__name__)
 
 
@@ -36,12 +50,13 @@ class LoadedModel:
     generation_defaults: dict[str, Any]
     extra: Mapping[str, StoredWeight] = field(default_factory=dict)  # tensors that drafters declared; read on access
 
-    kind: WeightKind = WeightKind.FLOAT32  # of the stored weights: of most layers' where kinds differ
+    kind: WeightKind = WeightKind.FLOAT32  # of the weights in memory: of most layers' where kinds differ
+    notes: tuple[str, ...] = ()  # for the user: where the model is not quite what its checkpoint asks for
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the stored weights (bytes, of blocks); `decoder.dtypes` has the others."""
-        return self.kind.dtype
+    def kv_dtype(self) -> str:
+        """fp8, which is another target, or auto: the dtype of the computation."""
+        return "fp8" if self.decoder.dtypes.cache is KV_DTYPES["fp8"] else "auto"
 
 
 def load_model(
@@ -52,6 +67,7 @@ def load_model(
     threads: int | None = None,
     numerics: str = "exact",
     activations: str = FLOAT32,
+    kv_dtype: str = "auto",
     declared: Declared = lambda name: False,
     tokenizer: Path | None = None,
 ) -> LoadedModel:
@@ -64,27 +80,64 @@ def load_model(
     kernels = kernels_for(place, threads, numerics, activations)
     if reason := why_slow(kernels, place):
         _warn_once(str(reason))
+    cache = choose_kv_dtype(kv_dtype, place, kernels)
     config = load_config(path)
     weights, extra = load_all_weights(path, config, declared)
     vocabulary = Tokenizer.from_path(tokenizer or path)  # before the weights are read, which takes longest
     stored = choose_dtype(dtype, place)
-    kind = weights.kinds[TYPICAL] if stored is None else WeightKind.of(stored)
-    if activations == INT8 and not kind.is_blocks:
-        raise InvalidParameter(
-            "activations",
-            f"int8 needs weights stored as blocks, and these are {kind.label}; use a GGUF file, or a folder made by "
-            "paceline quantize",
-        )
+    dtypes = Dtypes.of(stored, place, cache)
+    kind = dtypes.kept(weights.kinds[TYPICAL]) or weights.kinds[TYPICAL]
+    if activations == INT8 and not (kind.is_blocks or kind in MIDDLE):  # codes of integers may become blocks
+        _refuse_int8(kind)
     try:
         with torch_threads(kernels.torch_threads):
-            decoder = Decoder(config, weights, kernels, device=place, dtypes=Dtypes.of(stored, place))
+            decoder = Decoder(config, weights, kernels, device=place, dtypes=dtypes)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise DeviceError(
             f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16"
         ) from error
-    return LoadedModel(config, decoder, vocabulary, load_generation_defaults(path), extra, kind)
+    notes: list[str] = []
+    if _is_small(kind):
+        notes = _expansions(weights, decoder)
+        packed = next(iter(decoder.layers[0].down.kinds))
+        kind = packed if kind.has_scales or not _is_small(packed) else kind
+    if activations == INT8 and not kind.is_blocks:
+        _refuse_int8(kind)
+    quantization = load_quantization(path)
+    notes = [*(quantization.notes if quantization else ()), *notes]
+    return LoadedModel(config, decoder, vocabulary, load_generation_defaults(path), extra, kind, tuple(notes))
+
+
+def _refuse_int8(kind: WeightKind) -> NoReturn:
+    raise InvalidParameter(
+        "activations",
+        f"int8 needs weights stored as blocks, and these are {kind.label}; use a GGUF file, or a folder made by "
+        "paceline quantize",
+    )
+
+
+def _is_small(kind: WeightKind) -> bool:
+    return kind.is_blocks or kind.has_scales
+
+
+def _expansions(weights: Weights, decoder: Decoder) -> list[str]:
+    """Products whose weights the file has as codes or blocks and the memory as plain numbers."""
+    wide = [
+        kind
+        for index, layer in enumerate(decoder.layers)
+        for product, name in PRODUCTS.items()
+        if _is_small(weights.kinds[f"model.layers.{index}.{name}.weight"])
+        for kind in getattr(layer, product).kinds
+        if not _is_small(kind)
+    ]
+    if not wide:
+        return []
+    return [
+        f"{weights.kinds[TYPICAL].label} weights of {len(wide)} of {len(PRODUCTS) * len(decoder.layers)} products are "
+        f"kept in {wide[0].label}: {decoder.kernels.name} kernels do not read them as stored"
+    ]
 
 
 @functools.cache
@@ -104,10 +157,19 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """auto: a CPU reads weights as the file has them (None), a GPU reads bf16."""
-    if name != "auto":
-        return DTYPES[name]
-    return torch.bfloat16 if device.type == "cuda" else None
+    """auto: weights are read as the file has them (None); a GPU has those that are plain numbers in bf16."""
+    return None if name == "auto" else DTYPES[name]
+
+
+def choose_kv_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype | None:
+    """auto: the dtype of the computation (None)."""
+    if name not in KV_DTYPES:
+        raise InvalidParameter("kv_dtype", f"{name!r} is not one of {', '.join(KV_DTYPES)}")
+    if KV_DTYPES[name] is not None and not (device.type == "cuda" and kernels.captures):
+        raise InvalidParameter(
+            "kv_dtype", f"{name} needs the Triton kernels of a GPU, not {kernels.name} on {device.type}; leave it out"
+        )
+    return KV_DTYPES[name]
 
 
 def set_threads(threads: int | None) -> int:

@@ -43,7 +43,7 @@ class TorchKernels:
 
     def embedding(self, weight: StoredWeight, packed: Linear | None) -> Tensor:
         if not weight.kind.is_blocks:
-            return weight.data
+            return weight.numbers()
         return weight.numbers() if packed is None else packed.weight.data
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:

@@ -4,6 +4,7 @@ weights costs. The kernels themselves are in `models.triton`, one file per idea.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,18 +13,25 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.models.block_codes import as_codes
 from paceline.models.chain import GreedyChain
 from paceline.models.kernels import FLOAT32, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import elementwise
 from paceline.models.triton.attention import Work, Workspace, attention, work_of
+from paceline.models.triton.codes import fits, keeps_codes, laid_out
 from paceline.models.triton.greedy_chain import TritonChain, served
 from paceline.models.triton.launch import INTERPRETED, multiprocessors
 from paceline.models.triton.linear import Rotary, linear
-from paceline.models.weights import Linear, StoredWeight, in_one_kind
+from paceline.models.weights import Linear, StoredWeight, alike, in_one_kind, joined
 
 log = logging.getLogger("paceline")
+
+
+@functools.cache
+def _warn_expanded(kinds: str) -> None:
+    log.warning("weights stored as %s take the memory of bfloat16: the kernels here do not read them as stored", kinds)
 
 
 class TritonKernels:
@@ -39,9 +47,22 @@ class TritonKernels:
         self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Linear:
-        stored = in_one_kind(weight)
-        stored = replace(stored, data=stored.data.contiguous())
-        return Linear(stored, None if bias is None else bias.detach().contiguous())
+        """Codes and blocks stay codes where the kernels' layout fits, for activations in bf16."""
+        bias = None if bias is None else bias.detach().contiguous()
+        parts = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
+        stored = [StoredWeight.of(part) for part in parts]
+        if any(part.kind.is_blocks or part.kind.has_scales for part in stored):
+            return Linear(self._codes(stored), bias)
+        one = in_one_kind(stored)
+        return Linear(replace(one, data=one.data.contiguous()), bias)
+
+    def _codes(self, stored: Sequence[StoredWeight]) -> StoredWeight:
+        found = [as_codes(part) if part.kind.is_blocks else part for part in stored]
+        codes = [part for part in found if part is not None and part.kind.has_scales]
+        if len(codes) == len(stored) and alike(codes) and fits(codes) and keeps_codes(stored[0].data.device):
+            return laid_out(joined(codes))
+        _warn_expanded(", ".join(sorted({part.kind.label for part in stored})))
+        return in_one_kind(stored)
 
     def embedding(self, weight: StoredWeight, packed: Linear | None) -> Tensor:
         return weight.numbers()
@@ -75,7 +96,7 @@ class TritonKernels:
         self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
     ) -> GreedyChain | None:
         programs = multiprocessors(weights.embedding.device)
-        if not served(weights, config, programs):
+        if not served(weights, caches, config, programs):
             return None
         try:
             made = TritonChain(weights, shape, caches, block_size, config, programs)

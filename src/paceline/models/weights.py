@@ -1,7 +1,13 @@
 """Three dtypes, each chosen separately: of stored weights, of the computation, and of the K/V cache.
 
-A checkpoint is read as `StoredWeight`s: numbers, or the blocks of codes of a GGUF file, unchanged. Kernels pack them
-once (`Kernels.pack`) into the layout they read best, which is a `StoredWeight` again.
+A checkpoint is read as `StoredWeight`s: numbers, the blocks of codes of a GGUF file, unchanged, or codes beside their
+scales, as quantised Hugging Face checkpoints have them. Kernels pack them once (`Kernels.pack`) into the layout they
+read best, which is a `StoredWeight` again.
+
+Codes with scales, G groups of K / G neighbouring columns each:
+- FP8: e4m3, one scale for each row (N, 1), which multiplies the row's sum of products: codes enter products exactly.
+- INT8, INT4: (code - zero) * scale, or code * scale + offset, in fp32, then rounded once to the computation's dtype. So
+  a product has the bits of one with the weights expanded beforehand.
 """
 
 from __future__ import annotations
@@ -31,18 +37,28 @@ class WeightKind(enum.IntEnum):
     Q4_K = 9
     Q5_K = 10
     Q6_K = 11
+    FP8 = 12  # from here on: codes beside their scales; no native kernel reads them
+    INT8 = 13
+    INT4 = 14
 
     @property
     def is_blocks(self) -> bool:
         return self in BLOCKS
 
     @property
+    def has_scales(self) -> bool:
+        return self in _CODES
+
+    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the stored data: numbers, or the bytes of blocks."""
-        return torch.uint8 if self.is_blocks else _DTYPES[self]
+        """The dtype of the stored data: numbers, codes, or the bytes of blocks."""
+        return torch.uint8 if self.is_blocks else _CODES.get(self) or _DTYPES[self]
 
     @property
     def bytes_per_weight(self) -> float:
+        """Scales of codes are not counted: few weights share one, or many."""
+        if self is WeightKind.INT4:
+            return 0.5
         return BLOCKS[self].bytes / BLOCKS[self].weights if self.is_blocks else self.dtype.itemsize
 
     @property
@@ -62,13 +78,18 @@ _DTYPES = {
     WeightKind.FLOAT64: torch.float64,
 }
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+_CODES = {WeightKind.FP8: torch.float8_e4m3fn, WeightKind.INT8: torch.int8, WeightKind.INT4: torch.uint8}
+MIDDLE = {WeightKind.INT8: 0, WeightKind.INT4: 8}  # the code of the number 0 in a weight without zeros and offsets
 
 
 @dataclass(frozen=True)
 class StoredWeight:
     kind: WeightKind
-    data: Tensor  # numbers; (N, bytes of a row) of blocks; or the layout of the kernels that packed them
+    data: Tensor  # numbers; codes; (N, bytes of a row) of blocks; or the layout of the kernels that packed them
     shape: tuple[int, ...]  # of the weight this stands for, (N, K) or (N,)
+    scales: Tensor | None = None  # (N, G) floats, of codes only
+    zeros: Tensor | None = None  # (N, G) int16, the code that stands for 0; None: the middle code
+    offsets: Tensor | None = None  # (N, G) floats, added; not beside zeros
 
     @staticmethod
     def of(values: Tensor | StoredWeight) -> StoredWeight:
@@ -83,35 +104,83 @@ class StoredWeight:
         """`data`: (N, bytes of a row)."""
         return StoredWeight(kind, data, (data.shape[0], BLOCKS[kind].weights_in(data.shape[1])))
 
+    @staticmethod
+    def of_codes(
+        kind: WeightKind, data: Tensor, scales: Tensor, *, zeros: Tensor | None = None, offsets: Tensor | None = None
+    ) -> StoredWeight:
+        """`data`: (N, K) float8_e4m3fn; (N, K) int8; or (N, K / 2) uint8, codes 0..15 of INT4: column 2 j in the low
+        four bits of byte j, column 2 j + 1 in the high ones. `scales`: (N, G); of FP8 also a scalar for the tensor.
+        Without zeros and offsets the middle code (0 of INT8, 8 of INT4) stands for 0."""
+        rows, columns = data.shape
+        if kind is WeightKind.FP8:
+            scales = scales.float().reshape(-1, 1).expand(rows, 1)
+        assert zeros is None or offsets is None, "a zero point or an offset"
+        shape = rows, 2 * columns if kind is WeightKind.INT4 else columns
+        scales = scales.contiguous()
+        zeros = None if zeros is None else zeros.to(torch.int16).contiguous()
+        return StoredWeight(kind, data, shape, scales, zeros, offsets)
+
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        return self.data, self.scales, self.zeros, self.offsets
+
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return sum(part.nbytes for part in self.parts if part is not None)
 
     def numbers(self) -> Tensor:
-        """The weight's numbers: as stored, or what its blocks stand for, in fp32."""
-        return BLOCKS[self.kind].expand(self.data) if self.kind.is_blocks else self.data
+        """The weight's numbers: as stored, or what its blocks or codes stand for, in fp32."""
+        if self.kind.is_blocks:
+            return BLOCKS[self.kind].expand(self.data)
+        return self.data if self.scales is None else self._expanded(self.scales)
+
+    def _expanded(self, scales: Tensor) -> Tensor:
+        codes = self.data
+        if self.kind is WeightKind.INT4:
+            codes = torch.stack([codes & 15, codes >> 4], -1)
+        grouped = codes.to(torch.float32).view(len(codes), scales.shape[1], -1)
+        if self.zeros is not None:
+            grouped -= self.zeros[:, :, None]
+        elif self.offsets is None:
+            grouped -= MIDDLE.get(self.kind, 0)
+        grouped *= scales[:, :, None]
+        if self.offsets is not None:
+            grouped += self.offsets[:, :, None]
+        return grouped.view(self.shape)
 
     def to(self, kind: WeightKind | None, device: torch.device) -> StoredWeight:
         """As numbers of this kind; None: stored as it is."""
         if kind is None:
-            return StoredWeight(self.kind, self.data.to(device), self.shape)
+            data, *others = (None if part is None else part.to(device) for part in self.parts)
+            assert data is not None
+            return StoredWeight(self.kind, data, self.shape, *others)
         return StoredWeight.of(self.numbers().to(device=device, dtype=kind.dtype))
 
 
 def joined(parts: Sequence[StoredWeight]) -> StoredWeight:
-    """The rows of several weights of one kind, one after the other."""
+    """The rows of several weights of one kind, one after the other; of codes, with groups of one size."""
     if len(parts) == 1:
         return parts[0]
-    kind, width = parts[0].kind, parts[0].shape[1]
-    return StoredWeight(kind, torch.cat([part.data for part in parts]), (sum(part.shape[0] for part in parts), width))
+    data, *others = (
+        None if column[0] is None else torch.cat(column) for column in zip(*(p.parts for p in parts), strict=True)
+    )
+    assert data is not None
+    return StoredWeight(parts[0].kind, data, (sum(part.shape[0] for part in parts), parts[0].shape[1]), *others)
+
+
+def alike(parts: Sequence[StoredWeight]) -> bool:
+    """Whether these can be joined: one kind, and of codes groups of one size, scales of one dtype, zeros or none."""
+    return len({(p.kind, *(None if o is None else (o.shape[1], o.dtype) for o in p.parts[1:])) for p in parts}) == 1
 
 
 def in_one_kind(weight: Tensor | StoredWeight | Sequence[StoredWeight]) -> StoredWeight:
-    """For kernels that read numbers only: blocks expanded, the rows of several weights joined."""
+    """For kernels that read numbers only: blocks and codes expanded, the rows of several weights joined."""
     parts = [weight] if isinstance(weight, Tensor | StoredWeight) else weight
     stored = [StoredWeight.of(part) for part in parts]
-    if len({part.kind for part in stored}) > 1 or stored[0].kind.is_blocks:
-        stored = [part.to(WeightKind.FLOAT32, part.data.device) for part in stored]
+    if len({part.kind for part in stored}) > 1 or stored[0].kind.is_blocks or stored[0].kind.has_scales:
+        device = stored[0].data.device
+        wide = WeightKind.FLOAT32 if device.type == "cpu" else WeightKind.BFLOAT16  # as `Dtypes.of` computes
+        stored = [part.to(wide, device) for part in stored]
     return joined(stored)
 
 
@@ -123,13 +192,17 @@ class Linear:
     bias: Tensor | None  # (N,)
 
     @property
+    def kinds(self) -> set[WeightKind]:
+        return {self.weight.kind}
+
+    @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    stored: WeightKind | None  # of weights; None: each as its file has it. Kernels may widen them (`Kernels.pack`)
+    stored: WeightKind | None  # of weights; None: as their file has them (`kept`). Kernels may widen them
     compute: torch.dtype  # of activations
     cache: torch.dtype  # of K and V
 
@@ -138,11 +211,18 @@ class Dtypes:
         """Of weights that are stored as plain numbers."""
         return self.compute if self.stored is None else self.stored.dtype
 
+    def kept(self, kind: WeightKind) -> WeightKind | None:
+        """In which kind a weight of the file is kept; None: as it is. A GPU has all plain numbers in one dtype."""
+        if self.stored is not None or self.compute is torch.float32 or kind.is_blocks or kind.has_scales:
+            return self.stored
+        return WeightKind.of(self.compute)
+
     @staticmethod
-    def of(stored: torch.dtype | None, device: torch.device) -> Dtypes:
-        """A CPU computes in fp32, a GPU in the dtype of its weights; the cache has the dtype of the computation."""
-        compute = torch.float32 if stored is None or device.type == "cpu" else stored
-        return Dtypes(None if stored is None else WeightKind.of(stored), compute, compute)
+    def of(stored: torch.dtype | None, device: torch.device, cache: torch.dtype | None = None) -> Dtypes:
+        """A CPU computes in fp32, a GPU in the dtype of its weights, or bf16; the cache has the dtype of the
+        computation unless another is given."""
+        compute = torch.float32 if device.type == "cpu" else stored or torch.bfloat16
+        return Dtypes(None if stored is None else WeightKind.of(stored), compute, cache or compute)
 
 
 BLOCKS = {WeightKind[name]: layout for name, layout in LAYOUTS.items()}

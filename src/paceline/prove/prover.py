@@ -40,6 +40,7 @@ def prove(
         "methods": list(names),
         "device": llm.device_name,
         "dtype": llm.dtype_name,
+        "kv_dtype": llm.kv_dtype,
         "kernels": llm.kernels_name,
         "exact": llm.loaded.decoder.kernels.exact,
         "quick": quick,

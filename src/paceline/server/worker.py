@@ -201,6 +201,7 @@ def _info(target: Target, built: Built) -> dict[str, Any]:
         "path": str(target.path),
         "note": target.note,
         "dtype": loaded.kind.label,
+        "kv_dtype": loaded.kv_dtype,
         "device": loaded.decoder.device.type,
         "kernels": loaded.decoder.kernels.name,
         "vocab_size": loaded.config.vocab_size,

@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import InvalidParameter, UnsupportedModel
-from paceline.models.loader import WEIGHTS, expected_shapes, load_config, load_weights
+from paceline.models.hf_folder import WEIGHTS
+from paceline.models.loader import expected_shapes, load_config, load_weights
+from paceline.models.quantized_config import KEYS
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import chunk_loss, draft_loss
 from paceline.training.target import LINEARS, FrozenTarget, LayerWeights, additive, rms_norm, run_layer
@@ -134,6 +136,7 @@ class DraftTrainee:
             ):
                 shutil.copy(file, folder / file.name)
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config = {key: value for key, value in config.items() if key not in KEYS}  # its weights are plain numbers
         config |= {"num_hidden_layers": self.options.layers, "torch_dtype": "bfloat16"}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tensors = {

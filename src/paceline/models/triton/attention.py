@@ -92,7 +92,7 @@ def attention(
     log2_scale = scale * 1.4426950408889634
     seen = q, cache.k, cache.v, plan.positions, plan.sequence, plan.prefix, plan.reach
     wide = cache.k.numel() > MOST_INT
-    if not division.direct and window is None and pipelines(q):
+    if not division.direct and window is None and cache.k.dtype == q.dtype and pipelines(q):
         tile, all_tiles, splits = max(division.tile, TILE), division.num_tiles * kv_heads, division.splits
         if 4 * all_tiles <= pipelined.PROGRAMS:  # few: all programs run at once, none waits for another to end
             splits = pipelined.PROGRAMS // all_tiles

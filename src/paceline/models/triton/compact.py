@@ -9,6 +9,7 @@ separates the two. No two programs share an element.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +21,8 @@ WARP = 256  # elements of one warp
 def compact(storage: Tensor, nodes: Tensor, path: Tensor) -> None:
     """`storage` (L, 2, num_slots, heads, dim); `nodes` and `path` as `KVCache.compact` takes them."""
     layers, _, _, heads, dim = storage.shape
+    if storage.itemsize == 1:  # whatever the dtype of bytes, on GPUs without it too
+        storage = storage.view(torch.uint8)
     block = min(triton.next_power_of_2(heads * dim), MOST)
     _compact[(len(nodes), 2 * layers, triton.cdiv(heads * dim, block))](
         storage, storage.stride(1), nodes, nodes.shape[1], path.contiguous(), path.shape[1],

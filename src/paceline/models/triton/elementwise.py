@@ -75,6 +75,14 @@ def rotate(first, second, c, s):
     return tl.fma(a, c, -(b * s)).to(first.dtype), tl.fma(b, c, a * s).to(first.dtype)
 
 
+@triton.jit
+def cached(value, cache):
+    """A value as the cache stores it; e4m3 reaches 448."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
+    return value.to(cache.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, added, weight, out, rows, hidden, eps,
@@ -121,8 +129,8 @@ def _rope_and_store(
     if head >= Q_HEADS + KV_HEADS:
         if slot >= 0:
             place = v_cache + (slot * KV_HEADS + head - Q_HEADS - KV_HEADS) * DIM + lane
-            tl.store(place, first, mask=inside)
-            tl.store(place + DIM // 2, second, mask=inside)
+            tl.store(place, cached(first, v_cache), mask=inside)
+            tl.store(place + DIM // 2, cached(second, v_cache), mask=inside)
     else:
         if NORMED:
             norm = q_norm if head < Q_HEADS else k_norm
@@ -143,8 +151,8 @@ def _rope_and_store(
             tl.store(place + DIM // 2, turned_b, mask=inside)
         elif slot >= 0:
             place = k_cache + (slot * KV_HEADS + head - Q_HEADS) * DIM + lane
-            tl.store(place, turned_a, mask=inside)
-            tl.store(place + DIM // 2, turned_b, mask=inside)
+            tl.store(place, cached(turned_a, k_cache), mask=inside)
+            tl.store(place + DIM // 2, cached(turned_b, k_cache), mask=inside)
 
 
 @triton.jit

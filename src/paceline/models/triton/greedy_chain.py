@@ -45,12 +45,13 @@ class ChainFailed(RuntimeError):
     pass
 
 
-def served(weights: Weights, config: ModelConfig, programs: int) -> bool:
+def served(weights: Weights, caches: Sequence[LayerCache], config: ModelConfig, programs: int) -> bool:
     """Small Llamas without biases, head norms or windows, in one dtype throughout."""
     plain = not (config.qkv_bias or config.output_bias or config.mlp_bias or config.qk_norm or any(config.windows))
     return (
         plain
-        and weights.head.weight.data.dtype == weights.final_norm.dtype
+        and weights.head.weight.data.dtype == caches[0].k.dtype == weights.final_norm.dtype
+        and not any(product.weight.kind.has_scales for layer in weights.layers for product in layer.products)
         and config.head_dim in (32, 64, 128)
         and config.num_heads // config.num_kv_heads + 2 <= 16
         and config.hidden_size % 16 == config.intermediate_size % 16 == 0

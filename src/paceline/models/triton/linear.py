@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from paceline.models.triton.elementwise import rotate, sum_segments
-from paceline.models.triton.launch import fetch, overlapped, release, wait
+from paceline.models.triton.codes import Ring, in_numbers, launch_streamed, streams
+from paceline.models.triton.elementwise import cached, rotate, sum_segments
+from paceline.models.triton.launch import fetch, overlapped, release, unfused, wait
 from paceline.models.weights import Linear
 
 FEW_ROWS = 64
@@ -72,6 +73,7 @@ def linear(
     out: Tensor | None = None,
     overlap: bool = False,
     tile: Tile | None = None,
+    ring: Ring | None = None,
 ) -> Tensor:
     """(M, K) -> (M, N).
 
@@ -79,8 +81,7 @@ def linear(
     and the result q, (M, Hq * D). `in_segments`: the result may come as the sums of each segment, (S, M, N) in fp32.
     """
     rows, k = x.shape
-    stored, bias = weight.weight.data, weight.bias
-    n, inputs = stored.shape
+    n, inputs = weight.weight.shape
     if k != inputs:
         raise ValueError(f"a linear layer of {inputs} inputs was given {k}")
     segments = segments_of(n, k)
@@ -93,9 +94,24 @@ def linear(
         into = x.new_empty((rows, width), dtype=out_dtype or x.dtype)
     if rows == 0:
         return into
-    tile = tile or tile_for(rows, n, k, x.element_size())
     overlap = overlap and (rows <= EARLY_ROWS or n * k <= SMALL)
     length = k // segments
+    bias, scales = weight.bias, None
+    turned: tuple[Tensor, ...] = ()
+    if rotary is not None:
+        turned = (rotary.positions, rotary.slots, rotary.cos, rotary.sin, rotary.k_cache, rotary.v_cache)
+    if weight.weight.kind.has_scales:
+        if streams(x, weight.weight, gated, dim):
+            launch_streamed(
+                x, weight, into, ring, turned, GATED=gated, DIM=dim, KV_HEADS=kv_heads, SEGMENTS=segments,
+                BIASED=bias is not None and not apart, APART=apart, **overlapped(overlap),
+            )  # fmt: skip
+            if not apart or in_segments:
+                return into
+            return add_segments(into, bias, out_dtype or x.dtype, out, overlap=overlap)
+        weight, scales = in_numbers(weight, x.dtype)
+    stored = weight.weight.data
+    tile = tile or tile_for(rows, n, k, x.element_size())
     part, more = tile.parts
     boxes = tile.boxes and length % tile.k == 0 and x.data_ptr() % 16 == 0 and dim & (dim - 1) == 0
     if more and not boxes:
@@ -104,13 +120,12 @@ def linear(
         TensorDescriptor(x, [rows, k], [k, 1], [part, tile.k]) if boxes else x,
         TensorDescriptor(x, [rows, k], [k, 1], [more, tile.k]) if more else x,
         _box(stored, tile, gated, dim, kv_heads) if boxes else stored,
-        stored if bias is None else bias, into, rows, n, k,
-        *((x,) * 6 if rotary is None else (rotary.positions, rotary.slots, rotary.cos, rotary.sin)),
-        *(() if rotary is None else (rotary.k_cache, rotary.v_cache)),
+        stored if bias is None else bias, into, rows, n, k, *(turned or (x,) * 6), stored if scales is None else scales,
         BM=part, MORE=more, BN=tile.n, BK=tile.k, GATED=gated, DIM=dim, KV_HEADS=kv_heads,
         BIASED=bias is not None and not apart, EVEN_K=length % tile.k == 0, BOXES=boxes, SWAPPED=tile.swapped,
         SEGMENTS=segments, APART=apart, LINES=triton.next_power_of_2(triton.cdiv(k, 64)) if n * k <= SMALL else 0,
-        num_warps=tile.warps, num_stages=tile.stages, **overlapped(overlap),
+        SCALED=scales is not None, num_warps=tile.warps, num_stages=tile.stages, **overlapped(overlap),
+        **({} if scales is None else unfused()),
     )  # fmt: skip
     if not apart or in_segments:
         return into
@@ -294,21 +309,23 @@ def turn(total, at_m, used, slot, pair, c, s, out, k_cache, v_cache, n, DIM: tl.
     kept = (slot >= 0)[:, None]
     place = slot[:, None] * (KV_HEADS * DIM) + ((head - q_heads) * DIM + pair % (DIM // 2))[None, :]
     mine = kept & ((head >= q_heads) & (head < q_heads + KV_HEADS))[None, :]
-    tl.store(k_cache + place, turned_first, mask=mine)
-    tl.store(k_cache + place + DIM // 2, turned_second, mask=mine)
+    tl.store(k_cache + place, cached(turned_first, k_cache), mask=mine)
+    tl.store(k_cache + place + DIM // 2, cached(turned_second, k_cache), mask=mine)
     place -= KV_HEADS * DIM
     mine = kept & ((head >= q_heads + KV_HEADS) & (pair < n // 2))[None, :]
-    tl.store(v_cache + place, first, mask=mine)
-    tl.store(v_cache + place + DIM // 2, second, mask=mine)
+    tl.store(v_cache + place, cached(first, v_cache), mask=mine)
+    tl.store(v_cache + place + DIM // 2, cached(second, v_cache), mask=mine)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x, more_x, weight, bias, out, rows, n, k, positions, slots, cos, sin, k_cache, v_cache,
+    x, more_x, weight, bias, out, rows, n, k, positions, slots, cos, sin, k_cache, v_cache, scales,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, DIM: tl.constexpr,
     KV_HEADS: tl.constexpr, BIASED: tl.constexpr, EVEN_K: tl.constexpr, BOXES: tl.constexpr, SWAPPED: tl.constexpr,
-    SEGMENTS: tl.constexpr, APART: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
+    SEGMENTS: tl.constexpr, APART: tl.constexpr, LINES: tl.constexpr, SCALED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """SCALED: sums of a segment are multiplied with their weight row's scale."""
     tiles_m = tl.cdiv(rows, BM + MORE)
     first_m = (tl.program_id(0) % tiles_m) * (BM + MORE)
     at_m = first_m + tl.arange(0, BM)
@@ -356,6 +373,14 @@ def _linear(
             )
         else:
             part = sum_of_products(x_at, w_at, used, at_k, at, at + length, EVEN_K, SWAPPED, BK)
+        if SCALED:
+            scale = tl.load(scales + at_n)
+            if SWAPPED:
+                part *= scale[:, None]
+            else:
+                part *= scale[None, :]
+            if MORE > 0:
+                more *= scale[None, :]
         if segment == 0:
             total = part
         else:

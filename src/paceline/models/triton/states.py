@@ -48,7 +48,7 @@ def one_block(
     place = at[:, None] + lane[None, :]
     scores = tl.zeros((high.shape[0], at.shape[0]), tl.float32)
     for part in tl.static_range(PARTS):
-        k = load_part(k_cache + place + part * width, there, part * width + lane, DIM, PADDED)
+        k = load_part(k_cache + place + part * width, there, part * width + lane, DIM, PADDED).to(queries[part].dtype)
         scores = tl.dot(queries[part], tl.trans(k), scores, input_precision="ieee")
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
@@ -59,7 +59,7 @@ def one_block(
     weights = weights.to(queries[0].dtype)
     folded = ()
     for part in tl.static_range(PARTS):
-        v = load_part(v_cache + place + part * width, there, part * width + lane, DIM, PADDED)
+        v = load_part(v_cache + place + part * width, there, part * width + lane, DIM, PADDED).to(weights.dtype)
         more = tl.dot(weights, v, input_precision="ieee")
         folded = joined(folded, tl.fma(values[part], keep[:, None], more * add[:, None]))
     return top, total, folded

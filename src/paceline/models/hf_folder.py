@@ -1,0 +1,103 @@
+"""The files of a Hugging Face folder: its JSON, and the tensors of its safetensors files, read one by one.
+
+A file that is missing, cut short or of another kind is an error that names it and says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.errors import BrokenModel, ModelNotFound
+from paceline.models.block_file import BLOCK_WEIGHTS
+from paceline.models.tensor_file import Header
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+
+
+class TensorFiles:
+    """All tensors of a folder: headers at once, data from the mapped files when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        files = [_open(folder / shard) for shard in _shards(folder)]
+        self._home = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (not a mapping)
+        slices = ((name, file.get_slice(name)) for name, file in self._home.items())
+        self.headers = {name: Header(part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
+
+    def block_kind(self, name: str) -> str | None:
+        """The kind of blocks that a tensor of bytes holds (`block_file`)."""
+        kind: str | None = (self._home[name].metadata() or {}).get(name)
+        return kind
+
+    def read(self, name: str) -> Tensor:
+        data: Tensor = self._home[name].get_tensor(name)
+        return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BrokenModel(f"{path.parent} holds no {path.name}{_instead(path.parent)}") from error
+    except RecursionError as error:
+        raise BrokenModel(f"{path} cannot be read: it is nested too deeply for a model's file") from error
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise BrokenModel(f"{path} must hold a JSON object")
+    return value
+
+
+def _shards(folder: Path) -> list[str]:
+    for name in (WEIGHTS, BLOCK_WEIGHTS):
+        if (folder / name).exists():
+            return [name]
+    if (folder / INDEX).exists():
+        index = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise BrokenModel(f"{folder / INDEX}: the key weight_map is missing")
+        shards = sorted(set(map(str, index.values())))
+        for shard in shards:
+            if Path(shard).name != shard or not (folder / shard).is_file():
+                raise BrokenModel(f"{folder}: {INDEX} names {shard}, which is missing; download it again")
+        return shards
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is not a model folder")
+    raise BrokenModel(f"{folder} holds no weights: {WEIGHTS} is missing{_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    """A suggestion, from the files in the folder."""
+    if (folder / ADAPTER).is_file():
+        return (
+            f": it is a LoRA adapter{_base_of(folder / ADAPTER)}, not a model. Merge the two with peft "
+            "(merge_and_unload, then save_pretrained) and name the merged folder"
+        )
+    if any(folder.glob("*.gguf")):
+        return f"; name the file itself: {sorted(folder.glob('*.gguf'))[0]}"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return (
+            "; there are pickled weights (.bin), which are not supported: convert them with "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) from transformers"
+        )
+    return ""
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        base = None
+    return f" of {base}" if isinstance(base, str) and base else ""
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise BrokenModel(f"{path} is truncated or damaged ({error}); download it again") from error
