@@ -241,8 +241,8 @@ class Draft:
         host = self.sound(vocab_size)
         assert host.device_parents is not None
         assert host.device_depth is not None
-        shape = {"device_parents": host.device_parents.cpu(), "device_depth": host.device_depth.cpu()}
-        host = replace(host, tokens=host.tokens.cpu(), **shape)
+        parents, depth = host.device_parents.cpu(), host.device_depth.cpu()
+        host = replace(host, tokens=host.tokens.cpu(), device_parents=parents, device_depth=depth)
         used = torch.arange(self.width) < self.num_nodes[:, None]
         host = host.to(torch.device("cpu"))
         return replace(host, tokens=host.tokens * used, unseen=False, depth_bound=0)
