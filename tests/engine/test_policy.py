@@ -588,7 +588,7 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
         ({"num_speculative_tokens": 0}, "between 1 and 64"),
         ({"num_speculative_tokens": "many"}, "whole number"),
         ("{", "not JSON"),
-        ("[]", "JSON object"),
+        ("[]", "empty list"),
     ):
         with pytest.raises(InvalidParameter, match=problem):
             read(wrong, base)
