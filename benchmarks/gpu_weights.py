@@ -8,6 +8,7 @@ The bits of a product are compared between numbers of rows, and with the same we
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -270,6 +271,7 @@ def passes(kinds: list[str], tiny: bool) -> dict[str, Any]:
         found[kind + " by tiles" * by_tiles] = row
         print(f"   {kind:<9} {'by tiles ' if by_tiles else ''}{row}", flush=True)
         del decoder, bench
+        gc.collect()  # graphs and their decoder refer to each other
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
     return found
