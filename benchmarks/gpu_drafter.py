@@ -90,6 +90,21 @@ def answer(
     return made / took, sequences
 
 
+def draft_ms(engine: Engine, sequences: int) -> float:
+    """Of a captured draft alone: the block's pass and its largest tree."""
+    drafter = next(one for one in engine.drafters.drafters if isinstance(one, DSparkDrafter))
+    assert drafter._passes is not None
+    _, graph = drafter._passes._captured[sequences]
+    begun, over = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for turn in range(45):
+        if turn == 5:
+            begun.record()
+        graph.replay()
+    over.record()
+    over.synchronize()
+    return begun.elapsed_time(over) / 40
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", default="smollm2")
@@ -111,6 +126,8 @@ def main() -> None:
     began = time.perf_counter()
     engine = make_engine(subject, args.drafter, max(args.batches), size)
     print(f"started in {time.perf_counter() - began:.0f} s", flush=True)
+    drafts = {count: draft_ms(engine, count) for count in (1, 16, 64)} if device.type == "cuda" else {}
+    print("a draft, ms by sequences:", {count: round(ms, 3) for count, ms in drafts.items()}, flush=True)
     tokenizer = subject.tokenizer
     turns = [prompt["turns"][0] for path in args.prompts for prompt in read_prompts([path], None)]
     asked = [tokenizer.apply_chat_template([{"role": "user", "content": turn}]) for turn in turns]
@@ -154,7 +171,8 @@ def main() -> None:
                     f"tau {row['tau']:.2f} {'same' if same else 'DIFFERENT'} {methods} late {row['captured_late']}",
                     flush=True,
                 )
-    finish("gpu_drafter", {"device": subject.device_name, "rows": results, "failures": engine.drafters.failures})
+    found = {"device": subject.device_name, "draft_ms": drafts, "rows": results}
+    finish("gpu_drafter", found | {"failures": engine.drafters.failures})
 
 
 if __name__ == "__main__":

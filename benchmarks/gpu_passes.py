@@ -37,8 +37,8 @@ class Bench:
         )
         self.layers = self.cache.layers
         for layer in self.layers:  # contexts that were never computed: any numbers do
-            layer.k.normal_()
-            layer.v.normal_(std=0.5)
+            layer.k.copy_(torch.randn(layer.k.shape, device=decoder.device))
+            layer.v.copy_(0.5 * torch.randn(layer.v.shape, device=decoder.device))
         tables = torch.arange(sequences * self.per_sequence, dtype=torch.int32)
         self.tables = tables.view(sequences, self.per_sequence)
 

@@ -8,6 +8,7 @@ The bits of a product are compared between numbers of rows, and with the same we
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -26,7 +27,8 @@ from paceline.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.loader import expected_shapes
-from paceline.models.triton.codes import Ring, expanded
+from paceline.models.triton import codes
+from paceline.models.triton.codes import Ring, expanded, ring_for
 from paceline.models.triton.launch import INTERPRETED
 from paceline.models.triton.linear import Rotary, linear
 from paceline.models.triton.parallel_compile import parallel_compile
@@ -46,6 +48,7 @@ KINDS = {  # kind, group, dtype of scales, what is beside them
 }
 SIZE = Size()
 LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+BEST: dict[tuple[WeightKind, tuple[int, int], int], Ring] = {}  # rings by kind, shape and rows, once tried
 TINY_LINEARS = {"qkv": (128, 64), "o": (64, 64), "gate_up": (128, 64), "down": (16, 4096)}
 
 
@@ -126,16 +129,15 @@ def bits(kinds: list[str], tiny: bool) -> dict[str, Any]:
 
 def rings(rows: int, name: str) -> Iterator[Ring]:
     if rows <= 16:
-        yield Ring(8, 64, 2, 6)
-        for unroll, stages in ((1, 8), (2, 4), (2, 6), (2, 8), (4, 4)):
+        for unroll, stages in ((2, 6), (4, 3), (4, 4), (4, 6), (8, 3), (8, 4)):
             yield Ring(16, 64, unroll, stages)
         if name == "gate_up":
-            yield from (Ring(16, 128, 2, 4), Ring(16, 128, 2, 6), Ring(16, 128, 2, 4, 8))
+            yield from (Ring(16, 128, 2, 4), Ring(16, 128, 4, 3), Ring(16, 128, 4, 4))
     else:
-        yield from (Ring(rows, 64, 1, 4), Ring(rows, 64, 2, 3), Ring(rows, 128, 1, 4), Ring(rows, 128, 2, 3))
-        yield Ring(rows, 128, 2, 3, 8)
+        yield from (Ring(rows, 64, 2, 3), Ring(rows, 64, 2, 4), Ring(rows, 64, 4, 3), Ring(rows, 128, 2, 3))
+        yield from (Ring(rows, 128, 2, 4), Ring(rows, 128, 4, 3, 8))
         if name == "gate_up":
-            yield from (Ring(rows, 256, 1, 4, 8), Ring(rows, 256, 2, 3, 8))
+            yield from (Ring(rows, 256, 2, 3, 8), Ring(rows, 256, 2, 4, 8), Ring(rows, 256, 4, 3, 8))
 
 
 def tiles(kinds: list[str], tiny: bool) -> dict[str, Any]:
@@ -163,9 +165,18 @@ def tiles(kinds: list[str], tiny: bool) -> dict[str, Any]:
             with parallel_compile():
                 for each in work.values():
                     each()
+        expected = {rows: work[rows, "default"]() for rows in (1, 64)}
+        for (rows, ring), each in work.items():
+            if isinstance(ring, Ring) and not all(
+                map(torch.equal, _if_it_fits(each) or expected[rows], expected[rows])
+            ):
+                print(f"   OTHER BITS {kind} {name} {rows} {ring}", flush=True)
         timed = {key: _timed(each, len(plain if key[1] == "bf16" else weights)) for key, each in work.items()}
         for rows in (1, 64):
-            best = sorted((us, str(key[1])) for key, us in timed.items() if key[0] == rows and isinstance(key[1], Ring))
+            found_here = {ring: us for (count, ring), us in timed.items() if count == rows and isinstance(ring, Ring)}
+            if found_here:
+                BEST[KINDS[kind][0], (n, k), rows] = min(found_here, key=lambda ring: found_here[ring])
+            best = sorted((us, str(ring)) for ring, us in found_here.items())
             gb = 1e-3 * weights[0].nbytes
             default = timed[rows, "default"]
             found[f"{kind} {name} {rows}"] = {"bf16": timed[rows, "bf16"], "default": default, "best": best[:3]}
@@ -178,19 +189,31 @@ def tiles(kinds: list[str], tiny: bool) -> dict[str, Any]:
     return found
 
 
+def _if_it_fits(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except triton.OutOfResources as problem:
+        print(f"   {problem}", flush=True)
+        return None
+
+
 def _timed(work: Callable[[], Any], count: int) -> float:
     if DEVICE.type == "cpu":
         return 1e3 * device_ms(work, 1, 0) / count
-    try:
-        work()
-    except triton.OutOfResources as problem:
-        print(f"   {problem}", flush=True)
+    if _if_it_fits(work) is None:
         return math.inf
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
     return 1e3 * device_ms(graph.replay, 12, 3) / count
+
+
+def best_ring(rows: int, n: int, k: int, kind: WeightKind) -> Ring:
+    """`k`: columns that one program sums."""
+    shape = next(((n, whole) for whole in (k, 2 * k) if (n, whole) in LINEARS.values()), (0, 0))
+    tried = BEST.get((kind, shape, 1 if rows <= 16 else 64)) if rows <= 16 or 32 < rows <= 64 else None
+    return tried or ring_for(rows, n, k, kind)
 
 
 class Coded(Mapping[str, Tensor | StoredWeight]):
@@ -222,15 +245,19 @@ def passes(kinds: list[str], tiny: bool) -> dict[str, Any]:
         head_dim=32 if tiny else SIZE.head_dim, max_positions=8192, tie_embeddings=False,
     )  # fmt: skip
     found: dict[str, Any] = {}
-    dtypes = Dtypes.of(None, DEVICE)
-    for kind in ["bf16", *kinds]:
+    several = ["bf16", *kinds] if tiny else ["bf16", *kinds, f"{kinds[0]} kv8"]
+    for kind, by_tiles in itertools.product(several, (False, True) if BEST else (False,)):
+        if by_tiles and kind == "bf16":
+            continue
+        dtypes = Dtypes.of(None, DEVICE, torch.float8_e4m3fn if kind.endswith("kv8") else None)
+        codes.ring_for = best_ring if by_tiles else ring_for
         kernels = TritonKernels(DEVICE) if tiny else kernels_for(DEVICE)
-        decoder = Decoder(config, Coded(config, kind), kernels, device=DEVICE, dtypes=dtypes)
+        decoder = Decoder(config, Coded(config, kind.split()[0]), kernels, device=DEVICE, dtypes=dtypes)
         context = 30 if tiny else 1024
         bench = Bench(decoder, context + 64)
         row: dict[str, Any] = {"memory_gb": torch.cuda.memory_allocated() / 1e9 if DEVICE.type == "cuda" else 0}
         tokens = torch.randint(0, 500, (64,))
-        for rows in (1, 2) if tiny else (1, 4, 16, 64, 128):
+        for rows in (1, 2) if tiny else (1, 4, 16, 32, 64, 128):
             plan = bench.chain(context - 64 if rows > 64 else context, rows)
             given = tokens.repeat(2)[:rows].to(DEVICE)
             row[f"{rows}"] = device_ms(
@@ -241,9 +268,10 @@ def passes(kinds: list[str], tiny: bool) -> dict[str, Any]:
                 [bench.forward(tokens[at : at + 1], bench.chain(context + at, 1)).clone() for at in range(8)]
             )
             row["same bits"] = torch.equal(bench.forward(tokens[:8], bench.chain(context, 8)), alone)
-        found[kind] = row
-        print(f"   {kind:<9} {row}", flush=True)
+        found[kind + " by tiles" * by_tiles] = row
+        print(f"   {kind:<9} {'by tiles ' if by_tiles else ''}{row}", flush=True)
         del decoder, bench
+        gc.collect()  # graphs and their decoder refer to each other
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
     return found

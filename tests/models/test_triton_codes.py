@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA
 if not triton.knobs.runtime.interpret:
     pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
 
-from paceline.models.block_codes import as_codes
+from paceline.models.gguf_codes import as_codes
 from paceline.models.triton.codes import expanded, laid_out
 from paceline.models.triton.linear import Rotary, linear
 from paceline.models.triton_kernels import TritonKernels

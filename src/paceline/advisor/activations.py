@@ -37,4 +37,6 @@ def activations_cost(
                 found[rows] = min(found[rows], clock() - begun)
     compared = [prompt[:LONGEST] for prompt in prompts[:: max(1, len(prompts) // MOST_PROMPTS)][:MOST_PROMPTS]]
     float32_s, int8_s = least
-    return ActivationsCost(float32_s=float32_s, int8_s=int8_s, distance=distance(loaded.decoder, rounded.decoder, compared))
+    return ActivationsCost(
+        float32_s=float32_s, int8_s=int8_s, distance=distance(loaded.decoder, rounded.decoder, compared)
+    )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CANDIDATES = 64  # tokens looked at in each position
+CANDIDATES = 128  # tokens looked at in each position
 BEAM = 8  # nodes of a level that have children, and children of each
 DEEPER = 1e-4  # by which a node's score is below its parent's at least: sorting keeps parents first
 

@@ -207,7 +207,7 @@ def device_trees(
     child, child_score = ints(rows, count, beam), floats(rows, count, beam)
     _transitions[(batch, depth)](
         tokens, best, others, anchors, anchor_rows, w1, w2, child, child_score, rank,
-        DEPTH=depth, COUNT=count, WIDE=beam, RANK=max(triton.next_power_of_2(rank), 16) if rank else 0,
+        DEPTH=depth, COUNT=count, WIDE=beam, RANK=max(triton.next_power_of_2(rank), 16) if rank else 0, num_warps=8,
     )  # fmt: skip
     every = triton.next_power_of_2(beam + (depth - 1) * beam * beam)
     chosen = max(triton.next_power_of_2(nodes), 2)

@@ -169,6 +169,10 @@ def choose_kv_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.
         raise InvalidParameter(
             "kv_dtype", f"{name} needs the Triton kernels of a GPU, not {kernels.name} on {device.type}; leave it out"
         )
+    if KV_DTYPES[name] is not None and torch.cuda.get_device_capability(device) < (8, 9):
+        raise InvalidParameter(
+            "kv_dtype", f"{name} needs a GPU that computes in fp8 (Ada, Hopper or later); leave it out"
+        )
     return KV_DTYPES[name]
 
 

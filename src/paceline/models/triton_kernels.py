@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.models.block_codes import as_codes
 from paceline.models.chain import GreedyChain
+from paceline.models.gguf_codes import as_codes
 from paceline.models.kernels import FLOAT32, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan

@@ -142,13 +142,11 @@ MOST_ROWS = 256  # with more, a weight is expanded once for all of them
 @functools.cache
 def ring_for(rows: int, n: int, k: int, kind: WeightKind) -> Ring:
     """`k`: columns that one program sums."""
-    nibbles = kind is WeightKind.INT4
-    unroll = 2 if k % 128 == 0 else 1
+    unroll = next(count for count in (4, 2, 1) if k % (STEP * count) == 0)
     if rows <= 16:
-        return Ring(16, 64, unroll, 6 if nibbles else 4)
+        return Ring(16, 64, unroll, 4)
     m = min(max(int(triton.next_power_of_2(rows)), 16), 128)
-    n_tile = 128 if n >= 16384 else 64
-    return Ring(m, n_tile, 1 if m > 64 else unroll, 4)
+    return Ring(m, 128 if n >= 16384 else 64, min(unroll, 2 if m <= 64 else 1), 4)
 
 
 def launch_streamed(

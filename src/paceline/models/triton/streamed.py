@@ -13,7 +13,6 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -144,57 +143,57 @@ def of_nibbles(codes, scale, shift, S: gl.constexpr, SHIFT: gl.constexpr):
 
 @gluon.jit
 def expanded(
-    codes, scales, shifts, slot,
+    codes, scales, shifts, nth: gl.constexpr,
     KIND: gl.constexpr, SHIFT: gl.constexpr, S: gl.constexpr, Q: gl.constexpr, COPY: gl.constexpr, CODES: gl.constexpr,
-    SCALE: gl.constexpr,
+    SCALE: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """64 columns of a tile's weights, (16 S, 64) in bf16, from the ring's `slot`."""
+    """64 columns of a tile's weights, (16 S, 64) in bf16, the `nth` of a stage."""
     if KIND == NIBBLE:
-        bytes = codes.index(slot).load(COPY).reshape([S, 8, 4, Q, 4 // Q, 2, 2])
+        bytes = codes.slice(nth * (32 * S), 32 * S, dim=0).load(COPY).reshape([S, 8, 4, Q, 4 // Q, 2, 2])
         bytes = gl.convert_layout(bytes, CODES, assert_trivial=True)
-        scale = grouped(scales, slot, S, Q, SCALE)
+        scale = grouped(scales, nth, S, Q, SCALE)
         shift = scale
         if SHIFT != NONE:
-            shift = grouped(shifts, slot, S, Q, SCALE)
+            shift = grouped(shifts, nth, S, Q, SCALE)
         w = of_nibbles(bytes, scale, shift, S, SHIFT)
     else:
-        first = unit_of(codes, scales, shifts, slot, 0, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
-        second = unit_of(codes, scales, shifts, slot, 1, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
+        first = unit_of(codes, scales, shifts, nth, 0, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
+        second = unit_of(codes, scales, shifts, nth, 1, KIND, SHIFT, S, Q, COPY, CODES, SCALE)
         # (strip, lane's row, lane's pair, 16 columns, 8 of them, upper or lower row, one of a pair, 32 columns)
         w = gl.join(first, second).permute((0, 5, 1, 7, 3, 4, 2, 6)).reshape([16 * S, 64])
-    return w
+    return gl.convert_layout(w, LEFT, assert_trivial=True)
 
 
 @gluon.jit
-def grouped(ring, slot, S: gl.constexpr, Q: gl.constexpr, SCALE: gl.constexpr):
+def grouped(stage, nth: gl.constexpr, S: gl.constexpr, Q: gl.constexpr, SCALE: gl.constexpr):
     """Scales of the Q groups in 64 columns, (S, 8, 1, Q, 1, 2, 1)."""
     PLAIN: gl.constexpr = gl.SliceLayout(2, SCALE)
-    scale = ring.index(slot * Q).load(PLAIN)
+    scale = stage.slice(nth * Q * S, S, dim=0).load(PLAIN)
     if Q == 1:
         scale = scale[:, :, None, :]
     else:
-        both = gl.join(scale, ring.index(slot * Q + 1).load(PLAIN)).permute((0, 1, 3, 2))
+        both = gl.join(scale, stage.slice((nth * Q + 1) * S, S, dim=0).load(PLAIN)).permute((0, 1, 3, 2))
         scale = gl.convert_layout(both, SCALE, assert_trivial=True)
     return scale[:, :, None, :, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
 
 
 @gluon.jit
 def unit_of(
-    codes, scales, shifts, slot, unit: gl.constexpr,
+    codes, scales, shifts, nth: gl.constexpr, unit: gl.constexpr,
     KIND: gl.constexpr, SHIFT: gl.constexpr, S: gl.constexpr, Q: gl.constexpr, COPY: gl.constexpr, CODES: gl.constexpr,
     SCALE: gl.constexpr,
 ):  # fmt: skip
     """32 columns of weights that have a byte each."""
-    bytes = codes.index(slot * 2 + unit).load(COPY).reshape([S, 8, 4, 2, 2, 2, 2])
+    bytes = codes.slice((nth * 2 + unit) * (32 * S), 32 * S, dim=0).load(COPY).reshape([S, 8, 4, 2, 2, 2, 2])
     bytes = gl.convert_layout(bytes, CODES, assert_trivial=True)
     if KIND == FLOAT:
         w = gl.inline_asm_elementwise(FLOATS, "=r,=r,r", [bytes], dtype=gl.bfloat16, is_pure=True, pack=4)
     else:
-        scale = scales.index(slot * Q + unit % Q).load(SCALE)
+        scale = scales.slice((nth * Q + unit % Q) * S, S, dim=0).load(SCALE)
         scale = scale[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
         shift = scale
         if SHIFT != NONE:
-            shift = shifts.index(slot * Q + unit % Q).load(SCALE)
+            shift = shifts.slice((nth * Q + unit % Q) * S, S, dim=0).load(SCALE)
             shift = shift[:, :, None, :][:, :, :, None, :][:, :, :, :, None, :][:, :, :, :, :, :, None]
         w = rounded(bytes, scale, shift, KIND, SHIFT)
     return w
@@ -271,6 +270,7 @@ def streamed(
     BIASED: gl.constexpr, SEGMENTS: gl.constexpr, APART: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """`codes` and `scales` as `codes.laid_out` has them; GROUP: columns that share a scale, 0 for one scale a row."""
+    gl.static_assert(SEGMENTS == 1 or APART)
     S: gl.constexpr = BN // 16
     PAIRED: gl.constexpr = GATED or KV_HEADS > 0
     HALF: gl.constexpr = DIM // 2 if KV_HEADS > 0 else 0
@@ -302,27 +302,33 @@ def streamed(
     begin = gl.program_id(1) * length if APART else 0
     release(OVERLAP)
 
-    code_ring = gl.allocate_shared_memory(gl.int8, [STAGES * UNROLL * UNITS, 32 * S, 16], FLAT)
-    x_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES * UNROLL, BM, 64], RING)
-    lane = gl.arange(0, 32 * S, layout=gl.SliceLayout(1, COPY))
-    byte = gl.arange(0, 16, layout=gl.SliceLayout(0, COPY))
-    strip = row_of(lane // 32, block_n, n, BN, PAIRED, HALF) // 16
+    # A stage of each ring is filled by one copy: several would be kept apart by barriers.
     UNIT: gl.constexpr = 64 // UNITS  # columns
-    code_at = codes + (strip.to(gl.int64) * (k // UNIT * 512) + lane % 32 * 16)[:, None] + byte[None, :]
-    x_row = first_m + gl.arange(0, BM, layout=gl.SliceLayout(1, COPY_X))
+    PARTS: gl.constexpr = UNROLL * UNITS
+    GROUPS: gl.constexpr = UNROLL * Q
+    code_ring = gl.allocate_shared_memory(gl.int8, [STAGES, PARTS * 32 * S, 16], FLAT)
+    x_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, UNROLL * BM, 64], RING)
+    lane = gl.arange(0, PARTS * 32 * S, layout=gl.SliceLayout(1, COPY))
+    byte = gl.arange(0, 16, layout=gl.SliceLayout(0, COPY))
+    strip = row_of(lane // 32 % S, block_n, n, BN, PAIRED, HALF) // 16
+    place = strip.to(gl.int64) * (k // UNIT * 512) + (lane // (32 * S) * 512 + lane % 32 * 16)
+    code_at = codes + place[:, None] + byte[None, :]
+    x_lane = gl.arange(0, UNROLL * BM, layout=gl.SliceLayout(1, COPY_X))
+    x_row = first_m + x_lane % BM
     x_column = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY_X))
-    x_at = x + x_row.to(gl.int64)[:, None] * k + x_column[None, :]
+    x_at = x + (x_row.to(gl.int64) * k + x_lane // BM * 64)[:, None] + x_column[None, :]
     x_used = (x_row < rows)[:, None]
     if SCALED:
         TYPE: gl.constexpr = scales.dtype.element_ty
-        scale_ring = gl.allocate_shared_memory(TYPE, [STAGES * UNROLL * Q, S, 8, 2], FLAT3)
-        s_strip = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY_S)))
+        scale_ring = gl.allocate_shared_memory(TYPE, [STAGES, GROUPS * S, 8, 2], FLAT3)
+        s_strip = gl.arange(0, GROUPS * S, layout=gl.SliceLayout(1, gl.SliceLayout(2, COPY_S)))
         s_lane = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY_S)))
         s_half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, COPY_S)))
-        s_row = row_of(s_strip, block_n, n, BN, PAIRED, HALF)
+        s_row = row_of(s_strip % S, block_n, n, BN, PAIRED, HALF)
+        s_column = s_strip // S * (64 // Q)
         s_at = s_row[:, None, None] + (s_lane * 2)[None, :, None] + s_half[None, None, :]
         if SHIFT != NONE:
-            shift_ring = gl.allocate_shared_memory(TYPE, [STAGES * UNROLL * Q, S, 8, 2], FLAT3)
+            shift_ring = gl.allocate_shared_memory(TYPE, [STAGES, GROUPS * S, 8, 2], FLAT3)
 
     if KIND == FLOAT:
         at_n = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
@@ -330,65 +336,47 @@ def streamed(
     turns = length // (64 * UNROLL)
     for turn in gl.static_range(STAGES - 1):
         if turn < turns:
-            for nth in gl.static_range(UNROLL):
-                at = begin + (turn * UNROLL + nth) * 64
-                for unit in gl.static_range(UNITS):
-                    copy_async(
-                        code_ring.index((turn * UNROLL + nth) * UNITS + unit), code_at + (at // UNIT + unit) * 512
-                    )
-                if SCALED:
-                    for q in gl.static_range(Q):
-                        group = ((at + q * 32) // GROUP if GROUP > 0 else 0) * n
-                        copy_async(scale_ring.index((turn * UNROLL + nth) * Q + q), scales + group + s_at)
-                        if SHIFT != NONE:
-                            copy_async(shift_ring.index((turn * UNROLL + nth) * Q + q), shifts + group + s_at)
+            at = begin + turn * UNROLL * 64
+            copy_async(code_ring.index(turn), code_at + at // UNIT * 512)
+            if SCALED:
+                s_place = ((at + s_column) // GROUP * n)[:, None, None] + s_at
+                copy_async(scale_ring.index(turn), scales + s_place)
+                if SHIFT != NONE:
+                    copy_async(shift_ring.index(turn), shifts + s_place)
     wait(OVERLAP)
     for turn in gl.static_range(STAGES - 1):
         if turn < turns:
-            for nth in gl.static_range(UNROLL):
-                at = begin + (turn * UNROLL + nth) * 64
-                copy_async(x_ring.index(turn * UNROLL + nth), x_at + at, mask=x_used)
+            copy_async(x_ring.index(turn), x_at + (begin + turn * UNROLL * 64), mask=x_used)
         async_copy.commit_group()
-    INSIDE: gl.constexpr = 1 if APART else SEGMENTS
-    for segment in gl.static_range(INSIDE):
-        acc = gl.full([BN, BM], 0.0, gl.float32, layout=MMA)
-        for turn in range(segment * turns, (segment + 1) * turns):
-            async_copy.wait_group(STAGES - 2)
-            fence_async_shared()
-            gl.thread_barrier()
-            held = turn % STAGES
-            ahead = turn + STAGES - 1
-            if ahead < INSIDE * turns:
-                for nth in gl.static_range(UNROLL):
-                    at = begin + (ahead * UNROLL + nth) * 64
-                    slot = (ahead % STAGES) * UNROLL + nth
-                    for unit in gl.static_range(UNITS):
-                        copy_async(code_ring.index(slot * UNITS + unit), code_at + (at // UNIT + unit) * 512)
-                    if SCALED:
-                        for q in gl.static_range(Q):
-                            group = ((at + q * 32) // GROUP if GROUP > 0 else 0) * n
-                            copy_async(scale_ring.index(slot * Q + q), scales + group + s_at)
-                            if SHIFT != NONE:
-                                copy_async(shift_ring.index(slot * Q + q), shifts + group + s_at)
-                    copy_async(x_ring.index(slot), x_at + at, mask=x_used)
-            async_copy.commit_group()
-            for nth in gl.static_range(UNROLL):
-                slot = held * UNROLL + nth
-                w = expanded(
-                    code_ring, scale_ring if SCALED else code_ring, shift_ring if SHIFT != NONE else code_ring, slot,
-                    KIND, SHIFT, S, Q, COPY, CODES, SCALE,
-                )  # fmt: skip
-                w = gl.convert_layout(w, LEFT, assert_trivial=True)
-                acc = warpgroup_mma(w, x_ring.index(slot).permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-        if KIND == FLOAT:
-            acc = acc * row_scale[:, None]
-        if segment == 0:  # noqa: SIM108 (a kernel's branch)
-            total = acc
-        else:
-            total = total + acc
+    acc = gl.full([BN, BM], 0.0, gl.float32, layout=MMA)
+    for turn in range(turns):
+        async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()
+        ahead = turn + STAGES - 1
+        if ahead < turns:
+            at = begin + ahead * UNROLL * 64
+            free = ahead % STAGES
+            copy_async(code_ring.index(free), code_at + at // UNIT * 512)
+            if SCALED:
+                s_place = ((at + s_column) // GROUP * n)[:, None, None] + s_at
+                copy_async(scale_ring.index(free), scales + s_place)
+                if SHIFT != NONE:
+                    copy_async(shift_ring.index(free), shifts + s_place)
+            copy_async(x_ring.index(free), x_at + at, mask=x_used)
+        async_copy.commit_group()
+        held = turn % STAGES
+        for nth in gl.static_range(UNROLL):  # weights are expanded while those before them are multiplied
+            w = expanded(
+                code_ring.index(held), scale_ring.index(held) if SCALED else x_ring,
+                shift_ring.index(held) if SHIFT != NONE else x_ring, nth, KIND, SHIFT, S, Q, COPY, CODES, SCALE, LEFT,
+            )  # fmt: skip
+            columns = x_ring.index(held).slice(nth * BM, BM, dim=0)
+            acc = warpgroup_mma(w, columns.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    if KIND == FLOAT:
+        acc = acc * row_scale[:, None]
     async_copy.wait_group(0)
     finish(
-        total, bias, out, rows, n, first_m, block_n, positions, slots, cos, sin, k_cache, v_cache,
+        acc, bias, out, rows, n, first_m, block_n, positions, slots, cos, sin, k_cache, v_cache,
         GATED, DIM, KV_HEADS, BIASED, APART, BM, BN, WARPS,
     )  # fmt: skip
