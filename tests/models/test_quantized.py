@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.engine.policy_memory import PolicyMemory
 from paceline.errors import BrokenModel, InvalidParameter, ModelError, UnsupportedModel
 from paceline.models.code_blocks import as_blocks
 from paceline.models.kernels import INT8
@@ -337,6 +339,15 @@ def test_a_config_that_does_not_fit_the_file_is_refused(plain: Path, tmp_path: P
     with_config(coded, GPTQ | {"checkpoint_format": "gptq_v2"})
     with pytest.raises(BrokenModel, match="correct checkpoint_format"):
         load_model(coded, device="cpu")
+
+
+def test_a_cache_of_fp8_has_a_policy_of_its_own(plain: Path) -> None:
+    loaded = load_model(plain, device="cpu")
+    usual = PolicyMemory(plain, loaded, []).path()
+    assert loaded.kv_dtype == "auto"
+    loaded.decoder.dtypes = replace(loaded.decoder.dtypes, cache=torch.float8_e4m3fn)
+    assert loaded.kv_dtype == "fp8"
+    assert PolicyMemory(plain, loaded, []).path() != usual
 
 
 LOADING = """
