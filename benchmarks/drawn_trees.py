@@ -1,7 +1,13 @@
 """A block drafter's trees in the engine on a CPU, without seeds: drawn (law 2) against the likeliest nodes (law 1).
 
+A drawn tree has the shape of the likeliest nodes, which follows from committed tokens alone: how many children a node
+has is fixed before any token is drawn. Children are the first draws of a row of q without replacement: the highest of
+log q plus Gumbel noise. q is over the candidates of a position, under the request's temperature and filters. The engine
+verifies such trees by traversal as they are.
+
 Both ways answer each prompt in turn, in an order that alternates. Seconds are the processor's, of all threads, so that
-other programs on the machine disturb less. The answers differ, being drawn; τ and time are compared over all prompts.
+other programs on the machine disturb less. The answers differ, being drawn; compare expected values, which have no
+noise of coins, by tree_trials.py.
 
     python benchmarks/drawn_trees.py --prompts mt_bench.jsonl --nodes 7 15
 """
@@ -12,19 +18,118 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from common import finish
+from torch import Tensor
 
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
-from paceline.drafters import drawn_tree
+from paceline.draft import Draft, Proposal
+from paceline.drafters.block_tree import BEAM, CANDIDATES, Lattice, grow, lattice
 from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.methods import available
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
+from paceline.rng import Lane, uniform
+from paceline.verify.processors import threshold
 
-DRAWING = drawn_tree.drawing
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Drawing(NamedTuple):
+    """A row that draws its tree."""
+
+    row: int
+    params: SamplingParams
+    key: int  # of its coins
+    committed: int  # tokens, when the draft begins
+
+
+class Drawn(NamedTuple):
+    tokens: list[int]  # of the draft vocabulary
+    parents: list[int]
+    depth: list[int]
+    q: dict[int, tuple[Any, Floats]]  # by slot of a parent: tokens (C,) of the draft vocabulary, and q (C,)
+
+
+def draw(of: Lattice, wanted: Drawing, count: int, beam: int) -> Drawn:
+    """A tree of up to `count` nodes for one row of the lattice."""
+    only, warmth = slice(wanted.row, wanted.row + 1), wanted.params.temperature
+    shares = Lattice(of.tokens[only], of.first[only] / warmth, of.later[only] / warmth)
+    shares = shares._replace(first=shares.first.log_softmax(-1), later=shares.later.log_softmax(-1))
+    shape = grow(shares, count, beam)
+    parents, depth = shape.parents[0].tolist(), shape.depth[0].tolist()
+    candidates, first, later = of.tokens[wanted.row].numpy(), shares.first[0].numpy(), shares.later[0].numpy()
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    noise = _noise(wanted, list(children), candidates.shape[1])
+    tokens, place, q = [0] * len(parents), [0] * len(parents), {}
+    for at, (parent, below) in enumerate(children.items()):
+        position = 0 if parent < 0 else depth[parent]
+        row = first if parent < 0 else later[position - 1, min(place[parent], later.shape[1] - 1)]
+        q[parent + 1] = candidates[position], _filtered(row, wanted.params)
+        with np.errstate(divide="ignore"):
+            order = np.argsort(-(np.log(q[parent + 1][1]) + noise[at]), kind="stable")
+        for node, chosen in zip(below, order.tolist(), strict=False):
+            tokens[node], place[node] = int(candidates[position, chosen]), chosen
+    return Drawn(tokens, parents, depth, q)
+
+
+def _noise(wanted: Drawing, parents: list[int], candidates: int) -> Any:
+    """(parents, C) Gumbel noise that no other step uses."""
+    slots, columns = np.repeat(np.array(parents) + 1, candidates), np.tile(np.arange(candidates), len(parents))
+    words = (np.full_like(slots, wanted.key), np.full_like(slots, wanted.committed), slots, columns)
+    units = uniform(Lane.DRAFT, *(torch.from_numpy(word) for word in words))
+    return -np.log(-np.log(units.numpy())).reshape(len(parents), candidates)
+
+
+def _filtered(log_q: Floats, params: SamplingParams) -> Floats:
+    """(C,) probabilities under the request's filters."""
+    top_k, top_p, min_p = params.top_k or 0, params.top_p, params.min_p
+    shifted = log_q - log_q.max()
+    if top_k > 0 or top_p < 1 or min_p > 0:
+        shifted[shifted < threshold(shifted, top_k, top_p, min_p)] = -np.inf
+    weights = np.exp(shifted)
+    shares: Floats = weights / weights.sum()
+    return shares
+
+
+def joined(drawn: dict[int, Drawn], others: Draft, ids: Tensor) -> Draft:
+    """The draft with some rows drawn; `ids` are the target's ids of draft tokens."""
+    columns = np.unique(np.concatenate([tokens for tree in drawn.values() for tokens, _ in tree.q.values()]))
+    rows, row_of = [], np.full((others.batch, others.width + 1), -1)
+    tokens, parents, depth = (part.clone() for part in (others.tokens, others.parents, others.depth))
+    for at, tree in drawn.items():
+        for into, part in ((tokens, ids[tree.tokens]), (parents, tree.parents), (depth, tree.depth)):
+            into[at, : len(tree.tokens)] = torch.as_tensor(part)
+        for slot, (where, shares) in tree.q.items():
+            row_of[at, slot] = len(rows)
+            rows.append(np.zeros(len(columns), np.float32))
+            rows[-1][np.searchsorted(columns, where)] = shares
+    q = Proposal(probs=torch.from_numpy(np.stack(rows)), row_of=torch.from_numpy(row_of), ids=ids[columns])
+    return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=others.num_nodes, q=q)
+
+
+class DrawnTrees(DSparkDrafter):
+    """Of one row at a time, which samples without a seed."""
+
+    def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> Tensor:
+        positions = logits.view(len(anchors), self.config.block_size, -1)
+        depth = min(self.config.depth, nodes)
+        positions = positions[:, self.config.block_size - self.config.depth :][:, :depth]
+        before = None if self._anchor_rows is None else self._anchor_rows[anchors]
+        self.lattice = lattice(positions, before, self._w1, self._w2, CANDIDATES)
+        return torch.zeros(3, len(anchors), nodes, dtype=torch.int64)
+
+    def draft(self, rows: Any, seats: Tensor, lengths: Tensor) -> Draft:
+        nothing = super().draft(rows, seats, lengths)
+        ((sequence, _),) = rows
+        wanted = Drawing(0, sequence.params, sequence.noise_key, int(lengths[0]))
+        return joined({0: draw(self.lattice, wanted, int(nothing.num_nodes[0]), BEAM)}, nothing, self._ids)
 
 
 class Way:
@@ -35,7 +140,7 @@ class Way:
         context = build.drafter_context(target.loaded, speculation)
         assert context.checkpoint is not None
         (method,) = (each for each in available(speculation, [context.checkpoint]) if each.method.recognise)
-        drafter, self.draws = DSparkDrafter.from_context(context, method.name), draws
+        drafter = (DrawnTrees if draws else DSparkDrafter).from_context(context, method.name)
         policy = AdaptivePolicy([drafter], method.name, nodes)
         loaded = target.loaded
         config = EngineConfig(max_num_seqs=1)
@@ -44,7 +149,6 @@ class Way:
         self.cpu_s = 0.0
 
     def answer(self, prompt: list[int], params: SamplingParams) -> None:
-        drawn_tree.drawing = DRAWING if self.draws else lambda *_: []
         sequences = self.engine.add_request(str(self.tokens), prompt, params.resolve({}))
         started = time.process_time()
         while self.engine.has_work:

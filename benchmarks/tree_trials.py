@@ -8,6 +8,7 @@ expectation of traversal verification over its coins. So trials are paired, and 
 - `top`: the likeliest nodes by the drafter's own distribution; `top/T`: with its logits divided by T.
 - `drawn as top`: drawn without replacement from q at the request's temperature, in the shape of `top/T`.
 - `drawn, fixed`: the same in the best shape for `RANKS`, the same at every step.
+- `merged n`: with the tree of a lookup, and `suffix`: that alone.
 - `coupled/c`: the target draws its tokens by noise that the drafter knows (law 3), which is added to log q.
 
     python benchmarks/tree_trials.py --prompts mt_bench.jsonl --temperature 0.7 --out steps.npz
@@ -25,21 +26,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from common import finish
+from speculation import read_prompts
 from torch import Tensor
 
 from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.draft import Draft
+from paceline.drafters.base import DraftRow
 from paceline.drafters.block_tree import CANDIDATES, Lattice, grow, lattice
 from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import CONFIDENCE
-from paceline.drafters.methods import available
+from paceline.drafters.methods import METHODS, SUFFIX, available
 from paceline.engine import evidence
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.models.decoder import FINAL
 
+KINDS = ("top", "coupled", "suffix", "merged")  # deterministic trials, whose first n nodes are a trial of n
 MOST = 400  # nodes of a union
 RANKS = (0.66, 0.14, 0.06, 0.03, 0.02, 0.015, 0.01)  # how often the first, second, ... child drawn is accepted
 
@@ -65,12 +69,33 @@ def fixed_shape(count: int, depth: int) -> list[int]:
     return found
 
 
+def merged(one: Tree, other: Tree, count: int) -> Tree:
+    """Nodes of both in turn, each path once."""
+    paths: dict[tuple[int, ...], int] = {}
+    queues = []
+    for tree in (one, other):
+        own: list[tuple[int, ...]] = []
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            own.append((*(own[parent] if parent >= 0 else ()), token))
+        queues.append(iter(own))
+    while len(paths) < count and queues:
+        for queue in list(queues):
+            path = next((each for each in queue if each not in paths), None)
+            if path is None:
+                queues.remove(queue)
+            elif len(paths) < count:
+                paths[path] = len(paths)
+    return Tree([path[-1] for path in paths], [paths.get(path[:-1], -1) for path in paths], [], {})
+
+
 class Trials(DSparkDrafter):
     """Proposes the union of all trials, and keeps them for `expected`."""
 
     def prepare(self, folder: Path, vocab_size: int, args: argparse.Namespace) -> None:
         self.vocab_size, self.temperature, self.sizes = vocab_size, args.temperature, args.sizes
-        self.scales, self.sharpness, self.fixed = args.scales, args.sharpness, args.fixed
+        self.scales, self.sharpness, self.fixed, self.draws = args.scales, args.sharpness, args.fixed, not args.lookup
+        self.lookup: Any = None
+        self.support = 0
         _, tensors = read(folder)
         self.confidence = tensors[f"{CONFIDENCE}.weight"].float()[0], tensors[f"{CONFIDENCE}.bias"].float()
         self.rng = torch.Generator().manual_seed(0)
@@ -97,7 +122,9 @@ class Trials(DSparkDrafter):
         super().draft(rows, seats, lengths)
         most = max(self.sizes)
         self.trials = {"top": self.top(1.0, most), **{f"top/{scale}": self.top(scale, most) for scale in self.scales}}
-        if self.temperature:
+        if self.lookup is not None:
+            self._look_up(rows[0].sequence, most)
+        if self.temperature and self.draws:
             for size in self.sizes:
                 shape = self.top(self.temperature, size).parents
                 self.trials[f"drawn as top {size}"] = self.drawn(shape)
@@ -116,6 +143,16 @@ class Trials(DSparkDrafter):
             depth=torch.tensor([[len(path) for path in paths]]),
             num_nodes=counts,
         )
+
+    def _look_up(self, sequence: Any, most: int) -> None:
+        """`suffix`: the lookup's tree; `merged n`: its nodes in turn with the drafter's own, n in all."""
+        assert self.lookup is not None
+        self.support = self.lookup.evidence(sequence)
+        found = self.lookup.propose([DraftRow(sequence, most)])
+        count = int(found.num_nodes[0])
+        self.trials["suffix"] = Tree(found.tokens[0, :count].tolist(), found.parents[0, :count].tolist(), [], {})
+        for size in self.sizes:
+            self.trials[f"merged {size}"] = merged(self.trials["top"], self.trials["suffix"], size)
 
     def _placed(self, tree: Tree) -> list[int]:
         paths: list[tuple[int, ...]] = []
@@ -281,9 +318,13 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
     assert isinstance(drafter, Trials)
     drafter.prepare(context.checkpoint, target.loaded.config.vocab_size, args)
     evidence.MAX_K = MOST
+    drafters: list[Any] = [drafter]
+    if args.lookup:
+        drafter.lookup = METHODS[SUFFIX].make(context)
+        drafters.append(drafter.lookup)
     policy = AdaptivePolicy([drafter], method.name, MOST)
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=4 * MOST)
-    engine = Engine(target.loaded.decoder, config, tokenizer=target.loaded.tokenizer, drafters=[drafter], policy=policy)
+    engine = Engine(target.loaded.decoder, config, tokenizer=target.loaded.tokenizer, drafters=drafters, policy=policy)
     sampler, steps = engine.runner.sampler, []
     verify = sampler.verify
 
@@ -298,7 +339,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
         return verify(sequences, draft, logits, row_of, **given)
 
     sampler.verify = watched  # type: ignore[method-assign]
-    lines = [json.loads(line) for line in Path(args.prompts).read_text().splitlines() if line.strip()]
+    lines = read_prompts([args.prompts] if args.prompts else [], None)
     every = max(1, len(lines) // args.count)
     for at, line in enumerate(lines[::every][: args.count]):
         text = line["turns"][0] if "turns" in line else line["prompt"]
@@ -326,7 +367,9 @@ def measured(drafter: Trials, p: Tensor) -> dict[str, Any]:
             step[name] = drafter.agreed(name, p)
         else:
             step[name] = drafter.survival(name, p)
-            step[f"{name} score"] = tree.score
+            if tree.score:
+                step[f"{name} score"] = tree.score
+    step["support"] = drafter.support
     step["confidence"] = drafter.confident(drafter.trials["top"])
     step["parents"] = drafter.trials["top"].parents
     return step
@@ -336,7 +379,7 @@ def table(steps: list[dict[str, Any]], sizes: list[int]) -> dict[str, float]:
     """The mean number of tokens a step commits, by trial and nodes."""
     found: dict[str, float] = {}
     for name, value in steps[0].items():
-        if isinstance(value, list) and name.startswith(("top", "coupled")) and not name.endswith("score"):
+        if isinstance(value, list) and name.startswith(KINDS) and not name.endswith("score"):
             for size in sizes:
                 found[f"{name} {size}"] = 1 + float(np.mean([sum(step[name][:size]) for step in steps]))
         elif name.startswith("drawn"):
@@ -363,13 +406,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--drafter", nargs=1, help="a folder; the packaged one, if none is given")
-    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--prompts", help="a file; copy-heavy prompts of our own, if none is given")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[7, 15, 60])
-    parser.add_argument("--scales", type=float, nargs="+", default=[0.7])
+    parser.add_argument("--scales", type=float, nargs="*", default=[0.7])
     parser.add_argument("--sharpness", type=float, nargs="*", default=[0.4, 0.7, 1.0])
+    parser.add_argument("--lookup", action="store_true", help="merged with a lookup's tree, in place of drawn trees")
     parser.add_argument("--fixed", action="store_true", help="fixed shapes too")
     parser.add_argument("--out", help="all steps, as JSON")
     args = parser.parse_args()
@@ -380,7 +424,9 @@ def main() -> None:
     for size in args.sizes:
         print(f"{size} nodes: top {found[f'top {size}']:.3f}")
         names = [f"top/{scale}" for scale in args.scales]
-        names += [f"coupled/{scale}" for scale in args.sharpness if args.temperature]
+        names += [name for scale in args.sharpness if (name := f"coupled/{scale}") in steps[0]]
+        if args.lookup:
+            names += ["suffix", f"merged {size}"]
         drawn = [name for name in found if name.startswith("drawn")]
         names += [name for name in drawn if name.removesuffix(", top-down").endswith(f" {size}")]
         for name in names:

@@ -342,8 +342,9 @@ def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monke
     assert methods(model) == set()
 
 
-def test_a_drafter_that_is_hardly_ever_right_is_reported_once(decoder, caplog):
-    """Of random weights: of 96 tokens one is right now and then."""
+@pytest.mark.parametrize("nodes", [1, 15])
+def test_a_drafter_that_is_hardly_ever_right_is_reported_once(nodes, decoder, caplog):
+    """Of random weights: of 96 tokens one is right now and then, and of a wide tree's more often."""
     config = drafter_config(CONFIG)
     requests = [(0, str(at), prompt, params(max_tokens=40, ignore_eos=True)) for at, prompt in enumerate(PROMPTS)]
     texts = list(answers(Engine(decoder, replace(SIZES, num_blocks=64)), requests).values())
@@ -351,6 +352,6 @@ def test_a_drafter_that_is_hardly_ever_right_is_reported_once(decoder, caplog):
         caplog.clear()
         known = knowing(CONFIG, decoder.embedding.float(), texts) if good else (config, random_tensors(config))
         drafter = make(*known, decoder.embedding.float(), kernels=decoder.kernels)
-        policy = ByRequest({}, Choice(drafter.name, 1))
+        policy = ByRequest({}, Choice(drafter.name, nodes))
         run(Engine(decoder, replace(SIZES, num_blocks=64), drafters=[drafter], policy=policy), requests)
         assert [record.message.count("is it for this model?") for record in caplog.records] == [1] * (not good)

@@ -114,7 +114,9 @@ class Committer:
                     self._look_closer(landed, at, sequence)
         for at, (method, nodes, accepted, depth) in outputs.drafts.items():
             outputs.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(outputs.tokens[at])), method)
-            self._drafters.note(method, accepted)
+            if method in self._drafters.on_trial:
+                path = range(accepted) if outputs.paths is None else outputs.paths(at)
+                self._drafters.note(method, accepted > 0 and path[0] == 0)
         self._drafters.read_prompts(flight.batch)
         unsettled = self._unsettled(flight.batch)
         self._drafters.mark(unsettled)
