@@ -1,10 +1,12 @@
-"""When Python collects garbage: not during a step, nor during a capture."""
+"""When Python collects garbage (not during a step, nor during a capture), and when free memory goes back."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -24,3 +26,10 @@ def expect_objects(count: int) -> None:
     young, *older = gc.get_threshold()
     if 0 < young < count:
         gc.set_threshold(count, *older)
+
+
+def trim_heap() -> None:
+    """Give free pages back: tensors of changing sizes leave holes in glibc's heap, which would grow for hours."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

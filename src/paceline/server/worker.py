@@ -26,6 +26,7 @@ from paceline.engine import loop
 from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop, Request
 from paceline.errors import EngineClosed, InvalidParameter, PacelineError
+from paceline.garbage import trim_heap
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.server import messages as m
@@ -33,6 +34,7 @@ from paceline.server.messages import Settings
 
 log = logging.getLogger("paceline")
 GAUGES_EVERY_S = 0.25
+TRIM_EVERY_S = 10.0
 SWITCH_S = 0.0005  # a command waits so long at most for a step's Python code to let its thread run; 5 ms if unset
 
 
@@ -42,7 +44,7 @@ class Outbox:
     def __init__(self, socket: zmq.Socket[bytes], built: Built) -> None:
         self._socket, self._built = socket, built
         self._pending: list[m.Event] = []
-        self._gauges_at = 0.0
+        self._gauges_at, self._trimmed_at = 0.0, time.perf_counter()
 
     def put(self, event: loop.Event, /) -> None:
         match event:
@@ -77,6 +79,9 @@ class Outbox:
         if now - self._gauges_at >= GAUGES_EVERY_S or not self._built.engine.has_work:
             self._gauges_at = now
             self._pending.append(_gauges(self._built))
+        if now - self._trimmed_at >= TRIM_EVERY_S:
+            self._trimmed_at = now
+            trim_heap()
         if self._pending:
             self._socket.send(m.encode(self._pending))
             self._pending.clear()
