@@ -178,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
             self.whole(200, '{"choices": [{"message": {"content": "hello"}}]}')
             return
         if fault == "hangs":
-            time.sleep(0.3)
+            time.sleep(0.8)
         limit, size = body.get("max_tokens", body.get("max_completion_tokens")), self.server.behaviour.per_chunk
         words = self.words(json.dumps(body["messages"]) if "messages" in body else body["prompt"])[:limit]
         chunks = [words[start : start + size] for start in range(0, len(words), size)]

@@ -441,7 +441,7 @@ FAULTS: list[tuple[str, type[EndpointError], str]] = [
     ("not json", NotOpenAI, "expected JSON in its events"),
     ("other protocol", NotOpenAI, "message_start"),
     ("error event", EndpointRefused, "an error in the stream: the worker died"),
-    ("hangs", EndpointTimeout, "within 0.1 s; raise --timeout"),
+    ("hangs", EndpointTimeout, r"within \S+ s; raise --timeout"),
 ]
 
 
@@ -458,7 +458,7 @@ def test_a_server_that_is_wrong_from_the_start_is_refused_at_once(
 @pytest.mark.parametrize(("fault", "error", "words"), FAULTS[3:])
 def test_what_was_measured_before_a_fault_is_kept(fault: str, error: type[EndpointError], words: str) -> None:
     with FakeServer(fault=fault, fault_from=2 + 4) as server:  # after two that warm up and four answers
-        results, stopped = bench(server, timeout_s=0.1 if fault == "hangs" else 5)
+        results, stopped = bench(server, timeout_s=0.4 if fault == "hangs" else 5)
     assert isinstance(stopped, error)
     assert re.search(words, str(stopped))
     assert not results.complete

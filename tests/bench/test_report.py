@@ -462,6 +462,11 @@ def test_times_are_written_with_few_digits(seconds: float, words: str) -> None:
 # -- a browser
 
 
+def test_every_colour_that_is_used_is_defined() -> None:
+    style = (Path(report.__file__).parent / "report.css").read_text(encoding="utf-8")
+    assert set(re.findall(r"var\((--[\w-]+)\)", style)) == set(re.findall(r"(--[\w-]+):", style))
+
+
 def chromium(page: Path, *options: str) -> str:
     with tempfile.TemporaryDirectory() as profile:
         command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
