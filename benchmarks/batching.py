@@ -3,7 +3,7 @@
 64 tokens each, EOS ignored so that the batch stays full. The engine's own time (everything but the model) is the median
 over steps that only decode; speeds include the prompts.
 
-    python benchmarks/batching.py [--rounds 5] [--method ngram --k 4]
+    python benchmarks/batching.py [--rounds 5] [--method ngram --k 4] [--dtype auto --activations int8]
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--method", default="none")
     parser.add_argument("--k", type=int)
+    parser.add_argument("--dtype", default="float32", help="auto keeps the blocks of the file")
+    parser.add_argument("--activations", default="float32")
     args = parser.parse_args()
     rounds = args.rounds
 
-    llm = LLM("smollm2", dtype="float32", device="cpu", method=args.method, k=args.k, prefix_caching=False)
+    stored = {"dtype": args.dtype, "activations": args.activations}
+    llm = LLM("smollm2", device="cpu", method=args.method, k=args.k, prefix_caching=False, **stored)
     conversations = [[{"role": "user", "content": f"Tell me something about {topic}."}] for topic in TOPICS]
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=TOKENS, ignore_eos=True)

@@ -195,7 +195,7 @@ def measure(
         print("interrupted: reporting what was measured", file=sys.stderr)
     finally:
         for name, worker in workers.items():
-            rows.note(name, {"peak_bytes": worker.peak_bytes()})
+            rows.note(name, {"peak_bytes": worker.peak_bytes(), "held_bytes": worker.held_bytes()})
             worker.stop()
         turns.close()
 

@@ -49,7 +49,8 @@ def main() -> None:
     for name, figures in found.items():
         print(
             f"{name}: {figures['tokens_per_s']:.2f} tokens/s after the first, {figures['first_s']:.2f} s to the first "
-            f"of {args.prompt_tokens} tokens, {figures['peak_bytes'] / 1e9:.2f} GB at most"
+            f"of {args.prompt_tokens} tokens, {figures['held_bytes'] / 1e9:.2f} GB held, "
+            f"{figures['peak_bytes'] / 1e9:.2f} GB at most with the file's pages"
         )
     for name, why in failures.items():
         print(f"{name} is out: {why}")
@@ -94,6 +95,7 @@ def measure(file: Path, args: argparse.Namespace) -> tuple[dict[str, dict[str, f
             name: {
                 "first_s": statistics.median(first for first, _ in given),
                 "tokens_per_s": statistics.median(rate for _, rate in given),
+                "held_bytes": workers[name].held_bytes(),
                 "peak_bytes": workers[name].peak_bytes(),
             }
             for name, given in answers.items()
