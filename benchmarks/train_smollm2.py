@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import finish
 
@@ -42,7 +43,7 @@ from paceline.training.files import read_examples
 from paceline.training.loop import STATE, Loop, LoopConfig
 from paceline.training.rows import RowSampler, held_out, packed
 from paceline.training.run import HELD_OUT, answers_of, publish
-from paceline.training.store import TokenStore
+from paceline.training.store import Sequences, TokenStore
 from paceline.training.target import FrozenTarget
 from paceline.training.trainees import Answers, Plan, trainee_of
 from paceline.training.walk import by_depth, tau, walk
@@ -160,7 +161,7 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         init_from=args.init_from,
         seed=args.seed,
         compiled=target.device.type == "cuda" and args.compile,
-        answers=answers_of(tested if len(tested) else learnt, 64, args.length),
+        answers=spread(tested if len(tested) else learnt, args.length),
     )
     made = trainee_of(args.method, plan)
     trainee = made.trainee
@@ -208,7 +209,9 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     with costs.of("steps"):
         loop.run()
     publish(folder, lambda where: trainee.save(where, loop.averaged()))
-    (folder / RECIPE).write_text(json.dumps({**made.recipe, **asdict(loop_config), "length": args.length}))
+    begun = "a drafter trained before" if args.init_from is not None else "random weights"
+    recipe = {**made.recipe, **asdict(loop_config), "length": args.length, "mix": args.mix or "by size", "begun": begun}
+    (folder / RECIPE).write_text(json.dumps(recipe))
     if loop.progress.curve:
         loop.progress.curve[-1] |= measure(loop.averaged())
     write_curve(folder, loop.progress.curve, f"{args.method} for {TARGET}")
@@ -272,7 +275,7 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     store = TokenStore(args.work / "tokens", target.config.vocab_size)
     sequences = store.read()
     with costs.of("choosing a temperature"):
-        soften(trainee, args.soften, answers_of(sequences.chosen(held_out(sequences, HELD_OUT)), 64, args.length))
+        soften(trainee, args.soften, spread(sequences.chosen(held_out(sequences, HELD_OUT)), args.length))
     with costs.of("walking"):
         say("before:")
         before = figures(args, trainee)
@@ -302,6 +305,12 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         },
     )
     return {"before": before, "after": after, "bytes": total}
+
+
+def spread(sequences: Sequences, length: int, count: int = 64) -> Answers:
+    """So many answers evenly from all shards, which begin with those of one source."""
+    every = np.arange(len(sequences)) % max(1, len(sequences) // count) == 0
+    return answers_of(sequences.chosen(every), count, length)
 
 
 def soften(trainee: DSparkTrainee, temperatures: list[float], answers: Answers) -> None:
