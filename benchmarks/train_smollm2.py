@@ -10,7 +10,8 @@
 gsm8k are answered apart, to be measured on, and never trained on. `train` continues where the last run stopped; its
 schedule ends after `--minutes` of steps over all runs, and `--call-minutes` bound one call, start-up included.
 `evaluate`: τ of a chain of 7, trees of 15 and 60, as an engine walks the target's own answers. `pack`: int8, with τ
-before and after. Every stage prints what its time went into.
+before and after. Every stage prints what its time went into. `train --init-from DIR` begins with a drafter that is
+there; `train --method eagle3` trains another kind on the same tokens, and drafter_tau.py measures it.
 """
 
 from __future__ import annotations
@@ -25,22 +26,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import finish
 
+from paceline.drafters.dspark_config import CONFIDENCE, W2
+from paceline.drafters.methods import DSPARK, EAGLE3
 from paceline.models.hub import resolve
 from paceline.models.runtime import choose_device
 from paceline.sampling_params import SamplingParams
 from paceline.training.batch import DeviceRows
 from paceline.training.card import write_card, write_curve
 from paceline.training.data import Maker, draft_vocabulary, open_generator
-from paceline.training.dspark import DSparkOptions, DSparkTrainee
+from paceline.training.dspark import DSparkTrainee
 from paceline.training.files import read_examples
 from paceline.training.loop import STATE, Loop, LoopConfig
 from paceline.training.rows import RowSampler, held_out, packed
 from paceline.training.run import HELD_OUT, answers_of, publish
-from paceline.training.store import TokenStore
+from paceline.training.store import Sequences, TokenStore
 from paceline.training.target import FrozenTarget
+from paceline.training.trainees import Answers, Plan, trainee_of
 from paceline.training.walk import by_depth, tau, walk
 
 TARGET = "smollm2"  # as the card and the checkpoint name it
@@ -144,25 +149,22 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         f"{len(rows):,} rows of {args.length}, {filled:.0%} full, {int(learnt.answer.sum()):,} answer tokens; "
         f"{len(vocabulary):,} draft tokens are {share:.2%} of them"
     )
-    options = DSparkOptions(
-        layers=args.layers,
-        block=args.block,
-        num_taps=args.taps,
-        rank=args.rank,
-        draft_vocab=args.draft_vocab,
-        anchors=args.anchors,
-        ce=args.ce,
-        tv=args.tv,
-        temperature=args.temperature,
-        portable=args.portable,
+    sizes = {name: getattr(args, name) for name in ("draft_vocab", "anchors", "ce", "tv", "temperature")}
+    if args.method == DSPARK:
+        sizes |= {name: getattr(args, name) for name in ("layers", "block", "rank", "portable")}
+        sizes["num_taps"] = args.taps
+    plan = Plan(
+        target=target,
+        name=TARGET,
+        sizes=sizes,
+        vocabulary=lambda _: torch.from_numpy(vocabulary),
+        init_from=args.init_from,
+        seed=args.seed,
+        compiled=target.device.type == "cuda" and args.compile,
+        answers=spread(tested if len(tested) else learnt, args.length),
     )
-    compiled = target.device.type == "cuda" and args.compile
-    if args.init_from is not None:
-        trainee = DSparkTrainee.from_folder(args.init_from, target, options, compiled=compiled)
-    else:
-        trainee = DSparkTrainee(
-            target, options, torch.from_numpy(vocabulary), seed=args.seed, name=TARGET, compiled=compiled
-        )
+    made = trainee_of(args.method, plan)
+    trainee = made.trainee
     loop_config = LoopConfig(
         rows=args.rows or 64,
         minutes=args.minutes if args.steps is None else None,
@@ -178,24 +180,15 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         save_s=150,
         measure_s=args.measure_s,
     )
-    answers = answers_of(tested if len(tested) else learnt, 64, args.length)
 
     def measure(parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         with costs.of("measuring τ"):
-            walks = {
-                name: walk(trainee, answers, nodes, chain=chain, parameters=parameters)
-                for name, (nodes, chain) in SHAPES.items()
-            }
-            return {
-                **{f"τ {name}": tau(each) for name, each in walks.items()},
-                "by depth": _rounded(by_depth(walks["chain 7"])),
-            }
+            return made.measure(parameters) if made.measure is not None else {}
 
     sampler = RowSampler(rows.source, _mix(args.mix, store), args.seed)
-    folder = args.work / args.name
-    loop = Loop(
-        trainee, target, DeviceRows.of(rows, target.device), sampler, loop_config, folder, report=say, measure=measure
-    )
+    folder = args.work / (args.name or args.method)
+    device_rows = DeviceRows.of(rows, target.device)
+    loop = Loop(trainee, target, device_rows, sampler, loop_config, folder, report=say, measure=measure)
     if (folder / STATE).exists():
         loop.resume()
         say(f"continues at step {loop.progress.step}, after {loop.progress.elapsed_s:.0f} s of steps")
@@ -216,8 +209,12 @@ def trained(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     with costs.of("steps"):
         loop.run()
     publish(folder, lambda where: trainee.save(where, loop.averaged()))
-    (folder / RECIPE).write_text(json.dumps({**asdict(trainee.options), **asdict(loop_config), "length": args.length}))
-    write_curve(folder, loop.progress.curve, "dspark for smollm2")
+    begun = "a drafter trained before" if args.init_from is not None else "random weights"
+    recipe = {**made.recipe, **asdict(loop_config), "length": args.length, "mix": args.mix or "by size", "begun": begun}
+    (folder / RECIPE).write_text(json.dumps(recipe))
+    if loop.progress.curve:
+        loop.progress.curve[-1] |= measure(loop.averaged())
+    write_curve(folder, loop.progress.curve, f"{args.method} for {TARGET}")
     last = loop.progress.curve[-1] if loop.progress.curve else {}
     return {"steps": loop.progress.step, "seconds": loop.progress.elapsed_s, "parameters": size, **last}
 
@@ -247,7 +244,7 @@ def _profile(loop: Loop) -> None:
 
 def evaluate(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     target = opened(args, costs)
-    trainee = DSparkTrainee.from_folder(args.drafter or args.work / args.name, target)
+    trainee = DSparkTrainee.from_folder(args.drafter or args.work / (args.name or DSPARK), target)
     with costs.of("walking"):
         return figures(args, trainee)
 
@@ -273,8 +270,12 @@ def figures(args: argparse.Namespace, trainee: DSparkTrainee) -> dict[str, Any]:
 
 def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     target = opened(args, costs)
-    folder = args.drafter or args.work / args.name
+    folder = args.drafter or args.work / (args.name or DSPARK)
     trainee = DSparkTrainee.from_folder(folder, target)
+    store = TokenStore(args.work / "tokens", target.config.vocab_size)
+    sequences = store.read()
+    with costs.of("choosing a temperature"):
+        soften(trainee, args.soften, spread(sequences.chosen(held_out(sequences, HELD_OUT)), args.length))
     with costs.of("walking"):
         say("before:")
         before = figures(args, trainee)
@@ -288,8 +289,6 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     if total > SHIPPED_BYTES or largest > FILE_BYTES:
         say(f"too large to ship: at most {SHIPPED_BYTES:,} bytes, {FILE_BYTES:,} a file; train with fewer layers")
     curve = json.loads((folder / "curve.json").read_text()) if (folder / "curve.json").exists() else []
-    store = TokenStore(args.work / "tokens", target.config.vocab_size)
-    sequences = store.read()
     counts = {name: int((sequences.source == i).sum()) for i, name in enumerate(store.sources)}
     last = curve[-1] if curve else {}
     write_card(
@@ -306,6 +305,37 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         },
     )
     return {"before": before, "after": after, "bytes": total}
+
+
+def spread(sequences: Sequences, length: int, count: int = 64) -> Answers:
+    """So many answers evenly from all shards, which begin with those of one source."""
+    every = np.arange(len(sequences)) % max(1, len(sequences) // count) == 0
+    return answers_of(sequences.chosen(every), count, length)
+
+
+def soften(trainee: DSparkTrainee, temperatures: list[float], answers: Answers) -> None:
+    """Divide the drafter's logits by the temperature whose trees are accepted furthest on held-out answers. A loss of
+    mostly TV leaves them too sharp, and trees then too narrow. Chains stay as they are."""
+    given = dict(trainee.parameters)
+    found = {}
+    for temperature in temperatures if len(temperatures) > 1 else ():
+        parameters = divided(given, temperature, trainee.config.body.hidden_size)
+        each = [tau(walk(trainee, answers, nodes, parameters=parameters)) for nodes in (15, 60)]
+        found[temperature] = sum(each)
+        say(f"logits divided by {temperature:g}: held-out τ of trees of 15 {each[0]:.3f}, of 60 {each[1]:.3f}")
+    best = max(found, key=lambda one: found[one]) if found else temperatures[0]
+    trainee.parameters = divided(given, best, trainee.config.body.hidden_size)
+
+
+def divided(given: Mapping[str, torch.Tensor], temperature: float, hidden: int) -> dict[str, torch.Tensor]:
+    """The head's input and the Markov head give the logits; the confidence head sees what it saw before."""
+    found = {name: one.detach().clone() for name, one in given.items()}
+    for name in ("norm.weight", W2):
+        if name in found:
+            found[name] /= temperature
+    if f"{CONFIDENCE}.weight" in found:
+        found[f"{CONFIDENCE}.weight"][:, :hidden] *= temperature
+    return found
 
 
 def _mix(given: str | None, store: TokenStore) -> dict[int, float] | None:
@@ -338,7 +368,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rows", type=int, help="sequences at once (512 on a GPU), or rows of a step (64)")
     parser.add_argument("--limit", type=int, help="prompts of a file, to try the script")
-    parser.add_argument("--name", default="dspark", help="folder of this drafter in the work folder")
+    parser.add_argument("--name", help="folder of this drafter in the work folder; the method's name if unset")
     of_data = parser.add_argument_group("data")
     of_data.add_argument("--gsm8k-train", type=Path)
     of_data.add_argument("--mt-bench", type=Path)
@@ -347,6 +377,7 @@ def main() -> None:
     of_data.add_argument("--answers", type=int, default=2, help="to each prompt of the target's own")
     of_data.add_argument("--max-tokens", type=int, default=256, help="of answers that are measured on")
     of_train = parser.add_argument_group("train")
+    of_train.add_argument("--method", default=DSPARK, choices=(DSPARK, EAGLE3))
     of_train.add_argument("--steps", type=int, help="instead of minutes")
     of_train.add_argument("--init-from", type=Path)
     of_train.add_argument("--layers", type=int, default=5)
@@ -371,6 +402,7 @@ def main() -> None:
     of_train.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--drafter", type=Path, help="another folder than the work folder's")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--soften", type=float, nargs="+", default=[1.0], help="temperatures that `pack` chooses from")
     args = parser.parse_args()
     if args.stage == "pack" and args.out is None:
         sys.exit("pack needs --out DIR")
