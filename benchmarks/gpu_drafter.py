@@ -63,8 +63,8 @@ def make_engine(subject: Subject, folder: Path, rows: int, size: Size) -> Engine
 
 def answer(
     engine: Engine, prompts: list[list[int]], way: Any, temperature: float, tokens: int, batch: int = 1
-) -> tuple[float, list]:
-    """Tokens/s while `batch` answers are made at once, a new one as soon as one ends, and all sequences. The time
+) -> tuple[int, float, list]:
+    """Tokens and seconds while `batch` answers are made at once, a new one as soon as one ends, and all sequences. Time
     begins when the first `batch` prompts are read and ends with the last prompt's beginning, so the batch is full."""
     params = SamplingParams(
         temperature=temperature, seed=7 if temperature else None, max_tokens=tokens, speculation=way
@@ -87,7 +87,7 @@ def answer(
     took, made = time.perf_counter() - started, sum(one.num_output for one in sequences) - before
     while engine.has_work:
         engine.step()
-    return made / took, sequences
+    return made, took, sequences
 
 
 def draft_ms(engine: Engine, sequences: int) -> float:
@@ -146,10 +146,10 @@ def main() -> None:
                 if time.perf_counter() > deadline:
                     break
                 late = engine.runner.captured_late
-                rates, same, passes, committed, methods = [], True, 0, 0, {}
+                made, spent, same, passes, committed, methods = 0, 0.0, True, 0, 0, {}
                 for at, group in enumerate(groups):
-                    rate, sequences = answer(engine, group, way, temperature, args.max_tokens, batch)
-                    rates.append(rate)
+                    tokens, took, sequences = answer(engine, group, way, temperature, args.max_tokens, batch)
+                    made, spent = made + tokens, spent + took
                     texts = [one.output_tokens for one in sequences]
                     if name == "plain":
                         alone[at] = texts
@@ -159,7 +159,7 @@ def main() -> None:
                     for one in sequences:
                         for method, drafts in one.stats.drafts_by_method.items():
                             methods[method] = methods.get(method, 0) + drafts
-                mean = len(rates) / sum(1 / rate for rate in rates)
+                mean = made / spent
                 if name == "plain":
                     base = mean
                 row = {"temperature": temperature, "batch": batch, "way": name, "tokens_s": mean}

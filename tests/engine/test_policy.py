@@ -153,8 +153,11 @@ def test_auto_is_within_five_per_cent_of_the_best_fixed_k(curve, alpha, num_sequ
     assert rate > 0.95 * best
 
 
-def on_a_device(policy, drafter, sequences, steps):
-    """Tokens per simulated second, and the choices; steps that the policy rests in are launched ahead."""
+def on_a_device(policy, drafter, sequences, steps, arriving=None):
+    """Tokens per simulated second, and the choices; steps that the policy rests in are launched ahead.
+
+    `arriving`: in every so many steps a sequence ends and another begins.
+    """
 
     def seconds(count, nodes, ahead):
         """Passes are padded, and the host's work hides behind one launched ahead."""
@@ -162,7 +165,10 @@ def on_a_device(policy, drafter, sequences, steps):
         return 1e-3 * (H200_MS[rows] + (0.0 if ahead else 0.25 + 0.015 * count + 0.005 * nodes))
 
     tokens, clock, resting, planned = 0, 0.0, False, []
-    for _ in range(steps):
+    for turn in range(steps):
+        if arriving and turn % arriving == 0:
+            policy.forget(sequences[turn % len(sequences)])
+            sequences[turn % len(sequences)] = sequence(f"new{turn}")
         said, taken, choices = step(policy, [drafter], sequences, seconds, resting=resting)
         resting = policy.rests(sequences)
         tokens, clock = tokens + said, clock + taken
@@ -196,6 +202,15 @@ def test_a_method_is_tried_for_a_few_of_many_sequences_and_in_few_steps():
     drafted = [sum(choice.budget > 0 for choice in choices) for choices in planned]
     assert 0 < max(drafted) <= TRIAL_ROWS
     assert sum(drafted) <= 2 * TRIAL_ROWS
+
+
+def test_new_sequences_among_many_do_not_end_every_pause():
+    """In every third step one of 128 answers ends and another begins: a step that is planned is not launched ahead."""
+    model = Model("model", 0.05, seconds=0.001)
+    policy, sequences = AdaptivePolicy([model], "auto", prior=DEVICE), [sequence(f"s{i}") for i in range(128)]
+    on_a_device(policy, model, sequences, 60)
+    rate, _ = on_a_device(policy, model, sequences, 300, arriving=3)
+    assert rate > 0.97 * 128 / (1e-3 * H200_MS[128])
 
 
 @pytest.mark.parametrize("size", [4, 16, 32])

@@ -42,6 +42,7 @@ FADE_EVERY = 128  # steps after which methods that were not tried are forgotten 
 TRIAL_ROWS, TRIAL_NODES = 16, 2
 FEW = 8  # sequences that are looked at in every step on a CPU, since that takes next to nothing
 LOOK_ROWS, LONGEST_PAUSE = 4, 64  # a pause after a look that found nothing: a step for so many rows, then twice that
+NEW_SHARE = 8  # one in so many sequences, at least, has to be new to end a pause
 BELIEF = 0.7  # in what a token is worth to a job, against every token being worth the same: the last row is a guess
 FORESIGHT, PACE_DEPTH = 0.3, 4  # share of a draft's promise, so deep, that counts as the sequence's pace already
 PACE_RATE = 0.1  # weight of the newest step in a sequence's tokens per step
@@ -171,12 +172,16 @@ class AdaptivePolicy:
     def _pauses(self, sequences: SequenceOf[Sequence]) -> bool:
         """The next step is to be plain, since drafts lost or nothing was found lately; counts it.
 
-        A new sequence is looked at, and a batch that has shrunk: what did not pay for many may pay for fewer.
+        A new sequence is looked at; on a device once they are a share of the batch, since with many there is a new one
+        in every few steps, and none of these could be launched ahead. So is a batch that has shrunk: what did not pay
+        for many may pay for fewer.
         """
         if self._guard.pauses(len(sequences)):
             return True
         shrank = size_of(len(sequences)) < self._looked_size
-        if self._pause_left <= 0 or shrank or not self._looked_at.issuperset([one.key for one in sequences]):
+        new = sum(one.key not in self._looked_at for one in sequences)
+        few = max(len(sequences) // NEW_SHARE, 1) if self._on_device else 1
+        if self._pause_left <= 0 or shrank or new >= few:
             return False
         self._pause_left -= 1
         return True
