@@ -4,7 +4,8 @@
 
 For each scheme a small random Llama is compressed by the package, saved, loaded here, and every weight compared with
 the package's own decompression, in bf16, which rounds once as ours does; an AWQ checkpoint of random codes is compared
-with the package's conversion of it. The last line is JSON.
+with the package's conversion of it; and folders of `paceline quantize --to int4|fp8` are read by transformers and the
+package. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.models.compress import COMPRESSED
 from paceline.models.loader import load_config, load_quantization, load_weights
+from paceline.models.quantize import quantize_folder
 
 FP8 = {"num_bits": 8, "type": "float"}
 ROUNDED = {**FP8, "strategy": "token", "dynamic": True}  # activations
@@ -62,8 +65,7 @@ def extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     return weight.min().reshape(1), weight.max().reshape(1)
 
 
-def write(folder: Path, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Writes the checkpoint and returns the package's own decompression of its layers."""
+def small_model() -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=96,
@@ -74,7 +76,17 @@ def write(folder: Path, weights: dict[str, Any], activations: dict[str, Any] | N
         num_key_value_heads=2,
         tie_word_embeddings=False,
     )
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def write_plain(folder: Path) -> Path:
+    small_model().save_pretrained(folder)
+    return folder
+
+
+def write(folder: Path, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Writes the checkpoint and returns the package's own decompression of its layers."""
+    model = small_model()
     scheme = QuantizationScheme(
         targets=["Linear"],
         weights=QuantizationArgs(**weights),
@@ -122,6 +134,17 @@ def awq_as_converted(out: Path) -> int:
     return sum(torch.equal(ours[name].numbers(), theirs[name].numbers()) for name in names)
 
 
+def read_by_transformers(out: Path, to: str) -> int:
+    """A folder of `quantize_folder`: how many weights transformers expands to the same numbers."""
+    folder = out / f"ours-{to}"
+    quantize_folder(write_plain(out / "plain"), to, folder, lambda done, total: None)
+    settings = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings).state_dict()
+    ours = load_weights(folder, load_config(folder))
+    names = [name for name in ours if name.endswith("_proj.weight")]
+    return sum(torch.equal(ours[name].numbers().bfloat16(), theirs[name].bfloat16()) for name in names)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keep the checkpoints here")
@@ -140,6 +163,10 @@ def main() -> None:
     same = awq_as_converted(out)
     found["AWQ"] = {"kind": "int4", "weights": 14, "equal": same, "notes": []}
     print(f"{'AWQ':18} {'int4':8} {same} of 14 weights equal to those of the package's conversion")
+    for to in COMPRESSED:
+        same = read_by_transformers(out, to)
+        found[f"ours {to}"] = {"kind": to, "weights": 14, "equal": same, "notes": []}
+        print(f"{'quantize --to ' + to:18} {to:8} {same} of 14 weights equal in transformers")
     print(json.dumps({"compressed_tensors": compressed_tensors.__version__, "schemes": found}))
 
 

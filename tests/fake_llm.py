@@ -46,7 +46,8 @@ class FakeLLM:
         FakeLLM.created.append({"model": model, **options})
         self.name, self.method, self.load_s, self.note = model, options["method"], 0.5, None
         self.speculation = SpeculationConfig(method=options["method"], k=options["k"])
-        self.activations = options.get("activations", "float32")
+        self.activations, self.kv_dtype = options.get("activations", "float32"), options.get("kv_dtype", "auto")
+        self.dtype_name = "q4_1"
         self.tokenizer, self.client, self.open = FakeTokenizer(), FakeClient(), True
         self.max_model_len = options["max_model_len"] or 1000
 

@@ -186,7 +186,7 @@ def test_other_settings_do_not_continue_a_file(tmp_path: Path, paceline: Callabl
     file, out = write(tmp_path / "prompts.jsonl", {"prompt": "hello"}), tmp_path / "out.jsonl"
     command = ["generate", "--prompts", str(file), "--out", str(out)]
     assert paceline(*command).code == 0
-    target = ["-m", "other"], ["--dtype", "float32"], ["--activations", "int8"]
+    target = ["-m", "other"], ["--dtype", "float32"], ["--activations", "int8"], ["--kv-dtype", "fp8"]
     for flags in (["--temperature", "0.3"], ["--raw"], ["--system", "x"], *target):
         assert "other settings" in paceline(*command, *flags).err, flags
     write(file, {"prompt": "hello"}, {"prompt": "one more"})  # prompts may be added

@@ -25,7 +25,7 @@ from paceline.cli.output import Tally
 from paceline.outputs import SpeculationStats
 from tests.fake_llm import FakeLLM, Result, Screen, environment, start
 
-RESULT_KEYS = {"model", "method", "activations", "choices", "usage", "timing", "speculation"}
+RESULT_KEYS = {"model", "method", "weights", "activations", "kv_dtype", "choices", "usage", "timing", "speculation"}
 CHOICE_KEYS = {"index", "text", "token_ids", "finish_reason", "logprobs"}
 SPECULATION_KEYS = {
     "drafts_by_method",
@@ -130,7 +130,7 @@ def test_bytes_that_are_not_text_are_blamed_on_their_flag(paceline: Callable[...
 
 def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
     flags = "-m folder --dtype float32 --device cpu --numerics fast --threads 2 --activations int8 "
-    flags += "--max-model-len 50 --gpu-memory-fraction 0.5"
+    flags += "--kv-cache-dtype fp8 --max-model-len 50 --gpu-memory-fraction 0.5"
     paceline("generate", "hello", *flags.split())
     assert FakeLLM.created == [
         {
@@ -139,6 +139,7 @@ def test_model_flags_reach_the_engine(paceline: Callable[..., Result]) -> None:
             "device": "cpu",
             "numerics": "fast",
             "activations": "int8",
+            "kv_dtype": "fp8",
             "threads": 2,
             "method": "auto",
             "k": None,
@@ -235,6 +236,13 @@ def test_int8_activations_are_named_as_another_target(paceline: Callable[..., Re
     words = "3 tokens · 1.0 tok/s · no drafts: nothing to draft from · first after 0.25 s · int8 activations"
     assert result.err == f"{words}\n"
     assert paceline("generate", "hello", "--activations", "int8", "--json").json["activations"] == "int8"
+
+
+def test_a_cache_of_fp8_is_named_as_another_target(paceline: Callable[..., Result]) -> None:
+    result = paceline("generate", "hello", "--max-tokens", "3", "--kv-dtype", "fp8")
+    assert result.err.endswith("first after 0.25 s · fp8 cache\n")
+    found = paceline("generate", "hello", "--kv-dtype", "fp8", "--json").json
+    assert (found["kv_dtype"], found["weights"]) == ("fp8", "q4_1")
 
 
 def test_json_is_one_object_with_exactly_the_promised_keys(paceline: Callable[..., Result]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from paceline.cli.app import run
 from paceline.errors import BrokenModel, InvalidParameter
+from paceline.models.compress import COMPRESSED, rounded_fp8, rounded_int4
 from paceline.models.loader import load_config, load_weights
 from paceline.models.quantize import TARGETS, quantize, quantize_folder
 from paceline.models.runtime import load_model
@@ -89,15 +90,18 @@ def test_the_command_writes_a_folder_that_loads_and_says_how_far_it_is(
     assert "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("activations", ["float32", "int8"])
-def test_drafting_changes_no_token_of_a_quantised_model(activations: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("to", "kept", "activations"),
+    [("q4_1", "q4_1", "float32"), ("q4_1", "q4_1", "int8"), ("int4", "q4_0", "float32"), ("fp8", "float32", "float32")],
+)
+def test_drafting_changes_no_token_of_a_quantised_model(to: str, kept: str, activations: str, tmp_path: Path) -> None:
     from paceline import LLM, SamplingParams
 
     sized_model(tmp_path / "m")
-    quantize_folder(tmp_path / "m", "q4_1", tmp_path / "out", lambda done, total: None)
+    quantize_folder(tmp_path / "m", to, tmp_path / "out", lambda done, total: None)
     prompts, accepted = [[1, 2, 3, 4, 1, 2, 3], [9, 9, 8, 9, 9]], 0
     with LLM(str(tmp_path / "out"), device="cpu", activations=activations, method="ngram", k=5) as llm:
-        assert (llm.dtype_name, llm.activations) == ("q4_1", activations)
+        assert (llm.dtype_name, llm.activations) == (kept, activations)
         for temperature in (0.0, 0.7):
             drafted = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
             plain = replace(drafted, speculation="none")
@@ -114,7 +118,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_written(tmp_path
     out = tmp_path / "out"
     with pytest.raises(BrokenModel, match="not whole blocks of 32; this model cannot be quantised"):
         quantize_folder(tmp_path / "odd", "q8_0", out, lambda done, total: None)
-    with pytest.raises(InvalidParameter, match="'q3_k' is not one of q8_0, q4_1, q4_k"):
+    with pytest.raises(InvalidParameter, match="'q3_k' is not one of q8_0, q4_1, q4_k, int4, fp8"):
         quantize_folder(tmp_path / "odd", "q3_k", out, lambda done, total: None)
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
     sized_model(tmp_path / "m")
@@ -122,3 +126,52 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(InvalidParameter, match="stored as q8_0 already"):
         quantize_folder(out, "q8_0", tmp_path / "again", lambda done, total: None)
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("to", ["int4", "fp8"])
+def test_codes_beside_their_scales_are_a_checkpoint_that_others_read_too(
+    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sized_model(tmp_path / "m")
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("w1 w2 w3 w4\n")
+    arguments = ["--model", str(tmp_path / "m"), "--out", str(out), "--prompts", str(prompts)]
+    assert run(["quantize", *arguments, "--to", to, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["kinds"] == {"bfloat16": 1, to: 14}
+    assert 0 < result["distance"]["mean_kl"] < 1
+    quantization = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert quantization["quant_method"] == "compressed-tensors"
+    stored, original = (load_weights(at, load_config(at)) for at in (out, tmp_path / "m"))
+    for name, weight in original.items():
+        values, found = weight.numbers().float(), stored[name]
+        if not found.kind.has_scales:
+            assert torch.equal(found.numbers().float(), values), name
+            continue
+        assert found.kind is COMPRESSED[to]
+        error = (found.numbers() - values).abs()
+        if to == "int4":  # groups of 64: rows of 64 and 256
+            assert found.scales is not None
+            steps = found.scales.float().repeat_interleave(64, 1)
+            assert bool((error <= 0.56 * steps).all()), "half a step, and what the scale is off by in bf16"
+        else:
+            assert bool((error <= values.abs() / 16 + values.abs().amax(1, keepdim=True) / 2**18).all())
+    kind = load_model(out, device="cpu").kind
+    assert kind is (WeightKind.Q4_0 if to == "int4" else WeightKind.FLOAT32)
+    with pytest.raises(InvalidParameter, match=f"stored as {to} already"):
+        quantize_folder(out, "q8_0", tmp_path / "again", lambda done, total: None)
+
+
+def test_weights_of_zero_stay_zero() -> None:
+    zeros = torch.zeros(2, 64)
+    codes, scales = rounded_int4(zeros, 32)
+    assert bool((codes == 8).all())
+    assert not scales.any()
+    assert not any(part.float().any() for part in rounded_fp8(zeros))
+
+
+def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
+    save_tiny("llama-tied", tmp_path / "odd")  # rows of 48
+    with pytest.raises(BrokenModel, match="not whole groups of 32; this model cannot be quantised"):
+        quantize_folder(tmp_path / "odd", "int4", tmp_path / "out", lambda done, total: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["odd"]

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.engine.policy_memory import PolicyMemory
 from paceline.errors import BrokenModel, InvalidParameter, ModelError, UnsupportedModel
 from paceline.models.code_blocks import as_blocks
 from paceline.models.kernels import INT8
@@ -334,3 +339,66 @@ def test_a_config_that_does_not_fit_the_file_is_refused(plain: Path, tmp_path: P
     with_config(coded, GPTQ | {"checkpoint_format": "gptq_v2"})
     with pytest.raises(BrokenModel, match="correct checkpoint_format"):
         load_model(coded, device="cpu")
+
+
+def test_a_cache_of_fp8_has_a_policy_of_its_own(plain: Path) -> None:
+    loaded = load_model(plain, device="cpu")
+    usual = PolicyMemory(plain, loaded, []).path()
+    assert loaded.kv_dtype == "auto"
+    loaded.decoder.dtypes = replace(loaded.decoder.dtypes, cache=torch.float8_e4m3fn)
+    assert loaded.kv_dtype == "fp8"
+    assert PolicyMemory(plain, loaded, []).path() != usual
+
+
+LOADING = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from paceline.models.decoder import Decoder
+from paceline.models.kernels import kernels_for
+from paceline.models.loader import load_config, load_weights
+from paceline.models.weights import Dtypes
+
+def anonymous():  # what this process has written: pages of the mapped file are not its own
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) * 1024
+
+cpu, folder, peak, done = torch.device("cpu"), Path(sys.argv[1]), [0], threading.Event()
+
+def watch():
+    while not done.wait(0.001):
+        peak[0] = max(peak[0], anonymous())
+
+kernels = kernels_for(cpu, 1)
+kernels.linear(torch.ones(1, 64), kernels.pack(torch.ones(64, 64)))
+before = anonymous()
+threading.Thread(target=watch).start()
+config = load_config(folder)
+decoder = Decoder(config, load_weights(folder, config), kernels, device=cpu, dtypes=Dtypes.of(None, cpu))
+done.set()
+print(peak[0] - before, anonymous() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_takes_the_memory_of_the_file_and_of_one_weight(tmp_path: Path) -> None:
+    """AWQ, whose codes must be turned around, so that the most is copied."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(RAW | sizes | {"quantization_config": AWQ}))
+    tensors: dict[str, Tensor] = {}
+    for name, shape in expected_shapes(load_config(tmp_path)).items():
+        layer = name.removesuffix(".weight")
+        if not layer.endswith("_proj"):
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        n, k = shape
+        tensors[f"{layer}.qweight"] = torch.full((k, n // 8), 0x12345678, dtype=torch.int32)
+        tensors[f"{layer}.qzeros"] = torch.full((k // 32, n // 8), 0x77777777, dtype=torch.int32)
+        tensors[f"{layer}.scales"] = torch.ones((k // 32, n), dtype=torch.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # freed memory is given back at once
+    command = [sys.executable, "-c", LOADING, str(tmp_path)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    peak, after = map(int, found.split())
+    kept = (tmp_path / "model.safetensors").stat().st_size * 5.5 / 4.6  # Q5_0 has a scale of 16 bits for each 32 codes
+    assert 0.9 * kept < after < 1.1 * kept
+    assert peak - after < 6 * 1024 * 2048, "bytes, of one weight's numbers"

@@ -1,4 +1,4 @@
-"""`paceline quantize`: a model with its weights rounded to blocks of codes, and how far that moved its output."""
+"""`paceline quantize`: a model with its weights rounded to few bits, and how far that moved its output."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ LONGEST = 256  # tokens of a prompt that are compared
 
 def quantize(
     model: Annotated[str, typer.Option("--model", "-m", help="Alias, folder or hub id.", metavar="MODEL")],
-    to: Annotated[str, typer.Option("--to", help="How weights are stored.", metavar="q8_0|q4_1|q4_k")],
+    to: Annotated[str, typer.Option("--to", help="How weights are stored.", metavar="q8_0|q4_1|q4_k|int4|fp8")],
     out: Annotated[Path, typer.Option("--out", help="A new folder.", metavar="DIR")],
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="To measure on; the shipped ones if unset.", metavar="FILE")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Round a model's weights to blocks, and measure what that changes."""
+    """Round a model's weights to fewer bits, and measure what that changes.
+
+    q8_0, q4_1 and q4_k are GGUF's blocks; int4 and fp8 are compressed-tensors' layout, which others read too.
+    """
     with progress(plain=not json) as report:
         from paceline.bench.prompts import from_file, shipped
         from paceline.models.hub import resolve
@@ -47,7 +50,7 @@ def quantize(
         original, rounded = load_model(source, device="cpu"), load_model(out, device="cpu")
         found = distance(original, rounded, [talk.messages(())[-1]["content"] for talk in talks])
         write_card(out, model=model, to=to, kinds=kinds, distance=found)
-    size = (out / "blocks.safetensors").stat().st_size
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if json:
         print_json({"model": model, "to": to, "path": str(out), "bytes": size, "kinds": kinds, "distance": found})
         return

@@ -40,7 +40,7 @@ class PolicyMemory:
 
     def load(self, policy: AdaptivePolicy) -> None:
         try:
-            stored = json.loads(self._path().read_text())
+            stored = json.loads(self.path().read_text())
             if stored["format"] == FORMAT and stored["setting"] == self._setting:
                 policy.load(stored["state"])
         except FileNotFoundError:
@@ -56,7 +56,7 @@ class PolicyMemory:
             "state": policy.state(),
         }
         try:
-            path = self._path()
+            path = self.path()
             path.parent.mkdir(parents=True, exist_ok=True)
             staging = path.with_suffix(f".{os.getpid()}.tmp")
             staging.write_text(json.dumps(body))
@@ -64,5 +64,5 @@ class PolicyMemory:
         except (OSError, CacheFolderError) as problem:
             log.debug("what was learnt could not be kept: %r", problem)
 
-    def _path(self) -> Path:
+    def path(self) -> Path:
         return cache_home() / "policy" / self._name

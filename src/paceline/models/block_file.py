@@ -6,16 +6,13 @@ GGUF's. The file has a name of its own, so that software that does not know the 
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Iterable
-from math import prod
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from paceline.errors import BrokenModel, UnsupportedModel
+from paceline.models.tensor_file import Header, write_tensors
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 
 BLOCK_WEIGHTS = "blocks.safetensors"
@@ -44,23 +41,17 @@ def checked_blocks(kind: WeightKind, data: Tensor, source: str) -> StoredWeight:
 def write_blocks(
     path: Path, entries: Iterable[Entry], weight: Callable[[str], StoredWeight], written: Callable[[int, int], None]
 ) -> None:
-    """One tensor at a time: a length, a JSON header of that length, and the data in the header's order."""
     entries = list(entries)
-    metadata = {"format": "pt"} | {name: kind.name for name, kind, _ in entries if kind.is_blocks}
-    header: dict[str, object] = {"__metadata__": metadata}
-    ends: dict[str, int] = {}
-    end = 0
-    for name, kind, shape in entries:
-        stored = (shape[0], BLOCKS[kind].row_bytes(shape[1])) if kind.is_blocks else shape
-        start, end = end, end + prod(stored) * kind.dtype.itemsize
-        dtype = "U8" if kind.is_blocks else DTYPES[kind]
-        header[name], ends[name] = {"dtype": dtype, "shape": list(stored), "data_offsets": [start, end]}, end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as out:
-        out.write(struct.pack("<Q", len(encoded)) + encoded)
-        for name, kind, _ in entries:
-            given = weight(name)
-            data = given.data if kind.is_blocks else given.to(kind, given.data.device).data
-            out.write(data.contiguous().view(-1).view(torch.uint8).numpy().data)
-            written(ends[name], end)
+    headers = {
+        name: Header("U8", (shape[0], BLOCKS[kind].row_bytes(shape[1])))
+        if kind.is_blocks
+        else Header(DTYPES[kind], shape)
+        for name, kind, shape in entries
+    }
+
+    def data(name: str, kind: WeightKind) -> Tensor:
+        given = weight(name)
+        return given.data if kind.is_blocks else given.to(kind, given.data.device).data
+
+    kinds = {name: kind.name for name, kind, _ in entries if kind.is_blocks}
+    write_tensors(path, headers, (data(name, kind) for name, kind, _ in entries), written, kinds)

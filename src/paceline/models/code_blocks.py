@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.models.weights import BLOCKS, MIDDLE, StoredWeight, WeightKind
 
 BLOCK = 32
-ROWS_AT_ONCE = 1 << 22  # weights repacked at a time: intermediate tensors stay small
+ROWS_AT_ONCE = 1 << 20  # weights repacked at a time: intermediate tensors stay small
 LIMITS = {WeightKind.Q4_0: 8, WeightKind.Q5_0: 16, WeightKind.Q8_0: 128}  # numbers from -limit to limit - 1
 
 
@@ -48,7 +48,7 @@ def _numbers(weight: StoredWeight, rows: slice) -> Tensor:
     if weight.zeros is None:
         return numbers - MIDDLE[weight.kind]
     zeros = weight.zeros[rows]
-    return (numbers.unflatten(1, (zeros.shape[1], -1)) - zeros[:, :, None]).flatten(1)
+    return (numbers.view(*zeros.shape, -1) - zeros[:, :, None]).flatten(1)
 
 
 def _pack(numbers: Tensor, kind: WeightKind) -> Tensor:

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import BrokenModel, ModelNotFound
 from paceline.models.block_file import BLOCK_WEIGHTS
+from paceline.models.tensor_file import Header
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-
-
-class Header(NamedTuple):
-    dtype: str  # as safetensors spells it: F32, I8, F8_E4M3
-    shape: tuple[int, ...]
 
 
 class TensorFiles:

@@ -1,4 +1,5 @@
-"""Rounds a checkpoint's weights to blocks of codes, in GGUF's formats, and writes them as a folder of its own.
+"""Rounds a checkpoint's weights to blocks of codes, in GGUF's formats, and writes them as a folder of its own; or to
+codes beside their scales (`compress`).
 
 Scales follow from the largest and the least weight of a block. Codes are rounded against the scales as they are stored,
 so that a weight is at most half a step away from its code. Embedding and head are q8_0 whatever the layers are: they
@@ -19,10 +20,22 @@ from torch import Tensor
 from paceline.config import ModelConfig
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.block_file import BLOCK_WEIGHTS, write_blocks
-from paceline.models.loader import expected_shapes, load_config, load_weights
+from paceline.models.compress import (
+    COMPRESSED,
+    group_of,
+    headers,
+    is_rounded,
+    quantization_config,
+    tensors,
+)
+from paceline.models.hf_folder import WEIGHTS, read_json
+from paceline.models.loader import Weights, expected_shapes, load_config, load_weights
+from paceline.models.tensor_file import write_tensors
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 
 TARGETS = {"q8_0": WeightKind.Q8_0, "q4_1": WeightKind.Q4_1, "q4_k": WeightKind.Q4_K}
+NAMES = (*TARGETS, *COMPRESSED)
+CONFIG = "config.json"
 FALLBACK = WeightKind.Q4_1  # of q4_k, where rows are not whole blocks of 256
 COPIED = (".json", ".jinja", ".model", ".txt")
 OUTER = ("model.embed_tokens.weight", "lm_head.weight")
@@ -37,8 +50,8 @@ def quantize(values: Tensor, kind: WeightKind) -> StoredWeight:
 
 def quantize_folder(source: Path, to: str, out: Path, progress: Callable[[int, int], None]) -> dict[str, int]:
     """Writes `out`, which must not exist yet, and returns how many weights of each kind it holds."""
-    if to not in TARGETS:
-        raise InvalidParameter("to", f"{to!r} is not one of {', '.join(TARGETS)}")
+    if to not in NAMES:
+        raise InvalidParameter("to", f"{to!r} is not one of {', '.join(NAMES)}")
     if out.exists():
         raise InvalidParameter("out", f"{out} exists already; name a new folder")
     if not source.is_dir():
@@ -47,24 +60,56 @@ def quantize_folder(source: Path, to: str, out: Path, progress: Callable[[int, i
     weights = load_weights(source, config)
     if stored := next((kind for kind in weights.kinds.values() if kind.is_blocks or kind.has_scales), None):
         raise InvalidParameter("model", f"{source} is stored as {stored.label} already; name the original model")
-    kinds = choose_kinds(config, TARGETS[to], str(source))
-    shapes = expected_shapes(config)
+    write = _compressed if to in COMPRESSED else _blocks
+    kinds, finish = write(source, to, config, weights, progress)
     staging = out.with_name(out.name + ".partial")
     staging.mkdir(parents=True)
     try:
         for file in sorted(source.iterdir()):
             if file.suffix in COPIED and "safetensors" not in file.name and file.name != "paceline.json":
                 shutil.copyfile(file, staging / file.name)
-        write_blocks(
-            staging / BLOCK_WEIGHTS,
-            [(name, kinds[name], shape) for name, shape in shapes.items()],
-            lambda name: _stored(weights[name], kinds[name], f"{source}: tensor {name}"),
-            progress,
-        )
+        finish(staging)
         staging.rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    shapes = expected_shapes(config)
     return dict(Counter(kind.label for name, kind in kinds.items() if len(shapes[name]) == 2))
+
+
+Kinds = dict[str, WeightKind]
+Progress = Callable[[int, int], None]
+Write = Callable[[Path], None]  # into a folder
+
+
+def _blocks(source: Path, to: str, config: ModelConfig, weights: Weights, progress: Progress) -> tuple[Kinds, Write]:
+    kinds = choose_kinds(config, TARGETS[to], str(source))
+    entries = [(name, kinds[name], shape) for name, shape in expected_shapes(config).items()]
+
+    def write(folder: Path) -> None:
+        write_blocks(
+            folder / BLOCK_WEIGHTS,
+            entries,
+            lambda name: _stored(weights[name], kinds[name], f"{source}: tensor {name}"),
+            progress,
+        )
+
+    return kinds, write
+
+
+def _compressed(
+    source: Path, to: str, config: ModelConfig, weights: Weights, progress: Progress
+) -> tuple[Kinds, Write]:
+    kind = COMPRESSED[to]
+    group = group_of(config, str(source)) if kind is WeightKind.INT4 else 0  # columns that share a scale
+    rounded = {name for name, shape in expected_shapes(config).items() if is_rounded(name, shape)}
+
+    def write(folder: Path) -> None:
+        found = headers(weights, config, kind, group)
+        write_tensors(folder / WEIGHTS, found, tensors(weights, config, kind, group), progress)
+        settings = read_json(folder / CONFIG) | {"quantization_config": quantization_config(kind, group)}
+        (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    return {name: kind if name in rounded else weights.kinds[name] for name in weights}, write
 
 
 def choose_kinds(config: ModelConfig, wanted: WeightKind, source: str) -> dict[str, WeightKind]:
@@ -91,7 +136,7 @@ def write_card(folder: Path, *, model: str, to: str, kinds: dict[str, int], dist
     lines = [
         f"# {model}, weights rounded to {to}",
         "",
-        f"Written by `paceline quantize`. {counts} ({BLOCK_WEIGHTS}); norms and biases as in the original.",
+        f"Written by `paceline quantize`. {counts}; norms and biases as in the original.",
         "It is another model than the original. Its measured distance, next-token distributions on prompts:",
         "",
         "| tokens compared | mean KL (nats) | largest KL | same likeliest token |",
@@ -101,7 +146,8 @@ def write_card(folder: Path, *, model: str, to: str, kinds: dict[str, int], dist
         "",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-    facts = {"name": folder.name, "source": f"{model}, quantised to {to}", "format": "blocks", "distance": distance}
+    form = "compressed-tensors" if to in COMPRESSED else "blocks"
+    facts = {"name": folder.name, "source": f"{model}, quantised to {to}", "format": form, "distance": distance}
     (folder / "paceline.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 

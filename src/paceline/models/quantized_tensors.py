@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import BrokenModel, UnsupportedModel
-from paceline.models.hf_folder import Header
 from paceline.models.quantized_config import INSTEAD, Layout, Quantization, Scheme
+from paceline.models.tensor_file import Header
 from paceline.models.weights import StoredWeight, WeightKind
 
 Shape = tuple[int, ...]
@@ -221,7 +221,7 @@ def _read_plain(weight: CodedWeight, part: Read) -> StoredWeight:
 
 def _read_awq(weight: CodedWeight, part: Read) -> StoredWeight:
     def columns(words: Tensor) -> Tensor:  # (M, N / 8) -> (N, M)
-        return _codes(words, 4).unflatten(1, (-1, 8))[:, :, AWQ_PLACES].flatten(1).t()
+        return _codes(words, 4).view(len(words), -1, 8)[:, :, AWQ_PLACES].flatten(1).t()
 
     codes = columns(part("qweight")).contiguous()
     return _stored(weight, codes[:, ::2] | codes[:, 1::2] << 4, part("scales").t(), columns(part("qzeros")))

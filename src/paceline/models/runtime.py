@@ -96,15 +96,16 @@ def load_model(
         raise DeviceError(
             f"the model does not fit into {place.type} memory; try a smaller model or dtype bfloat16"
         ) from error
-    notes: tuple[str, ...] = ()
-    if kind.has_scales:
+    notes: list[str] = []
+    if _is_small(kind):
         notes = _expansions(weights, decoder)
-        kind = next(iter(decoder.layers[0].down.kinds))
+        packed = next(iter(decoder.layers[0].down.kinds))
+        kind = packed if kind.has_scales or not _is_small(packed) else kind
     if activations == INT8 and not kind.is_blocks:
         _refuse_int8(kind)
     quantization = load_quantization(path)
-    notes = (*(quantization.notes if quantization else ()), *notes)
-    return LoadedModel(config, decoder, tokenizer, load_generation_defaults(path), extra, kind, notes)
+    notes = [*(quantization.notes if quantization else ()), *notes]
+    return LoadedModel(config, decoder, tokenizer, load_generation_defaults(path), extra, kind, tuple(notes))
 
 
 def _refuse_int8(kind: WeightKind) -> NoReturn:
@@ -115,22 +116,26 @@ def _refuse_int8(kind: WeightKind) -> NoReturn:
     )
 
 
-def _expansions(weights: Weights, decoder: Decoder) -> tuple[str, ...]:
-    """Products whose weights the file has as codes and the memory as plain numbers."""
+def _is_small(kind: WeightKind) -> bool:
+    return kind.is_blocks or kind.has_scales
+
+
+def _expansions(weights: Weights, decoder: Decoder) -> list[str]:
+    """Products whose weights the file has as codes or blocks and the memory as plain numbers."""
     wide = [
         kind
         for index, layer in enumerate(decoder.layers)
         for product, name in PRODUCTS.items()
-        if weights.kinds[f"model.layers.{index}.{name}.weight"].has_scales
+        if _is_small(weights.kinds[f"model.layers.{index}.{name}.weight"])
         for kind in getattr(layer, product).kinds
-        if not (kind.is_blocks or kind.has_scales)
+        if not _is_small(kind)
     ]
     if not wide:
-        return ()
-    return (
+        return []
+    return [
         f"{weights.kinds[TYPICAL].label} weights of {len(wide)} of {len(PRODUCTS) * len(decoder.layers)} products are "
-        f"kept in {wide[0].label}: {decoder.kernels.name} kernels do not read them as stored",
-    )
+        f"kept in {wide[0].label}: {decoder.kernels.name} kernels do not read them as stored"
+    ]
 
 
 @functools.cache
