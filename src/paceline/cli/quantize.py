@@ -24,7 +24,7 @@ def quantize(
 ) -> None:
     """Round a model's weights to fewer bits, and measure what that changes.
 
-    q8_0, q4_1 and q4_k are GGUF's blocks; int4 and fp8 are compressed-tensors' layout, which vLLM reads too.
+    q8_0, q4_1 and q4_k are GGUF's blocks; int4 and fp8 are compressed-tensors' layout, which others read too.
     """
     with progress(plain=not json) as report:
         from paceline.bench.prompts import from_file, shipped

@@ -1,4 +1,4 @@
-"""Rounds weights to codes beside their scales, in compressed-tensors' layout: a folder that vLLM and others read too.
+"""Rounds weights to codes beside their scales, in compressed-tensors' layout: a folder that other software reads too.
 
 int4: groups of the largest of 128, 64 and 32 columns that divides every row. fp8: e4m3, a scale for each row. Scales
 follow from the largest weight and are bf16, in which transformers holds them whatever the file has. Embedding, head,

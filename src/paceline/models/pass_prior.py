@@ -48,6 +48,14 @@ GPU = PassPrior(
         *((512, 3.7), (640, 5.1), (768, 5.9), (1024, 7.1), (2048, 14.1)),
     )
 )
+# Weights stored as codes: read sooner, so sums bind sooner. Measured on an H200 up to 128 rows, for int4 and fp8; beyond,
+# the passes above and the expansion of the weights.
+GPU_CODES = PassPrior(
+    (
+        *((1, 1.0), (4, 1.04), (16, 1.08), (32, 1.35), (64, 1.65), (128, 3.0), (256, 5.2), (512, 8.7)),
+        *((1024, 15.0), (2048, 28.0)),
+    )
+)
 
 
 def prior_of(decoder: Decoder, kind: WeightKind) -> PassPrior:
@@ -56,4 +64,5 @@ def prior_of(decoder: Decoder, kind: WeightKind) -> PassPrior:
         if not kind.is_blocks:
             return CPU
         return CPU_INT8 if decoder.kernels.activations == INT8 else CPU_BLOCKS
-    return GPU if decoder.graphs is None else replace(GPU, padded_to=STEPS)
+    prior = GPU_CODES if kind.is_blocks or kind.has_scales else GPU
+    return prior if decoder.graphs is None else replace(prior, padded_to=STEPS)

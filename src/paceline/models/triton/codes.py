@@ -141,12 +141,17 @@ MOST_ROWS = 256  # with more, a weight is expanded once for all of them
 
 @functools.cache
 def ring_for(rows: int, n: int, k: int, kind: WeightKind) -> Ring:
-    """`k`: columns that one program sums."""
-    unroll = next(count for count in (4, 2, 1) if k % (STEP * count) == 0)
-    if rows <= 16:
-        return Ring(16, 64, unroll, 4)
+    """`k`: columns that one program sums. As measured on an H200 up to 64 rows."""
     m = min(max(int(triton.next_power_of_2(rows)), 16), 128)
-    return Ring(m, 128 if n >= 16384 else 64, min(unroll, 2 if m <= 64 else 1), 4)
+    nibbles, wide = kind is WeightKind.INT4, n >= 16384
+    if m == 16:  # a narrow weight has one program a multiprocessor, whose turns must be long
+        ring = Ring(m, 128, 4 if nibbles else 2, 4) if wide else Ring(m, 64, 8, 4 if nibbles else 3)
+    elif m <= 64:
+        ring = Ring(m, 128, 2, 4 if nibbles else 3) if wide else Ring(m, 64, 4, 3)
+    else:
+        ring = Ring(m, 128 if wide else 64, 2, 4)
+    unroll = next(count for count in (8, 4, 2, 1) if count <= ring.unroll and k % (STEP * count) == 0)
+    return replace(ring, unroll=unroll)
 
 
 def launch_streamed(
