@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from common import finish
+from drawn_trees import Drawing, draw
 from speculation import read_prompts
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.draft import Draft
 from paceline.drafters.base import DraftRow
-from paceline.drafters.block_tree import CANDIDATES, Lattice, grow, lattice
+from paceline.drafters.block_tree import BEAM, CANDIDATES, Lattice, grow, lattice
 from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import CONFIDENCE
@@ -128,6 +129,7 @@ class Trials(DSparkDrafter):
             for size in self.sizes:
                 shape = self.top(self.temperature, size).parents
                 self.trials[f"drawn as top {size}"] = self.drawn(shape)
+                self.trials[f"drawn, candidates alone {size}"] = self.drawn_here(size)
                 if self.fixed:
                     self.trials[f"drawn, fixed {size}"] = self.drawn(fixed_shape(size, self.config.depth))
             self.noise = -torch.empty(self.config.depth, self.vocab_size).exponential_(generator=self.rng).log()
@@ -211,6 +213,18 @@ class Trials(DSparkDrafter):
             for child, chosen in zip(children, self._ids[best].tolist(), strict=True):
                 tokens[child], depths[child] = chosen, depth + 1
         return Tree(tokens, parents, [], q)
+
+    def drawn_here(self, count: int) -> Tree:
+        """As drawn_trees.py draws in the engine: q is over the candidates of each position alone."""
+        assert self._anchor_rows is not None
+        found = lattice(self.logits[None], self._anchor_rows[self.anchor][None], self._w1, self._w2, CANDIDATES)
+        params = SamplingParams(temperature=self.temperature, top_p=1.0, top_k=0).resolve({})
+        key = int(torch.randint(1 << 40, (), generator=self.rng))
+        tree = draw(found, Drawing(0, params, key, 0), count, BEAM)
+        q = {}
+        for slot, (tokens, shares) in tree.q.items():
+            q[slot - 1] = torch.zeros(len(self._ids)).index_copy_(0, torch.as_tensor(tokens), torch.as_tensor(shares))
+        return Tree(self._ids[tree.tokens].tolist(), tree.parents, [], q)
 
     def confident(self, tree: Tree) -> list[float]:
         """Of each node: the confidence head's probability that a token drawn from its parent's q is accepted."""
