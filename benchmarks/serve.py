@@ -158,7 +158,8 @@ def vllm_server(venv: Path, model: Path, max_model_len: int) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [venv / "bin" / "vllm", "serve", model, "--served-model-name", "peer", "--port", port]
+    command = [venv / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server"]  # its CPU wheel has no `vllm serve`
+    command += ["--model", model, "--served-model-name", "peer", "--port", port]
     command += ["--dtype", "float32", "--max-model-len", max_model_len, "--max-num-seqs", 64]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     paths = {"PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": ""}
