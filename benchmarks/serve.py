@@ -20,6 +20,7 @@ import contextlib
 import importlib.util
 import os
 import random
+import signal
 import socket
 import subprocess
 import tempfile
@@ -158,24 +159,27 @@ def vllm_server(venv: Path, model: Path, max_model_len: int) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [venv / "bin" / "vllm", "serve", model, "--served-model-name", "peer", "--port", port]
+    command = [venv / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server"]  # its CPU wheel has no `vllm serve`
+    command += ["--model", model, "--served-model-name", "peer", "--port", port]
     command += ["--dtype", "float32", "--max-model-len", max_model_len, "--max-num-seqs", 64]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     paths = {"PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": ""}
     url, environment = f"http://127.0.0.1:{port}", {**os.environ, **settings, **paths}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*map(str, command)], stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(
+            [*map(str, command)], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
         try:
             deadline = time.monotonic() + VLLM_START_S
             while not healthy(url):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    raise SystemExit(f"vLLM's server did not start:\n{log.read().decode(errors='replace')[-3000:]}")
+                    raise RuntimeError(f"vLLM's server did not start:\n{log.read().decode(errors='replace')[-3000:]}")
                 time.sleep(0.5)
             yield url
         finally:
-            process.terminate()
-            process.wait(60)
+            os.killpg(process.pid, signal.SIGKILL)  # it may be compiling, and its workers with it
+            process.wait()
 
 
 def healthy(url: str) -> bool:
@@ -225,8 +229,12 @@ def main() -> None:
         result["peer"] = bench.measure_peer(over_peer(args.peer, args.peer_model), args.peer_model)
     if args.vllm:
         folder = expanded_folder(resolve(args.model), cache_home() / "expanded")
-        with vllm_server(args.vllm, folder, args.max_model_len) as url:
-            result["vllm"] = bench.measure_peer(over_peer(url, "peer"), "vllm")
+        try:
+            with vllm_server(args.vllm, folder, args.max_model_len) as url:
+                result["vllm"] = bench.measure_peer(over_peer(url, "peer"), "vllm")
+        except RuntimeError as error:  # the other figures still count
+            print(error)
+            result["vllm"] = {"failed": str(error).splitlines()[0]}
     settings = {name: getattr(args, name) for name in ("model", "rounds", "minutes", "max_tokens")}
     finish("serve", {**result, **settings, "took_s": time.perf_counter() - began})
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import typer
 
 from paceline.cli.serve import serve
@@ -44,3 +48,13 @@ def test_the_guide_names_flags_that_exist() -> None:
     named = {flag for line in lines for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}
     assert named <= flags
     assert len(named) > 10
+
+
+def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    (unit,) = re.findall(r"```ini\n(.*?)```", (DOCS / "guides" / "serving.md").read_text(), re.DOTALL)
+    file = tmp_path / "paceline.service"
+    file.write_text(unit.replace("/opt/paceline/bin/paceline", sys.executable))  # the command must be there
+    done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -11,9 +11,11 @@ import json
 import os
 import random
 import signal
+import threading
 import urllib.error
 from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,10 @@ import pytest
 from benchmarks.malformed_requests import BY_HAND, malformed
 from benchmarks.serve_client import Answer, ask, is_openai, leave, send_raw
 from paceline import LLM, SamplingParams
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.engine import loop
+from paceline.server import messages as m
+from paceline.server.worker import Worker
 from tests.server.conftest import Server, start_server, wait_until
 
 PROMPTS = [f"Tell me about the number {number}." for number in range(24)]
@@ -187,3 +193,37 @@ def test_bounded_schemas_validate_beside_other_requests_under_speculation(server
     assert set(ends) == {(True, "length"), (False, "stop")}  # a bounded schema ends within 400 tokens
     assert accepted > 0
     assert all(exact)
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_no_other_request(tmp_path: Path) -> None:
+    compiling, go_on, compiled = threading.Event(), threading.Event(), []
+
+    def compile(wanted: dict[str, Any]) -> None:
+        compiling.set()
+        assert go_on.wait(10)
+        compiled.append(wanted["regex"])
+
+    built: Any = SimpleNamespace(engine=SimpleNamespace(grammars=SimpleNamespace(compile=compile)))
+    settings = m.Settings(f"ipc://{tmp_path}/commands", "", "", {}, EngineConfig(), SpeculationConfig())
+    worker = Worker(settings, built)
+    threading.Thread(target=worker._compile, daemon=True).start()
+
+    def submit(name: str, wanted: dict[str, Any] | None) -> None:
+        worker._take(m.Submit(name, [1], {"structured_outputs": wanted}, True))
+
+    def taken() -> list[Any]:
+        commands = [worker._commands.get(timeout=10)]
+        while not worker._commands.empty():
+            commands.append(worker._commands.get())
+        return [each.request_ids if isinstance(each, loop.Cancel) else each.requests[0].request_id for each in commands]
+
+    for name, wanted in {"slow": {"regex": "a"}, "gone": {"regex": "b"}, "plain": None}.items():
+        submit(name, wanted)
+    assert compiling.wait(10)
+    assert taken() == ["plain"]
+    worker._take(m.Cancel(["slow", "gone"]))
+    assert taken() == [["slow", "gone"]]  # before they were submitted, so they never are
+    submit("next", {"regex": "c"})
+    go_on.set()
+    assert taken() == ["next"]
+    assert compiled == ["a", "c"]

@@ -141,9 +141,13 @@ class Worker:
         self._incoming: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._incoming.connect(settings.commands)
         self._commands: SimpleQueue[loop.Command] = SimpleQueue()
+        self._structured: SimpleQueue[Request] = SimpleQueue()  # their grammars are compiled first
+        self._uncompiled: set[str] = set()  # of these, the ones that were not cancelled
+        self._order = threading.Lock()  # a Cancel is put after its Submit, or there is no Submit
 
     def run(self, outbox: Outbox) -> None:
         threading.Thread(target=self._receive, name="paceline-commands", daemon=True).start()
+        threading.Thread(target=self._compile, name="paceline-grammars", daemon=True).start()
         threading.Thread(target=self._watch_parent, name="paceline-parent", daemon=True).start()
         engine_loop = EngineLoop(self._built.engine, self._commands, outbox)
         engine_loop.run()
@@ -154,27 +158,38 @@ class Worker:
     def _receive(self) -> None:
         while True:
             for command in m.decode_commands(self._incoming.recv()):
-                self._commands.put(self._received(command))
+                self._take(command)
 
-    def _received(self, command: m.Command) -> loop.Command:
+    def _take(self, command: m.Command) -> None:
         match command:
             case m.Submit(request_id, prompt, params, streamed):
                 request = Request(request_id, prompt, SamplingParams(**params), streamed=streamed)
-                self._compile_grammar(request.params)
-                return loop.Submit([request])
+                if request.params.structured_outputs is None:
+                    self._commands.put(loop.Submit([request]))
+                else:
+                    self._uncompiled.add(request_id)
+                    self._structured.put(request)
             case m.Cancel(request_ids):
-                return loop.Cancel(request_ids)
+                with self._order:
+                    self._uncompiled.difference_update(request_ids)
+                    self._commands.put(loop.Cancel(request_ids))
             case m.Relearn(method):
-                return loop.Call(functools.partial(self._relearn, method), Future())
+                self._commands.put(loop.Call(functools.partial(self._relearn, method), Future()))
+
+    def _compile(self) -> None:
+        """In a thread of its own, since a large schema takes seconds: neither steps nor other requests wait for it."""
+        while True:
+            request = self._structured.get()
+            if request.request_id in self._uncompiled and request.params.structured_outputs is not None:
+                with contextlib.suppress(Exception):  # raised again, and reported, when the request is added
+                    self._built.engine.grammars.compile(request.params.structured_outputs)
+            with self._order:
+                if request.request_id in self._uncompiled:
+                    self._uncompiled.discard(request.request_id)
+                    self._commands.put(loop.Submit([request]))
 
     def _relearn(self, method: str, _: Engine) -> None:
         self._built.policy.relearn(method)
-
-    def _compile_grammar(self, params: SamplingParams) -> None:
-        """In this thread, so that no step waits for it; an error is raised again, and reported, when it is added."""
-        if params.structured_outputs is not None:
-            with contextlib.suppress(PacelineError):
-                self._built.engine.grammars.compile(params.structured_outputs)
 
     def _watch_parent(self) -> None:
         """Until stdin ends: the HTTP process closes it to stop this one, or is gone."""
