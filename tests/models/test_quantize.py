@@ -79,7 +79,9 @@ def test_the_command_writes_a_folder_that_loads_and_says_how_far_it_is(
     assert result["kinds"] == {"q8_0": 1, "q4_1": 12, "q4_k": 2}, "rows of 64 are not blocks of 256"
     assert result["distance"]["tokens"] == 7
     assert 0 < result["distance"]["mean_kl"] <= result["distance"]["max_kl"] < 1
-    assert f"{result['distance']['mean_kl']:.5f}" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert card.startswith("# m, weights rounded to q4_k\n"), "the folder's name, not its path"
+    assert f"{result['distance']['mean_kl']:.5f}" in card
     loaded = load_model(out, device="cpu", activations="int8")
     assert loaded.kind is WeightKind.Q4_K
     weights, original = (load_weights(at, load_config(at)) for at in (out, tmp_path / "m"))

@@ -22,10 +22,9 @@ def activations_cost(
     clock: Callable[[], float] = time.perf_counter,
 ) -> ActivationsCost:
     """`rounded`: the same model with int8 activations."""
-    decoders = [loaded.decoder, rounded.decoder]
     longest = CONTEXT + max(ROWS)
     tokens = [at % loaded.config.vocab_size for at in range(3, 3 + longest)]
-    sequences = [Alone(decoder, longest) for decoder in decoders]
+    sequences = [Alone(model.decoder, longest) for model in (loaded, rounded)]
     for sequence in sequences:
         sequence.logits(tokens)
     least: list[dict[int, float]] = [dict.fromkeys(ROWS, float("inf")) for _ in sequences]
@@ -37,6 +36,5 @@ def activations_cost(
                 found[rows] = min(found[rows], clock() - begun)
     compared = [prompt[:LONGEST] for prompt in prompts[:: max(1, len(prompts) // MOST_PROMPTS)][:MOST_PROMPTS]]
     float32_s, int8_s = least
-    return ActivationsCost(
-        float32_s=float32_s, int8_s=int8_s, distance=distance(loaded.decoder, rounded.decoder, compared)
-    )
+    moved = distance(loaded.decoder, rounded.decoder, compared)
+    return ActivationsCost(float32_s=float32_s, int8_s=int8_s, distance=moved)

@@ -47,7 +47,8 @@ def quantize(
         texts = [str(talk.messages(())[-1]["content"]) for talk in talks]
         compared = [original.tokenizer.encode(text)[:LONGEST] for text in texts]
         found = distance(original.decoder, rounded.decoder, compared)
-        write_card(out, model=model, to=to, kinds=kinds, distance=found)
+        name = source.resolve().name if Path(model).is_dir() else model  # a card goes where a path means nothing
+        write_card(out, model=name, to=to, kinds=kinds, distance=found)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if json:
         print_json({"model": model, "to": to, "path": str(out), "bytes": size, "kinds": kinds, "distance": found})

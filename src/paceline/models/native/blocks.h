@@ -241,7 +241,7 @@ void expand_block(const uint8_t* panel, long k, float* to) {
     });
 }
 
-// Many rows: a slab of the panel is expanded into L1 once and read by all of them.
+// Many rows: a slab of the panel is expanded into L2 once and read by all of them.
 template <class F>
 void slab_product(const float* x, long K, long rows, const uint8_t* panel, Output to) {
     alignas(64) float slab[SLAB * NT];

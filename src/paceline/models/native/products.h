@@ -75,10 +75,12 @@ struct Keys {  // a panel in L1; meanwhile the values of the same positions may 
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }
 };
-struct Slab {  // weights expanded into L1
+struct Slab {  // weights expanded into L2
     const float* panel;
     template <int>
-    void prefetch(long) const {}
+    void prefetch(long k) const {
+        for (long i = 0; i < NT; i += 16) __builtin_prefetch(panel + (k + 8) * NT + i, 0, 3);
+    }
     Slab next_tile() const { return *this; }
     vec low(long k) const { return load(panel + k * NT); }
     vec high(long k) const { return load(panel + k * NT + VL); }

@@ -32,7 +32,7 @@ constexpr long NT = 2 * VL;   // columns of a panel
 constexpr long SPLIT = 256;   // positions of an attention split; a multiple of NT for every VL
 constexpr long SCORES = SPLIT + 16;  // a row of scores; with a stride of a power of two, rows would map to the same cache sets
 constexpr int TILE_ROWS = 48; // rows x grouped heads that share one reading of K and V
-constexpr long SLAB = 128;  // depth of a slab of expanded weights; NT columns of it and the rows' share of x fit L1
+constexpr long SLAB = 768;  // depth of a slab of expanded weights, which stays in L2: sums are put down once a slab
 constexpr long PREFETCH_BYTES = 8192;  // ahead in panels of blocks
 constexpr long SERIAL = 32768; // elementary operations below which waking the other threads costs more than it saves
 
