@@ -32,7 +32,7 @@ def make_engine(args: argparse.Namespace, method: str) -> Engine:
             drafter.top_k = 1  # before the engine binds it: it captures the drafts of this width
     config = EngineConfig(
         max_num_seqs=args.rows,
-        max_num_batched_tokens=max(1024, (args.nodes + 2) * args.rows),
+        max_num_batched_tokens=max(1024, 2 * (args.nodes + 1) * args.rows),  # drafts may have half of them
         num_blocks=48 * args.rows,
         max_model_len=768,
     )
@@ -75,7 +75,8 @@ def main() -> None:
         stats = measured(engine, prompts, {"method": method, "k": args.nodes}, temperature, args.max_tokens)
         found[name] = stats.mean_acceptance_length
         shares = [round(each / stats.num_drafts, 3) for each in stats.accepted_per_position]
-        print(f"{name}: τ {found[name]:.2f}, drafts accepted to each depth {shares}", flush=True)
+        each = 1 + stats.num_accepted_tokens / stats.num_drafts
+        print(f"{name}: τ {found[name]:.2f}, {each:.2f} a drafted pass, accepted to each depth {shares}", flush=True)
     finish("drafter_tau", {"method": method, "nodes": args.nodes, "chain": args.chain, "tau": found})
 
 

@@ -275,7 +275,7 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     store = TokenStore(args.work / "tokens", target.config.vocab_size)
     sequences = store.read()
     with costs.of("choosing a temperature"):
-        soften(trainee, args.soften, spread(sequences.chosen(held_out(sequences, HELD_OUT)), args.length))
+        softened = soften(trainee, args.soften, spread(sequences.chosen(held_out(sequences, HELD_OUT)), args.length))
     with costs.of("walking"):
         say("before:")
         before = figures(args, trainee)
@@ -291,12 +291,13 @@ def pack(args: argparse.Namespace, costs: Costs) -> dict[str, Any]:
     curve = json.loads((folder / "curve.json").read_text()) if (folder / "curve.json").exists() else []
     counts = {name: int((sequences.source == i).sum()) for i, name in enumerate(store.sources)}
     last = curve[-1] if curve else {}
+    recipe = json.loads((folder / RECIPE).read_text()) if (folder / RECIPE).exists() else {}
     write_card(
         args.out,
         method=trainee.config.method,
         target=TARGET,
         data={"sequences": counts, "answer tokens": f"{int(sequences.answer.sum()):,}"},
-        recipe=json.loads((folder / RECIPE).read_text()) if (folder / RECIPE).exists() else {},
+        recipe={**recipe, "logits divided by": softened},
         figures=after,
         cost={
             "steps": last.get("step", ""),
@@ -313,7 +314,7 @@ def spread(sequences: Sequences, length: int, count: int = 64) -> Answers:
     return answers_of(sequences.chosen(every), count, length)
 
 
-def soften(trainee: DSparkTrainee, temperatures: list[float], answers: Answers) -> None:
+def soften(trainee: DSparkTrainee, temperatures: list[float], answers: Answers) -> float:
     """Divide the drafter's logits by the temperature whose trees are accepted furthest on held-out answers. A loss of
     mostly TV leaves them too sharp, and trees then too narrow. Chains stay as they are."""
     given = dict(trainee.parameters)
@@ -325,6 +326,7 @@ def soften(trainee: DSparkTrainee, temperatures: list[float], answers: Answers) 
         say(f"logits divided by {temperature:g}: held-out τ of trees of 15 {each[0]:.3f}, of 60 {each[1]:.3f}")
     best = max(found, key=lambda one: found[one]) if found else temperatures[0]
     trainee.parameters = divided(given, best, trainee.config.body.hidden_size)
+    return best
 
 
 def divided(given: Mapping[str, torch.Tensor], temperature: float, hidden: int) -> dict[str, torch.Tensor]:

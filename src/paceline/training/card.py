@@ -93,6 +93,8 @@ def _table(figures: Mapping[str, Any]) -> list[str]:
 
 def _words(value: Any) -> str:
     if isinstance(value, float):
+        if 0 < abs(value) < 0.01:
+            return f"{value:.2g}"  # a learning rate
         return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
     if isinstance(value, (list, tuple)):
         return " ".join(_words(one) for one in value)
