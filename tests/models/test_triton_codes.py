@@ -5,6 +5,8 @@ have the bits of products with the weights expanded beforehand. `streamed` needs
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA
 if not triton.knobs.runtime.interpret:
     pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
 
+from paceline.models.buckets import alike
 from paceline.models.gguf_codes import as_codes
-from paceline.models.triton.codes import expanded, laid_out
+from paceline.models.pass_prior import GPU, GPU_CODES, prior_of
+from paceline.models.triton.codes import MOST_ROWS, expanded, laid_out, ring_for
 from paceline.models.triton.linear import Rotary, linear
 from paceline.models.triton_kernels import TritonKernels
 from paceline.models.weights import BLOCKS, Linear, StoredWeight, WeightKind
@@ -116,6 +120,24 @@ def test_blocks_as_codes_are_the_same_numbers(kernels: TritonKernels, kind: Weig
     packed = kernels.pack(weight)
     assert packed.weight.kind is codes.kind
     assert torch.equal(in_full(packed.weight), weight.numbers())
+
+
+@pytest.mark.parametrize("kind", [WeightKind.FP8, WeightKind.INT8, WeightKind.INT4])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 7168), (192, 192), (576, 64)])
+def test_a_ring_divides_the_columns_and_is_one_for_rows_that_are_captured_alike(
+    kind: WeightKind, n: int, k: int
+) -> None:
+    for rows in range(1, MOST_ROWS + 1):
+        ring = ring_for(rows, n, k, kind)
+        assert k % (64 * ring.unroll) == 0
+        assert ring.n % (16 * ring.warps) == 0
+        assert ring == ring_for(alike(rows), n, k, kind)
+
+
+def test_passes_with_codes_grow_sooner_with_their_rows() -> None:
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), graphs=None)
+    assert prior_of(gpu, WeightKind.INT4) == prior_of(gpu, WeightKind.Q4_K) == GPU_CODES
+    assert prior_of(gpu, WeightKind.BFLOAT16) == GPU
 
 
 def test_codes_that_do_not_fit_the_kernels_are_expanded_and_said_to_be(
