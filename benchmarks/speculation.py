@@ -17,6 +17,7 @@ other prompts before, with a suffix store that is empty all the same.
     python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --batch 4
     python benchmarks/speculation.py --prompts mt_bench.jsonl --batch 4 --fixed suffix:2 suffix:2  # what chance does
     python benchmarks/speculation.py --prompts mt_bench.jsonl --remembered gsm8k_train.jsonl
+    python benchmarks/speculation.py --prompts mt_bench.jsonl --lookups --fixed dspark:3 --activations int8
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,13 @@ from copy_prompts import copy_prompts
 from paceline import SamplingParams
 from paceline.bench.statistics import Pair, loops
 from paceline.bench.statistics import speedup as paired_speedup
-from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import DRAFTERS, DrafterContext
-from paceline.engine.adaptive import AdaptivePolicy
-from paceline.engine.engine import Engine
+from paceline.build import make_drafters, make_engine, make_policy
+from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.models.hub import resolve
 from paceline.models.runtime import LoadedModel, load_model
 
 NO_LOOPS = "all but loops"
+LOOKUPS = "lookups"  # `auto` without the model's trained drafter
 REMEMBERED, AGAIN = "auto remembered", " again"
 
 
@@ -53,13 +54,15 @@ class Configuration:
 
     def __init__(self, loaded: LoadedModel, method: str, k: int | None) -> None:
         self.name = method if k is None else f"{method} k={k}"
-        context = DrafterContext(loaded.config, loaded.decoder.device, SpeculationConfig(method=method, k=k))
-        names = [] if method == "none" else ["ngram", "suffix"] if method == "auto" else [method]
-        drafters = [DRAFTERS[name](context) for name in names]
-        self.policy = AdaptivePolicy(drafters, method, k)
+        asked = SpeculationConfig(method=AUTO if method == LOOKUPS else method, k=k)
+        drafters = []
+        if method != NONE:  # all that `auto` has; a fixed method is alone, since others would index texts beside it
+            every = replace(asked, method=AUTO, k=None, drafter=(NONE,) if method == LOOKUPS else ())
+            drafters = [one for one in make_drafters(loaded, every) if method in (AUTO, LOOKUPS, one.name)]
+        self.policy = make_policy(loaded, drafters, asked)
         # All prompts of a group are read in one step: no row is ahead when timing starts.
         config = EngineConfig(prefix_caching=False, kv_cache_bytes=1 << 29, max_num_batched_tokens=1 << 14)
-        self.engine = Engine(loaded.decoder, config, drafters=drafters, policy=self.policy)
+        self.engine = make_engine(loaded, config, drafters, self.policy)
 
     def begin(self, prompts: Sequence[list[int]], params: SamplingParams) -> None:
         """Up to the first token of each, and no further."""
@@ -155,17 +158,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1, choices=range(1, 100), metavar="N")
     parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
+    parser.add_argument("--lookups", action="store_true", help="auto without the trained drafter beside it")
     parser.add_argument("--remembered", nargs="+", default=[], help="files of other prompts that a policy learnt from")
+    parser.add_argument("--dtype", default="auto", help="of the weights; float32: expanded")
+    parser.add_argument("--activations", default="float32", choices=("float32", "int8"))
     parser.add_argument("--remembered-answers", type=int, default=24)
     args = parser.parse_args()
 
-    loaded = load_model(resolve("smollm2"), dtype="float32", device="cpu")
+    loaded = load_model(resolve("smollm2"), dtype=args.dtype, device="cpu", activations=args.activations)
     fixed = [(name.split(":")[0], int(name.split(":")[1])) for name in args.fixed]
     prompts = read_prompts(args.prompts, args.per_category)
     if args.mixed:
         prompts = [{"category": "mixed", "turns": prompt["turns"]} for prompt in prompts]
         random.Random(0).shuffle(prompts)
     result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens}
+    result |= {"dtype": args.dtype, "activations": args.activations}
     result |= {"rounds": args.rounds, "seed": args.seed, "cells": []}
     others = other_prompts(args.remembered, args.remembered_answers, prompts) if args.remembered else []
     if others:
@@ -176,7 +183,10 @@ def main() -> None:
         for seed in range(args.seed, args.seed + args.rounds):
             chosen = {"seed": seed} if temperature else {}
             params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, **chosen).resolve({})
-            configurations = [Configuration(loaded, m, k) for m, k in [("none", None), ("auto", None), *fixed]]
+            configurations = [
+                Configuration(loaded, method, k)
+                for method, k in [(NONE, None), (AUTO, None), *([(LOOKUPS, None)] if args.lookups else []), *fixed]
+            ]
             tell_apart(configurations)
             if others:
                 configurations.append(remembered(loaded, others, params, args.batch))
@@ -253,10 +263,14 @@ def report(names: list[str], rows: list[dict[str, Any]], temperature: float, res
         best = max(fixed, key=lambda name: cell[name]["ratio"], default=None)
         for name in [name for name in names if name in cell and name.startswith("auto") and best]:
             cell[name] |= {"of": best, "share": speedup(mine, name, over=str(best))}
+        if mine and LOOKUPS in names:
+            cell["auto over lookups"] = speedup(mine, AUTO, over=LOOKUPS)
         cell["identical"] = all(row["identical"] for row in mine)
         cell["looping"] = sum(row["loops"] for row in mine)
         result["cells"].append(cell)
         figures = "  ".join(f"{name} {figure(cell[name])}" for name in names if name in cell)
+        if over := cell.get("auto over lookups"):
+            figures += f"  auto over lookups {over['ratio']:.2f}x{interval(over, 2)}"
         print(
             f"{category:16} {len(mine):3} answers, {cell['looping']} looping, identical {cell['identical']}: {figures}"
         )
