@@ -11,7 +11,7 @@ expectation of traversal verification over its coins. So trials are paired, and 
 - `merged n`: with the tree of a lookup, and `suffix`: that alone.
 - `coupled/c`: the target draws its tokens by noise that the drafter knows (law 3), which is added to log q.
 
-    python benchmarks/tree_trials.py --prompts mt_bench.jsonl --temperature 0.7 --out steps.npz
+    python benchmarks/tree_trials.py --prompts mt_bench.jsonl --temperature 0.7 --out steps.json
 """
 
 from __future__ import annotations

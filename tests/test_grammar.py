@@ -38,7 +38,7 @@ def grammars(smollm2: LLM) -> Grammars:
 def sequence(grammars: Grammars, wanted: dict[str, Any], output: list[int]) -> Sequence:
     found = Sequence("r", [1], SamplingParams(structured_outputs=wanted), max_len=100)
     found.tokens += output
-    found.matcher = grammars.matcher(wanted)
+    found.matcher = grammars.matcher(grammars.compile(wanted))
     return found
 
 
@@ -134,6 +134,12 @@ def test_the_cache_of_compiled_grammars_is_bounded(grammars: Grammars) -> None:
         properties = {f"p{number}-{at}": {"type": "string"} for at in range(4)}
         grammars.compile({"json": {"type": "object", "properties": properties}})
     assert CACHE_BYTES / 2 < grammars.cached_bytes < 1.2 * CACHE_BYTES
+
+
+@pytest.mark.parametrize("wrong", [{"json": "[" * 100_000}, {"json_object": "yes"}, {"json_object": 1}])
+def test_what_is_no_schema_is_refused(wrong) -> None:
+    with pytest.raises(InvalidParameter, match="structured_outputs"):
+        SamplingParams(structured_outputs=wrong)
 
 
 def test_a_structured_answer_must_be_able_to_end() -> None:

@@ -153,6 +153,8 @@ def paths_or_names(field: str, value: Any) -> tuple[str, ...]:
 
 
 def _refuse_contradictions(field: str, given: tuple[str, ...]) -> None:
+    if "" in given:
+        raise InvalidParameter(field, f"is empty; name a model or a folder, or {NONE}")
     twice = next((each for each in given if given.count(each) > 1), None)
     if twice is not None:
         raise InvalidParameter(field, f"names {shown(twice)} twice; name it once")

@@ -20,7 +20,7 @@ from paceline.machine import usable_cores
 from paceline.structured_outputs import ONE_LINE
 
 FIELD = "structured_outputs"
-CACHE_BYTES = 32 << 20  # of compiled grammars: about 1 MiB each, and compiled again within milliseconds
+CACHE_BYTES = 32 << 20  # of compiled grammars: mostly 1 MiB each, which take milliseconds; large ones ten times that
 WHITESPACE = 16  # characters between two parts of a JSON answer; without a bound an answer may never end
 WORD = 32  # tokens of a word of a mask
 
@@ -84,8 +84,8 @@ class Grammars:
             reason = re.sub(r"^(\[[\d:]+\] )?\S+:\d+: ", "", str(error).strip().splitlines()[-1])
             raise InvalidParameter(FIELD, f"the {kind} cannot be compiled: {reason}") from error
 
-    def matcher(self, wanted: Mapping[str, Any]) -> Matcher:
-        return Matcher(self._xgrammar.GrammarMatcher(self.compile(wanted)), self.words)
+    def matcher(self, compiled: Any) -> Matcher:
+        return Matcher(self._xgrammar.GrammarMatcher(compiled), self.words)
 
 
 class Matcher:

@@ -38,7 +38,13 @@ def read(value: SpeculativeConfig, base: SpeculationConfig) -> SpeculationConfig
         return _read_one(parsed, base)
     if not parsed:
         raise InvalidParameter(FIELD, "is an empty list; leave it out, or name a method in it")
-    return _joined([_read_one(each, base) for each in parsed], base)
+    each = [_read_one(one, base) for one in parsed]
+    for given, one in zip(parsed, each, strict=True):
+        if not given.get("method") and not given.get("model"):
+            raise InvalidParameter(FIELD, "an object of the list names neither a method nor a model")
+        if one.method in METHODS and METHODS[one.method].needs and not given.get("model"):
+            raise InvalidParameter(FIELD, f"method {one.method} needs a model, and an object of the list names none")
+    return _joined(each, base)
 
 
 def _joined(each: SequenceOf[SpeculationConfig], base: SpeculationConfig) -> SpeculationConfig:

@@ -35,7 +35,10 @@ def check(name: str, value: Any) -> dict[str, Any] | None:
         if isinstance(item, str) or not item or not all(isinstance(text, str) and text for text in item):
             raise InvalidParameter(name, f"choice must be a list of non-empty strings, got {shown(item)}")
         item = list(item)
-    elif kind != "json_object" and (not isinstance(item, str) or not item):
+    elif kind == "json_object":
+        if item is not True:
+            raise InvalidParameter(name, f"json_object is true or false, got {shown(item)}")
+    elif not isinstance(item, str) or not item:
         raise InvalidParameter(name, f"{kind} must be text, got {shown(item)}")
     if len(item if isinstance(item, str) else json.dumps(item)) > MAX_TEXT:
         raise InvalidParameter(name, f"the {kind} has more than {MAX_TEXT} characters")
@@ -48,7 +51,7 @@ def _schema(name: str, value: Any) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidParameter(name, f"the JSON schema is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
         raise InvalidParameter(name, f"a JSON schema is an object, got {shown(value)}")

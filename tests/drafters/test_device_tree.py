@@ -7,33 +7,41 @@ import torch
 
 pytest.importorskip("triton")
 
-from paceline.drafters.block_tree import grow, lattice
-from paceline.drafters.device_tree import device_trees, serves
+from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
+from paceline.drafters.device_tree import PART, device_trees, serves
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REAL = pytest.param(4, 7, 16384, 128, 60, BEAM, CANDIDATES, PART, marks=pytest.mark.cuda, id="real sizes")
 
 
 @pytest.mark.parametrize(
-    ("batch", "depth", "vocab", "rank", "nodes", "beam"),
-    [(2, 3, 40, 6, 13, 4), (1, 2, 33, 0, 6, 2)],
-    ids=["Markov head", "no Markov head"],
+    ("batch", "depth", "vocab", "rank", "nodes", "beam", "count", "part"),
+    [
+        pytest.param(2, 3, 40, 6, 13, 4, 8, 16, id="Markov head"),
+        pytest.param(1, 2, 33, 0, 6, 2, 8, 16, id="no Markov head"),
+        REAL,
+    ],
 )
-def test_the_trees_of_torch(batch: int, depth: int, vocab: int, rank: int, nodes: int, beam: int) -> None:
+def test_the_trees_of_torch(
+    batch: int, depth: int, vocab: int, rank: int, nodes: int, beam: int, count: int, part: int
+) -> None:
     generator = torch.Generator().manual_seed(3)
 
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * 2
+        return (torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.25).to(DEVICE)
 
     logits = numbers(batch, depth + 1, vocab)[:, 1:]  # rows of a block, of which the first drafts nothing
     anchor_rows, w1, w2 = (numbers(50, rank), numbers(vocab, rank), numbers(vocab, rank)) if rank else (None,) * 3
-    anchors, ids = torch.arange(batch) * 7 + 1, torch.randperm(vocab, generator=generator)
+    anchors, ids = (torch.arange(batch) * 7 + 1).to(DEVICE), torch.randperm(vocab, generator=generator).to(DEVICE)
     before = None if anchor_rows is None else anchor_rows[anchors]
-    wanted = grow(lattice(logits, before, w1, w2, 8), nodes, beam)
-    found = device_trees(logits, anchors, anchor_rows, w1, w2, ids, nodes, beam, count=8, part=16)
+    wanted = grow(lattice(logits, before, w1, w2, count), nodes, beam)
+    found = device_trees(logits, anchors, anchor_rows, w1, w2, ids, nodes, beam, count=count, part=part)
     assert found.tolist() == torch.stack((ids[wanted.tokens], wanted.parents, wanted.depth)).tolist()
 
 
 def test_shapes_that_are_left_to_torch() -> None:
     assert serves(7, 16384, 8, 60)
     assert not serves(7, 16384, 1, 7)  # chains
-    assert not serves(7, 63, 8, 60)  # fewer tokens than candidates
+    assert not serves(7, CANDIDATES - 1, 8, 60)  # fewer tokens than candidates
     assert not serves(7, 16384, 6, 60)
     assert not serves(1, 16384, 8, 60)  # more nodes than there are

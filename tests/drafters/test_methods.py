@@ -129,6 +129,9 @@ def test_several_drafters_of_a_method_have_names_of_their_own(tmp_path: Path) ->
         f"{MEDUSA}:head-2": folders[1],
         DFLASH: folders[2],
     }
+    numbered = available(SpeculationConfig(method=AUTO, draft_model=("a/m-2", "b/m", "c/m", "none/m-2")), [])
+    assert len({each.name for each in numbered}) == len(numbered)
+    assert not any(each.method.needs for each in available(SpeculationConfig(method=AUTO, draft_model=(NONE,)), []))
     assert is_called(f"{DRAFT_MODEL}:small", DRAFT_MODEL)
     assert is_called(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:small")
     assert not is_called(f"{DRAFT_MODEL}:small", f"{DRAFT_MODEL}:other")
@@ -191,6 +194,8 @@ def test_a_list_of_vllms_settings_names_several_drafters() -> None:
         ([{"method": "ngram"}, "suffix"], "or a list of them"),
         ([{"method": "ngram"}, {"method": "ngram"}], "twice"),
         ([{"model": "a"}, {"model": "a"}], "twice"),
+        ([{"method": "ngram"}, {}], "neither a method nor a model"),
+        ([{"method": "medusa", "model": "a"}, {"method": "medusa"}], "needs a model"),
         ([{"model": "a", "num_speculative_tokens": 3}, {"method": "suffix"}], "num_speculative_tokens"),
     ):
         with pytest.raises(InvalidParameter, match=problem):

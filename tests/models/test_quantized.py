@@ -151,9 +151,11 @@ def test_layers_left_in_plain_numbers_and_idle_tensors_are_read(plain: Path, tmp
         tensors[f"{LAYER}.weight"] = kept[f"{LAYER}.weight"]
         tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(64)  # of a layer without bias
         tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+        tensors["model.layers.1.self_attn.q_proj.bias"].zero_()  # of a layer with one
         del tensors["model.layers.0.mlp.up_proj.g_idx"]
 
     rewrite(coded, change)
+    rewrite(expanded, lambda tensors: tensors["model.layers.1.self_attn.q_proj.bias"].zero_())
     loaded, expected = (load_model(folder, device="cpu").decoder for folder in (coded, expanded))
     assert torch.equal(logits_of(loaded, TOKENS, [20]), logits_of(expected, TOKENS, [20]))
     rewrite(coded, lambda tensors: tensors["model.layers.0.self_attn.o_proj.bias"].fill_(0.5))

@@ -39,7 +39,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 
 
 def test_the_guide_names_flags_that_exist() -> None:
-    text = (DOCS / "guides" / "serving.md").read_text()
+    text = "".join((DOCS / "guides" / f"{page}.md").read_text() for page in ("serving", "many-machines"))
     app = typer.Typer(add_completion=False)
     app.command()(serve)
     flags = {flag for parameter in typer.main.get_command(app).params for flag in parameter.opts}
@@ -53,7 +53,7 @@ def test_the_guide_names_flags_that_exist() -> None:
 def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
-    (unit,) = re.findall(r"```ini\n(.*?)```", (DOCS / "guides" / "serving.md").read_text(), re.DOTALL)
+    (unit,) = re.findall(r"```ini\n(.*?)```", (DOCS / "guides" / "many-machines.md").read_text(), re.DOTALL)
     file = tmp_path / "paceline.service"
     file.write_text(unit.replace("/opt/paceline/bin/paceline", sys.executable))  # the command must be there
     done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True)

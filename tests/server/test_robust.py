@@ -195,7 +195,7 @@ def test_bounded_schemas_validate_beside_other_requests_under_speculation(server
     assert all(exact)
 
 
-def test_a_grammar_that_takes_long_to_compile_holds_up_no_other_request(tmp_path: Path) -> None:
+def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request(tmp_path: Path) -> None:
     compiling, go_on, compiled = threading.Event(), threading.Event(), []
 
     def compile(wanted: dict[str, Any]) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from paceline import machine
 from paceline.advisor.choice import OFF, draft_model_of
-from paceline.bench.draft_models import DraftModel, load_draft_model
+from paceline.bench.draft_models import MEMORY_SHARE, DraftModel, load_draft_model
 from paceline.bench.engines import Engines, room_for
 from paceline.bench.grid import AUTO, Contender
 from paceline.build import make_engine
@@ -23,6 +25,14 @@ from paceline.errors import DeviceError, InvalidParameter, UnsupportedModel
 from paceline.models.hub import Progress, resolve
 from paceline.models.kernels import INT8
 from paceline.models.runtime import LoadedModel, load_model
+
+
+def _fits_twice(path: Path) -> bool:
+    """Whether a model's weights fit into what is free of memory once more."""
+    files = path.iterdir() if path.is_dir() else [path]
+    size = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".gguf"))
+    free = machine.memory().available
+    return not free or size <= MEMORY_SHARE * free
 
 
 class Machine(Engines):
@@ -41,7 +51,9 @@ class Machine(Engines):
                 self.refused[name] = str(problem).removeprefix("draft_model: ")
 
     def with_int8(self) -> LoadedModel | None:
-        """The same model with activations rounded to int8; None where there are no kernels or weights for it."""
+        """The same model with activations rounded to int8; None without kernels, weights or memory for it."""
+        if not self.loaded.kind.is_blocks or not _fits_twice(self.path):
+            return None
         try:
             return load_model(self.path, activations=INT8, **self._options)
         except (InvalidParameter, DeviceError):

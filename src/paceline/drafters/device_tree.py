@@ -64,8 +64,8 @@ def _candidates(logits, keys, peaks, shares, batch_stride, vocab, DEPTH: tl.cons
     tl.store(keys + out * COUNT + tl.arange(0, COUNT), tl.topk(_key(x, at), COUNT))
 
 
-@triton.jit
-def _join(keys, peaks, shares, tokens, best, others, parts, COUNT: tl.constexpr, PARTS: tl.constexpr):
+@triton.jit(do_not_specialize=["vocab"])
+def _join(keys, peaks, shares, tokens, best, others, parts, vocab, COUNT: tl.constexpr, PARTS: tl.constexpr):
     """`others`: log of the probability mass, before the Markov head, of tokens that are no candidates."""
     row = tl.program_id(0)
     at, lane = tl.arange(0, PARTS * COUNT), tl.arange(0, PARTS)
@@ -77,7 +77,7 @@ def _join(keys, peaks, shares, tokens, best, others, parts, COUNT: tl.constexpr,
     highest = tl.max(score)
     among = tl.minimum(tl.sum(tl.exp(score - highest)) * tl.exp(highest - total), 1 - 1e-6)
     lanes = row * COUNT + tl.arange(0, COUNT)
-    tl.store(tokens + lanes, _index(top))
+    tl.store(tokens + lanes, tl.minimum(_index(top), vocab - 1))  # NaN may sort behind what is no token
     tl.store(best + lanes, score)
     tl.store(others + row, total + tl.log(1 - among))
 
@@ -203,7 +203,7 @@ def device_trees(
     )
     tokens, best, others = ints(rows, count), floats(rows, count), floats(rows)
     padded = triton.next_power_of_2(parts)
-    _join[(rows,)](keys, peaks, shares, tokens, best, others, parts, COUNT=count, PARTS=padded)
+    _join[(rows,)](keys, peaks, shares, tokens, best, others, parts, vocab, COUNT=count, PARTS=padded)
     child, child_score = ints(rows, count, beam), floats(rows, count, beam)
     _transitions[(batch, depth)](
         tokens, best, others, anchors, anchor_rows, w1, w2, child, child_score, rank,

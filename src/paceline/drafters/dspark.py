@@ -8,10 +8,12 @@ Proposals are deterministic, so any target distribution is kept. On a GPU both h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ from paceline.models.native_kernels import NativeKernels
 from paceline.models.quantize import quantize
 from paceline.models.torch_kernels import TorchKernels
 from paceline.models.weights import BLOCKS, Dtypes, StoredWeight, WeightKind
-from paceline.triton_support import triton_problem
+from paceline.triton_support import require_triton
 
 PART = 64  # components of hidden states whose head weights are read at once
 
@@ -194,15 +196,24 @@ class DSparkDrafter(TappedDrafter):
         positions = logits.view(len(anchors), self.config.block_size, -1)
         depth = min(self.config.depth, nodes)
         positions = positions[:, self.config.block_size - self.config.depth :][:, :depth]
-        if logits.is_cuda and triton_problem() is None:
-            from paceline.drafters.device_tree import device_trees, serves
-
-            if serves(depth, positions.shape[-1], self._beam, nodes):
-                markov = self._anchor_rows, self._w1, self._w2
-                return device_trees(positions, anchors, *markov, self._ids, nodes, self._beam)
+        kernels = _device_tree() if logits.is_cuda else None
+        if kernels is not None and kernels.serves(depth, positions.shape[-1], self._beam, nodes):
+            markov = self._anchor_rows, self._w1, self._w2
+            found: Tensor = kernels.device_trees(positions, anchors, *markov, self._ids, nodes, self._beam)
+            return found
         before = None if self._anchor_rows is None else self._anchor_rows[anchors]
-        found = grow(lattice(positions, before, self._w1, self._w2, CANDIDATES), nodes, self._beam)
-        return torch.stack((self._ids[found.tokens], found.parents, found.depth))
+        tree = grow(lattice(positions, before, self._w1, self._w2, CANDIDATES), nodes, self._beam)
+        return torch.stack((self._ids[tree.tokens], tree.parents, tree.depth))
+
+
+@functools.cache
+def _device_tree() -> ModuleType | None:
+    try:
+        require_triton()
+        from paceline.drafters import device_tree
+    except ImportError:  # no Triton that works here
+        return None
+    return device_tree
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -57,7 +57,7 @@ def eagle_drafter(raw: Mapping[str, Any]) -> str | None:
 
 
 class Method(NamedTuple):
-    """A way to draft."""
+    """What the rest of the package knows of a method before a drafter of it is made."""
 
     name: str  # as users write it
     make: Callable[..., Drafter]  # from a DrafterContext
@@ -179,7 +179,7 @@ def available(speculation: SpeculationConfig, checkpoints: SequenceOf[Path] = ()
         if not method.needs:
             found.append((method, None))
         elif "draft_model" in method.needs:
-            found += [(method, model) for model in speculation.draft_model]
+            found += [(method, model) for model in speculation.draft_model if model != NONE]
     trained = [each for each in METHODS.values() if each.recognise is not None]
     for folder in checkpoints:
         raw = _config_of(folder)
@@ -199,9 +199,11 @@ def _own_names(found: SequenceOf[tuple[Method, str | Path | None]]) -> list[str]
     for method, source in found:
         name = method.name
         if methods.count(name) > 1:
-            name = f"{name}{OF}{Path(str(source)).name}"
-            number = sum(other == name or other.startswith(f"{name}-") for other in names)
-            name = f"{name}-{number + 1}" if number else name
+            plain = name = f"{name}{OF}{Path(str(source)).name}"
+            number = 1
+            while name in names:
+                number += 1
+                name = f"{plain}-{number}"
         names.append(name)
     return names
 
@@ -244,7 +246,7 @@ def unknown_method(name: str, known: SequenceOf[str] | None = None) -> str:
     `known`: the names to choose from, where they are not all of them."""
     spelt = name.lower().replace("_", "-")
     ours = OTHER_NAMES.get(spelt, spelt)
-    if ours in METHODS:
+    if ours in METHODS and ours != name:
         return f"{shown(name)} is called {ours} here"
     if spelt.rstrip("0123456789.") in ELSEWHERE:
         trained = ", ".join(each.name for each in METHODS.values() if "drafter" in each.needs)

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -241,11 +241,17 @@ class Engine:
         self.drafters.release(sequence)
 
     def add_request(
-        self, request_id: str, prompt: SequenceOf[int], params: SamplingParams, job: str | None = None
+        self,
+        request_id: str,
+        prompt: SequenceOf[int],
+        params: SamplingParams,
+        job: str | None = None,
+        grammar: Any = None,
     ) -> list[Sequence]:
         """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults.
 
         Requests of one `job` are waited for together; that changes when rows draft, never their tokens.
+        `grammar`: compiled by `grammars`; None: compiled here.
         """
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
@@ -266,8 +272,9 @@ class Engine:
         ]
         self._check_speculation(sequences[0])
         if params.structured_outputs is not None:
+            grammar = grammar or self.grammars.compile(params.structured_outputs)
             for sequence in sequences:
-                sequence.matcher = self.grammars.matcher(params.structured_outputs)
+                sequence.matcher = self.grammars.matcher(grammar)
         self._requests[request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)

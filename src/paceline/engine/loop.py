@@ -38,6 +38,7 @@ class Request:
     job: str | None = None
     streamed: bool = False  # its tokens are reported as they are committed
     patient: bool = False  # it waits for room in a full queue; else it is refused
+    grammar: Any = None  # what `structured_outputs` asks for, where it is compiled already
 
 
 # -- commands
@@ -185,7 +186,7 @@ class EngineLoop:
         try:
             if self._died is not None:
                 raise _fresh(self._died)
-            answers = self.engine.add_request(request_id, request.prompt, request.params, request.job)
+            answers = self.engine.add_request(request_id, request.prompt, request.params, request.job, request.grammar)
         except QueueFull as full:
             if request.patient:
                 return False

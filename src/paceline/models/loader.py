@@ -188,9 +188,9 @@ def _folder_weights(folder: Path, config: ModelConfig, declared: Declared) -> tu
     coded = _coded_weights(folder, config, files)
     kinds = {name: weight.kind for name, weight in coded.items()}
     shapes: dict[str, Shape] = {name: weight.shape for name, weight in coded.items()}
-    parts = names_of(coded.values())
+    parts, expected = names_of(coded.values()), expected_shapes(config)
     for name, header in files.headers.items():
-        if name in parts or (coded and _is_idle(name, files, coded)):
+        if name in parts or (coded and _is_idle(name, files, coded, expected)):
             continue
         block_kind = files.block_kind(name)
         shapes[name] = header.shape
@@ -230,13 +230,14 @@ def _coded_weights(folder: Path, config: ModelConfig, files: TensorFiles) -> dic
     return find_coded(files.headers, expected_shapes(config), quantization, str(folder))
 
 
-def _is_idle(name: str, files: TensorFiles, coded: Container[str]) -> bool:
+def _is_idle(name: str, files: TensorFiles, coded: Container[str], expected: Container[str]) -> bool:
     """Whether a tensor beside codes changes nothing: scales of activations, and the biases of 0 that some writers add
     to layers without any."""
     layer, _, what = name.rpartition(".")
     if what in UNUSED:
         return True
-    return what == "bias" and f"{layer}.weight" in coded and not files.read(name).any()
+    added = what == "bias" and name not in expected
+    return added and f"{layer}.weight" in coded and not files.read(name).any()
 
 
 def _open_gguf(path: Path) -> GGUFFile:

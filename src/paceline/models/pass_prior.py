@@ -29,17 +29,16 @@ CPU = PassPrior(
 )
 # Blocks are read several times as fast, so sums bind from a few rows on; with int8 activations later. Measured on two
 # cores at 1, 4, 8, 16 and 256 rows, in passes, which is a little less than steps.
-# With int8 activations these are two cores' times, scaled by what faster kernels have since saved on one.
 CPU_BLOCKS = PassPrior(
     (
-        *((1, 1.0), (2, 1.2), (4, 1.6), (8, 2.5), (12, 3.7), (16, 4.8), (24, 7.1), (32, 8.5)),
-        *((64, 15.5), (128, 29.0), (512, 114.0)),
+        *((1, 1.0), (2, 1.16), (4, 1.48), (8, 2.36), (12, 3.4), (16, 4.5), (24, 6.6), (32, 8.2)),
+        *((64, 14.0), (128, 26.0), (512, 99.0)),
     )
 )
 CPU_INT8 = PassPrior(
     (
-        *((1, 1.0), (2, 1.03), (4, 1.1), (8, 1.4), (12, 1.95), (16, 2.4), (24, 3.3), (32, 4.2)),
-        *((64, 7.9), (128, 15.0), (512, 57.0)),
+        *((1, 1.0), (2, 1.05), (4, 1.17), (8, 1.45), (12, 2.0), (16, 2.57), (24, 3.4), (32, 4.3)),
+        *((64, 7.9), (128, 15.0), (512, 58.0)),
     )
 )
 # A large GPU: flat while the weights take longer from memory than the products do, as measured on an H200.

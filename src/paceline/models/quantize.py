@@ -29,7 +29,7 @@ from paceline.models.compress import (
     tensors,
 )
 from paceline.models.hf_folder import WEIGHTS, read_json
-from paceline.models.loader import Weights, expected_shapes, load_config, load_weights
+from paceline.models.loader import Weights, expected_shapes, load_config, load_quantization, load_weights
 from paceline.models.tensor_file import write_tensors
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 
@@ -56,6 +56,8 @@ def quantize_folder(source: Path, to: str, out: Path, progress: Callable[[int, i
         raise InvalidParameter("out", f"{out} exists already; name a new folder")
     if not source.is_dir():
         raise InvalidParameter("model", f"{source} is stored as blocks already; name a folder of safetensors")
+    if (given := load_quantization(source)) is not None:
+        raise InvalidParameter("model", f"{source} is quantised already ({given.method}); name the original model")
     config = load_config(source)
     weights = load_weights(source, config)
     if stored := next((kind for kind in weights.kinds.values() if kind.is_blocks or kind.has_scales), None):

@@ -216,7 +216,7 @@ def _group_scheme(group: _Fields, fields: _Fields) -> Scheme:
 def _block(fields: _Fields, key: str) -> tuple[int, int]:
     value = fields.given.get(key)
     if isinstance(value, str):  # 128x128
-        value = [int(part) if part.isdigit() else part for part in value.split("x")]
+        value = [int(part) if part.isdecimal() else part for part in value.split("x")]
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
         fields.broken(key, "two positive integers")
     return value[0], value[1]
@@ -229,7 +229,7 @@ GPTQ_FORMAT = ("checkpoint_format", "format")  # two spellings of one key
 
 def _awq(fields: _Fields) -> Quantization:
     key = next((key for key in ("version", *GPTQ_FORMAT) if fields.given.get(key) is not None), "version")
-    if str(fields.given.get(key, "gemm")).lower() != "gemm":
+    if str(fields.given.get(key) or "gemm").lower() != "gemm":
         fields.refuse(key, "it must be gemm")
     bits = fields.one_of("bits", 4) if "bits" in fields.given else fields.one_of("w_bit", 4)
     fields.one_of("zero_point", True, default=True)

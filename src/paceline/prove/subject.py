@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.config import AUTO
 from paceline.drafters import METHODS, NONE
-from paceline.drafters.methods import unknown_method
+from paceline.drafters.methods import is_called, unknown_method
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
@@ -203,13 +204,16 @@ def encoded_prompts(llm: LLM, count: int = len(PROMPTS)) -> list[list[int]]:
 
 def chosen_methods(llm: LLM, wanted: SequenceOf[str]) -> tuple[str, ...]:
     available = on_engine(llm, lambda engine: tuple(drafter.name for drafter in engine.drafters.drafters))
-    for name in wanted:
-        if name not in available:
-            if name not in METHODS:
-                raise InvalidParameter("methods", unknown_method(name, available))
-            flags = " and ".join(f"--{need.replace('_', '-')}" for need in METHODS[name].needs)
-            raise InvalidParameter("methods", f"{name} is not loaded; give {flags}")
-    return tuple(dict.fromkeys(wanted)) or available
+    meant: list[str] = []
+    for asked in wanted:
+        found = [name for name in available if is_called(name, asked)]
+        if not found:
+            if asked not in METHODS:
+                raise InvalidParameter("methods", unknown_method(asked, available))
+            flags = " and ".join(f"--{need.replace('_', '-')}" for need in METHODS[asked].needs)
+            raise InvalidParameter("methods", f"{asked} is not loaded; give {flags or f'method {AUTO}'}")
+        meant += found
+    return tuple(dict.fromkeys(meant)) or available
 
 
 def _common(one: SequenceOf[int], other: SequenceOf[int]) -> int:

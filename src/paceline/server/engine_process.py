@@ -76,9 +76,9 @@ class EngineProcess:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
         if not self._commands.closed:
-            self._commands.send(m.encode(self._unsent))  # in order, once the socket takes it
-        self._unsent.clear()
+            self._commands.send(m.encode(unsent))  # in order, once the socket takes it
 
     async def receive(self) -> list[m.Event]:
         return m.decode_events(await self._events.recv())

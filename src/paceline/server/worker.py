@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -177,12 +178,14 @@ class Worker:
                 self._commands.put(loop.Call(functools.partial(self._relearn, method), Future()))
 
     def _compile(self) -> None:
-        """In a thread of its own, since a large schema takes seconds: neither steps nor other requests wait for it."""
+        """In a thread of its own, since a large schema takes seconds: neither steps nor requests without a grammar wait
+        for it."""
         while True:
             request = self._structured.get()
             if request.request_id in self._uncompiled and request.params.structured_outputs is not None:
                 with contextlib.suppress(Exception):  # raised again, and reported, when the request is added
-                    self._built.engine.grammars.compile(request.params.structured_outputs)
+                    grammar = self._built.engine.grammars.compile(request.params.structured_outputs)
+                    request = replace(request, grammar=grammar)
             with self._order:
                 if request.request_id in self._uncompiled:
                     self._uncompiled.discard(request.request_id)

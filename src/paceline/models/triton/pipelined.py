@@ -138,6 +138,7 @@ def attend_pipelined(
             follow = gl.where(now + 1 < unit_end, now + 1, next_block)
             at, there = places_of(table, follow, last, kv_head, DIM, KV_HEADS, BLOCK_SIZE, KEYS, WIDE, COPY)
             async_copy.wait_group(0)
+            fence_async_shared()  # the products read what these copies wrote through another path to shared memory
             held = step % 2
             scores = warpgroup_mma(queries, keys.index(held).permute((1, 0)), nothing, use_acc=False, is_async=True)
             start_copy(keys.index(1 - held), k_cache, at, there, DIM, COPY)

@@ -13,6 +13,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -351,6 +352,7 @@ def streamed(
     acc = gl.full([BN, BM], 0.0, gl.float32, layout=MMA)
     for turn in range(turns):
         async_copy.wait_group(STAGES - 2)
+        fence_async_shared()  # the products read what these copies wrote through another path to shared memory
         gl.thread_barrier()
         ahead = turn + STAGES - 1
         if ahead < turns:
