@@ -55,11 +55,31 @@ class Drawn(NamedTuple):
     q: dict[int, tuple[Any, Floats]]  # by slot of a parent: tokens (C,) of the draft vocabulary, and q (C,)
 
 
+class Shares(NamedTuple):
+    """A lattice whose transitions are all there, to be changed before a tree is grown."""
+
+    tokens: Tensor  # (B, D, C)
+    first: Tensor  # (B, C)
+    later: Tensor  # (B, D - 1, C, C) by the candidate before
+
+    @staticmethod
+    def of(lattice: Lattice) -> Shares:
+        batch, depth, count = lattice.tokens.shape
+        every = torch.arange(count).expand(batch, count)
+        later = torch.stack([lattice.after(position, every) for position in range(1, depth)], 1)
+        return Shares(lattice.tokens, lattice.first, later)
+
+    def after(self, position: int, before: Tensor) -> Tensor:
+        rows = self.later[:, position - 1]
+        return rows.gather(1, before[..., None].expand(-1, -1, rows.shape[-1]))
+
+
 def draw(of: Lattice, wanted: Drawing, count: int, beam: int) -> Drawn:
     """A tree of up to `count` nodes for one row of the lattice."""
     only, warmth = slice(wanted.row, wanted.row + 1), wanted.params.temperature
-    shares = Lattice(of.tokens[only], of.first[only] / warmth, of.later[only] / warmth)
-    shares = shares._replace(first=shares.first.log_softmax(-1), later=shares.later.log_softmax(-1))
+    shares = Shares(*(part[only] for part in Shares.of(of)))
+    first, later = ((part / warmth).log_softmax(-1) for part in shares[1:])
+    shares = shares._replace(first=first, later=later)
     shape = grow(shares, count, beam)
     parents, depth = shape.parents[0].tolist(), shape.depth[0].tolist()
     candidates, first, later = of.tokens[wanted.row].numpy(), shares.first[0].numpy(), shares.later[0].numpy()

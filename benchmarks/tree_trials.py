@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from common import finish
-from drawn_trees import Drawing, draw
+from drawn_trees import Drawing, Shares, draw
 from speculation import read_prompts
 from torch import Tensor
 
@@ -34,7 +34,7 @@ from paceline import SamplingParams, build
 from paceline.config import AUTO, EngineConfig, SpeculationConfig
 from paceline.draft import Draft
 from paceline.drafters.base import DraftRow
-from paceline.drafters.block_tree import BEAM, CANDIDATES, Lattice, grow, lattice
+from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import CONFIDENCE
@@ -185,11 +185,11 @@ class Trials(DSparkDrafter):
         assert self._w1 is not None
         before = self._anchor_rows[self.anchor][None].float() / self.temperature
         given = self.logits[None] / self.temperature, before, self._w1.float() / self.temperature, self._w2.float()
-        tokens, first, later = lattice(*given, CANDIDATES)
+        tokens, first, later = Shares.of(lattice(*given, CANDIDATES))
         noise = self.noise[torch.arange(len(self.logits))[:, None], self._ids[tokens[0]]][None]  # (1, D, C)
         first = ((first + noise[:, 0]) / scale).log_softmax(-1)
         later = ((later + noise[:, 1:, None]) / scale).log_softmax(-1)
-        found = grow(Lattice(tokens, first, later), count)
+        found = grow(Shares(tokens, first, later), count)
         return Tree(self._ids[found.tokens[0]].tolist(), found.parents[0].tolist(), found.score[0].tolist(), {})
 
     def agreed(self, name: str, p: Tensor) -> list[float]:

@@ -1,8 +1,8 @@
 """Trees from one pass of a block drafter: the likeliest paths through the distributions of its positions.
 
 Position i of a block has logits U_i, and a Markov head adds W1[x] . W2 for the token x before it. Only the likeliest
-tokens of each position are looked at, as children and as parents, so that all transitions between two positions are one
-small matrix, and a tree costs no further pass. Everything is batched, and nothing waits for a device.
+tokens of each position are looked at, and transitions only from the nodes of a level that have children, so a tree
+costs no further pass. Everything is batched, and nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,23 @@ DEEPER = 1e-4  # by which a node's score is below its parent's at least: sorting
 
 
 class Lattice(NamedTuple):
-    """Log probabilities of the likeliest tokens of D positions, given the token before."""
+    """The likeliest tokens of D positions, and what their log probabilities are made of."""
 
     tokens: Tensor  # (B, D, C) of the draft vocabulary, by their logits without the Markov head
-    first: Tensor  # (B, C) of the first position
-    later: Tensor  # (B, D - 1, P, C) of the others, by the candidate before; P = 1: whichever it is
+    first: Tensor  # (B, C) log probabilities of the first position
+    best: Tensor  # (B, D, C) logits without the Markov head; where there is none, log probabilities
+    others: Tensor  # (B, D) log of what tokens that are no candidates weigh
+    into: Tensor | None  # (B, D, C, R) rows of W2 of the candidates; None without a Markov head
+    w1: Tensor | None  # (V, R)
+
+    def after(self, position: int, before: Tensor) -> Tensor:
+        """(B, F, C) log probabilities of a position's candidates, given candidates (B, F) of the one before."""
+        best = self.best[:, position, None]
+        if self.into is None or self.w1 is None:
+            return best.expand(-1, before.shape[1], -1)
+        out = self.w1[self.tokens[:, position - 1].gather(1, before)]  # (B, F, R)
+        rows = best + (out @ self.into[:, position].transpose(-1, -2)).float()
+        return rows - torch.logaddexp(rows.logsumexp(-1), self.others[:, position, None])[..., None]
 
 
 class Nodes(NamedTuple):
@@ -41,18 +53,15 @@ def lattice(logits: Tensor, anchor: Tensor | None, w1: Tensor | None, w2: Tensor
     """
     count = min(count, logits.shape[-1])
     best, tokens = logits.topk(count)  # (B, D, C)
-    if w1 is None or w2 is None or anchor is None:
-        shares = best - logits.logsumexp(-1, keepdim=True)
-        return Lattice(tokens, shares[:, 0], shares[:, 1:, None])
     total, among = logits.logsumexp(-1), best.logsumexp(-1)
+    if w1 is None or w2 is None or anchor is None:
+        shares = best - total[..., None]
+        return Lattice(tokens, shares[:, 0], shares, total, None, None)
     others = total + torch.log1p(-(among - total).exp().clamp_max(1 - 1e-6))  # (B, D)
     into = w2[tokens]  # (B, D, C, R)
-    out = w1[tokens[:, :-1]]  # (B, D - 1, C, R)
     first = best[:, 0] + (into[:, 0] @ anchor[..., None]).squeeze(-1).float()
-    later = best[:, 1:, None] + (out @ into[:, 1:].transpose(-1, -2)).float()  # (B, D - 1, C, C)
     first = first - torch.logaddexp(first.logsumexp(-1), others[:, 0])[..., None]
-    later = later - torch.logaddexp(later.logsumexp(-1), others[:, 1:, None])[..., None]
-    return Lattice(tokens, first, later)
+    return Lattice(tokens, first, best, others, into, w1)
 
 
 def grow(of: Lattice, count: int, beam: int = BEAM) -> Nodes:
@@ -66,12 +75,7 @@ def grow(of: Lattice, count: int, beam: int = BEAM) -> Nodes:
     frontier = torch.arange(wide, device=score.device).expand(batch, wide)  # its nodes within the level
     for level in range(1, depth):
         before, candidate, begin = at
-        rows = of.later[:, level - 1]  # (B, P, C)
-        if rows.shape[1] == 1:
-            rows = rows.expand(batch, candidate.shape[1], candidates)
-        else:
-            rows = rows.gather(1, candidate[..., None].expand(-1, -1, candidates))
-        best, child = rows.topk(wide)  # (B, F, beam)
+        best, child = of.after(level, candidate).topk(wide)  # (B, F, beam)
         score = (before[..., None] + best - DEEPER).flatten(1)
         place, parent = child.flatten(1), (frontier + begin)[..., None].expand(-1, -1, wide).flatten(1)
         levels.append((score, place, parent))
