@@ -272,7 +272,8 @@ class Engine:
         ]
         self._check_speculation(sequences[0])
         if params.structured_outputs is not None:
-            grammar = grammar or self.grammars.compile(params.structured_outputs)
+            if grammar is None:
+                grammar = self.grammars.compile(params.structured_outputs)
             for sequence in sequences:
                 sequence.matcher = self.grammars.matcher(grammar)
         self._requests[request_id] = list(sequences)
