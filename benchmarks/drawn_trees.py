@@ -137,17 +137,17 @@ def joined(drawn: dict[int, Drawn], others: Draft, ids: Tensor) -> Draft:
 class DrawnTrees(DSparkDrafter):
     """Of one row at a time, which samples without a seed."""
 
-    def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> Tensor:
+    def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> tuple[Tensor, Tensor | None]:
         positions = logits.view(len(anchors), self.config.block_size, -1)
         depth = min(self.config.depth, nodes)
         positions = positions[:, self.config.block_size - self.config.depth :][:, :depth]
-        before = None if self._anchor_rows is None else self._anchor_rows[anchors]
-        self.lattice = lattice(positions, before, self._w1, self._w2, CANDIDATES)
-        return torch.zeros(3, len(anchors), nodes, dtype=torch.int64)
+        anchor_rows, w1, w2 = self._markov or (None, None, None)
+        self.lattice = lattice(positions, None if anchor_rows is None else anchor_rows[anchors], w1, w2, CANDIDATES)
+        return torch.zeros(3, len(anchors), nodes, dtype=torch.int64), None
 
     def draft(self, rows: Any, seats: Tensor, lengths: Tensor) -> Draft:
         nothing = super().draft(rows, seats, lengths)
-        ((sequence, _),) = rows
+        ((sequence, *_),) = rows
         wanted = Drawing(0, sequence.params, sequence.noise_key, int(lengths[0]))
         return joined({0: draw(self.lattice, wanted, int(nothing.num_nodes[0]), BEAM)}, nothing, self._ids)
 

@@ -110,11 +110,16 @@ class Trials(DSparkDrafter):
 
         self._decoder.run = tapped  # type: ignore[method-assign]
 
-    def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> Tensor:
+    @property
+    def markov(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._markov is not None
+        return self._markov
+
+    def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> tuple[Tensor, Tensor | None]:
         self.logits = logits[self.config.block_size - self.config.depth :].float()  # (D, V)
         self.states = self.hidden[self.config.block_size - self.config.depth :]
         self.anchor = int(anchors[0])
-        return torch.zeros(3, 1, nodes, dtype=torch.int64)
+        return torch.zeros(3, 1, nodes, dtype=torch.int64), None
 
     @torch.inference_mode()
     def draft(self, rows: Any, seats: Tensor, lengths: Tensor) -> Draft:
@@ -165,26 +170,25 @@ class Trials(DSparkDrafter):
         return [self.union[path] for path in paths]
 
     def top(self, scale: float, count: int) -> Tree:
-        assert self._anchor_rows is not None
-        assert self._w1 is not None
-        before, w1 = self._anchor_rows[self.anchor][None].float() / scale, self._w1.float() / scale
-        found = grow(lattice(self.logits[None] / scale, before, w1, self._w2.float(), CANDIDATES), count)
+        before, w1 = self.markov[0][self.anchor][None].float() / scale, self.markov[1].float() / scale
+        found = grow(lattice(self.logits[None] / scale, before, w1, self.markov[2].float(), CANDIDATES), count)
         return Tree(self._ids[found.tokens[0]].tolist(), found.parents[0].tolist(), found.score[0].tolist(), {})
 
     def q(self, depth: int, token: int) -> Tensor:
         """(draft vocabulary,) the drafter's distribution behind a token, at the request's temperature."""
-        assert self._anchor_rows is not None
-        assert self._w2 is not None
-        logits = self.logits[depth] + (self._w2 @ self._anchor_rows[token]).float()
+        logits = self.logits[depth] + (self.markov[2] @ self.markov[0][token]).float()
         return (logits / self.temperature).softmax(-1)
 
     def coupled(self, scale: float, count: int) -> Tree:
         """The likeliest nodes once the noise is known by which the target's tokens are drawn (law 3): log q plus noise,
         divided by `scale`, is taken for the logarithm of a probability."""
-        assert self._anchor_rows is not None
-        assert self._w1 is not None
-        before = self._anchor_rows[self.anchor][None].float() / self.temperature
-        given = self.logits[None] / self.temperature, before, self._w1.float() / self.temperature, self._w2.float()
+        before = self.markov[0][self.anchor][None].float() / self.temperature
+        given = (
+            self.logits[None] / self.temperature,
+            before,
+            self.markov[1].float() / self.temperature,
+            self.markov[2].float(),
+        )
         tokens, first, later = Shares.of(lattice(*given, CANDIDATES))
         noise = self.noise[torch.arange(len(self.logits))[:, None], self._ids[tokens[0]]][None]  # (1, D, C)
         first = ((first + noise[:, 0]) / scale).log_softmax(-1)
@@ -216,8 +220,9 @@ class Trials(DSparkDrafter):
 
     def drawn_here(self, count: int) -> Tree:
         """As drawn_trees.py draws in the engine: q is over the candidates of each position alone."""
-        assert self._anchor_rows is not None
-        found = lattice(self.logits[None], self._anchor_rows[self.anchor][None], self._w1, self._w2, CANDIDATES)
+        found = lattice(
+            self.logits[None], self.markov[0][self.anchor][None], self.markov[1], self.markov[2], CANDIDATES
+        )
         params = SamplingParams(temperature=self.temperature, top_p=1.0, top_k=0).resolve({})
         key = int(torch.randint(1 << 40, (), generator=self.rng))
         tree = draw(found, Drawing(0, params, key, 0), count, BEAM)
@@ -228,12 +233,11 @@ class Trials(DSparkDrafter):
 
     def confident(self, tree: Tree) -> list[float]:
         """Of each node: the confidence head's probability that a token drawn from its parent's q is accepted."""
-        assert self._anchor_rows is not None
         weight, bias = self.confidence
         found, depths = [], []
         for parent in tree.parents:
             depth, token = (0, self.anchor) if parent < 0 else (depths[parent], tree.tokens[parent])
-            given = torch.cat((self.states[depth], self._anchor_rows[token].float()))
+            given = torch.cat((self.states[depth], self.markov[0][token].float()))
             found.append(float(torch.sigmoid(weight @ given + bias)))
             depths.append(depth + 1)
         return found

@@ -184,9 +184,8 @@ def test_a_tree_is_the_likeliest_paths_and_its_scores_are_theirs(kind):
     logits = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1))
     drafter = make(config, tensors, torch.randn(9, CONFIG.hidden_size))
     anchors = torch.tensor([0, int(ids[2]), 8])
-    found = lattice(
-        logits, drafter._anchor_rows if kind == "none" else drafter._anchor_rows[anchors], drafter._w1, drafter._w2, 64
-    )
+    anchor_rows, w1, w2 = drafter._markov or (None, None, None)
+    found = lattice(logits, None if kind == "none" else anchor_rows[anchors], w1, w2, 64)
     nodes = grow(found, 40, beam=6**3)
     for row, anchor in enumerate(anchors.tolist()):
         expected = every_path(config, tensors, logits[row], anchor)[:40]

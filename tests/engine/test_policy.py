@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from paceline.config import SpeculationConfig
+from paceline.config import NONE, SpeculationConfig
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, AdaptivePolicy
@@ -617,8 +618,9 @@ class Trees(Model):
 
     trees = True
 
-    def __init__(self, *, seconds, falls=1.3, first=0.7):
+    def __init__(self, *, seconds, falls=1.3, first=0.7, seed=0):
         super().__init__("trees", 0.0, seconds=seconds)
+        self.noise = random.Random(seed)
         self.shares = first * (1 + np.arange(64) / 2) ** -falls
 
 
@@ -644,16 +646,17 @@ def tree_step(policy, drafter, sequences, curve):
 
 @pytest.mark.parametrize(("curve", "count"), [(FLAT, 1), (ON_TWO_CORES, 1), (ON_TWO_CORES, 4), (STEEP, 1)])
 def test_trees_get_the_nodes_that_pay(curve, count):
-    """Against every fixed number of nodes, by what they bring on average."""
-    drafter = Trees(seconds=0.004)
-    prior = GPU if curve is FLAT else CPU
-    policy, sequences = AdaptivePolicy([drafter], "trees", None, prior), [sequence(str(at)) for at in range(count)]
-    for _ in range(150):
-        tree_step(policy, drafter, sequences, curve)
+    """Against every fixed number of nodes, by what they bring on average, with the luck of several runs."""
     tokens, clock, budgets = 0, 0.0, []
-    for _ in range(250):
-        said, taken, nodes = tree_step(policy, drafter, sequences, curve)
-        tokens, clock, budgets = tokens + said, clock + taken, budgets + nodes
+    for seed in range(6):
+        drafter = Trees(seconds=0.004, seed=seed)
+        prior = GPU if curve is FLAT else CPU
+        policy, sequences = AdaptivePolicy([drafter], "trees", None, prior), [sequence(str(at)) for at in range(count)]
+        for _ in range(150):
+            tree_step(policy, drafter, sequences, curve)
+        for _ in range(250):
+            said, taken, nodes = tree_step(policy, drafter, sequences, curve)
+            tokens, clock, budgets = tokens + said, clock + taken, budgets + nodes
     best = max(
         count * (1 + drafter.shares[:nodes].sum()) / (seconds_of(curve, count * (1 + nodes)) + 0.004 * (nodes > 0))
         for nodes in range(65)
@@ -661,6 +664,46 @@ def test_trees_get_the_nodes_that_pay(curve, count):
     assert tokens / clock > 0.93 * best
     if curve is FLAT:
         assert max(budgets) > 40, "a pass of many rows costs hardly more here"
+
+
+def test_nodes_that_a_drafter_leaves_out_cost_nothing():
+    """Where a drafter knows when it is right, many nodes are asked for and few are drafted."""
+    drafter, answer, rng = Trees(seconds=0.004), sequence("a"), random.Random(2)
+    policy, tokens, clock, asked, drafted, plain_s = AdaptivePolicy([drafter], "trees", None, CPU), 0, 0.0, [], [], 0.0
+    for step_number in range(500):
+        (choice,) = policy.plan([answer], 0, False)
+        policy.meanwhile()
+        likely = [0.95] * 8 if rng.random() < 0.5 else [0.02] * 8
+        kept = max(sum(one >= policy.least for one in likely[: choice.budget]), 1) if choice.budget else 0
+        path = [node for node in range(kept) if rng.random() < likely[node]]
+        committed = [1] * (len(path) + 1)
+        answer.tokens += committed
+        outputs = StepOutputs.of([StepOutput(answer, committed, "", [], False, choice.method, kept, len(path), 8)])
+        taken = seconds_of(STEEP, 1 + kept) + (0.004 if kept else 0.0)
+        drafting = {drafter.name: (1, 0.004)} if kept else {}
+        policy.observe(StepReport(1, 1 + kept, taken, drafting, replace(outputs, paths=[path].__getitem__)))
+        if step_number >= 200:
+            tokens, clock, plain_s = tokens + len(committed), clock + taken, seconds_of(STEEP, 1)
+            asked.append(choice.budget)
+            drafted.append(kept)
+    assert statistics.mean(asked) > 6
+    assert statistics.mean(drafted) < 5.5
+    every = [(1 + 0.485 * n) / (seconds_of(STEEP, 1 + n) + 0.004) for n in range(1, 9)]
+    assert tokens / clock > 1.15 * max(*every, 1 / plain_s), "more than any fixed number of nodes brings"
+
+
+def test_a_method_that_loses_does_not_stop_the_others():
+    slow, lookup = Model("slow", 0.1, seconds=0.02), Lookup("lookup", 0.9)
+    policy, answer = AdaptivePolicy([slow, lookup], "auto"), sequence("a")
+    for _ in range(40):
+        policy._guards["slow"].note(1, -1.0)
+    choices = []
+    for _ in range(20):
+        choices += policy.plan([answer], 0, False)
+        policy.meanwhile()
+        outputs = StepOutputs.of([StepOutput(answer, [1], "", [], False)])
+        policy.observe(StepReport(1, 1, 0.02, {}, outputs))
+    assert {choice.method for choice in choices} == {"lookup", NONE}
 
 
 def test_a_few_unlucky_trees_do_not_end_drafting():

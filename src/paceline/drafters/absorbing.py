@@ -19,6 +19,7 @@ from paceline.drafters.tapped import TapBatch
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
+from paceline.models.native_kernels import NativeStack
 from paceline.models.parallel import compile_together
 from paceline.models.plan import PassPlan
 
@@ -91,14 +92,16 @@ class Absorbing:
     def joined(self, taps: Tensor) -> Tensor:
         """(A, H) from hidden states (A, T, H)."""
         kernels, eps = self._decoder.kernels, self._config.body.rms_norm_eps
+        return kernels.rms_norm(kernels.linear(self._normed(taps).flatten(1), self._fc), self._norm, eps)
+
+    def _normed(self, taps: Tensor) -> Tensor:
         taps = taps.to(self._decoder.dtypes.compute)
-        if self._tap_norm is not None:
-            taps = F.rms_norm(taps, taps.shape[-1:], eps=eps) * self._tap_norm
-        return kernels.rms_norm(kernels.linear(taps.flatten(1), self._fc), self._norm, eps)
+        if self._tap_norm is None:
+            return taps
+        return F.rms_norm(taps, taps.shape[-1:], eps=self._config.body.rms_norm_eps) * self._tap_norm
 
     def _store(self, taps: Tensor, positions: Tensor, slots: Tensor, end: int) -> None:
         kernels, layers, shape = self._decoder.kernels, self._decoder.layers, self._decoder.shape(end)
-        kv = kernels.linear(self.joined(taps), self._kv).view(len(taps), len(layers), -1)
         nothing = slots[:, None]
         plan = PassPlan(
             positions=positions,
@@ -111,6 +114,11 @@ class Absorbing:
             block_size=1,
             max_len=end,
         )
+        stack = self._decoder.stack(self._caches, end)
+        if isinstance(stack, NativeStack):
+            stack.absorb(self._normed(taps).flatten(1), plan, self._fc, self._norm, self._kv)
+            return
+        kv = kernels.linear(self.joined(taps), self._kv).view(len(taps), len(layers), -1)
         each = kv.transpose(0, 1).contiguous()  # (layers, A, 2 kv)
         for layer, cache, part in zip(layers, self._caches, each, strict=True):
             # Rows of keys and values alone: there are no queries to norm or rotate.

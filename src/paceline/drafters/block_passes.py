@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from paceline.models.plan import ROW_FIELDS, HostPlan, PassPlan
 
 log = logging.getLogger("paceline")
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # of a captured draft; more are drafted in parts
+PLACED = ("positions", "slots", "prefix", "reach", "sequence")
 ENDS, STARTS = ROW_FIELDS.index("positions"), ROW_FIELDS.index("prefix")  # where a placed pass carries them
 
 
@@ -47,12 +48,13 @@ class BlockPasses:
         block_size: int,
         size: int,
         embed: Callable[[Tensor], Tensor],
-        finish: Callable[[Tensor, Tensor, int], Tensor],
+        finish: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | None]],
         most: int,
         recorder: GraphRecorder | None,
     ) -> None:
         """`embed`: (B,) anchors to the rows (B * size, H) of a block; `finish`: logits (B * size, V), anchors and a
-        number of nodes to a tensor of drafts (parts, B, nodes); `most`: nodes of a draft that `recorder` captures."""
+        number of nodes to a tensor of drafts (parts, B, nodes) and their nodes' log probabilities, where the host may
+        read them; `most`: nodes of a draft that `recorder` captures."""
         self._decoder, self._caches, self._block_size, self._size = decoder, caches, block_size, size
         self._embed, self._finish, self._most = embed, finish, most
         self._captured: dict[int, tuple[Placed, CudaGraph]] = {}
@@ -65,24 +67,39 @@ class BlockPasses:
             self._blank = torch.zeros(shape, dtype=decoder.dtypes.compute, device=device)
             self._capture_all(recorder)
 
-    def run(self, rows: BlockRows, nodes: int) -> Tensor:
-        """(parts, B, nodes) of a draft's numbers; on a GPU as many nodes as were captured."""
+    def run(self, rows: BlockRows, nodes: int) -> tuple[Tensor, Tensor | None]:
+        """What `finish` makes: (parts, B, nodes) and (B, nodes); on a GPU as many nodes as were captured."""
         if not self._captured:
             return self._eagerly(rows, nodes)
         most = SEQUENCES[-1]
         parts = [self._replayed(rows, at, min(at + most, len(rows.starts))) for at in range(0, len(rows.starts), most)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), None
 
-    def _eagerly(self, rows: BlockRows, nodes: int) -> Tensor:
-        count, device = len(rows.starts), self._decoder.device
-        width = max(map(len, rows.tables))
-        tables = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows.tables])
-        columns = torch.tensor([rows.starts, rows.ends])
-        tables, columns = packed_to(device, tables, columns)
-        starts, ends = columns[0], columns[1]
-        position, slots, reach = placed(rows.lengths, starts, ends, tables, width, self._size, self._block_size)
-        owner = torch.arange(count, device=device, dtype=torch.int32).repeat_interleave(self._size)
-        plan = PassPlan(
+    def _eagerly(self, rows: BlockRows, nodes: int) -> tuple[Tensor, Tensor | None]:
+        on_host = self._decoder.device.type == "cpu"
+        plan = self._planned_on_host(rows) if on_host else self._planned_on_device(rows)
+        output = self._decoder.run(self._embed(rows.anchors), plan, self._caches, None)
+        return self._finish(output.logits, rows.anchors, nodes)
+
+    def _planned_on_host(self, rows: BlockRows) -> PassPlan:
+        """In numpy, which takes a fraction of torch's time for a few numbers."""
+        tables, count = _padded(rows.tables), len(rows.starts)
+        given = rows.lengths.numpy(), np.array(rows.starts), np.array(rows.ends), tables
+        position, slots, reach = placed(*given, tables.shape[1], self._size, self._block_size)
+        each = np.zeros((len(ROW_FIELDS) + 1, count * self._size), np.int32)
+        owner = np.arange(count).repeat(self._size)
+        for name, part in zip(PLACED, (position, slots, reach, reach, owner), strict=True):
+            each[ROW_FIELDS.index(name)] = part
+        host = HostPlan(each, np.empty((len(owner), 0), np.int32), tables.astype(np.int32))
+        return PassPlan.on_host(host, self._block_size, max(rows.ends))
+
+    def _planned_on_device(self, rows: BlockRows) -> PassPlan:
+        device, columns = self._decoder.device, torch.tensor([rows.starts, rows.ends])
+        tables, columns = packed_to(device, torch.from_numpy(_padded(rows.tables)), columns)
+        given = rows.lengths, columns[0], columns[1], tables
+        position, slots, reach = placed(*given, tables.shape[1], self._size, self._block_size)
+        owner = torch.arange(len(rows.starts), device=device, dtype=torch.int32).repeat_interleave(self._size)
+        return PassPlan(
             positions=position.int(),
             slots=slots.int(),
             sequence=owner,
@@ -93,8 +110,6 @@ class BlockPasses:
             block_size=self._block_size,
             max_len=max(rows.ends),
         )
-        output = self._decoder.run(self._embed(rows.anchors), plan, self._caches, None)
-        return self._finish(output.logits, rows.anchors, nodes)
 
     # -- captured
 
@@ -145,7 +160,7 @@ class BlockPasses:
             into[:rows] = part
         of.inputs[:rows] = self._embed(anchors)
         logits = graphs.compute(of).logits[:rows]
-        return self._finish(logits, anchors, self._most)
+        return self._finish(logits, anchors, self._most)[0]
 
     def _replayed(self, rows: BlockRows, first: int, last: int) -> Tensor:
         count = next(count for count in SEQUENCES if count >= last - first)
@@ -162,20 +177,27 @@ class BlockPasses:
         return result[:, : last - first].clone()  # the next draft overwrites it
 
 
+def _padded(tables: SequenceOf[SequenceOf[int]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    width = max(map(len, tables))
+    return np.array([[*row, *[0] * (width - len(row))] for row in tables], np.int64)
+
+
 def placed(
-    lengths: Tensor, starts: Tensor, ends: Tensor, tables: Tensor, width: Tensor | int, size: int, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(B * size,) positions, slots and reach of blocks behind sequences of these lengths; no host sync.
+    lengths: Any, starts: Any, ends: Any, tables: Any, width: Any, size: int, block_size: int
+) -> tuple[Any, Any, Any]:
+    """(B * size,) positions, slots and reach of blocks behind sequences of these lengths: of tensors, without a host
+    sync, or of numpy arrays.
 
     A row for which there is no slot, behind `ends`, is not stored, and its tokens are arbitrary.
     """
+    xp: Any = torch if isinstance(lengths, Tensor) else np
+    arange = functools.partial(torch.arange, device=lengths.device) if xp is torch else np.arange
     first = (lengths - 1)[:, None]
-    position = first + torch.arange(size, device=lengths.device)
+    position = first + arange(size)
     inside = position < ends[:, None]
-    position = position.minimum(ends[:, None] - 1).clamp_min(0)
-    at = (position - starts[:, None]).clamp_min(0)
-    owner = torch.arange(len(lengths), device=lengths.device)[:, None]
-    block = tables.reshape(-1).take(owner * width + at // block_size)
-    slots = torch.where(inside, block * block_size + at % block_size, -1)
-    reach = ((first + size).minimum(ends[:, None]) - starts[:, None]).clamp_min(1).expand_as(slots)
-    return position.flatten(), slots.flatten(), reach.flatten()
+    position = xp.clip(xp.minimum(position, ends[:, None] - 1), 0, None)
+    at = xp.clip(position - starts[:, None], 0, None)
+    block = tables.reshape(-1).take(arange(len(lengths))[:, None] * width + at // block_size)
+    slots = xp.where(inside, block * block_size + at % block_size, -1)
+    reach = xp.clip(xp.minimum(first + size, ends[:, None]) - starts[:, None], 1, None)
+    return position.reshape(-1), slots.reshape(-1), xp.broadcast_to(reach, slots.shape).reshape(-1)

@@ -9,12 +9,14 @@ Proposals are deterministic, so any target distribution is kept. On a GPU both h
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,11 +97,11 @@ class DSparkDrafter(TappedDrafter):
             masks = embedding[torch.tensor([config.mask_token_id], device=self.device)].expand(self.room, -1)
         self._masks = placed(masks)[None]  # (1, block - 1, H)
         self._ids = draft_ids(config, tensors).to(self.device)  # the target's ids of draft tokens
-        self._w1 = self._w2 = self._anchor_rows = None  # type: Tensor | None
+        # W1 for the target's tokens (V, R), and W1 and W2 for draft tokens.
+        self._markov: tuple[Tensor, Tensor, Tensor] | None = None
         if config.markov_rank:
-            self._w2 = placed(tensors[W2])
-            self._anchor_rows = placed(_anchor_rows(config, tensors[W1], self._ids.cpu()))  # (V, R)
-            self._w1 = self._anchor_rows[self._ids]  # (draft vocabulary, R)
+            anchor_rows = placed(_anchor_rows(config, tensors[W1], self._ids.cpu()))
+            self._markov = anchor_rows, anchor_rows[self._ids], placed(tensors[W2])
         # Nodes of the largest tree: the first level, and all children of the others.
         wide = min(beam, CANDIDATES, config.draft_vocab_size)
         self._most = min(wide + (config.depth - 1) * wide * wide, MAX_K)
@@ -165,11 +167,17 @@ class DSparkDrafter(TappedDrafter):
         width = int(counts.max())
         if not width:
             return Draft.empty(len(rows))
-        tokens, parents, depth = self._passes.run(self._rows(rows, seats, lengths), width)[:, :, :width]
+        found, scores = self._passes.run(self._rows(rows, seats, lengths), width)
+        if scores is not None:
+            counts = likely_nodes(scores, rows, counts)
+            width = int(counts.max())
+        tokens, parents, depth = found[:, :, :width]
         if self._beam == 1:
             return Draft.chains(tokens, counts, unseen=not tokens.is_cpu)
         if not tokens.is_cpu:
             return Draft.device_trees(tokens, parents, counts, self.config.depth)
+        if len(rows) == 1:
+            return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=counts)
         used = torch.arange(width) < counts[:, None]
         return Draft(tokens=tokens * used, parents=torch.where(used, parents, -1), depth=depth * used, num_nodes=counts)
 
@@ -177,7 +185,7 @@ class DSparkDrafter(TappedDrafter):
         """Blocks whose K/V are not the drafter's own are left out: keys have their positions in them already."""
         size, most = self._block_size, self.config.body.max_positions
         starts, ends, tables = [], [], []
-        for sequence, _ in rows:
+        for sequence, *_ in rows:
             start, end = self.absorbed(sequence)
             known = max(end, len(sequence.tokens) - 1)
             first = min(-(-start // size), known // size)
@@ -191,19 +199,22 @@ class DSparkDrafter(TappedDrafter):
         first = self._embedding[anchors].to(self._masks.dtype)[:, None]
         return torch.cat((first, self._masks.expand(len(anchors), -1, -1)), 1).flatten(0, 1)
 
-    def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> Tensor:
-        """(3, B, nodes) tokens, parents and depths from the logits of all rows of the blocks."""
+    def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> tuple[Tensor, Tensor | None]:
+        """(3, B, nodes) tokens, parents and depths from the logits of all rows of the blocks; and, on a CPU, (B, nodes)
+        log probabilities of the nodes' paths."""
         positions = logits.view(len(anchors), self.config.block_size, -1)
         depth = min(self.config.depth, nodes)
         positions = positions[:, self.config.block_size - self.config.depth :][:, :depth]
+        if isinstance(native := self._decoder.kernels, NativeKernels):
+            return native.block_trees(positions, anchors, self._markov, self._ids, nodes, self._beam, CANDIDATES)
+        anchor_rows, w1, w2 = self._markov or (None, None, None)
         kernels = _device_tree() if logits.is_cuda else None
         if kernels is not None and kernels.serves(depth, positions.shape[-1], self._beam, nodes):
-            markov = self._anchor_rows, self._w1, self._w2
-            found: Tensor = kernels.device_trees(positions, anchors, *markov, self._ids, nodes, self._beam)
-            return found
-        before = None if self._anchor_rows is None else self._anchor_rows[anchors]
-        tree = grow(lattice(positions, before, self._w1, self._w2, CANDIDATES), nodes, self._beam)
-        return torch.stack((self._ids[tree.tokens], tree.parents, tree.depth))
+            found: Tensor = kernels.device_trees(positions, anchors, anchor_rows, w1, w2, self._ids, nodes, self._beam)
+            return found, None
+        before = None if anchor_rows is None else anchor_rows[anchors]
+        tree = grow(lattice(positions, before, w1, w2, CANDIDATES), nodes, self._beam)
+        return torch.stack((self._ids[tree.tokens], tree.parents, tree.depth)), tree.score
 
 
 @functools.cache
@@ -214,6 +225,16 @@ def _device_tree() -> ModuleType | None:
     except ImportError:  # no Triton that works here
         return None
     return device_tree
+
+
+def likely_nodes(scores: Tensor, rows: SequenceOf[DraftRow], counts: Tensor) -> Tensor:
+    """(B,) how many of the first `counts` nodes are as likely as their row asks for, and at least one. `scores` (B, N)
+    are log probabilities, the highest first."""
+    if not any(row.least for row in rows):
+        return counts
+    least = [math.log(row.least) if row.least else -math.inf for row in rows]
+    likely = (scores.numpy() >= np.array(least)[:, None]).sum(1)
+    return torch.from_numpy(np.clip(likely, np.minimum(counts.numpy(), 1), counts.numpy()))
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from paceline.config import MAX_K
 from paceline.draft import Draft, UnreadVerdict, packed_to, sent
 from paceline.drafters.base import LEARNED, DraftRow, Judged, excluded
 from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.plan import slots_of
 from paceline.sequence import Sequence
 
 CAPACITY = 64  # positions of a sequence in the ring: a lag of 64 plain steps, absorbed at once
@@ -40,12 +41,27 @@ class TapRing:
         assert unread.node_row is not None
         assert unread.seat is not None
         states = self._room(taps, seats)
+        if taps.is_cpu:
+            self._store_on_host(unread, taps)
+            return
         step = torch.arange(unread.most, device=taps.device)
         rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)
         at = unread.seat[:, None] * self.capacity + (unread.length[:, None] - 1 + step) % self.capacity
         at = torch.where(step <= unread.num_accepted[:, None], at, len(states) - 1).flatten()
         states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # padding copies any row
         self._tokens[at] = unread.tokens.flatten()
+
+    def _store_on_host(self, unread: UnreadVerdict, taps: Tensor) -> None:
+        """The same where the verdict can be read: numpy takes a fraction of torch's time for a few numbers."""
+        assert self._states is not None
+        columns = (unread.length, unread.node_row, unread.seat, unread.num_accepted, unread.path, unread.tokens)
+        length, node_row, seat, accepted, path, tokens = (part.numpy() for part in columns if part is not None)
+        row, step = np.nonzero(np.arange(unread.most) <= accepted[:, None])
+        nodes = np.full((len(accepted), unread.most), -1)  # of the draft, behind its root
+        nodes[:, 1:] = path[:, : unread.most - 1]
+        at = seat[row] * self.capacity + (length[row] - 1 + step) % self.capacity
+        self._states.numpy()[at] = taps.numpy()[node_row[row] + nodes[row, step]]
+        self._tokens.numpy()[at] = tokens[row, step]
 
     def load(self, seats: Tensor, positions: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """(..., T', H) taps of positions, and (...) the tokens after them."""
@@ -159,6 +175,14 @@ class TappedDrafter:
             self._caught_up(sequences)
         return self.draft(rows, seats, lengths)
 
+    def _in_ring(self, sequence: Sequence, unread: int) -> range:
+        """Slots of a sequence that are not absorbed yet, and up to `unread` more; without those that the ring no longer
+        holds the hidden states of."""
+        state, last = self._states[sequence.key], self._complete(len(sequence.tokens)) + unread
+        if last - state.end > self._ring.capacity:
+            state.start = state.end = last - self._ring.capacity
+        return range(state.end, last)
+
     def _where(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[Tensor, Tensor]:
         """(B,) seats and committed lengths; with `after`, including what the unread verdict commits."""
         if after is not None:
@@ -172,15 +196,14 @@ class TappedDrafter:
 
     def _catch_up(self, sequences: list[Sequence], seats: Tensor, lengths: Tensor, unread: int) -> None:
         """Absorb all positions in the ring: those the host knows, and up to `unread` more."""
-        ends, most = [], 0
-        for sequence in sequences:
-            state, last = self._states[sequence.key], self._complete(len(sequence.tokens)) + unread
-            if last - state.end > self._ring.capacity:  # what lies between was overwritten
-                state.start = state.end = last - self._ring.capacity
-            ends.append(state.end)
-            most = max(most, last - state.end)
-        if most <= 0:
+        waiting = [self._in_ring(sequence, unread) for sequence in sequences]
+        most = max(map(len, waiting))
+        if not most:
             return
+        if self.device.type == "cpu" and not unread:
+            self._catch_up_on_host(sequences, waiting)
+            return
+        ends = [each.start for each in waiting]
         width = max(len(sequence.blocks) for sequence in sequences)
         tables = torch.tensor([[*one.blocks, *[0] * (width - len(one.blocks))] for one in sequences])
         end, tables = packed_to(self.device, torch.tensor(ends), tables)
@@ -191,6 +214,21 @@ class TappedDrafter:
         slots = torch.where(position < lengths[:, None] - 1, slots + at % self._block_size, -1)
         parts = taps.flatten(0, 1), tokens.flatten(), position.flatten(), slots.flatten()
         self.absorb(TapBatch(*parts, max(ends) + most))
+
+    def _catch_up_on_host(self, sequences: list[Sequence], waiting: list[range]) -> None:
+        at = np.concatenate([np.arange(each.start, each.stop) for each in waiting])
+        owner = np.arange(len(sequences)).repeat([len(each) for each in waiting])
+        position = at - self._shift
+        seats = torch.from_numpy(np.array([one.seat for one in sequences])[owner])
+        taps, tokens = self._ring.load(seats, torch.from_numpy(position), self._columns)
+        slots = np.concatenate([self._slots_in(*each) for each in zip(sequences, waiting, strict=True)])
+        numbers = torch.from_numpy(position), torch.from_numpy(slots)
+        self.absorb(TapBatch(taps, tokens, *numbers, max(each.stop for each in waiting)))
+
+    def _slots_in(self, sequence: Sequence, at: range) -> np.ndarray[Any, np.dtype[np.int64]]:
+        tables = np.array([sequence.blocks])
+        found: np.ndarray[Any, np.dtype[np.int64]] = slots_of(tables, 0, np.arange(at.start, at.stop), self._block_size)
+        return found
 
     def _caught_up(self, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:
@@ -223,12 +261,8 @@ class TappedDrafter:
             state.end = at + count
             rows.append(np.arange(begin, begin + count))
             tokens += sequence.tokens[first + 1 : first + 1 + count]
-            position = np.arange(first, first + count)
-            positions.append(position)
-            slot = position + self._shift
-            slots.append(
-                np.array(sequence.blocks)[slot // self._block_size] * self._block_size + slot % self._block_size
-            )
+            positions.append(np.arange(first, first + count))
+            slots.append(self._slots_in(sequence, range(at, at + count)))
         columns = np.array([np.concatenate(rows), tokens, np.concatenate(positions), np.concatenate(slots)])
         row, token, position, slot = sent(torch.from_numpy(columns), taps.device)
         end = max(chunk.first + chunk.size for chunk in mine)

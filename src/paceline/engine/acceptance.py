@@ -6,7 +6,8 @@ above it held. What chosen drafts brought over what they promised lowers a metho
 estimates the highest are chosen.
 
 Of trees the record is by node: their drafters put the likeliest first, so how often the n-th node is on the accepted
-path is what a tree gains by it. Others are chains, one node per depth.
+path is what a tree gains by it, and how often it is drafted at all is what it costs: a drafter may leave out nodes that
+it finds unlikely. Others are chains, one node per depth.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from paceline.engine.cost import Floats
 from paceline.engine.policy import DEEPEST
 
 MEMORY = 256.0  # tries at a depth after which old ones count half, so that a change of workload is noticed
-GUESS_TRIALS = 16.0  # tries that the first guess counts for, and promised tokens that trust in a method does
+GUESS_TRIALS = 16.0  # tries that the first guess counts for, and promised tokens that trust in a lookup does
 POOL_TRIALS = 4.0  # tries that it counts for at all depths together, where one speaks for the others
 TREE_POOL = 8.0  # accepted nodes that it counts for of trees: they come several at once or not at all
 BANDS = (0, 1, 2, 4, 8, 16, 32, MAX_K)  # nodes of a tree whose records are taken together
@@ -77,6 +78,7 @@ def _rates_of_trees(tried: SequenceOf[float], hit: SequenceOf[float], guess: Seq
 class Acceptance:
     def __init__(self) -> None:
         self._records: dict[Key, tuple[list[float], list[float]]] = {}  # tried, hit; by depth, of trees by node
+        self._kept: dict[Key, list[float]] = {}  # of trees: tries in which the node was drafted
         self._promises: dict[str, tuple[float, float]] = {}  # by method: tokens promised and kept, fading
         self._fresh: set[str] = set()  # methods tried since the last `fade`
         self._by_key: dict[Key, Floats] = {}  # survival by the records, until they change
@@ -84,9 +86,24 @@ class Acceptance:
     def survival(self, method: str, sampled: bool, evidence: int, *, tree: bool = False) -> Floats:
         """(DEEPEST,) that the first 1, 2, ... tokens of a draft are all accepted; (MAX_K,) that each node of a tree is,
         which no node has more of than the one before."""
+        by_record = self._by_record((method, sampled, bucket(evidence)), tree)
+        if tree:  # one record for all of its drafts: none of many estimates was chosen for being high
+            return by_record
         promised, kept = self._promises.get(method, (0.0, 0.0))
         trust = min((kept + GUESS_TRIALS) / (promised + GUESS_TRIALS), 1.0)
-        return trust * self._by_record((method, sampled, bucket(evidence)), tree)
+        return trust * by_record
+
+    def shares(self, method: str, sampled: bool, evidence: int) -> Floats:
+        """(MAX_K,) of drafts that are trees: the share in which each node is drafted, if so many are asked for."""
+        key, share, shares = (method, sampled, bucket(evidence)), 1.0, list[float]()
+        if key not in self._kept:
+            return np.ones(MAX_K)
+        tried, kept = self._records[key][0], self._kept[key]
+        for begin, end in itertools.pairwise(BANDS):
+            seen = (sum(kept[begin:end]) + TREE_POOL * share) / (sum(tried[begin:end]) + TREE_POOL)
+            share = min(share, seen)
+            shares += [share] * (end - begin)
+        return np.array(shares)
 
     def _by_record(self, key: Key, tree: bool) -> Floats:
         if key not in self._by_key:
@@ -116,9 +133,15 @@ class Acceptance:
         key = method, sampled, bucket(evidence)
         self._note(key, depth, range(min(depth, accepted + 1, DEEPEST)), range(accepted), DEEPEST)
 
-    def note_tree(self, method: str, sampled: bool, evidence: int, nodes: int, path: SequenceOf[int]) -> None:
-        """A tree of so many nodes was judged; `path`: those that were accepted."""
-        self._note((method, sampled, bucket(evidence)), nodes, range(min(nodes, MAX_K)), path, MAX_K)
+    def note_tree(
+        self, method: str, sampled: bool, evidence: int, asked: int, nodes: int, path: SequenceOf[int]
+    ) -> None:
+        """A tree of so many nodes was judged where `asked` might have been drafted; `path`: its accepted nodes."""
+        key, asked = (method, sampled, bucket(evidence)), min(max(asked, nodes), MAX_K)
+        kept = self._kept.setdefault(key, [0.0] * MAX_K)
+        for at in range(nodes):
+            kept[at] += 1
+        self._note(key, asked, range(asked), path, MAX_K)
 
     def _note(self, key: Key, size: int, tries: SequenceOf[int], hits: SequenceOf[int], width: int) -> None:
         promised, kept = self._promises.get(key[0], (0.0, 0.0))
@@ -131,6 +154,8 @@ class Acceptance:
             if tried[at] > MEMORY:
                 tried[at] /= 2
                 hit[at] /= 2
+                if key in self._kept:
+                    self._kept[key][at] /= 2
         self._fresh.add(key[0])
 
     def end_step(self, methods: AbstractSet[str]) -> None:
@@ -145,6 +170,8 @@ class Acceptance:
         for key in [key for key in self._records if key[0] not in self._fresh]:
             tried, hit = self._records[key]
             self._records[key] = [one / 2 for one in tried], [one / 2 for one in hit]
+            if key in self._kept:
+                self._kept[key] = [one / 2 for one in self._kept[key]]
         for method in self._promises.keys() - self._fresh:
             promised, kept = self._promises[method]
             self._promises[method] = promised / 2, kept / 2
@@ -154,13 +181,15 @@ class Acceptance:
     def forget(self, method: str) -> None:
         """Its record no longer holds: it is met anew."""
         self._records = {key: record for key, record in self._records.items() if key[0] != method}
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] != method}
         self._promises.pop(method, None)
         self._by_key.clear()
 
     def state(self) -> list[dict[str, Any]]:
         return [
-            {"method": method, "sampled": sampled, "evidence": evidence, "tried": [*tried], "hit": [*hit]}
-            for (method, sampled, evidence), (tried, hit) in self._records.items()
+            {"method": key[0], "sampled": key[1], "evidence": key[2], "tried": [*tried], "hit": [*hit]}
+            | ({"kept": [*self._kept[key]]} if key in self._kept else {})
+            for key, (tried, hit) in self._records.items()
         ]
 
     @classmethod
@@ -168,8 +197,13 @@ class Acceptance:
         made = cls()
         for entry in state:
             tried, hit = [float(one) for one in entry["tried"]], [float(one) for one in entry["hit"]]
-            fits = len(tried) == len(hit) in (DEEPEST, MAX_K) and int(entry["evidence"]) in BUCKETS
-            if not fits or not all(0 <= one <= most < math.inf for one, most in zip(hit, tried, strict=True)):
+            kept = [float(one) for one in entry.get("kept", tried)]
+            fits = len(tried) == len(hit) == len(kept) in (DEEPEST, MAX_K) and int(entry["evidence"]) in BUCKETS
+            counts = [*zip(hit, tried, strict=True), *zip(kept, tried, strict=True)] if fits else []
+            if not fits or not all(0 <= one <= most < math.inf for one, most in counts):
                 raise ValueError("an acceptance of another form")
-            made._records[str(entry["method"]), bool(entry["sampled"]), int(entry["evidence"])] = tried, hit
+            key = str(entry["method"]), bool(entry["sampled"]), int(entry["evidence"])
+            made._records[key] = tried, hit
+            if "kept" in entry:
+                made._kept[key] = kept
         return made

@@ -9,7 +9,7 @@ here is committed history and timings, never the draft at hand: that would bias 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -40,6 +40,7 @@ SURPRISE = 0.1  # log of the time it was expected to take over what it took: mor
 FADE_EVERY = 128  # steps after which methods that were not tried are forgotten by half
 # Sequences that a method drafts for while hardly tried, and nodes of each: a large batch must not pay for a guess.
 TRIAL_ROWS, TRIAL_NODES = 16, 2
+SLOPE_NODES = 4  # over which the cost of one more node is taken, at least
 FEW = 8  # sequences that are looked at in every step on a CPU, since that takes next to nothing
 LOOK_ROWS, LONGEST_PAUSE = 4, 64  # a pause after a look that found nothing: a step for so many rows, then twice that
 NEW_SHARE = 8  # one in so many sequences, at least, has to be new to end a pause
@@ -47,6 +48,8 @@ BELIEF = 0.7  # in what a token is worth to a job, against every token being wor
 FORESIGHT, PACE_DEPTH = 0.3, 4  # share of a draft's promise, so deep, that counts as the sequence's pace already
 PACE_RATE = 0.1  # weight of the newest step in a sequence's tokens per step
 WORST = -2.0  # plain steps that one drafted step may be seen to lose: more says something about the machine
+
+NOTHING: tuple[float, list[int], float] = 0.0, [], 0.0  # the best of no offers
 
 _choice = cache(Choice)
 
@@ -67,6 +70,7 @@ class _Offer(NamedTuple):
     rows: list[_Open]
     evidence: list[int]
     worth: Floats  # (rows, nodes) of their nodes in tokens; 0 beyond what a row may have
+    shares: Floats | None  # (rows, nodes) of drafts in which a node is a row of the pass; None: 1 each
     line: tuple[float, float]  # seconds of such a draft: a + b depth
     at_once: bool  # trees, whose time does not grow with their nodes: their depth counts as one
     values: dict[str, float]  # of a token, by sequence of the batch; empty: 1 each
@@ -90,6 +94,7 @@ class _Plan:
     plain_s: float = 0.0  # seconds that it would take without; 0: not known, since prompts are read beside it
     explores: bool = False  # more nodes than seem best
     evidence: dict[str, int] = field(default_factory=dict)  # by sequence that drafts
+    asked: dict[str, int] = field(default_factory=dict)  # nodes at the most, by sequence that drafts
     values: dict[str, float] = field(default_factory=dict)  # as of an offer
 
 
@@ -106,10 +111,12 @@ class AdaptivePolicy:
         self._on_device = bool(prior.padded_to)  # steps are launched ahead where none drafts
         self._evidence = DrafterEvidence(drafters, method)
         self._times = [StepTimes(prior), StepTimes(prior)]  # of greedy and of sampled batches
-        self._draft_times, self._acceptance, self._guard = DraftTimes(), Acceptance(), Guard()
+        self._draft_times, self._acceptance = DraftTimes(), Acceptance()
+        self._guards: defaultdict[str, Guard] = defaultdict(Guard)  # by method
+        self._stopped: set[str] = set()  # methods that their guards have stopped for now
         self._pace: dict[str, float] = {}  # tokens per step that drafts, by sequence
         self._drafter_of: dict[str, tuple[str, int]] = {}  # method and nodes of each sequence's last draft
-        self._plan = _Plan()
+        self._plan, self.least = _Plan(), 0.0
         self._lesson: tuple[_Plan, StepReport] | None = None  # not learnt yet
         self._steps = 0
         # Passes that are replayed take what they took before: one check is enough at first.
@@ -125,7 +132,7 @@ class AdaptivePolicy:
     # -- deciding
 
     def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
-        self._plan = _Plan()
+        self._plan, self.least = _Plan(), 0.0
         choices = [_choice(NONE, 0)] * len(sequences)
         if not self._evidence.drafters:
             return choices
@@ -176,7 +183,8 @@ class AdaptivePolicy:
         in every few steps, and none of these could be launched ahead. So is a batch that has shrunk: what did not pay
         for many may pay for fewer.
         """
-        if self._guard.pauses(len(sequences)):
+        self._stopped = {method for method, guard in self._guards.items() if guard.pauses(len(sequences))}
+        if self._stopped.issuperset(self._evidence.allowed(self._method) or self._evidence.drafters):
             return True
         shrank = size_of(len(sequences)) < self._looked_size
         new = sum(one.key not in self._looked_at for one in sequences)
@@ -199,13 +207,13 @@ class AdaptivePolicy:
             made = [self._offer(step, asking, method) for method in self._evidence.allowed(asked)]
             offers = [offer for offer in made if offer is not None]
             for plan in [*([offer] for offer in offers), _mixed(offers)]:
-                rate, nodes = _best(number, with_nodes, plan) if plan else (0.0, [])
+                rate, nodes, rows_more = _best(number, with_nodes, plan) if plan else NOTHING
                 if rate > best_rate:
-                    best, best_rate, budgets = plan, rate, nodes
+                    best, best_rate, budgets, drafted = plan, rate, nodes, rows_more
             if best_rate:
                 chosen += best
         if len(wishes) > 1:  # rows that ask for different methods share the pass
-            best_rate, budgets = _best(number, with_nodes, chosen) if chosen else (0.0, [])
+            best_rate, budgets, drafted = _best(number, with_nodes, chosen) if chosen else NOTHING
         self._looked_at.update(sequence.key for sequence in step.sequences)
         self._looked_size = size_of(number)
         gain = best_rate * plain_s / number
@@ -216,7 +224,9 @@ class AdaptivePolicy:
             self._plan.plain_s = 0.0 if step.other_rows else plain_s
             self._plan.explores, self._explores = self._explores, False
             if self._plan.explores:
-                _, budgets = _best(number, with_nodes, chosen, explore=True)
+                _, budgets, _ = _best(number, with_nodes, chosen, explore=True)
+            elif step.base == number:  # no row has its k fixed
+                self.least = best_rate * _slope(with_nodes, round(drafted))
             self._give(chosen, budgets, choices)
         elif (number > FEW or self._on_device) and not self._evidence.awaits(step.sequences):
             self._pause_left = max(self._pause, number // LOOK_ROWS, 1)
@@ -237,8 +247,11 @@ class AdaptivePolicy:
                     choices[row.at] = _choice(offer.method, budget)
                     self._drafter_of[row.sequence.key] = offer.method, budget
                     self._plan.evidence[row.sequence.key] = evidence
+                    self._plan.asked[row.sequence.key] = budget
 
     def _offer(self, step: _Step, rows: list[_Open], method: str) -> _Offer | None:
+        if method in self._stopped:
+            return None
         found = self._evidence.of([row.sequence for row in rows], method)
         rows, found = [row for row, some in zip(rows, found, strict=True) if some], [some for some in found if some]
         if not rows:
@@ -251,6 +264,10 @@ class AdaptivePolicy:
         if step.jobs and not models:  # a model's drafts are as long for all
             promised = worth[:, :PACE_DEPTH].sum(axis=1).tolist()
             values = self._values(step.sequences, dict(zip([row.sequence.key for row in rows], promised, strict=True)))
+        shares = None
+        if tree:
+            drafted = {one: self._acceptance.shares(method, *one) for one in survival}
+            shares = np.array([drafted[one] for one in alike])
         if values:
             worth *= np.array([[values[row.sequence.key]] for row in rows])
         most = [self._most(row, method) for row in rows]
@@ -259,7 +276,7 @@ class AdaptivePolicy:
         guess_s = (PASS_GUESS if models else LOOKUP_GUESS) * step.times.seconds(1)
         a, b = self._draft_times.line(method, len(rows), guess_s)
         line = (a if models else a + self._leaving_s(rows, PASS_GUESS * step.times.seconds(1))), b
-        return _Offer(method, rows, found, worth, line, tree, values)
+        return _Offer(method, rows, found, worth, shares, line, tree, values)
 
     def _leaving_s(self, rows: list[_Open], guess_s: float) -> float:
         """Seconds that a lookup costs besides, where a model has drafted so far: the model has to catch up before it
@@ -344,7 +361,7 @@ class AdaptivePolicy:
             known = method, sequence.sampled, plan.evidence.get(sequence.key, 1)
             if method in self._evidence.drafters and self._evidence.makes_trees(method):
                 path = range(accepted) if outputs.paths is None else outputs.paths(at)
-                self._acceptance.note_tree(*known, nodes, path)
+                self._acceptance.note_tree(*known, plan.asked.get(sequence.key, nodes), nodes, path)
             else:
                 self._acceptance.note(*known, depth, accepted)
         for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True) if drafted else ():
@@ -373,7 +390,8 @@ class AdaptivePolicy:
             worth = [plan.values.get(sequence.key, 1.0) for sequence in outputs.sequences]
             tokens = sum(len(each) * value for each, value in zip(outputs.tokens, worth, strict=True))
             saved = tokens / report.num_sequences - report.step_s / plan.plain_s
-            self._guard.note(report.num_sequences, max(saved, WORST))
+            for method in drafted:
+                self._guards[method].note(report.num_sequences, max(saved, WORST))
         # Where plain steps are launched ahead, one that was not takes longer than they do.
         if plan.drafts or report.ahead or not self._runs_ahead or not times.plain_known(report.rows):
             off = times.observe(report.rows, taken, drafted=plan.drafts)  # drafts with k fixed belong to any plan
@@ -392,7 +410,8 @@ class AdaptivePolicy:
         """How often the method's drafts are accepted has changed: measure it again, and without a pause."""
         self.meanwhile()
         self._acceptance.forget(method)
-        self._guard, self._pause, self._pause_left = Guard(), 1, 0
+        self._guards.pop(method, None)
+        self._pause, self._pause_left = 1, 0
 
     # -- between runs
 
@@ -406,7 +425,8 @@ class AdaptivePolicy:
         greedy, sampled = (StepTimes.of_state(one, self._prior) for one in state["steps"])
         draft_times, acceptance = DraftTimes.of_state(state["drafts"]), Acceptance.of_state(state["acceptance"])
         self._times, self._draft_times, self._acceptance = [greedy, sampled], draft_times, acceptance
-        self._guard, self._lesson = Guard(), None
+        self._guards.clear()
+        self._lesson = None
 
 
 def _mixed(offers: SequenceOf[_Offer]) -> list[_Offer]:
@@ -421,14 +441,17 @@ def _mixed(offers: SequenceOf[_Offer]) -> list[_Offer]:
     for which, offer in enumerate(offers):
         kept = [at for at, row in enumerate(offer.rows) if best[row.at][1] == which]
         rows, evidence = [offer.rows[at] for at in kept], [offer.evidence[at] for at in kept]
-        mixed += [offer._replace(rows=rows, evidence=evidence, worth=offer.worth[kept])] if kept else []
+        shares = None if offer.shares is None else offer.shares[kept]
+        offer = offer._replace(rows=rows, evidence=evidence, worth=offer.worth[kept], shares=shares)
+        mixed += [offer] if kept else []
     return mixed
 
 
 def _best(
     num_sequences: int, with_nodes: Floats, offers: SequenceOf[_Offer], *, explore: bool = False
-) -> tuple[float, list[int]]:
-    """The most tokens per second that these offers promise, and the nodes of each of their rows for it.
+) -> tuple[float, list[int], float]:
+    """The most tokens per second that these offers promise, the nodes of each of their rows for it, and how many of
+    them are drafted on average.
 
     `explore`: the largest number of nodes that promises nearly as much.
 
@@ -436,14 +459,18 @@ def _best(
     """
     width = max(offer.worth.shape[1] for offer in offers)
     worth, end = np.zeros((sum(len(offer.rows) for offer in offers), width)), 0
+    shares = np.ones_like(worth)
     for offer in offers:
         start, end = end, end + len(offer.rows)
         worth[start:end, : offer.worth.shape[1]] = offer.worth
+        if offer.shares is not None and not explore:  # where more nodes are tried none is left out
+            shares[start:end, : offer.worth.shape[1]] = offer.shares
     order = np.argsort(-worth, axis=None, kind="stable")[: min(np.count_nonzero(worth >= LEAST), len(with_nodes))]
     if not len(order):
-        return 0.0, []
+        return NOTHING
     row, depth = np.divmod(order, width)
-    seconds, end = with_nodes[: len(order)].copy(), 0
+    nodes_by_then = shares.ravel()[order].cumsum()
+    seconds, end = np.interp(nodes_by_then, np.arange(1, len(with_nodes) + 1), with_nodes), 0
     for offer in offers:
         start, end = end, end + len(offer.rows)
         deepest = np.maximum.accumulate(np.where((start <= row) & (row < end), 1 if offer.at_once else depth + 1, 0))
@@ -453,4 +480,10 @@ def _best(
     if explore:
         best = int(np.flatnonzero(rates >= (1 - RISK) * rates[best])[-1])
     nodes: list[int] = np.bincount(row[: best + 1], minlength=len(worth)).tolist()
-    return float(rates[best]), nodes
+    return float(rates[best]), nodes, float(nodes_by_then[best])
+
+
+def _slope(with_nodes: Floats, nodes: int) -> float:
+    """Seconds of one more node, over so many nodes and at least the first few: neighbours alone are within noise."""
+    last = min(max(nodes, SLOPE_NODES), len(with_nodes)) - 1
+    return float(with_nodes[last] - with_nodes[0]) / max(last, 1)

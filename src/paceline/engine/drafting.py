@@ -108,8 +108,9 @@ class DrafterSet:
         for tapped in self._tapped:
             tapped.bind_taps(self._ring, [self.taps.index(tap) for tap in tapped.taps])
 
-    def propose(self, batch: Batch) -> Draft:
-        """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty."""
+    def propose(self, batch: Batch, least: float = 0.0) -> Draft:
+        """One draft row per sampling row; rows without a method, or whose drafter failed, stay empty. `least`: as in
+        `DraftRow`."""
         begun, self._begun, self.seconds, self._timed = self._begun, {}, {}, {}
         if not batch.num_drafted:
             return self._empty(len(batch.sampling))
@@ -117,7 +118,7 @@ class DrafterSet:
         wanted: dict[str, list[tuple[int, DraftRow]]] = {}  # method -> row of the draft, and its wish
         for index, (method, budget) in batch.drafts.items():
             if method not in self.retired:
-                wanted.setdefault(method, []).append((place[index], DraftRow(batch.sequences[index], budget)))
+                wanted.setdefault(method, []).append((place[index], DraftRow(batch.sequences[index], budget, least)))
         parts: list[tuple[list[int], Draft]] = []
         for method, asking in wanted.items():
             of = begun.get(method)

@@ -149,7 +149,7 @@ class Engine:
             return None
         try:
             with says_what_to_lower():
-                return self.runner.launch(batch, self.drafters.propose(batch))
+                return self.runner.launch(batch, self.drafters.propose(batch, self.policy.least))
         except Exception as problem:
             self._lost = batch.sequences, problem
             return None

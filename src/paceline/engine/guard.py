@@ -1,7 +1,8 @@
 """Never slower: what drafted steps really brought is compared with plain ones, whatever was expected of them.
 
 A running sum of plain steps lost, from 0 up, by the size of the batch. Once it says that drafting loses, drafting stops
-and is tried again after a pause, which doubles each time and is forgiven once drafting has won as much back.
+and is tried again after a pause, which doubles each time and is forgiven once drafting has won as much back. A method
+has a guard of its own: a model that is too slow here does not stop lookups.
 """
 
 from __future__ import annotations

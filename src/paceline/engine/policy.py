@@ -39,6 +39,8 @@ class StepReport:
 
 
 class Policy(Protocol):
+    least: float  # probability below which a node is not worth its row in the step that was planned last; 0: unknown
+
     def plan(self, sequences: SequenceOf[Sequence], other_rows: int, others_wait: bool) -> list[Choice]:
         """One choice per decoding sequence; `other_rows` of the same pass belong to prompts.
 
@@ -66,6 +68,8 @@ class Policy(Protocol):
 
 class LearnsNothing:
     """The part of a policy that one with a fixed plan leaves empty."""
+
+    least = 0.0
 
     def rests(self, sequences: SequenceOf[Sequence]) -> bool:
         return False

@@ -25,7 +25,7 @@ from paceline.models.hub import cache_home
 from paceline.models.runtime import LoadedModel
 
 log = logging.getLogger("paceline")
-FORMAT = 4
+FORMAT = 5
 
 
 class PolicyMemory:

@@ -179,7 +179,7 @@ class Decoder:
         """The pass itself, everything on the device: from `residual` (M, H), which it overwrites, to the logits of all
         rows or the chosen ones, in `out` where given, and tap j of row m in `out_taps[m, j]` where given."""
         assert len(set(taps)) == len(taps), "taps must not repeat"
-        stack = self._bound_to(caches, plan.max_len)
+        stack = self.stack(caches, plan.max_len)
         if taps and out_taps is None:
             out_taps = residual.new_empty(len(residual), len(taps), residual.shape[1])
         tapped = {} if out_taps is None else {tap: out_taps[:, at] for at, tap in enumerate(taps)}
@@ -213,7 +213,7 @@ class Decoder:
             self._shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)
         return self._shape
 
-    def _bound_to(self, caches: Sequence[LayerCache], length: int) -> Stack:
+    def stack(self, caches: Sequence[LayerCache], length: int) -> Stack:
         """Layers, caches and rotary tables are bound once, and again when the caches change or the tables grow, but
         never once passes are captured: a graph points into them."""
         shape = self.shape(caches[0].k.shape[0] if self.graphs is not None else length)

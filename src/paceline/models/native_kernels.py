@@ -26,7 +26,7 @@ from paceline.models.native_weights import CPU, PackedRows, PackedWeight, Produc
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight, joined
 
-ABI = 4  # native/plan.h
+ABI = 5  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
@@ -42,6 +42,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int] * 2),
+    "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 4 + [c_int]),
+    "block_trees": (None, [c_void_p, c_int]),
     "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
     "ngram_extend": (None, [c_void_p] * 2 + [c_long]),
     "ngram_index": (None, [c_void_p, c_long]),
@@ -185,6 +187,16 @@ class LayerView(ctypes.Structure):
         )
 
 
+class ForestView(ctypes.Structure):
+    """Trees to be grown from the logits of a block drafter (native/block_tree.h)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "anchors", "ids", "anchor_rows", "w1", "w2")),
+        *((name, c_void_p) for name in ("tokens", "parents", "depths", "scores")),
+        *((name, c_int64) for name in ("batch", "sequence_stride", "depth", "vocab", "rank", "nodes", "beam", "count")),
+    )
+
+
 class NativeStack:
     """All layers of a model in one call: no time between them."""
 
@@ -213,6 +225,22 @@ class NativeStack:
         _check_status(status)
         return out
 
+    def absorb(self, taps: Tensor, plan: PassPlan, join: PackedWeight, norm: Tensor, kv: PackedWeight) -> None:
+        """Keys and values of all layers from the target's hidden states (M, T * H), into their caches."""
+        taps, view = _fp32(taps), self._kernels.view(plan, len(taps))
+        status = self._kernels.absorb(
+            ctypes.addressof(view),
+            ctypes.addressof(self._heads),
+            ctypes.addressof(self._layers),
+            len(self._layers),
+            ctypes.addressof(join.view),
+            norm.data_ptr(),
+            ctypes.addressof(kv.view),
+            taps.data_ptr(),
+            self._kernels.threads,
+        )
+        _check_status(status)
+
 
 class NativeKernels:
     exact = True
@@ -229,7 +257,8 @@ class NativeKernels:
         self._silu_mul = library.function("silu_mul")
         self._rope_and_store = library.function("rope_and_store")
         self._attention = library.function("attention")
-        self.layers = library.function("layers")
+        self.layers, self.absorb = library.function("layers"), library.function("absorb")
+        self._block_trees = library.function("block_trees")
         self._last_plan: tuple[PassPlan | None, PlanView] = (None, PlanView())
 
     @property
@@ -344,6 +373,34 @@ class NativeKernels:
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
         return NativeStack(self, layers, caches, shape)
+
+    def block_trees(
+        self,
+        logits: Tensor,
+        anchors: Tensor,
+        markov: tuple[Tensor, Tensor, Tensor] | None,
+        ids: Tensor,
+        nodes: int,
+        beam: int,
+        count: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(3, B, nodes) tokens, parents and depths, and (B, nodes) log probabilities of their paths, as
+        `drafters.block_tree` defines them. `logits` (B, D, V): any stride between sequences; `markov`: rows of W1 for
+        the target's vocabulary, W1 and W2 for the draft vocabulary."""
+        batch, depth, vocab = logits.shape
+        if logits.stride()[1:] != (vocab, 1) or logits.dtype is not torch.float32:
+            raise TypeError("trees are grown from float32 logits whose rows are contiguous")
+        tree, scores = torch.empty(3, batch, nodes, dtype=torch.int64), torch.empty(batch, nodes)
+        rows = [None] * 3 if markov is None else [_check_in_place(part) and part.data_ptr() for part in markov]
+        rank = 0 if markov is None else markov[2].shape[1]
+        forest = ForestView(
+            *(logits.data_ptr(), anchors.data_ptr(), ids.data_ptr(), *rows),
+            *(part.data_ptr() for part in tree),
+            scores.data_ptr(),
+            *(batch, logits.stride(0), depth, vocab, rank, nodes, beam, min(count, vocab)),
+        )
+        self._block_trees(ctypes.addressof(forest), self.threads)
+        return tree, scores
 
     def greedy_chain(
         self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
