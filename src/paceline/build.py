@@ -14,12 +14,13 @@ from pathlib import Path
 from paceline import machine
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.base import Drafter, DrafterContext
-from paceline.drafters.methods import Wanted, available
+from paceline.drafters.methods import DRAFTER, METHODS, Wanted, available, needs_one, serves
 from paceline.drafters.packaged import packaged_for
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
 from paceline.engine.policy_memory import PolicyMemory
+from paceline.errors import InvalidParameter
 from paceline.models.hub import Progress, cache_home, resolve
 from paceline.models.pass_prior import prior_of
 from paceline.models.runtime import LoadedModel, load_model
@@ -132,10 +133,15 @@ def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> Draf
 
 
 def _checkpoints(loaded: LoadedModel, speculation: SpeculationConfig) -> list[Path]:
-    """Folders of trained drafters: those named, or a packaged one where the policy may choose it."""
-    if not speculation.drafter and speculation.method == AUTO:
+    """Folders of trained drafters: those named, or a packaged one where it may be used."""
+    method = speculation.method
+    needed = method in METHODS and DRAFTER in METHODS[method].needs
+    if not speculation.drafter and (method == AUTO or needed):
         packaged = packaged_for(loaded.config, loaded.decoder.embedding)
-        return [] if packaged is None else [packaged]
+        if packaged is not None and serves(method, packaged):
+            return [packaged]
+        if needed:
+            raise InvalidParameter(DRAFTER, f"{needs_one(method)} (none of this method is packaged for this model)")
     return [resolve(name) for name in speculation.drafter if name != NONE]
 
 

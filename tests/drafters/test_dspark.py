@@ -331,12 +331,15 @@ def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monke
         with LLM(str(path), device="cpu", **options) as llm:
             return {drafter.name for drafter in llm.engine.drafters.drafters} & {DSPARK, DFLASH}
 
-    assert methods(model) == {DSPARK}
+    assert methods(model) == methods(model, method=DSPARK) == {DSPARK}
     assert methods(model, drafter="none") == set()
     assert methods(model, method="suffix") == set()
     assert methods(model, drafter=str(drafters[DFLASH])) == {DFLASH}
     save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
     assert methods(tmp_path / "other") == set()
+    for options in ({}, {"drafter": "none"}):
+        with pytest.raises(InvalidParameter, match="method dspark needs one"):
+            LLM(str(tmp_path / "other"), device="cpu", method=DSPARK, **options)
     (tmp_path / "shipped" / "tiny" / "config.json").write_text("{")
     assert methods(model) == set()
 

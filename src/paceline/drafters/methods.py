@@ -30,6 +30,8 @@ DFLASH = "dflash"
 EAGLE = "eagle"
 EAGLE3 = "eagle3"
 
+DRAFTER = "drafter"  # the option that names a trained drafter
+SHIPPED = Path(__file__).parent / "shipped"
 
 # Published architectures of drafters that draft a block in one pass.
 BLOCK_DRAFTERS = {"Qwen3DSparkModel": DSPARK, "DSparkDraftModel": DSPARK, "DFlashDraftModel": DFLASH}
@@ -102,8 +104,8 @@ METHODS: Mapping[str, Method] = {
         Method(
             MEDUSA,
             _made_by("medusa", "MedusaDrafter.from_context"),
-            ("drafter",),
-            needs=("drafter",),
+            (DRAFTER,),
+            needs=(DRAFTER,),
             vllm="medusa",
             recognise=lambda raw: "medusa_num_heads" in raw,
         ),
@@ -111,8 +113,8 @@ METHODS: Mapping[str, Method] = {
             Method(
                 name,
                 _made_by("dspark", "DSparkDrafter.from_context", name),
-                ("drafter",),
-                needs=("drafter",),
+                (DRAFTER,),
+                needs=(DRAFTER,),
                 vllm=name,
                 recognise=lambda raw, name=name: block_drafter(raw) == name,  # type: ignore[misc]
             )
@@ -122,8 +124,8 @@ METHODS: Mapping[str, Method] = {
             Method(
                 name,
                 _made_by("eagle_drafter", "EagleDrafter.from_context", name),
-                ("drafter",),
-                needs=("drafter",),
+                (DRAFTER,),
+                needs=(DRAFTER,),
                 vllm=name,
                 recognise=lambda raw, name=name: eagle_drafter(raw) == name,  # type: ignore[misc]
             )
@@ -237,8 +239,27 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
         if option not in taken:
             raise InvalidParameter(option, f"means nothing to method {method}; leave one of the two out")
     for need in METHODS[method].needs if method in METHODS else ():
-        if getattr(speculation, need) in ((), (NONE,)):
-            raise InvalidParameter(need, f"method {method} needs one; give it, or choose {AUTO}, which needs none")
+        given = getattr(speculation, need)
+        packaged = need == DRAFTER and any(serves(method, folder) for folder in packaged_folders())
+        if given == (NONE,) or not (given or packaged):
+            raise InvalidParameter(need, needs_one(method))
+
+
+def packaged_folders(root: Path = SHIPPED) -> list[Path]:
+    """Trained drafters that come with the package, each for one model."""
+    return [path.parent for path in sorted(root.glob("*/config.json"))]
+
+
+def needs_one(method: str) -> str:
+    return f"method {method} needs one; give it, or choose {AUTO}, which needs none"
+
+
+def serves(method: str, folder: Path) -> bool:
+    """Whether the trained drafter in a folder may be used where this method is asked for."""
+    if method == AUTO:
+        return True
+    recognise = METHODS[method].recognise
+    return recognise is not None and recognise(_config_of(folder))
 
 
 def unknown_method(name: str, known: SequenceOf[str] | None = None) -> str:

@@ -9,23 +9,23 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.drafters.methods import SHIPPED, packaged_folders
 from paceline.drafters.speculators import TargetShape, target_of
 
 log = logging.getLogger("paceline")
-SHIPPED = Path(__file__).parent / "shipped"
 
 
 def packaged_for(config: ModelConfig, embedding: Tensor, folder: Path = SHIPPED) -> Path | None:
     """The packaged drafter for a model with this embedding (V, H), in whatever precision; another model of the same
     shape has none."""
-    for path in sorted(folder.glob("*/config.json")):
+    for path in packaged_folders(folder):
         try:
-            target = target_of(json.loads(path.read_text(encoding="utf-8")))
+            target = target_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError) as problem:
-            log.warning("the packaged drafter in %s cannot be read: %r", path.parent, problem)
+            log.warning("the packaged drafter in %s cannot be read: %r", path, problem)
             continue
         if target.embedding_sample and _shape(target) == _shape(config) and target.is_like(embedding):
-            return path.parent
+            return path
     return None
 
 
