@@ -128,7 +128,7 @@ def test_logits_that_are_no_numbers_leave_q_finite_and_cost_no_answer():
     samplings = [{"temperature": 1.3, "seed": 3}, {"temperature": 1.3}]
     requests = [(0, str(i), prompt_of(i, 6), params(max_tokens=30, **one)) for i, one in enumerate(samplings)]
     judged, propose = [], engine.drafters.propose
-    engine.drafters.propose = lambda rows: judged.append(propose(rows)) or judged[-1]
+    engine.drafters.propose = lambda *asked: judged.append(propose(*asked)) or judged[-1]
     sequences, _ = run(engine, requests)
     assert sequences["0"].output_tokens == plain(requests[:1])["0"].output_tokens
     assert sequences["1"].num_output == 30
@@ -347,8 +347,8 @@ def watch_q(engine):
     """Every token drawn by a coin, as it is proposed: from its own q, by the coin of the step it is judged in."""
     propose, drawn = engine.drafters.propose, []
 
-    def watched(batch):
-        draft = propose(batch)
+    def watched(batch, *asked):
+        draft = propose(batch, *asked)
         for at, row in enumerate([batch.row(index) for index in batch.sampling]):
             sequence, wanted = row.sequence, row.sequence.params
             if row.method != DraftModelDrafter.name or wanted.greedy or wanted.seed is not None:
