@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline import machine
 from paceline.cli.app import run
+from paceline.cli.doctor import choices
 from paceline.models import hub
+from paceline.models.torch_kernels import TorchKernels
 
 
 def examined(capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[dict[str, Any], str]:
@@ -36,6 +39,16 @@ def test_the_report_has_exactly_these_parts(empty_cache: Path, capsys: pytest.Ca
     assert report["machine"]["usable_cores"] == machine.usable_cores()
     assert report["torch"]["version"] in text
     assert not empty_cache.exists(), "looking must not create the folder"
+
+
+def test_a_cache_in_fp8_is_offered_where_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = TorchKernels()
+    kernels.captures = True
+    monkeypatch.setattr("paceline.models.kernels.kernels_for", lambda device: kernels)
+    monkeypatch.setattr("paceline.models.runtime.choose_device", lambda name: torch.device("cuda"))
+    for capability, offered in (((8, 0), ["auto"]), ((9, 0), ["auto", "fp8"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert choices([])["kv_dtype"] == offered
 
 
 def test_no_cached_model_is_a_hint_and_not_an_error(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

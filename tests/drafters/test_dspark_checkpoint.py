@@ -35,8 +35,10 @@ def config_of(**changes):
 def test_what_is_written_is_read(tmp_path, changes):
     config = config_of(**changes)
     llama3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_positions=256)
+    far = config.body.max_positions // 4
+    yarn = RopeConfig(kind="yarn", factor=4.0, original_max_positions=far, beta_fast=16.0, attention_factor=1.25)
     family = "qwen3" if config.body.qk_norm else "llama"
-    for rope in (config.body.rope, llama3):
+    for rope in (config.body.rope, llama3, yarn):
         config = replace(config, body=replace(config.body, rope=rope, architecture=family))
         tensors = random_tensors(config)
         write(tmp_path / "plain", config, tensors)

@@ -103,6 +103,28 @@ def test_what_is_not_as_the_checkpoint_asks_is_said(plain: Path, tmp_path: Path)
     assert parsed.notes[1:] == ("the checkpoint's scales for an fp8 cache are not used",)
 
 
+@pytest.mark.parametrize("part", ["q_proj", "v_proj"])
+@pytest.mark.parametrize(("case", "expanded"), [("w4a16", None), ("w4a16 of 16", "8 of 8")])
+def test_a_part_of_a_product_in_plain_numbers_is_not_said_to_be_expanded(
+    part: str, case: str, expanded: str | None, plain: Path, tmp_path: Path
+) -> None:
+    coded, numbers = write_quantized(tmp_path, plain, FORMATS[case])
+    kept = load_file(numbers / "model.safetensors")
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for layer in (f"model.layers.{index}.self_attn.{part}" for index in range(2)):
+            for name in ("weight_packed", "weight_scale", "weight_shape"):
+                del tensors[f"{layer}.{name}"]
+            tensors[f"{layer}.weight"] = kept[f"{layer}.weight"].bfloat16()
+
+    rewrite(coded, change)
+    notes = load_model(coded, device="cpu").notes
+    if expanded is None:
+        assert notes == ()
+    else:
+        assert f"int4 weights of {expanded} products are kept in float32" in "".join(notes)
+
+
 def test_int8_activations_need_codes_that_become_blocks(plain: Path, tmp_path: Path) -> None:
     coded, _ = write_quantized(tmp_path, plain, FORMATS["gptq"])
     assert load_model(coded, device="cpu", activations=INT8).kind is WeightKind.Q4_0

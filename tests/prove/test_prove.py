@@ -109,6 +109,23 @@ def test_rollback_is_found_on_the_real_model(smollm2_path: Path) -> None:
     assert found == {None: PASS, "rollback": FAIL}
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_caches_of_every_dtype_are_compared(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, exact: bool
+) -> None:
+    """A cache in fp8 needs a GPU to be written; what is read from it is compared the same way everywhere."""
+    monkeypatch.setattr(Subject, "exact", exact)
+    kept = torch.randn(2, 5, 1, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    effort = Effort(prompts=1, few=1, max_tokens=4, replays=0, steps=0, generations=0)
+    for fresh, differs in ((kept.clone(), False), (kept.flip(1), True)):
+        found = iter(([1, 2], [values]) for values in (kept, fresh))
+        monkeypatch.setattr(rollback, "_computed", lambda *_, found=found, **__: next(found))
+        subject = Subject(tiny, verify, ("suffix",), effort, [[1]], [], torch.Generator(), 0)
+        row = rollback.cache_after_rollback(subject, "suffix")
+        assert (row.comparisons, len(row.failures)) == (1, int(differs))
+
+
 def sequence(speculation: str, length: int) -> Sequence:
     made = Sequence("s", [5], SamplingParams(max_tokens=99, speculation=speculation).resolve({}), max_len=100)
     made.tokens += [1] * length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import typer
 
 from paceline import __version__, machine
 from paceline.cli.output import human_bytes, one_line, print_json
-from paceline.errors import CacheFolderError
+from paceline.errors import CacheFolderError, InvalidParameter
 
 LITTLE_MEMORY = 1 << 30  # torch, the default model in fp32 and a small cache
 
@@ -121,7 +122,7 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
     """The values that `auto` stands for on this machine."""
     from paceline.models.kernels import ACTIVATIONS, kernels_for, why_slow
     from paceline.models.native_kernels import library_status
-    from paceline.models.runtime import KV_DTYPES, choose_device
+    from paceline.models.runtime import choose_device, choose_kv_dtype
 
     device = choose_device("auto")
     kernels = kernels_for(device)
@@ -129,6 +130,10 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
     if slow := why_slow(kernels, device):
         findings.append(Finding(f"slow kernels serve: {slow.reason}", slow.advice, slow=True))
         status = f"{kernels.name}, slow: see the findings"
+    kv_dtypes = ["auto"]
+    with suppress(InvalidParameter):
+        choose_kv_dtype("fp8", device, kernels)
+        kv_dtypes.append("fp8")
     return {
         "device": device.type,
         "dtype": "as stored" if device.type == "cpu" else "bfloat16, or quantised as stored",
@@ -136,7 +141,7 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
         "kernels": kernels.name,
         "kernels_status": status,
         "activations": list(ACTIVATIONS) if kernels.name.startswith("native") else [kernels.activations],
-        "kv_dtype": list(KV_DTYPES)[: 2 if device.type == "cuda" and kernels.captures else 1],
+        "kv_dtype": kv_dtypes,
         "numerics": "exact" if kernels.exact else "fast",
     }
 

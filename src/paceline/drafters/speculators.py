@@ -106,8 +106,13 @@ def rope_keys(rope: RopeConfig) -> Json:
     found: Json = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
         found["factor"] = rope.factor
+    fields: tuple[str, ...] = ()
     if rope.kind == "llama3":
-        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        fields = "low_freq_factor", "high_freq_factor"
+    elif rope.kind == "yarn":
+        fields = "beta_fast", "beta_slow", "truncate", "attention_factor"
+    if fields:
+        found |= {field: getattr(rope, field) for field in fields}
         found["original_max_position_embeddings"] = rope.original_max_positions
     return found
 

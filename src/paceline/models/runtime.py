@@ -33,11 +33,11 @@ DEVICES = ("auto", "cpu", "cuda")
 TYPICAL = "model.layers.0.mlp.down_proj.weight"  # the weight whose kind stands for the model's
 MOST_THREADS = 256  # of the native kernels' pool
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}  # the last is vLLM's spelling
-PRODUCTS = {  # of a layer, and a weight of each
-    "qkv": "self_attn.q_proj",
-    "output": "self_attn.o_proj",
-    "gate_up": "mlp.gate_proj",
-    "down": "mlp.down_proj",
+PRODUCTS = {  # of a layer, and the weights of each
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
 }
 log = logging.getLogger(__name__)
 
@@ -124,14 +124,15 @@ def _is_small(kind: WeightKind) -> bool:
 
 def _expansions(weights: Weights, decoder: Decoder) -> list[str]:
     """Products whose weights the file has as codes or blocks and the memory as plain numbers."""
-    wide = [
-        kind
-        for index, layer in enumerate(decoder.layers)
-        for product, name in PRODUCTS.items()
-        if _is_small(weights.kinds[f"model.layers.{index}.{name}.weight"])
-        for kind in getattr(layer, product).kinds
-        if not _is_small(kind)
-    ]
+    wide: list[WeightKind] = []
+    for index, layer in enumerate(decoder.layers):
+        for product, names in PRODUCTS.items():
+            stored = {weights.kinds[f"model.layers.{index}.{name}.weight"] for name in names}
+            plain = {decoder.dtypes.kept(kind) or kind for kind in stored if not _is_small(kind)}
+            kept: set[WeightKind] = getattr(layer, product).kinds
+            large = {kind for kind in kept if not _is_small(kind)}
+            if any(map(_is_small, stored)) and (large == kept or large - plain):
+                wide.append(min(large - plain or large))
     if not wide:
         return []
     return [
