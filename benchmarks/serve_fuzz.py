@@ -139,7 +139,8 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
     ready *= args.repeat
     statuses: Counter[int] = Counter()
     bad: list[str] = []
-    memory, seconds = [], []
+    memory: list[tuple[int, int]] = []
+    taken: list[tuple[float, str]] = []  # seconds of each request, and what it was
     left = iter(enumerate(ready))
 
     async def sender() -> None:
@@ -149,7 +150,7 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
                 status, body = await asyncio.wait_for(send_raw(server.host, server.port, raw), STUCK_S)
             except (OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
                 status, body = 599, f"{type(error).__name__}: {error}".encode()
-            seconds.append(time.perf_counter() - started)
+            taken.append((time.perf_counter() - started, f"{status} {raw.method} {raw.path} {raw.body[:400]!r}"))
             statuses[status] += 1
             if status >= 500 or not is_openai(status, body, raw.method) or b'"type":"server_error"' in body:
                 bad.append(f"{status} {raw.method} {raw.path} {raw.body[:150]!r} -> {body[:200]!r}")
@@ -161,13 +162,15 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
     await asyncio.gather(*(sender() for _ in range(args.clients)))
     for line in sorted(bad, reverse=True)[:20]:
         print(line, flush=True)
+    for took, what in sorted(taken, reverse=True)[:5]:
+        print(f"{took:.1f} s: {what}", flush=True)
     return {
         "requests": len(ready),
         "schemathesis": with_schemathesis,
         "statuses": dict(sorted(statuses.items())),
         "bad": len(bad),
         "honest": honest.taken(),
-        "seconds": percentiles(seconds),
+        "seconds": {**percentiles([took for took, _ in taken]), "longest": max(taken)[0]},
         "memory_mib": dict(zip(("http", "engine"), zip(*memory, strict=True), strict=True)),
         "memory_growth": growth(memory, args.repeat),
         "blocks_back": await blocks_back(server),
