@@ -33,6 +33,7 @@ from serve_client import Answer, Server, ask, is_openai, leave, percentiles, sen
 
 from paceline import LLM, SamplingParams
 
+BODIES_MIB = 16  # four bodies of the largest size
 STUCK_S = 300.0  # a valid request may ask for an answer as long as the context
 NOTICED_S = 2.0  # on a busy machine; 0.05 s on an idle one
 PROMPTS = tuple(f"Tell me something about the number {number}." for number in range(40))
@@ -179,12 +180,15 @@ async def malformed_trial(server: Server, honest: Honest, args: argparse.Namespa
 
 
 def growth(memory: list[tuple[int, int]], repeat: int) -> float | None:
-    """Of either process's peak, from the last time but one that the requests were sent to the last time."""
+    """Of either process's peak, from the last time but one that the requests were sent to the last time; less than
+    what a few bodies under way take does not count."""
     if repeat == 1:
         return None
     each = len(memory) // repeat
     before, last = (map(max, zip(*part, strict=True)) for part in (memory[-2 * each : -each], memory[-each:]))
-    return max(peak / earlier - 1 for earlier, peak in zip(before, last, strict=True))
+    return max(
+        peak / earlier - 1 if peak - earlier > BODIES_MIB else 0.0 for earlier, peak in zip(before, last, strict=True)
+    )
 
 
 async def blocks_back(server: Server, seconds: float = 30.0) -> bool:

@@ -149,6 +149,7 @@ class Worker:
         self._commands: SimpleQueue[loop.Command] = SimpleQueue()
         self._structured: SimpleQueue[Request] = SimpleQueue()  # their grammars are compiled first
         self._uncompiled: set[str] = set()  # of these, the ones that were not cancelled
+        self._compiling: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # of the compiler's thread
         self._endless: list[Future[Any]] = []  # compilations that were given up
         self._order = threading.Lock()  # a Cancel is put after its Submit, or there is no Submit
 
@@ -196,29 +197,36 @@ class Worker:
                     self._commands.put(loop.Submit([request]))
 
     def _compiled(self, wanted: Mapping[str, Any]) -> Any:
-        """The grammar, or why there is none. A compilation cannot be stopped: one that takes too long is left to
-        itself, so that the next ones have their turn."""
+        """The grammar, or why there is none. A compilation cannot be stopped: one that takes too long is left to its
+        thread, and another thread has the next ones."""
         self._endless = [each for each in self._endless if not each.done()]
         if len(self._endless) >= MOST_ENDLESS:
             return QueueFull("grammars that take long are being compiled; try again later")
+        if self._compiling is None:
+            self._compiling = SimpleQueue()
+            work = functools.partial(self._compile_from, self._compiling)
+            threading.Thread(target=work, name="paceline-compiler", daemon=True).start()
         found: Future[Any] = Future()
-
-        def work() -> None:
-            try:
-                found.set_result(self._built.engine.grammars.compile(wanted))
-            except Exception as problem:
-                found.set_exception(problem)
-
-        threading.Thread(target=work, name="paceline-grammar", daemon=True).start()
+        self._compiling.put((wanted, found))
         try:
             return found.result(COMPILE_S)
         except Overdue:
             self._endless.append(found)
+            self._compiling = None
             return InvalidParameter(FIELD, f"takes more than {COMPILE_S:.0f} s to compile; make it simpler")
         except PacelineError as error:
             return error
         except Exception as error:
             return InvalidParameter(FIELD, f"cannot be compiled: {type(error).__name__}: {error}")
+
+    def _compile_from(self, wishes: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]]) -> None:
+        """One thread for all, since each has a heap of its own; until it was given up."""
+        while wishes is self._compiling:
+            wanted, found = wishes.get()
+            try:
+                found.set_result(self._built.engine.grammars.compile(wanted))
+            except Exception as problem:
+                found.set_exception(problem)
 
     def _relearn(self, method: str, _: Engine) -> None:
         self._built.policy.relearn(method)
