@@ -8,8 +8,9 @@
 Each of so many clients streams its next request when the last one is answered, until there are none. The engine alone
 is the same engine in this process, stepped without queue, HTTP or text, with as many requests at once. Arms run one
 after the other in an order drawn anew each round; a rate counts tokens while all clients have work. Every request has a
-seed, and none is sent to an engine twice. What the server answers with `auto` the engine answers here plainly, and the
-other way round: all tokens must be equal. Run it on an idle machine: clients share its cores.
+seed, and none is sent to an engine twice; the two arms of one engine have prompts and answers of the same lengths. What
+the server answers with `auto` the engine answers here plainly, and the other way round: all tokens must be equal. Run
+it on an idle machine: clients share its cores.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ class Bench:
 
     def run(self, arm: str, clients: int, turn: int, sender: Send | None = None) -> Run:
         count = clients * 3 // 2 + 6
-        # Partners share a seed, and the two arms of one engine do not.
+        # Partners have the same jobs; the two arms of one engine have the same work, but other answers.
         group = arm.endswith(AUTO) == arm.startswith("server")
-        jobs = make_jobs(self.prompts, count, self.args.max_tokens, (clients * 100 + turn) * 2 + group)
+        jobs = make_jobs(self.prompts, count, self.args.max_tokens, clients * 100 + turn, group=group)
         if sender is None:
             return alone(self.engine, jobs, arm.split()[1], clients)
         return asyncio.run(served(jobs, clients, sender))

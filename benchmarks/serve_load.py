@@ -20,6 +20,7 @@ from paceline.config import NONE
 from paceline.engine.engine import Engine
 
 TEMPERATURE = 0.8
+OWN_TOKENS = 3  # that a prompt begins with
 Prompt = tuple[int, ...]
 
 
@@ -62,15 +63,24 @@ class Run:
         return job
 
 
-def make_jobs(prompts: Sequence[Prompt], count: int, max_tokens: int, seed: int, long: int = 0) -> list[Job]:
-    """The same for the same seed; answers differ in length, so that clients do not keep step.
+def make_jobs(
+    prompts: Sequence[Prompt], count: int, max_tokens: int, seed: int, *, group: int = 0, long: int = 0
+) -> list[Job]:
+    """The same for the same seed and group; answers differ in length, so that clients do not keep step.
 
-    `long`: every tenth has a prompt of so many tokens, and one token of answer.
+    Groups of one seed are the same work, prompt by prompt: lengths are equal, but no answer and no prompt's beginning,
+    so that one group's run leaves nothing in a cache for another's. `long`: every tenth has a prompt of so many tokens,
+    and one token of answer.
     """
-    noise, lengths = random.Random(seed), (max_tokens // 2, max_tokens * 3 // 2)
-    jobs = [Job(noise.choice(prompts), noise.randrange(1 << 30), noise.randint(*lengths)) for _ in range(count)]
-    for at in range(5, count if long else 0, 10):
-        jobs[at] = Job(random_prompt(long, noise), at, 1)
+    noise, own = random.Random(seed), random.Random(f"{seed} {group}")
+    lengths = max_tokens // 2, max_tokens * 3 // 2
+    jobs = []
+    for at in range(count):
+        prompt, answer = noise.choice(prompts), noise.randint(*lengths)
+        if long and at % 10 == 5:
+            jobs.append(Job(random_prompt(long, own), at, 1))
+        else:
+            jobs.append(Job((*random_prompt(OWN_TOKENS, own), *prompt[OWN_TOKENS:]), own.randrange(1 << 30), answer))
     return jobs
 
 

@@ -102,7 +102,7 @@ class Bench:
 
     async def pair(self, clients: int, turn: int, long: int = 0, count: int | None = None) -> tuple[Run, Run]:
         """Through the queue, and alone."""
-        jobs = make_jobs(self.prompts, count or 3 * clients + 6, self.args.max_tokens, clients * 100 + turn, long)
+        jobs = make_jobs(self.prompts, count or 3 * clients + 6, self.args.max_tokens, clients * 100 + turn, long=long)
         return await served_by(jobs, clients, self.send), alone(self.engine, jobs, NONE, clients)
 
     async def level(self, clients: int, **given: Any) -> dict[str, Any]:

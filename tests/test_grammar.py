@@ -56,6 +56,31 @@ def test_a_node_has_the_mask_of_its_path(smollm2: LLM, grammars: Grammars) -> No
     assert (tree[3] == -1).all()  # forbidden, so never reached
 
 
+def test_a_sequence_whose_masks_take_ever_longer_is_to_end(smollm2: LLM, grammars: Grammars) -> None:
+    def grows(wanted: dict[str, Any], output: list[int]) -> bool:
+        found = sequence(grammars, wanted, [])
+        assert found.matcher is not None
+        for token in output:
+            found.matcher.masks(found, [], [])
+            found.tokens.append(token)
+        return found.matcher.too_slow
+
+    assert grows({"regex": "(((a|b){1,300}c?){1,300}c?){1,300}"}, smollm2.tokenizer.encode("a") * 60)
+    assert not grows({"json": SCHEMA}, smollm2.tokenizer.encode('{"name": "Ada", "age": 36}'))
+
+
+def test_a_grammar_that_is_too_slow_ends_its_own_request_only(smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SamplingParams(max_tokens=8, structured_outputs={"regex": "[a-z]+"})
+    with monkeypatch.context() as patched:
+        patched.setattr("paceline.grammar.BEYOND_S", -1.0)
+        beside = smollm2.stream("Count: 1, 2, 3,", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        next(beside)
+        with pytest.raises(InvalidParameter, match=r"structured_outputs: .* too long"):
+            smollm2.generate("Go on", slow)
+        list(beside)
+    assert smollm2.generate("Go on", slow)[0].outputs[0].text.isalpha()
+
+
 def test_a_mask_forbids_tokens_at_its_node_only() -> None:
     bits = torch.tensor([[0b0110], [0b1000]], dtype=torch.int32)
     masks = GrammarMasks(bits=bits, row_of=torch.tensor([[0, 1], [-1, -1]]))

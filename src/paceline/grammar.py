@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ FIELD = "structured_outputs"
 CACHE_BYTES = 32 << 20  # of compiled grammars: mostly 1 MiB each, which take milliseconds; large ones ten times that
 WHITESPACE = 16  # characters between two parts of a JSON answer; without a bound an answer may never end
 WORD = 32  # tokens of a word of a mask
+# Processor seconds of masks: what a sequence may use in each step, and what it may be beyond that before it is ended.
+# A mask takes 0.1 ms; of an ambiguous grammar it takes longer with each token, and all others wait for it.
+USUAL_S, BEYOND_S = 0.02, 1.0
 
 
 class GrammarTokenizer(Protocol):
@@ -93,18 +97,27 @@ class Matcher:
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher, self._words, self._taken = matcher, words, 0
+        self._owed_s = 0.0
+
+    @property
+    def too_slow(self) -> bool:
+        """Its grammar takes so long that other sequences suffer: the sequence is to end."""
+        return self._owed_s > BEYOND_S
 
     def masks(self, sequence: Matched, tokens: SequenceOf[int], parents: SequenceOf[int]) -> np.ndarray[Any, Any]:
         """(1 + N, W) masks of the last committed token and of a draft's nodes, which are in topological order."""
-        output = sequence.output_tokens
+        bits = np.full((1 + len(tokens), self._words), -1, dtype=np.int32)
+        if self.too_slow:
+            return bits  # nothing of the step is kept
+        began, output = time.thread_time(), sequence.output_tokens
         for token in output[self._taken :]:
             self._matcher.accept_token(token)
         self._taken = len(output)
-        bits = np.full((1 + len(tokens), self._words), -1, dtype=np.int32)
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
         self._fill(-1, bits, tokens, children)
+        self._owed_s = max(self._owed_s + time.thread_time() - began - USUAL_S, 0.0)
         return bits
 
     def _fill(

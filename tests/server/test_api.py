@@ -19,11 +19,15 @@ from typing import Any, cast
 
 import openai
 import pytest
+from pydantic import ValidationError
 
 from paceline import LLM, SamplingParams
+from paceline.cli.serve import read_keys
 from paceline.draft import Kind
+from paceline.errors import InvalidParameter
 from paceline.server.answers import KINDS, Generation, TimeLimit
 from paceline.server.engine_client import Stream
+from paceline.server.protocol import ChatRequest, CompletionRequest
 from tests.server.conftest import Server, start_server, wait_until
 
 MESSAGES = [{"role": "user", "content": "Say something."}]
@@ -178,12 +182,25 @@ def test_speculation_is_chosen_per_request(client: openai.OpenAI) -> None:
         ({"n": 2, "temperature": 0}, "n"),
         ({"seed": -1}, "seed"),
         ({"tag": "x" * 65}, "tag"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt.1"),
+        ({"speculation": {"depth": 2}}, "speculation.depth"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+        ({"n": 129}, "n"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"bad_words": ["x"] * 257}, "bad_words"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
+        ({"structured_outputs": {"json": json.loads('{"items":' * 70 + "{}" + "}" * 70)}}, "structured_outputs"),
     ],
 )
 def test_a_bad_parameter_is_named(server: Server, body: dict[str, Any], param: str) -> None:
     status, answer = post(server, "/v1/completions", {"prompt": "a", **body})
     assert status == 400, answer
-    assert answer["error"]["param"].split(".")[0] == param
+    assert answer["error"]["param"] == param
     assert answer["error"]["type"] == "invalid_request_error"
 
 
@@ -192,6 +209,59 @@ def test_a_bad_parameter_is_named(server: Server, body: dict[str, Any], param: s
 )
 def test_a_malformed_body_is_a_400(server: Server, body: bytes) -> None:
     assert post(server, "/v1/completions", body)[0] == 400
+
+
+@pytest.mark.parametrize("item", ["null", "0.5", "[null]", "{}"])
+def test_a_long_list_of_wrong_items_has_few_problems(item: str) -> None:
+    """To name each of a million takes the event loop a minute."""
+    wrong = [json.loads(item)] * 10_000
+    for kind, body in ((CompletionRequest, {"prompt": wrong}), (ChatRequest, {"messages": wrong})):
+        with pytest.raises(ValidationError) as raised:
+            kind.model_validate(body)
+        assert raised.value.error_count() < 8
+    with pytest.raises(ValidationError, match="100 fields"):
+        CompletionRequest.model_validate({f"field {number}": 1 for number in range(10_000)})
+
+
+def test_the_responses_route_refuses_what_it_cannot_do(server: Server) -> None:
+    for body, param in (
+        ({"text": {"format": "x"}}, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"previous_response_id": "resp-1"}, "previous_response_id"),
+    ):
+        status, answer = post(server, "/v1/responses", {"input": "Hi", **body})
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_log_probabilities_of_the_prompt(server: Server, plain: LLM) -> None:
+    prompt = "Tell me about the number 3."
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=1, prompt_logprobs=2)
+    (wanted,) = plain.generate([prompt], params)
+    assert wanted.prompt_logprobs is not None
+    asked = {"prompt": prompt, "temperature": 0, "max_tokens": 3, "logprobs": 1}
+    _, echoed = post(server, "/v1/completions", {**asked, "echo": True})
+    found = echoed["choices"][0]["logprobs"]
+    own = [
+        entry[token].logprob
+        for token, entry in zip(wanted.prompt_token_ids[1:], wanted.prompt_logprobs[1:], strict=True)
+    ]
+    assert found["token_logprobs"][: len(own) + 1] == [None, *own]
+    assert "".join(found["tokens"]) == echoed["choices"][0]["text"]
+    assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == len(own) + 4
+    _, listed = post(server, "/v1/completions", {**asked, "prompt_logprobs": 2})
+    of_prompt = listed["choices"][0]["prompt_logprobs"]
+    assert of_prompt[0] is None
+    assert [{int(token) for token in entry} for entry in of_prompt[1:]] == [set(e) for e in wanted.prompt_logprobs[1:]]
+    _, chat = post(server, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "prompt_logprobs": 0})
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_only_allowed_tokens_are_written(server: Server) -> None:
+    body = {"prompt": "Go on", "max_tokens": 8, "allowed_token_ids": [40, 50], "return_token_ids": True}
+    _, answer = post(server, "/v1/completions", {**body, "temperature": 1.0, **LONG})
+    assert set(answer["choices"][0]["token_ids"]) <= {40, 50}
 
 
 def test_other_refusals(server: Server) -> None:
@@ -294,14 +364,42 @@ def test_kinds_have_the_names_of_the_engine() -> None:
     assert [kind.name.lower() for kind in Kind][: len(KINDS)] == list(KINDS)
 
 
+def allowed_origin(server: Server, page: str) -> str | None:
+    """As a browser asks before it sends a page's request."""
+    headers = {"Origin": page, "Access-Control-Request-Method": "POST"}
+    request = urllib.request.Request(server.url + "/v1/completions", headers=headers, method="OPTIONS")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.headers.get("Access-Control-Allow-Origin")
+    except urllib.error.HTTPError as error:
+        return error.headers.get("Access-Control-Allow-Origin")
+
+
+def test_pages_of_other_origins_are_kept_out_unless_asked_for(server: Server) -> None:
+    assert allowed_origin(server, "http://page") is None
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "of-the-environment")
+    file = tmp_path / "keys"
+    file.write_text("first\nsecond\n")
+    assert read_keys(None) == ("of-the-environment",)
+    assert read_keys(file) == ("first", "second")
+    file.write_text("\n")
+    for bad in (file, tmp_path / "none"):
+        with pytest.raises(InvalidParameter, match="api-key-file"):
+            read_keys(bad)
+
+
 def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path) -> None:
-    flags = ("--max-num-seqs", "1", "--max-waiting", "1", "--grace", "20", "--log-json")
+    flags = ("--max-num-seqs", "1", "--max-waiting", "1", "--grace", "20", "--log-json", "--cors-origin", "http://page")
     server = start_server(tiny_model, *flags, PACELINE_API_KEY="secret")
     key = {"Authorization": "Bearer secret"}
     try:
         assert post(server, "/v1/completions", {"prompt": "a"})[0] == 401
         assert post(server, "/v1/completions", {"prompt": "a"}, {"Authorization": "Bearer wrong"})[0] == 401
         assert json.loads(server.get("/health"))["status"] == "ok"
+        assert [allowed_origin(server, page) for page in ("http://page", "http://other")] == ["http://page", None]
 
         def ask(tokens: int = 1900) -> tuple[int, Any]:
             body = {"prompt": "Go on", "max_tokens": tokens, "temperature": 1.5, **LONG}  # no draft makes it short
@@ -370,6 +468,11 @@ def test_structured_answers_validate(client: openai.OpenAI) -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}, "response_format"),
+        ({"tools": [{"name": "f"}]}, "tools.0"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
 def test_a_bad_chat_parameter_is_named(server: Server, body: dict[str, Any], param: str) -> None:

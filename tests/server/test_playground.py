@@ -80,6 +80,8 @@ def test_chat_and_race(server: Server, browser: Browser, tmp_path: Path, width: 
     assert texts == [answer_of(server, 40)] * 2
 
     assert browser.evaluate("document.documentElement.scrollWidth") == width
+    browser.evaluate("document.getElementById('model').textContent += ' · prompts and answers are kept'")
+    assert browser.evaluate("(one => one.scrollWidth <= one.clientWidth)(document.getElementById('model'))")
     light = browser.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] > 127")
     assert light != dark
     browser.evaluate("document.getElementById('theme').click()")

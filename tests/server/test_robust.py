@@ -25,6 +25,7 @@ from benchmarks.serve_client import Answer, ask, is_openai, leave, send_raw
 from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.engine import loop
+from paceline.errors import InvalidParameter, QueueFull
 from paceline.server import messages as m
 from paceline.server.worker import Worker
 from tests.server.conftest import Server, start_server, wait_until
@@ -193,6 +194,38 @@ def test_bounded_schemas_validate_beside_other_requests_under_speculation(server
     assert set(ends) == {(True, "length"), (False, "stop")}  # a bounded schema ends within 400 tokens
     assert accepted > 0
     assert all(exact)
+
+
+def test_a_grammar_that_takes_too_long_to_compile_is_refused_and_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def compile(wanted: dict[str, Any]) -> str:
+        if wanted["regex"] == "wrong":
+            raise InvalidParameter("structured_outputs", "cannot be compiled")
+        assert wanted["regex"] == "quick" or go_on.wait(10)
+        return "compiled"
+
+    monkeypatch.setattr("paceline.server.worker.COMPILE_S", 0.1)
+    built: Any = SimpleNamespace(engine=SimpleNamespace(grammars=SimpleNamespace(compile=compile)))
+    worker = Worker(m.Settings(f"ipc://{tmp_path}/commands", "", "", {}, EngineConfig(), SpeculationConfig()), built)
+    threading.Thread(target=worker._compile, daemon=True).start()
+
+    def grammar(regex: str) -> Any:
+        worker._take(m.Submit(regex, [1], {"structured_outputs": {"regex": regex}}, True))
+        command = worker._commands.get(timeout=10)
+        assert isinstance(command, loop.Submit)
+        return command.requests[0].grammar
+
+    assert "compile" in str(grammar("slow"))
+    assert grammar("quick") == "compiled"
+    assert isinstance(grammar("wrong"), InvalidParameter)
+    assert isinstance(grammar("slower"), InvalidParameter)
+    assert isinstance(grammar("quick"), QueueFull)  # two are compiled still
+    go_on.set()
+    wait_until(lambda: all(each.done() for each in worker._endless))
+    assert grammar("quick") == "compiled"
 
 
 def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request(tmp_path: Path) -> None:

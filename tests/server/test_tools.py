@@ -7,6 +7,9 @@ import random
 
 import pytest
 
+from paceline.server.answers import Piece
+from paceline.server.chat import _parsed
+from paceline.server.protocol import ChatRequest
 from paceline.server.tools import ToolParser, read_call
 
 HERMES = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo",  "days": 1.50}}\n</tool_call>'
@@ -44,6 +47,19 @@ def test_calls_and_text_are_told_apart_wherever_the_text_is_cut(text: str, shown
     rng = random.Random(0)
     for _ in range(50):
         assert parse(text, rng) == (shown, calls)
+
+
+@pytest.mark.parametrize("parallel", [None, False])
+def test_a_request_may_ask_for_one_call_at_a_time(parallel: bool | None) -> None:
+    tools = [{"type": "function", "function": {"name": "time"}}]
+    messages = [{"role": "user", "content": "x"}]
+    request = ChatRequest.model_validate({"messages": messages, "tools": tools, "parallel_tool_calls": parallel})
+    parser, cuts = ToolParser(), (TWO[:60], TWO[60:130], TWO[130:])
+    pieces = [Piece(0, text, [], [], [], "stop" if text is cuts[-1] else None, None, None) for text in cuts]
+    deltas = [_parsed(piece, parser, request) for piece in pieces]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather"), (1, "time")][: len(calls)]
+    assert len(calls) == (2 if parallel is None else 1)
 
 
 def test_arguments_are_the_source_text() -> None:

@@ -19,6 +19,8 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText
 from paceline.sequence import Sequence, Status
 
+UNDECODABLE = "the text of the answer could not be decoded"
+TOO_SLOW = "the grammar takes too long at each token; make it less ambiguous"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): its weights or its inputs are broken"
 
 
@@ -47,7 +49,7 @@ class Committer:
         self._texts: dict[str, OutputText] = {}  # of sequences with stop strings
 
     def watch(self, sequence: Sequence) -> None:
-        """More than tokens is asked of it: text that stops it, or logprobs."""
+        """More than tokens is asked of it: text that stops it, logprobs, or a grammar."""
         self._watched[sequence.key] = sequence
 
     def forget(self, sequence: Sequence) -> None:
@@ -139,15 +141,17 @@ class Committer:
             try:
                 self._find_stops(outputs, at, sequence)
             except Exception as problem:  # of the tokenizer: other requests have no part in it
-                self._undecodable(outputs, at, sequence, f"{type(problem).__name__}: {problem}")
+                self._fail(outputs, at, sequence, f"{UNDECODABLE}: {type(problem).__name__}: {problem}")
+        if sequence.matcher is not None and sequence.matcher.too_slow:
+            self._fail(outputs, at, sequence, TOO_SLOW)
         if sequence.logprobs is not None and reading is not None:
             sequence.logprobs += reading.logprobs(landed.rows[at], outputs.tokens[at], sequence.params.logprobs or 0)
 
     @staticmethod
-    def _undecodable(outputs: StepOutputs, at: int, sequence: Sequence, reason: str) -> None:
+    def _fail(outputs: StepOutputs, at: int, sequence: Sequence, reason: str) -> None:
         if sequence.finish_reason is None:
             outputs.ended.append(at)
-        sequence.finish_reason, sequence.error = "error", f"the text of the answer could not be decoded: {reason}"
+        sequence.finish_reason, sequence.error = "error", reason
 
     def fail(self, sequence: Sequence, reason: str) -> None:
         """End a sequence whose step could not be computed."""

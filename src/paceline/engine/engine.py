@@ -30,7 +30,7 @@ from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
-from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull, shown
+from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, PacelineError, QueueFull, shown
 from paceline.garbage import expect_objects, no_collection
 from paceline.grammar import Grammars
 from paceline.models.decoder import Model
@@ -251,7 +251,7 @@ class Engine:
         """Queue n sequences for one prompt. `params` are resolved: nothing is left to the model's defaults.
 
         Requests of one `job` are waited for together; that changes when rows draft, never their tokens.
-        `grammar`: compiled by `grammars`; None: compiled here.
+        `grammar`: compiled by `grammars`, or the reason why it cannot be; None: compiled here.
         """
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already running; give every request its own")
@@ -272,6 +272,8 @@ class Engine:
         ]
         self._check_speculation(sequences[0])
         if params.structured_outputs is not None:
+            if isinstance(grammar, PacelineError):
+                raise grammar
             if grammar is None:
                 grammar = self.grammars.compile(params.structured_outputs)
             for sequence in sequences:
@@ -279,7 +281,7 @@ class Engine:
         self._requests[request_id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
-            if params.stop or params.logprobs is not None:
+            if params.stop or params.logprobs is not None or sequence.matcher is not None:
                 self.committer.watch(sequence)
         return sequences
 

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from paceline.engine.batch import StepOutput
 from paceline.engine.engine import Engine
-from paceline.errors import EngineClosed, EngineDied, PacelineError, QueueFull, RequestFailed
+from paceline.errors import EngineClosed, EngineDied, InvalidParameter, PacelineError, QueueFull, RequestFailed
+from paceline.grammar import FIELD as GRAMMAR
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 
@@ -38,7 +39,7 @@ class Request:
     job: str | None = None
     streamed: bool = False  # its tokens are reported as they are committed
     patient: bool = False  # it waits for room in a full queue; else it is refused
-    grammar: Any = None  # what `structured_outputs` asks for, where it is compiled already
+    grammar: Any = None  # what `structured_outputs` asks for, where it is compiled already, or why it cannot be
 
 
 # -- commands
@@ -258,7 +259,8 @@ class EngineLoop:
             return
         if output.finished and sequence.finish_reason == "error":
             self.engine.cancel(request_id)  # its other answers
-            self._fail(request_id, RequestFailed(sequence.error or "no reason is known"))
+            reason, slow = sequence.error or "no reason is known", sequence.matcher and sequence.matcher.too_slow
+            self._fail(request_id, InvalidParameter(GRAMMAR, reason) if slow else RequestFailed(reason))
             return
         if request.first_token_time is None:
             request.first_token_time = now

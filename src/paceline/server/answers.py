@@ -13,6 +13,7 @@ from paceline.outputs import SpeculationStats
 from paceline.sampling_params import SamplingParams
 from paceline.server import messages as m
 from paceline.server.engine_client import EngineClient, Stream
+from paceline.server.protocol import Choices
 from paceline.tokenizer import Tokenizer
 
 KINDS = ("drafted", "recovered", "bonus")  # names of draft.Kind, without importing torch
@@ -152,6 +153,24 @@ class Generation:
         if texts and delta.finish_reason is not None:
             texts[-1] += decoder.flush()
         return texts
+
+
+def prompt_logprobs(generation: Generation, request: Choices) -> list[dict[str, Any] | None] | None:
+    """By prompt token, as vLLM has it: by token id the prompt's own and the most likely; None for the first."""
+    ended = generation.ended
+    if request.prompt_logprobs is None or ended is None or ended.prompt_logprobs is None:
+        return None
+    text_of, most = generation.tokenizer.token_text, request.prompt_logprobs
+    of_tokens: list[dict[str, Any] | None] = [None]
+    for own, *others in ended.prompt_logprobs:
+        shown = [own, *sorted((each for each in others if each.rank <= most), key=lambda each: each.rank)]
+        of_tokens.append(
+            {
+                str(each.token): {"logprob": each.logprob, "rank": each.rank, "decoded_token": text_of(each.token)}
+                for each in shown
+            }
+        )
+    return of_tokens
 
 
 def usage(generations: list[Generation]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import functools
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ from paceline.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 T = TypeVar("T")
+STRUCTURED = "structured_outputs"
 STATIC = Path(__file__).parent / "static"
 # The playground loads nothing from elsewhere and runs no inline script.
 PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'"}
@@ -133,7 +134,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
             raise InvalidParameter("prompt", "give either prompt or messages")
         if body.messages is not None:
             conversation = [message.model_dump(exclude_none=True) for message in body.messages]
-            tokens = await state.encode(state.tokenizer.render_chat(conversation), special=False)
+            tokens = await state.encode_chat(conversation)
         else:
             tokens = await state.encode(body.prompt or "", special=body.add_special_tokens)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": state.client.info["max_model_len"]})
@@ -159,8 +160,6 @@ def _add_routes(app: FastAPI, state: State) -> None:
     async def completions_route(body: CompletionRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
-        if body.echo and body.logprobs is not None:
-            raise InvalidParameter("echo", "log-probabilities of the prompt are not supported; leave one of them out")
         prompts = [await state.encode(prompt) for prompt in body.prompts()]
         async with contextlib.AsyncExitStack() as running:
             generations = []
@@ -178,25 +177,26 @@ def _add_routes(app: FastAPI, state: State) -> None:
     @app.post("/v1/chat/completions")
     async def chat_route(body: ChatRequest, request: Request) -> Response:
         state.check_model(body.model)
-        params, streamed = body.to_params(), bool(body.stream)
-        conversation, variables = body.conversation(), body.template_variables()
-        prompt = await state.encode(state.tokenizer.render_chat(conversation, **variables), special=False)
-        keep = None if variables else functools.partial(Capture.chat, messages=conversation)  # the prompt has more
-        generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep)
-        if streamed:
-            return _sse(chat.chunks(generation, body, state.name), [generation])
-        try:
-            answers = await _unless_gone(request, generation.answers())
-        finally:
-            generation.cancel()
-        return _json(chat.completion(generation, answers, body, state.name))
+        with _as_asked(body):
+            params, streamed = body.to_params(), bool(body.stream)
+            conversation, variables = body.conversation(), body.template_variables()
+            prompt = await state.encode_chat(conversation, variables)
+            keep = None if variables else functools.partial(Capture.chat, messages=conversation)  # the prompt has more
+            generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep)
+            if streamed:
+                return _sse(chat.chunks(generation, body, state.name), [generation])
+            try:
+                answers = await _unless_gone(request, generation.answers())
+            finally:
+                generation.cancel()
+            return _json(chat.completion(generation, answers, body, state.name))
 
     @app.post("/v1/responses")
     async def responses_route(body: responses.ResponseRequest, request: Request) -> Response:
         state.check_model(body.model)
         params, streamed = body.to_params(), bool(body.stream)
         conversation = body.conversation()
-        prompt = await state.encode(state.tokenizer.render_chat(conversation), special=False)
+        prompt = await state.encode_chat(conversation)
         keep = functools.partial(Capture.chat, messages=conversation)
         generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
         if streamed:
@@ -206,6 +206,17 @@ def _add_routes(app: FastAPI, state: State) -> None:
         finally:
             generation.cancel()
         return _json(responses.response(generation, answer, body, state.name))
+
+
+@contextlib.contextmanager
+def _as_asked(body: ChatRequest) -> Iterator[None]:
+    """What is wrong with a grammar is named by the field that asked for it."""
+    try:
+        yield
+    except InvalidParameter as error:
+        if error.field != STRUCTURED or body.response_format is None or body.structured_outputs is not None:
+            raise
+        raise InvalidParameter("response_format", str(error).removeprefix(f"{STRUCTURED}: ")) from None
 
 
 def _is_local(request: Request) -> bool:

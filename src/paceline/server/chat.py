@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from paceline.server import messages as m
-from paceline.server.answers import Generation, Piece, usage
+from paceline.server.answers import Generation, Piece, prompt_logprobs, usage
 from paceline.server.protocol import ChatRequest
 from paceline.server.tools import ToolParser
 
@@ -19,6 +19,7 @@ def completion(generation: Generation, answers: list[m.Answer], request: ChatReq
         "created": int(time.time()),
         "model": model,
         "choices": [_choice(generation, answer, request) for answer in answers],
+        "prompt_logprobs": prompt_logprobs(generation, request),
         "usage": usage([generation]),
     }
 
@@ -28,7 +29,7 @@ def _choice(generation: Generation, answer: m.Answer, request: ChatRequest) -> d
     if request.offered_tools:
         parser = ToolParser()
         text = parser.push(text)[0] + parser.finish()[0]
-        calls = parser.calls
+        calls = parser.calls[: request.most_calls]
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if calls:
         message |= {"content": text or None, "tool_calls": [call.as_dict() for call in calls]}
@@ -58,20 +59,24 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
         yield {**base, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
     parsers = [ToolParser() for _ in range(generation.params.n)] if request.offered_tools else []
     async for piece in generation.pieces():
-        delta = _parsed(piece, parsers[piece.index]) if parsers else {"content": piece.text} if piece.text else {}
+        delta = (
+            _parsed(piece, parsers[piece.index], request) if parsers else {"content": piece.text} if piece.text else {}
+        )
         reason = _reason(piece.finish_reason, bool(parsers and parsers[piece.index].calls))
         yield {**base, "choices": [_chunk_choice(generation, piece, request, delta, reason)]}
     if request.includes_usage:
         yield {**base, "choices": [], "usage": usage([generation])}
 
 
-def _parsed(piece: Piece, parser: ToolParser) -> dict[str, Any]:
+def _parsed(piece: Piece, parser: ToolParser, request: ChatRequest) -> dict[str, Any]:
     """A delta with the text that is no call, and the calls that are complete."""
     begun = len(parser.calls)
     text, calls = parser.push(piece.text)
     if piece.finish_reason is not None:
         rest, more = parser.finish()
         text, calls = text + rest, [*calls, *more]
+    if request.most_calls is not None:
+        calls = calls[: max(request.most_calls - begun, 0)]
     delta: dict[str, Any] = {"content": text} if text else {}
     if calls:
         delta["tool_calls"] = [call.as_dict(begun + at) for at, call in enumerate(calls)]

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from paceline.server import messages as m
-from paceline.server.answers import Generation, Piece, usage
+from paceline.server.answers import Generation, Piece, prompt_logprobs, usage
 from paceline.server.protocol import CompletionRequest
 
 
@@ -23,9 +23,10 @@ def completion(
             choice = {
                 "index": at * generation.params.n + answer.index,
                 "text": _echoed(generation, request) + generation.text_of(answer),
-                "logprobs": _logprobs(generation, answer.logprobs),
+                "logprobs": _logprobs(generation, answer.logprobs, echoed=request.echo),
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
+                "prompt_logprobs": prompt_logprobs(generation, request),
             }
             if request.return_token_ids:
                 choice["token_ids"] = answer.tokens
@@ -108,18 +109,24 @@ def _echoed(generation: Generation, request: CompletionRequest) -> str:
     return generation.tokenizer.decode(generation.prompt) if request.echo else ""
 
 
-def _logprobs(generation: Generation, entries: list[list[m.LoggedToken]] | None) -> dict[str, Any] | None:
+def _logprobs(
+    generation: Generation, entries: list[list[m.LoggedToken]] | None, *, echoed: bool = False
+) -> dict[str, Any] | None:
+    """`echoed`: the prompt's tokens come first, and its first one has no log-probability."""
     if entries is None:
         return None
     text_of, count = generation.tokenizer.token_text, generation.params.logprobs or 0
-    texts = [text_of(entry[0].token) for entry in entries]
-    offsets = list(accumulate(map(len, texts[:-1]), initial=0)) if texts else []
+    ended, texts, first = generation.ended, [], []
+    if echoed and ended is not None and ended.prompt_logprobs is not None:
+        entries, texts, first = [*ended.prompt_logprobs, *entries], [text_of(generation.prompt[0])], [None]
+    texts += [text_of(entry[0].token) for entry in entries]
+    top = [
+        {text_of(each.token): each.logprob for each in sorted(entry, key=lambda one: one.rank)[: count or 1]}
+        for entry in entries
+    ]
     return {
         "tokens": texts,
-        "token_logprobs": [entry[0].logprob for entry in entries],
-        "top_logprobs": [
-            {text_of(each.token): each.logprob for each in sorted(entry, key=lambda one: one.rank)[: count or 1]}
-            for entry in entries
-        ],
-        "text_offset": offsets,
+        "token_logprobs": [*first, *(entry[0].logprob for entry in entries)],
+        "top_logprobs": [*first, *top],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -12,6 +13,9 @@ from paceline.errors import RequestFailed as RequestFailed
 from paceline.server.answers import TimeLimit
 
 RETRY_AFTER_S = 1
+_FORM = re.compile(
+    r"(str|int|float|bool|list|dict|literal|constrained|function)\b.*|[A-Z]\w*"
+)  # as pydantic names them
 
 
 class Unauthorised(PacelineError):
@@ -60,14 +64,22 @@ def headers_of(error: PacelineError) -> dict[str, str]:
 
 
 def from_validation(error: RequestValidationError) -> InvalidParameter:
-    """The first problem of a body, with the path of the field it is in."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "extra_forbidden":
-        return InvalidParameter(".".join(path), "is not supported here; leave it out")
-    if first["type"] == "json_invalid":
-        return InvalidParameter("body", f"is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    return InvalidParameter(".".join(path) or "body", first["msg"])
+    """The first field that is wrong, with the path to what is wrong in it. Where a field may have several forms, the
+    form that fits best says why: its problem lies deepest, or is not the type."""
+    problems = [(tuple(part for part in each["loc"] if part != "body"), each) for each in error.errors()]
+    field = problems[0][0][:1]
+    path, found = max(
+        (one for one in problems if one[0][:1] == field),
+        key=lambda one: (not one[1]["type"].endswith("_type"), len(one[0])),
+    )
+    unknown = found["type"] == "extra_forbidden"
+    last = len(path) - 1 if unknown else len(path)
+    named = [str(part) for at, part in enumerate(path) if at in (0, last) or not _FORM.fullmatch(str(part))]
+    if unknown:
+        return InvalidParameter(".".join(named), "is not supported here; leave it out")
+    if found["type"] == "json_invalid":
+        return InvalidParameter("body", f"is not valid JSON: {found.get('ctx', {}).get('error', found['msg'])}")
+    return InvalidParameter(".".join(named) or "body", found["msg"])
 
 
 def from_http(error: HTTPException) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class Ended(msgspec.Struct, tag=True, array_like=True, frozen=True):
     first_token_time: float  # time.perf_counter, which all processes of a machine share
     finished_time: float
     num_cached: int  # prompt tokens found in the prefix cache
+    prompt_logprobs: list[list[LoggedToken]] | None = None  # of all but the first: the prompt's own, then the likeliest
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True, frozen=True):

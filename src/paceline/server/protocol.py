@@ -9,15 +9,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
 
+T = TypeVar("T")
+Items = Annotated[
+    list[T], Field(fail_fast=True)
+]  # its first wrong item is enough: a long list of them would take minutes to name
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# Bounds of one request, so that none keeps others waiting: the engine looks at some of these for every token.
+MAX_FIELDS = 100  # of a body
 MAX_BATCH = 256  # prompts of one completions request
+MAX_ANSWERS = 128  # to one prompt, as OpenAI has it
+MAX_STOPS, MAX_STOP = 64, 256  # stop strings, and characters of each
+MAX_BAD_WORDS = 256
+MAX_GRAMMAR, MAX_NESTING = 1 << 16, 64  # characters of a schema, regex or grammar; a schema's parts in each other
 
 
 class Body(BaseModel):
@@ -31,6 +41,8 @@ class Whole(Body):
     @classmethod
     def _refuse_surrogates(cls, value: Any) -> Any:
         """JSON can spell half of a surrogate pair, which no tokenizer takes and no answer can quote."""
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has more than {MAX_FIELDS} fields")
         left = [value]
         while left:
             each = left.pop()
@@ -79,9 +91,10 @@ class Sampling(Ignored):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
+    allowed_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -97,22 +110,36 @@ class Sampling(Ignored):
         elif self.speculation is not None:
             given["speculation"] = "none" if self.speculation == "off" else self.speculation
         given |= {name: value for name, value in more.items() if value is not None}
+        _check_size(given.get("structured_outputs"))
         return SamplingParams(**given)
 
 
 _SAMPLING = (
     *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"),
-    *("bad_words", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    *("bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
 )
+
+
+Stop = Annotated[str, Field(max_length=MAX_STOP)]
 
 
 class Choices(Sampling):
     """What chat and completions have in common."""
 
-    n: int | None = None
-    stop: str | list[str] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: dict[str, float] | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameter("stream_options", "are of streams only; set stream, or leave it out")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidParameter("prompt_logprobs", "are not streamed; leave out stream or this")
+        given = {"n": self.n, "stop": self.stop, "logit_bias": _logit_bias(self.logit_bias)}
+        return super().sampling_params(**{**given, "prompt_logprobs": self.prompt_logprobs, **more})
 
     @property
     def includes_usage(self) -> bool:
@@ -121,7 +148,7 @@ class Choices(Sampling):
 
 class CompletionRequest(Choices):
     structured_outputs: dict[str, Any] | None = None
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: int | None = 16  # OpenAI's default
     logprobs: int | None = None
     echo: bool = False
@@ -137,14 +164,19 @@ class CompletionRequest(Choices):
     def to_params(self) -> SamplingParams:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidParameter("best_of", "ranking answers is not supported; leave it out, or set it to n")
-        return self.sampling_params(
-            n=self.n,
-            stop=self.stop,
-            logit_bias=_logit_bias(self.logit_bias),
-            max_tokens=self.max_tokens,
-            logprobs=self.logprobs,
-            structured_outputs=self.structured_outputs,
-        )
+        more: dict[str, Any] = {}
+        if self.echo and self.logprobs is not None:  # of the prompt's tokens too
+            if self.stream:
+                raise InvalidParameter(
+                    "echo", "log-probabilities of the prompt are not streamed; leave one of them out"
+                )
+            more = {"prompt_logprobs": max(self.logprobs, self.prompt_logprobs or 0)}
+        formed = {"structured_outputs": self.structured_outputs}
+        return self.sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs, **formed, **more)
+
+
+# A template of the client's own would run here; the others have fields of their own.
+_NO_VARIABLES = ("chat_template", "messages", "tools", "self")
 
 
 class ContentPart(Body):
@@ -168,19 +200,19 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)  # templates may read fields of their own
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
 class ChatRequest(Choices):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -193,9 +225,6 @@ class ChatRequest(Choices):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs true")
         return self.sampling_params(
-            n=self.n,
-            stop=self.stop,
-            logit_bias=_logit_bias(self.logit_bias),
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             structured_outputs=self._format(),
@@ -211,7 +240,8 @@ class ChatRequest(Choices):
             return {"json_object": True}
         if kind != "json_schema":
             raise InvalidParameter("response_format", f"type {kind!r} is not text, json_object or json_schema")
-        schema = (self.response_format.get("json_schema") or {}).get("schema")
+        given = self.response_format.get("json_schema")
+        schema = given.get("schema") if isinstance(given, dict) else None
         if not isinstance(schema, dict):
             raise InvalidParameter("response_format", "json_schema needs a schema, which is an object")
         return {"json": schema}
@@ -221,10 +251,22 @@ class ChatRequest(Choices):
         """Tools that the model may call; they are handed to the chat template."""
         if self.tool_choice not in (None, "auto", "none"):
             raise InvalidParameter("tool_choice", "calls cannot be forced; use auto or none")
+        for at, tool in enumerate(self.tools or ()):
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+                raise InvalidParameter(f"tools.{at}", 'must be {"type": "function", "function": {"name": ...}}')
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def most_calls(self) -> int | None:
+        """Tool calls of one answer; None: any number."""
+        return 1 if self.parallel_tool_calls is False else None
 
     def template_variables(self) -> dict[str, Any]:
         variables = dict(self.chat_template_kwargs or {})
+        for name in _NO_VARIABLES:
+            if name in variables:
+                raise InvalidParameter("chat_template_kwargs", f"{name} is no variable that a request may set")
         if self.offered_tools:
             variables["tools"] = self.offered_tools
         return variables
@@ -237,13 +279,13 @@ class ChatRequest(Choices):
 class TokenizeRequest(Whole):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Items[Message] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(Whole):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class ReloadRequest(Body):
@@ -264,6 +306,19 @@ def plain_message(message: Message) -> dict[str, Any]:
         except ValueError:
             raise InvalidParameter("messages", "the arguments of a tool call are not valid JSON") from None
     return plain
+
+
+def _check_size(wanted: Any) -> None:
+    """Of what is to be compiled: that takes longer than in proportion."""
+    text, level, deep = str(wanted) if wanted else "", [wanted], 0
+    if len(text) > MAX_GRAMMAR:
+        raise InvalidParameter("structured_outputs", f"has more than {MAX_GRAMMAR} characters")
+    while level:
+        deep += 1
+        if deep > MAX_NESTING:
+            raise InvalidParameter("structured_outputs", f"is nested more than {MAX_NESTING} deep")
+        parts = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [part for each in parts for part in each]
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

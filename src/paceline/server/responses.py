@@ -10,11 +10,11 @@ from paceline.errors import InvalidParameter
 from paceline.sampling_params import SamplingParams
 from paceline.server import messages as m
 from paceline.server.answers import Generation, usage
-from paceline.server.protocol import Message, Sampling, plain_message
+from paceline.server.protocol import Items, Message, Sampling, plain_message
 
 
 class ResponseRequest(Sampling):
-    input: str | list[Message]
+    input: str | Items[Message]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
@@ -30,9 +30,11 @@ class ResponseRequest(Sampling):
             raise InvalidParameter("background", "is not supported; leave it out")
         if self.truncation == "auto":
             raise InvalidParameter("truncation", "the conversation is never cut here; leave it out")
-        kind = ((self.text or {}).get("format") or {}).get("type", "text")
-        if kind != "text":
-            raise InvalidParameter("text.format", f"type {kind!r} is not supported on this route; use chat completions")
+        for name, value in (self.text or {}).items():
+            if name != "format":
+                raise InvalidParameter(f"text.{name}", "is not supported here; leave it out")
+            if value not in (None, {"type": "text"}):
+                raise InvalidParameter("text.format", "is text on this route; use chat completions for JSON")
         return self.sampling_params(max_tokens=self.max_output_tokens)
 
     def conversation(self) -> list[dict[str, Any]]:

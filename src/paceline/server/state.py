@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from paceline.errors import EngineClosed, InvalidParameter, InvalidPrompt, ModelNotFound, shown
 from paceline.sampling_params import SamplingParams
@@ -19,6 +21,7 @@ from paceline.tokenizer import Tokenizer
 
 Keep = Callable[[Capture, str], None]  # writes one answer
 LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
+LONG_CHAT = 1_000  # messages from which a conversation is rendered in one
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class State:
     stopping: bool = False
     capture: Capture | None = None
     _tokenizer: Tokenizer | None = None
+    _long: asyncio.Lock = field(default_factory=asyncio.Lock)  # of long texts, which take much memory: one at a time
 
     @property
     def name(self) -> str:
@@ -74,7 +78,18 @@ class State:
             raise InvalidPrompt("the prompt is empty; give at least one character")
         if len(prompt) < LONG_TEXT:
             return self.tokenizer.encode(prompt, special)
-        return await asyncio.to_thread(self.tokenizer.encode, prompt, special)
+        async with self._long:
+            return await asyncio.to_thread(self.tokenizer.encode, prompt, special)
+
+    async def encode_chat(
+        self, conversation: list[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[int]:
+        """`variables` of the template may be as long as a conversation."""
+        if len(conversation) < LONG_CHAT and not variables:
+            text = self.tokenizer.render_chat(conversation)
+        else:
+            text = await asyncio.to_thread(self.tokenizer.render_chat, conversation, **variables)
+        return await self.encode(text, special=False)
 
     async def start(
         self,

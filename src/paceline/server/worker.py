@@ -6,7 +6,6 @@ too. One thread receives commands; the main thread owns the engine and sends the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -14,7 +13,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Overdue
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -26,8 +27,9 @@ from paceline.build import Built, Target, build, load
 from paceline.engine import loop
 from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop, Request
-from paceline.errors import EngineClosed, InvalidParameter, PacelineError
+from paceline.errors import EngineClosed, InvalidParameter, PacelineError, QueueFull
 from paceline.garbage import trim_heap
+from paceline.grammar import FIELD
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.server import messages as m
@@ -36,6 +38,7 @@ from paceline.server.messages import Settings
 log = logging.getLogger("paceline")
 GAUGES_EVERY_S = 0.25
 TRIM_EVERY_S = 10.0
+COMPILE_S, MOST_ENDLESS = 30.0, 2  # for a grammar; and how many that take longer may go on, a core each
 SWITCH_S = 0.0005  # a command waits so long at most for a step's Python code to let its thread run; 5 ms if unset
 
 
@@ -89,12 +92,14 @@ class Outbox:
 
 
 def _ended(event: loop.Ended) -> m.Ended:
+    first = event.answers[0]
     return m.Ended(
         event.request_id,
         [_answer(answer) for answer in event.answers],
         event.first_token_time,
         event.finished_time,
         max(answer.num_cached_prompt for answer in event.answers),
+        _logged(first.prompt_logprobs, first.tokens[1 : first.num_prompt]),
     )
 
 
@@ -144,6 +149,8 @@ class Worker:
         self._commands: SimpleQueue[loop.Command] = SimpleQueue()
         self._structured: SimpleQueue[Request] = SimpleQueue()  # their grammars are compiled first
         self._uncompiled: set[str] = set()  # of these, the ones that were not cancelled
+        self._compiling: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]] | None = None  # of the compiler's thread
+        self._endless: list[Future[Any]] = []  # compilations that were given up
         self._order = threading.Lock()  # a Cancel is put after its Submit, or there is no Submit
 
     def run(self, outbox: Outbox) -> None:
@@ -183,13 +190,43 @@ class Worker:
         while True:
             request = self._structured.get()
             if request.request_id in self._uncompiled and request.params.structured_outputs is not None:
-                with contextlib.suppress(Exception):  # raised again, and reported, when the request is added
-                    grammar = self._built.engine.grammars.compile(request.params.structured_outputs)
-                    request = replace(request, grammar=grammar)
+                request = replace(request, grammar=self._compiled(request.params.structured_outputs))
             with self._order:
                 if request.request_id in self._uncompiled:
                     self._uncompiled.discard(request.request_id)
                     self._commands.put(loop.Submit([request]))
+
+    def _compiled(self, wanted: Mapping[str, Any]) -> Any:
+        """The grammar, or why there is none. A compilation cannot be stopped: one that takes too long is left to its
+        thread, and another thread has the next ones."""
+        self._endless = [each for each in self._endless if not each.done()]
+        if len(self._endless) >= MOST_ENDLESS:
+            return QueueFull("grammars that take long are being compiled; try again later")
+        if self._compiling is None:
+            self._compiling = SimpleQueue()
+            work = functools.partial(self._compile_from, self._compiling)
+            threading.Thread(target=work, name="paceline-compiler", daemon=True).start()
+        found: Future[Any] = Future()
+        self._compiling.put((wanted, found))
+        try:
+            return found.result(COMPILE_S)
+        except Overdue:
+            self._endless.append(found)
+            self._compiling = None
+            return InvalidParameter(FIELD, f"takes more than {COMPILE_S:.0f} s to compile; make it simpler")
+        except PacelineError as error:
+            return error
+        except Exception as error:
+            return InvalidParameter(FIELD, f"cannot be compiled: {type(error).__name__}: {error}")
+
+    def _compile_from(self, wishes: SimpleQueue[tuple[Mapping[str, Any], Future[Any]]]) -> None:
+        """One thread for all, since each has a heap of its own; until it was given up."""
+        while wishes is self._compiling:
+            wanted, found = wishes.get()
+            try:
+                found.set_result(self._built.engine.grammars.compile(wanted))
+            except Exception as problem:
+                found.set_exception(problem)
 
     def _relearn(self, method: str, _: Engine) -> None:
         self._built.policy.relearn(method)

@@ -97,5 +97,6 @@ function verdict(fast, plain) {
   if (plain.tally.seconds === 0 || fast.tally.seconds === 0) return `${count}, too few to time`;
   const times = plain.tally.seconds / fast.tally.seconds;
   const saved = plain.tally.seconds - fast.tally.seconds;
-  return `${times.toFixed(2)}× the speed of plain decoding, ${saved.toFixed(1)} s saved · ${count}, one by one`;
+  const seconds = `${Math.abs(saved).toFixed(1)} s ${saved < 0 ? "lost" : "saved"}`;
+  return `${times.toFixed(2)}× the speed of plain decoding, ${seconds} · ${count}, one by one`;
 }
