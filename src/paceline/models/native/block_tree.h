@@ -75,7 +75,9 @@ inline float dot(const float* a, const float* b, long n) {
     for (; i + VL <= n; i += VL) sum = madd(load(a + i), load(b + i), sum);
     if (i < n) sum = madd(load_n(a + i, n - i), load_n(b + i, n - i), sum);
 #if defined(__AVX512F__)  // by hand: sum_lanes keeps an order that no draft depends on, at three times the cost
-    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)sum), _mm512_maskz_extractf32x8_ps(-1, (__m512)sum, 1));
+    __m256 halves[2];
+    memcpy(halves, &sum, sizeof halves);
+    const __m256 eight = _mm256_add_ps(halves[0], halves[1]);
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
