@@ -140,6 +140,10 @@ OTHER_NAMES = {
 ELSEWHERE = ("mtp", "deepseek-mtp", "hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
 OF = ":"  # between the name of a method and that of one of several drafters
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))
+_NEEDED = {
+    "draft_model": "a smaller model of the same vocabulary",
+    "drafter": "the folder of a drafter trained for the model (a packaged one drafts under auto)",
+}
 _UNSET = {field.name: field.default for field in fields(SpeculationConfig)}
 
 
@@ -238,7 +242,7 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
             raise InvalidParameter(option, f"means nothing to method {method}; leave one of the two out")
     for need in METHODS[method].needs if method in METHODS else ():
         if getattr(speculation, need) in ((), (NONE,)):
-            raise InvalidParameter(need, f"method {method} needs one; give it, or choose {AUTO}, which needs none")
+            raise InvalidParameter(need, f"method {method} needs {_NEEDED[need]}; name it, or choose {AUTO}")
 
 
 def unknown_method(name: str, known: SequenceOf[str] | None = None) -> str:
