@@ -281,7 +281,7 @@ def test_a_call_without_a_prompt_gets_a_sentence(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match="prompt_token_ids: give token ids in place of the prompt"):
         llm.generate(prompt_token_ids=[IDS], sampling_params=SHORT)
     for call in (llm.generate, llm.stream, llm.chat):
-        with pytest.raises(InvalidPrompt, match="got None|list of messages"):
+        with pytest.raises(InvalidPrompt, match=r"got None|list of messages"):
             call(sampling_params=SHORT)
     with pytest.raises(InvalidPrompt, match="got None"):
         asyncio.run(AsyncLLM(llm).generate(sampling_params=SHORT))

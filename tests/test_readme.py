@@ -6,6 +6,7 @@ What is costly (benchmarks, proofs, conversations, a GPU) is parsed only.
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -34,7 +35,8 @@ def fenced(page: str, language: str) -> list[str]:
 
 def command_lines(page: str) -> list[list[str]]:
     """Each command as words; of a pipeline the last part."""
-    lines = [line for block in fenced(page, "bash") for line in block.splitlines() if line.strip()]
+    blocks = [block.replace("\\\n", " ") for block in fenced(page, "bash")]
+    lines = [line for block in blocks for line in block.splitlines() if line.strip()]
     return [shlex.split(line.split(" | ")[-1], comments=True) for line in lines]
 
 
@@ -47,7 +49,18 @@ SHORT_ANSWERS = ["generate Hello. --model smollm2 --max-tokens 16"]
 def test_there_are_commands_to_check() -> None:
     shown = {words[1] for words in command_lines(README) if words[0] == "paceline"}
     assert shown == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    assert {words[0] for words in COMMANDS} <= {"paceline", "pip", "pytest", "python3"}
+    assert {words[0] for words in COMMANDS} <= {
+        "paceline",
+        "pip",
+        "pytest",
+        "python3",
+        "make",
+        "curl",
+        "docker",
+        "serve",
+    }
+    for name, page in PAGES.items():
+        assert not fenced(page, ""), f"{name}: name the language, or no test reads the block"
     assert len(GUIDES) >= 5
 
 
@@ -82,8 +95,17 @@ def test_what_pip_is_asked_for_exists(words: list[str]) -> None:
     for given in words[2:]:
         if given.endswith(".txt"):
             assert (ROOT / given).is_file()
+        elif given.startswith("paceline["):
+            assert re.search(rf"^{given[9:-1]} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         elif not given.startswith(("-", "http", "dist/", ".")):
             assert given in ("torch", "triton")
+
+
+@pytest.mark.parametrize("words", [each for each in COMMANDS if each[0] == "curl"], ids=" ".join)
+def test_what_curl_asks_for_is_a_route_and_json(words: list[str]) -> None:
+    routes = "".join(path.read_text() for path in (ROOT / "src/paceline/server").glob("*.py"))
+    assert f'"{words[1].removeprefix("localhost:8000")}"' in routes
+    assert json.loads(words[words.index("-d") + 1])
 
 
 def test_each_way_to_install_takes_three_lines() -> None:
