@@ -1,6 +1,6 @@
 """README and guides are run: Python against the real model, commands as far as they are cheap, links as files.
 
-What is costly (benchmarks, proofs, conversations, a GPU) is parsed only.
+What a tiny model answers in seconds is run on one; what is costly (proofs, training, a GPU) is parsed only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import pytest
 import typer
 
 from paceline.cli.app import app, run
+from paceline.models.store import MANIFEST
+from tests.models.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
@@ -87,6 +89,41 @@ def test_the_cheap_commands_run(arguments: list[str], smollm2_path: Path, capsys
     assert arguments in PACELINE
     assert run(arguments) == 0, capsys.readouterr().err
     assert capsys.readouterr().out
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the pages name, where a tiny model is called smollm2."""
+    home = tmp_path / "home" / "models" / "smollm2"
+    home.mkdir(parents=True)
+    save_tiny("llama-tied", home)
+    (home / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}w9")
+    (home / MANIFEST).write_text('{"name": "smollm2", "source": "a test"}')
+    shutil.copytree(home, tmp_path / "my-model")
+    (tmp_path / "prompts.txt").write_text("w1 w2 w3\nw4 w5 w6\n")
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w1 w2\n")))
+    return tmp_path
+
+
+def runs_on_a_tiny_model(arguments: list[str]) -> bool:
+    """Not those that serve, train, quantise, need a GPU or another drafter, or take minutes."""
+    asks_for = {"--drafter", "--draft-model", "cuda", "again", "again,suffix", "./my-model.gguf"}
+    return arguments[0] in ("generate", "chat", "demo", "bench") and not asks_for & {*arguments}
+
+
+TINY = [each for each in PACELINE if runs_on_a_tiny_model(each)]
+
+
+@pytest.mark.parametrize("arguments", TINY, ids=" ".join)
+def test_other_commands_run_on_a_tiny_model(
+    arguments: list[str], workshop: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {each[0] for each in TINY} == {"generate", "chat", "demo", "bench"}
+    assert run(arguments) == 0, capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out or captured.err
 
 
 @pytest.mark.parametrize("words", [each for each in COMMANDS if each[0] == "pip"], ids=" ".join)

@@ -41,8 +41,9 @@ def print_table(
         pairs = [
             Text.assemble(f"{heading} ".replace("\n", " "), cell)
             for heading, cell in zip(headings[1:], cells, strict=True)
+            if str(cell).strip()
         ]
-        for line in _lines([pair for pair in pairs if pair.plain.strip()], console.width - len(INDENT)):
+        for line in _lines(pairs, console.width - len(INDENT)):
             console.print(Text(INDENT).append_text(line))
 
 
