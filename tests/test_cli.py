@@ -577,6 +577,14 @@ def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
     assert (process.returncode, err) == (1, "error: cannot write the output: No space left on device\n")
 
 
+def test_keys_that_cannot_be_read_are_named_once(tmp_path: Path, paceline: Callable[..., Result]) -> None:
+    missing, binary = tmp_path / "missing", tmp_path / "binary"
+    binary.write_bytes(b"\xff")
+    for file, reason in ((missing, "No such file or directory"), (binary, "it is not UTF-8 text")):
+        result = paceline("serve", "--api-key-file", str(file))
+        assert (result.code, result.err) == (1, f"error: api-key-file: cannot read {file}: {reason}\n")
+
+
 def test_streams_may_be_closed() -> None:
     for closed in (0, 1, 2):
         process = start("generate", "hello", preexec_fn=lambda: os.close(closed), delay_s=0)  # noqa: B023

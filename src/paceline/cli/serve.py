@@ -153,7 +153,8 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise InvalidParameter("api-key-file", f"{file} cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise InvalidParameter("api-key-file", f"cannot read {file}: {reason}") from error
         if not text.split():
             raise InvalidParameter("api-key-file", f"{file} holds no key; write one a line")
     return tuple(text.split())
