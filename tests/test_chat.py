@@ -116,6 +116,9 @@ def test_notes_end_their_lines_between_words() -> None:
     assert wrapped("漢字 漢字 漢字", 9) == "漢字 漢字\n漢字"  # two columns each
     assert wrapped("a /path/longer/than/a/line b", 8) == "a\n/path/longer/than/a/line\nb"
     assert wrapped("two\n  lines, the second indented", 80) == "two\n  lines, the second indented"
+    closing = "6 tokens · 48 tok/s · τ 1.5 · first after 0.16 s"
+    assert wrapped(closing, 47) == "6 tokens · 48 tok/s · τ 1.5\n· first after 0.16 s"
+    assert wrapped(f"{closing} ago", 24) == "6 tokens · 48 tok/s\n· τ 1.5 · first after\n0.16 s ago"
 
 
 # -- on a terminal

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import typer
 
 from paceline import __version__
 from paceline.cli.app import app
@@ -342,7 +342,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., 
         ("prompt-lookup", "'prompt-lookup' is called ngram here"),
         ("lookahead", "'lookahead' is not available here; auto drafts without training, a trained one may be of"),
         ("ngrams", "did you mean ngram?"),
-        ("medusa", "drafter: method medusa needs one; give it, or choose auto"),
+        ("medusa", "drafter: method medusa needs the folder of a drafter trained for the model"),
     ],
 )
 def test_a_method_of_another_name_or_engine_is_answered_with_ours(
@@ -577,6 +577,14 @@ def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
     assert (process.returncode, err) == (1, "error: cannot write the output: No space left on device\n")
 
 
+def test_keys_that_cannot_be_read_are_named_once(tmp_path: Path, paceline: Callable[..., Result]) -> None:
+    missing, binary = tmp_path / "missing", tmp_path / "binary"
+    binary.write_bytes(b"\xff")
+    for file, reason in ((missing, "No such file or directory"), (binary, "it is not UTF-8 text")):
+        result = paceline("serve", "--api-key-file", str(file))
+        assert (result.code, result.err) == (1, f"error: api-key-file: cannot read {file}: {reason}\n")
+
+
 def test_streams_may_be_closed() -> None:
     for closed in (0, 1, 2):
         process = start("generate", "hello", preexec_fn=lambda: os.close(closed), delay_s=0)  # noqa: B023
@@ -598,25 +606,35 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
     assert busy_s < 1.5
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["models"], ["doctor"], ["demo"]], ids=str)
-def test_every_command_has_help(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "--help"])
-    assert result.exit_code == 0
-    assert "Usage" in result.output
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_every_flag_in_full_and_shows_a_switch_without_a_type(
     command: str, columns: int, paceline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = paceline(command, "--help").out.splitlines()
-    assert max(map(len, lines)) <= columns
-    text = "\n".join(lines)
-    assert "<bool>" not in text
-    for flag in ("--include-stop-str-in-output", "--gpu-memory-fraction", "--speculative-config", "--json"):
-        assert re.search(rf"{flag}\b", text)
+    result = paceline(command, "--help")
+    assert result.code == 0
+    assert max(map(len, result.out.splitlines())) <= columns
+    for cut in ("…", "<bool>", " range>"):
+        assert cut not in result.out
+    for parameter in COMMANDS[command].params:
+        if parameter.param_type_name == "option":
+            assert all(re.search(rf"{name}\b", result.out) for name in parameter.opts)
+        assert len(parameter.metavar or "") <= 16, "it would be broken in mid-word"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_each_flag_is_in_a_sentence_of_its_own(command: str) -> None:
+    for parameter in COMMANDS[command].params:
+        help = parameter.help
+        assert help, parameter.name
+        assert help.endswith("."), help
+        assert len(help.split()) > 2, help
+        assert not help.startswith(("Of ", "With commas")), help
+        assert "[" not in help, "square brackets are markup"
 
 
 def test_version(paceline: Callable[..., Result]) -> None:

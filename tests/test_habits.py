@@ -155,6 +155,38 @@ def test_anything_else_is_refused_by_name(given, sentence: str, folder: Path) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("given", [{"kv_cache_bytes": 10**18}, {"kv_cache_bytes": 2**63 - 1}], ids=str)
+def test_a_cache_that_no_machine_holds_is_refused(given, folder: Path) -> None:
+    with pytest.raises(PacelineError, match="lower kv_cache_bytes"):
+        make(folder, **given)
+
+
+def test_weights_may_be_kept_in_float16_under_any_of_its_names(folder: Path) -> None:
+    for name in ("float16", "half", torch.float16):
+        with make(folder, dtype=name) as llm:
+            assert llm.dtype_name == "float16"
+            plain, drafted = (
+                tokens(llm.generate([IDS * 4], SamplingParams(temperature=0, max_tokens=12, speculation=own)))
+                for own in ("none", {"method": "ngram", "k": 4})
+            )
+            assert plain == drafted
+
+
+def test_weights_beyond_float16_are_refused(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "wide"
+    shutil.copytree(folder, copy)
+    [file] = copy.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e5
+    save_file(weights, file)
+    with pytest.raises(InvalidParameter, match="float16 is too narrow"):
+        make(copy, dtype="float16")
+    with make(copy, dtype="bfloat16"):
+        pass
+
+
 def test_a_path_object_names_a_model_and_one_path_is_a_corpus(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     assert SpeculationConfig(method="suffix", suffix_corpus=corpus).suffix_corpus == (str(corpus),)
@@ -243,6 +275,16 @@ def test_what_is_no_prompt_gets_a_sentence(prompt, llm: LLM) -> None:
         llm.generate(prompt, SHORT)
     assert 20 < len(str(caught.value)) < 300
     assert llm.call(lambda engine: not engine.has_work)
+
+
+def test_a_call_without_a_prompt_gets_a_sentence(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match="prompt_token_ids: give token ids in place of the prompt"):
+        llm.generate(prompt_token_ids=[IDS], sampling_params=SHORT)
+    for call in (llm.generate, llm.stream, llm.chat):
+        with pytest.raises(InvalidPrompt, match=r"got None|list of messages"):
+            call(sampling_params=SHORT)
+    with pytest.raises(InvalidPrompt, match="got None"):
+        asyncio.run(AsyncLLM(llm).generate(sampling_params=SHORT))
 
 
 def test_a_generator_of_prompts_is_refused_before_it_is_read(llm: LLM) -> None:

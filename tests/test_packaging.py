@@ -132,3 +132,7 @@ def test_the_wheel_runs_native_kernels_without_compiler_checkout_or_extras(
     assert found["kernels"].startswith("native-")
     assert found["exact"]
     assert "Paris" in found["text"]
+    command = [str(home / "bin" / "paceline")]
+    assert "kernels     native-" in run([*command, "doctor"], tmp_path, **environment)
+    asked = ["generate", "The capital of France is", "--raw", "--model", str(smollm2_path), "--temperature", "0"]
+    assert "Paris" in run([*command, *asked, "--max-tokens", "8"], tmp_path, **environment)

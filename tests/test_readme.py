@@ -1,11 +1,12 @@
 """README and guides are run: Python against the real model, commands as far as they are cheap, links as files.
 
-What is costly (benchmarks, proofs, conversations, a GPU) is parsed only.
+What a tiny model answers in seconds is run on one; what is costly (proofs, training, a GPU) is parsed only.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,8 @@ import pytest
 import typer
 
 from paceline.cli.app import app, run
+from paceline.models.store import MANIFEST
+from tests.models.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
@@ -34,7 +37,8 @@ def fenced(page: str, language: str) -> list[str]:
 
 def command_lines(page: str) -> list[list[str]]:
     """Each command as words; of a pipeline the last part."""
-    lines = [line for block in fenced(page, "bash") for line in block.splitlines() if line.strip()]
+    blocks = [block.replace("\\\n", " ") for block in fenced(page, "bash")]
+    lines = [line for block in blocks for line in block.splitlines() if line.strip()]
     return [shlex.split(line.split(" | ")[-1], comments=True) for line in lines]
 
 
@@ -47,7 +51,18 @@ SHORT_ANSWERS = ["generate Hello. --model smollm2 --max-tokens 16"]
 def test_there_are_commands_to_check() -> None:
     shown = {words[1] for words in command_lines(README) if words[0] == "paceline"}
     assert shown == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    assert {words[0] for words in COMMANDS} <= {"paceline", "pip", "pytest", "python3"}
+    assert {words[0] for words in COMMANDS} <= {
+        "paceline",
+        "pip",
+        "pytest",
+        "python3",
+        "make",
+        "curl",
+        "docker",
+        "serve",
+    }
+    for name, page in PAGES.items():
+        assert not fenced(page, ""), f"{name}: name the language, or no test reads the block"
     assert len(GUIDES) >= 5
 
 
@@ -76,14 +91,58 @@ def test_the_cheap_commands_run(arguments: list[str], smollm2_path: Path, capsys
     assert capsys.readouterr().out
 
 
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the pages name, where a tiny model is called smollm2."""
+    home = tmp_path / "home" / "models" / "smollm2"
+    home.mkdir(parents=True)
+    save_tiny("llama-tied", home)
+    (home / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}w9")
+    (home / MANIFEST).write_text('{"name": "smollm2", "source": "a test"}')
+    shutil.copytree(home, tmp_path / "my-model")
+    (tmp_path / "prompts.txt").write_text("w1 w2 w3\nw4 w5 w6\n")
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w1 w2\n")))
+    return tmp_path
+
+
+def runs_on_a_tiny_model(arguments: list[str]) -> bool:
+    """Not those that serve, train, quantise, need a GPU or another drafter, or take minutes."""
+    asks_for = {"--drafter", "--draft-model", "cuda", "again", "again,suffix", "./my-model.gguf"}
+    return arguments[0] in ("generate", "chat", "demo", "bench") and not asks_for & {*arguments}
+
+
+TINY = [each for each in PACELINE if runs_on_a_tiny_model(each)]
+
+
+@pytest.mark.parametrize("arguments", TINY, ids=" ".join)
+def test_other_commands_run_on_a_tiny_model(
+    arguments: list[str], workshop: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {each[0] for each in TINY} == {"generate", "chat", "demo", "bench"}
+    assert run(arguments) == 0, capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out or captured.err
+
+
 @pytest.mark.parametrize("words", [each for each in COMMANDS if each[0] == "pip"], ids=" ".join)
 def test_what_pip_is_asked_for_exists(words: list[str]) -> None:
     assert words[1] == "install"
     for given in words[2:]:
         if given.endswith(".txt"):
             assert (ROOT / given).is_file()
+        elif given.startswith("paceline["):
+            assert re.search(rf"^{given[9:-1]} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         elif not given.startswith(("-", "http", "dist/", ".")):
             assert given in ("torch", "triton")
+
+
+@pytest.mark.parametrize("words", [each for each in COMMANDS if each[0] == "curl"], ids=" ".join)
+def test_what_curl_asks_for_is_a_route_and_json(words: list[str]) -> None:
+    routes = "".join(path.read_text() for path in (ROOT / "src/paceline/server").glob("*.py"))
+    assert f'"{words[1].removeprefix("localhost:8000")}"' in routes
+    assert json.loads(words[words.index("-d") + 1])
 
 
 def test_each_way_to_install_takes_three_lines() -> None:

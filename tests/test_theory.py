@@ -347,6 +347,18 @@ def test_the_table_shows_the_asked_and_the_best_k(capsys: pytest.CaptureFixture[
     assert "k = 7 is best: 2.79x" in out
 
 
+def test_the_table_of_the_readme_is_a_table_in_a_narrow_terminal_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for width in (60, 80):
+        monkeypatch.setattr("paceline.cli.table.PIPED", width)
+        assert run(["theory", "--alpha", "0.8", "--k", "5", "--draft-cost", "0.07"]) == 0
+        table = capsys.readouterr().out.partition("a drafted token costs")[0]
+        assert re.search(r"^ k +pass +cost +speed-up +α ", table, re.MULTILINE)
+        assert re.search(r"^ 5 +3\.69 +1\.00 +2\.73x .*asked", table, re.MULTILINE)
+        assert max(map(len, table.splitlines())) <= width
+
+
 def test_a_table_too_wide_is_printed_row_by_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

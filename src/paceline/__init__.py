@@ -1,4 +1,4 @@
-"""Language models that answer several times sooner without changing their output.
+"""Speculative decoding: language models that answer sooner without changing their output.
 
 `from paceline import LLM, AsyncLLM, SamplingParams` is the public API. The names are looked up on first use, so that
 importing the package, and with it `paceline --help`, does not import torch.

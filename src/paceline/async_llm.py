@@ -56,7 +56,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         params: Params = None,
         use_tqdm: bool | Callable[..., ProgressBar] = False,
         **more: Any,
@@ -66,7 +66,7 @@ class AsyncLLM:
 
     async def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
         params: Params = None,
         use_tqdm: bool | Callable[..., ProgressBar] = False,
         **more: Any,
@@ -76,7 +76,7 @@ class AsyncLLM:
 
     def stream(
         self,
-        prompt: Prompt | Sequence[Message],
+        prompt: Prompt | Sequence[Message] | None = None,
         params: SamplingParams | Mapping[str, Any] | None = None,
         **more: Any,
     ) -> AsyncAnswerStream:

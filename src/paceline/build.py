@@ -141,7 +141,9 @@ def _checkpoints(loaded: LoadedModel, speculation: SpeculationConfig) -> list[Pa
         if packaged is not None and serves(method, packaged):
             return [packaged]
         if needed:
-            raise InvalidParameter(DRAFTER, f"{needs_one(method)} (none of this method is packaged for this model)")
+            raise InvalidParameter(
+                DRAFTER, f"{needs_one(method)} (none of this method comes with the package for this model)"
+            )
     return [resolve(name) for name in speculation.drafter if name != NONE]
 
 

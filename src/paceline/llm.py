@@ -198,7 +198,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         params: Params = None,
         use_tqdm: bool | Callable[..., ProgressBar] = False,
         **more: Any,
@@ -212,7 +212,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
         params: Params = None,
         use_tqdm: bool | Callable[..., ProgressBar] = False,
         **more: Any,
@@ -227,7 +227,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: Prompt | Sequence[Message],
+        prompt: Prompt | Sequence[Message] | None = None,
         params: SamplingParams | Mapping[str, Any] | None = None,
         **more: Any,
     ) -> AnswerStream:

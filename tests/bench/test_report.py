@@ -313,10 +313,12 @@ def test_the_page_has_what_others_report_too() -> None:
     sample = {"label": "auto", "prompt": NASTY, "pieces": [["plain ", False], [NASTY, True]]}
     times = Spread(p50=0.05, p90=0.071, p95=0.083, p99=0.12)
     shown = cell(prompt_tokens_per_s=812.0, ttft_s=times)
-    found = page(results(plain(), shown, sample=sample, settings={"command": "paceline bench --quick"}))
+    settings = {"command": "paceline bench --quick"}
+    found = page(results(plain(), shown, sample=sample, settings=settings))
     for words in ("812", "71 ms", "83 ms", "paceline bench --quick", f"plain {NASTY}".split()[0]):
         assert words in found.text
     assert {"class": "accepted"} in found.all("span")
+    assert "<span>--quick</span>" in report.render(results(plain(), shown, settings=settings)), "a flag stays whole"
     assert "| ngram k=4 | 1 | 78.0 | 812 | 1.30× (1.23 to 1.37) | 1.60 | 50 ms / 120 ms |" in found.text
     assert NASTY not in report.render(results(plain(), shown, sample=sample))
 

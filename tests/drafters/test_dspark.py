@@ -338,7 +338,7 @@ def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monke
     save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
     assert methods(tmp_path / "other") == set()
     for options in ({}, {"drafter": "none"}):
-        with pytest.raises(InvalidParameter, match="method dspark needs one"):
+        with pytest.raises(InvalidParameter, match="method dspark needs the folder"):
             LLM(str(tmp_path / "other"), device="cpu", method=DSPARK, **options)
     (tmp_path / "shipped" / "tiny" / "config.json").write_text("{")
     assert methods(model) == set()

@@ -361,7 +361,11 @@ def test_a_folder_without_config_and_one_with_a_damaged_one(llama: Path) -> None
     (llama / "config.json").write_text("[]")
     assert "must hold a JSON object" in refusal(llama)
     (llama / "config.json").unlink()
-    assert "holds no config.json" in refusal(llama)
+    assert "holds no config.json; a model's folder has config.json, tokenizer.json and" in refusal(llama)
+    inner = llama / "snapshots" / "b7"
+    inner.mkdir(parents=True)
+    (inner / "config.json").write_text("{}")
+    assert refusal(llama).endswith(f"holds no config.json; name the folder that does, such as {inner}")
     with pytest.raises(ModelNotFound):
         load_config(llama / "nothing")
 

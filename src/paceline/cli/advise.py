@@ -29,10 +29,11 @@ def advise(
     model: flags.Model = "smollm2",
     prompts: flags.Prompts = None,
     concurrency: Annotated[
-        str | None, flag("--concurrency", help=f"Requests at once; {CONCURRENCY} if unset.", metavar="N,N")
+        str | None,
+        flag("--concurrency", help=f"Numbers of requests at once to measure; unset: {CONCURRENCY}.", metavar="N,N"),
     ] = None,
     draft_model: Annotated[
-        list[str] | None, flag("--draft-model", help="A model that might draft; repeatable.", metavar="MODEL")
+        list[str] | None, flag("--draft-model", help="A smaller model that may draft; repeatable.", metavar="MODEL")
     ] = None,
     max_tokens: flags.MaxTokens = None,
     temperature: flags.Temperature = 0.0,
@@ -40,12 +41,13 @@ def advise(
         str | None,
         flag(
             "--traffic",
-            help="How many such machines serve it: requests a second, tokens, and limits of p99 in seconds.",
-            metavar="rate=2,prompt=200,answer=100,ttft=1,inter_token=0.1",
+            help="Count the machines that serve this traffic, with commas between: rate=2 (requests a second), "
+            "prompt=200 and answer=100 (tokens), ttft=1 and inter_token=0.1 (limits of p99, in seconds).",
+            metavar="NAME=N,...",
         ),
     ] = None,
-    price: Annotated[float | None, flag("--price", help="With --traffic: of a machine for an hour.")] = None,
-    seed: Annotated[int, flag("--seed", help="Of the order, and of sampling.")] = 0,
+    price: Annotated[float | None, flag("--price", help="Price of a machine for an hour; needs --traffic.")] = None,
+    seed: Annotated[int, flag("--seed", help="Seed of the order of the prompts and of sampling.")] = 0,
     out: flags.Out = None,
     quick: flags.Quick = False,
     raw: flags.Raw = False,

@@ -40,22 +40,44 @@ Text = str | None
 
 def bench(
     context: typer.Context,
-    model: Annotated[Text, typer.Argument(help="As for generate; of a server, the one to ask for.")] = None,
-    methods: Annotated[
-        Text, flag("--methods", help="With commas; plain decoding always runs.", metavar="NAMES")
+    model: Annotated[
+        Text,
+        typer.Argument(help="Alias, folder, .gguf file or hub id; with --endpoint: its name there.", metavar="MODEL"),
     ] = None,
-    k: Annotated[Text, flag("--k", help="Tokens drafted ahead, each a run of its own.", metavar="N,N|auto")] = None,
-    concurrency: Annotated[str, flag("--concurrency", help="Requests at once, each a run.", metavar="N,N")] = "1",
+    methods: Annotated[
+        Text,
+        flag("--methods", help="Methods to measure, with commas between; plain decoding always runs.", metavar="NAMES"),
+    ] = None,
+    k: Annotated[
+        Text, flag("--k", help="Numbers of tokens drafted ahead, each measured by itself.", metavar="N,N|auto")
+    ] = None,
+    concurrency: Annotated[
+        str, flag("--concurrency", help="Numbers of requests at once, each measured by itself.", metavar="N,N")
+    ] = "1",
     prompts: flags.Prompts = None,
     workloads: Annotated[
-        Text, flag("--workloads", help=f"Some of {', '.join(WORKLOADS)}, or of FILE's.", metavar="NAMES")
+        Text,
+        flag("--workloads", help=f"Use only some of {', '.join(WORKLOADS)}, or of those in FILE.", metavar="NAMES"),
     ] = None,
     per_workload: Annotated[
-        int | None, flag("--per-workload", help="Prompts of each workload; 5 of ours, all of FILE's.", min=1)
+        int | None,
+        flag(
+            "--per-workload",
+            help="Prompts to use of each workload; unset: 5 of the packaged ones, all of FILE.",
+            min=1,
+            metavar="N",
+        ),
     ] = None,
     max_tokens: flags.MaxTokens = None,
     temperature: flags.Temperature = 0.0,
-    seed: Annotated[str, flag("--seed", help="Of the order, and of sampling unless none.", metavar="N|none")] = "0",
+    seed: Annotated[
+        str,
+        flag(
+            "--seed",
+            help="Seed of the order of the prompts and of sampling; none: sampling is unseeded.",
+            metavar="N|none",
+        ),
+    ] = "0",
     out: flags.Out = None,
     quick: flags.Quick = False,
     raw: flags.Raw = False,
@@ -64,13 +86,17 @@ def bench(
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
     threads: flags.Threads = None,
-    endpoint: Annotated[Text, flag("--endpoint", help="Bench this OpenAI-compatible server.", metavar="URL")] = None,
+    endpoint: Annotated[Text, flag("--endpoint", help="Measure this OpenAI-compatible server.", metavar="URL")] = None,
     baseline_endpoint: Annotated[
-        Text, flag("--baseline-endpoint", help="The same without speculation.", metavar="URL")
+        Text, flag("--baseline-endpoint", help="The same server without speculation, to compare with.", metavar="URL")
     ] = None,
-    api_key: Annotated[Text, flag("--api-key", help="Of the server.", metavar="KEY", envvar="OPENAI_API_KEY")] = None,
+    api_key: Annotated[
+        Text, flag("--api-key", help="Key of the server.", metavar="KEY", envvar="OPENAI_API_KEY")
+    ] = None,
     timeout: Annotated[float, flag("--timeout", help="Seconds a server may take for an answer.")] = 300.0,
-    no_counters: Annotated[bool, flag("--no-counters", help="Do not read /metrics: other clients use it too.")] = False,
+    no_counters: Annotated[
+        bool, flag("--no-counters", help="Do not read the server's /metrics: others use it too.")
+    ] = False,
     compare: Annotated[
         tuple[Path, Path] | None, flag("--compare", help="Measure nothing: compare two results.json.", metavar="A B")
     ] = None,

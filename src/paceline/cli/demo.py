@@ -65,13 +65,16 @@ PROMPTS = {"chat": CHAT, "code": CODE, "quote": QUOTE}
 
 def demo(
     prompt: Annotated[
-        str | None, typer.Argument(help="Ask this instead of the three built-in prompts; - reads it from stdin.")
+        str | None,
+        typer.Argument(help="Ask this instead of the three built-in prompts; - reads it from stdin.", metavar="PROMPT"),
     ] = None,
     model: flags.ModelFlag = "smollm2",
-    method: Annotated[str, flag("--method", help="What drafts.", metavar="|".join((AUTO, *METHODS)))] = AUTO,
-    k: Annotated[str, flag("--k", help="Tokens drafted ahead.", metavar=f"N|{AUTO}")] = AUTO,
+    method: Annotated[
+        str, flag("--method", help=f"What drafts: {', '.join((AUTO, *METHODS))}.", metavar="NAME")
+    ] = AUTO,
+    k: Annotated[str, flag("--k", help=f"Tokens drafted ahead; {AUTO} decides each step.", metavar=f"N|{AUTO}")] = AUTO,
     draft_model: flags.DraftModel = None,
-    max_tokens: Annotated[int, flag("--max-tokens", help="Most tokens of an answer.")] = 160,
+    max_tokens: Annotated[int, flag("--max-tokens", help="Answers end after this many tokens.")] = 160,
     threads: flags.Threads = None,
     device: flags.Device = "auto",
     json: flags.Json = False,

@@ -150,23 +150,23 @@ def render(report: dict[str, Any]) -> list[str]:
     this, torch, use, cache = report["machine"], report["torch"], report["use"], report["cache"]
     lines = [
         f"paceline {report['paceline']}, Python {this['python']}, {this['system']}",
-        f"  cpu      {this['cpu']} ({this['architecture']}: {' '.join(this['isa']) or 'no vector extension known'})",
-        f"  cores    {this['usable_cores']} usable of {this['cores']}",
-        f"  memory   {human_bytes(this['memory_available'])} free of {human_bytes(this['memory_total'])}",
+        f"  cpu         {this['cpu']} ({this['architecture']}: {' '.join(this['isa']) or 'no vector extension known'})",
+        f"  cores       {this['usable_cores']} usable of {this['cores']}",
+        f"  memory      {human_bytes(this['memory_available'])} free of {human_bytes(this['memory_total'])}",
     ]
     if torch is not None:
         gpus = ", ".join(f"{gpu['name']} ({human_bytes(gpu['memory'])})" for gpu in torch["gpus"])
-        lines += [f"  gpu      {gpus or 'none'}", f"  torch    {torch['version']}"]
-    lines.append(f"  cache    {cache['path']} ({', '.join(cache['models']) or 'empty'})")
+        lines += [f"  gpu         {gpus or 'none'}", f"  torch       {torch['version']}"]
+    lines.append(f"  cache       {cache['path']} ({', '.join(cache['models']) or 'empty'})")
     if use is not None:
         lines += [
             "will use",
-            f"  device   {use['device']}, weights {use['dtype']}, {use['threads']} threads",
-            f"  kernels  {use['kernels_status']}",
-            f"  numerics {use['numerics']}",
+            f"  device      {use['device']}, weights {use['dtype']}, {use['threads']} threads",
+            f"  kernels     {use['kernels_status']}",
+            f"  numerics    {use['numerics']}",
             f"  activations {use['activations'][0]}"
             + "".join(f" ({other} with --activations {other})" for other in use["activations"][1:]),
-            f"  kv cache {use['kv_dtype'][0]}" + "".join(f" ({o} with --kv-dtype {o})" for o in use["kv_dtype"][1:]),
+            f"  kv cache    {use['kv_dtype'][0]}" + "".join(f" ({o} with --kv-dtype {o})" for o in use["kv_dtype"][1:]),
         ]
     if not report["findings"]:
         return [*lines, "nothing is wrong"]

@@ -12,9 +12,9 @@ from paceline.training.formats import FORMATS
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="A drafter's folder.", metavar="FOLDER")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a trained drafter.", metavar="FOLDER")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", metavar="DIR")],
-    form: Annotated[str, typer.Option("--format", help="Layout to write.", metavar="|".join(FORMATS))],
+    form: Annotated[str, typer.Option("--format", help=f"Layout to write: {', '.join(FORMATS)}.", metavar="NAME")],
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="The model it drafts for, where the folder needs it.", metavar="MODEL"),

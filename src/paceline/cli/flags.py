@@ -15,21 +15,36 @@ def flag(*names: str, help: str, metavar: str | None = None, **more: Any) -> Any
 _WHICH = "Alias, folder, .gguf file or hub id."
 Model = Annotated[str, typer.Argument(help=_WHICH, metavar="MODEL")]
 ModelFlag = Annotated[str, flag("--model", "-m", help=_WHICH, metavar="MODEL")]
-Dtype = Annotated[str, flag("--dtype", help="Weights.", metavar="auto|float32|bfloat16")]
-Device = Annotated[str, flag("--device", help="Where to run.", metavar="auto|cpu|cuda")]
-Activations = Annotated[str, flag("--activations", help="int8 is another model.", metavar="float32|int8")]
-KVDtype = Annotated[
-    str, flag("--kv-dtype", "--kv-cache-dtype", help="fp8 is another model (a GPU only).", metavar="auto|fp8")
+Dtype = Annotated[
+    str, flag("--dtype", help="How weights are stored: auto, float32, bfloat16 or float16.", metavar="TYPE")
 ]
-Threads = Annotated[int | None, flag("--threads", help="CPU threads; all usable cores if unset.")]
+Device = Annotated[str, flag("--device", help="Where the model runs: auto, cpu or cuda.", metavar="NAME")]
+Activations = Annotated[
+    str, flag("--activations", help="float32, or int8, which is another model's output.", metavar="NAME")
+]
+KVDtype = Annotated[
+    str,
+    flag(
+        "--kv-dtype",
+        "--kv-cache-dtype",
+        help="auto, or fp8 on a GPU, which is another model's output.",
+        metavar="NAME",
+    ),
+]
+Threads = Annotated[int | None, flag("--threads", help="CPU threads; unset: all usable cores.")]
 DraftModel = Annotated[str | None, flag("--draft-model", help="A smaller model that drafts.", metavar="MODEL")]
 Drafter = Annotated[str | None, flag("--drafter", help="A drafter trained for this model.", metavar="PATH")]
 Prompts = Annotated[
-    Path | None, flag("--prompts", help="Your own: jsonl, or text with one a line; ours if unset.", metavar="FILE")
+    Path | None,
+    flag(
+        "--prompts", help="Prompts to use, jsonl or a text with one a line; unset: the packaged ones.", metavar="FILE"
+    ),
 ]
-MaxTokens = Annotated[int | None, flag("--max-tokens", help="Most tokens of an answer; 64 if unset, 48 if quick.")]
-Temperature = Annotated[float, flag("--temperature", help="0 is greedy.")]
-Out = Annotated[Path | None, flag("--out", help="Folder for the files that are written.", metavar="FOLDER")]
-Quick = Annotated[bool, flag("--quick", help="Less of everything: a few minutes on two cores.")]
+MaxTokens = Annotated[
+    int | None, flag("--max-tokens", help="Answers end after this many tokens; unset: 64, with --quick 48.")
+]
+Temperature = Annotated[float, flag("--temperature", help="0: always the likeliest token (greedy).")]
+Out = Annotated[Path | None, flag("--out", help="Folder for the files that the command writes.", metavar="FOLDER")]
+Quick = Annotated[bool, flag("--quick", help="Measure less of everything: a few minutes on two cores.")]
 Raw = Annotated[bool, flag("--raw", help="Continue prompts as text, without the chat template.")]
 Json = Annotated[bool, flag("--json", help="Print one JSON object and nothing else.")]

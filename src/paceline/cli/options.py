@@ -39,7 +39,8 @@ class RunOptions:
         str, _model("--model", "-m", help="Alias, folder with safetensors, .gguf file or hub id.", metavar="MODEL")
     ] = "smollm2"
     dtype: Annotated[
-        str, _model("--dtype", help="How weights are stored in memory: auto, float32 or bfloat16.", metavar="TYPE")
+        str,
+        _model("--dtype", help="How weights are stored in memory: auto, float32, bfloat16 or float16.", metavar="TYPE"),
     ] = "auto"
     device: Annotated[str, _model("--device", help="Where the model runs: auto, cpu or cuda.", metavar="NAME")] = "auto"
     threads: Annotated[int | None, _model("--threads", help="CPU threads; unset: all usable cores.")] = None

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SHORT = 3  # tokens, the prompt's own included: the first steps of an answer measure, they do not draft
 PAYS = 1.2  # an expected gain that no margin of the policy holds back
 WIDTH = 80  # columns of a terminal that does not tell
+ITEM = " · "
+JOINT = "\xa0"  # a space at which no line ends
 
 
 class Interrupted(Exception):
@@ -224,12 +226,16 @@ def print_note(text: str) -> None:
 
 
 def wrapped(text: str, columns: int) -> str:
-    """A word longer than a line is left to the terminal to break: it may be a path to copy."""
+    """Lines end between words, of a list between its items where they are short: a figure stays beside its unit. A
+    word longer than a line is left to the terminal to break: it may be a path to copy."""
     from rich.cells import cell_len  # a wide character takes two columns
 
     lines: list[str] = []
     for paragraph in text.split("\n"):
-        line, *words = paragraph.split(" ")
+        first, *more = paragraph.split(ITEM)
+        items = [first, *(f"{ITEM.strip()} {item}" for item in more)]
+        whole = [item.replace(" ", JOINT) if more and cell_len(item) <= columns // 2 else item for item in items]
+        line, *words = " ".join(whole).split(" ")
         for word in words:
             if line.strip() and cell_len(line) + 1 + cell_len(word) > columns:
                 lines.append(line)
@@ -237,7 +243,7 @@ def wrapped(text: str, columns: int) -> str:
             else:
                 line += f" {word}"
         lines.append(line)
-    return "\n".join(lines)
+    return "\n".join(lines).replace(JOINT, " ")
 
 
 def _columns() -> int:

@@ -23,22 +23,29 @@ STYLES = {"pass": "green", "fail": "bold red", "not exercised": "yellow"}
 def prove(
     model: flags.ModelFlag = "smollm2",
     methods: Annotated[
-        str | None, flag("--methods", help="With commas between; all that are there if unset.", metavar="NAMES")
+        str | None,
+        flag("--methods", help="Methods to check, with commas between; unset: all that are loaded.", metavar="NAMES"),
     ] = None,
     draft_model: flags.DraftModel = None,
     drafter: flags.Drafter = None,
-    prompts: Annotated[int | None, flag("--prompts", min=1, help="How many; 12, with --quick 4.")] = None,
+    prompts: Annotated[
+        int | None, flag("--prompts", min=1, help="How many prompts to use; unset: 12, with --quick 4.", metavar="N")
+    ] = None,
     quick: flags.Quick = False,
     inject: Annotated[
-        str | None, flag("--inject", help="Break one thing: it must be found.", metavar="bias|rollback|bonus|coins")
+        str | None,
+        flag("--inject", help="Plant a fault that must be found: bias, rollback, bonus or coins.", metavar="NAME"),
     ] = None,
-    seed: Annotated[int, flag("--seed", min=0, help="Of seeded requests and of replays.")] = 0,
+    seed: Annotated[
+        int, flag("--seed", min=0, help="Seed of the seeded requests and of the replays.", metavar="N")
+    ] = 0,
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
     activations: flags.Activations = "float32",
     kv_dtype: flags.KVDtype = "auto",
     numerics: Annotated[
-        str, flag("--numerics", help="fast: near-ties that fall differently are reported.", metavar="exact|fast")
+        str,
+        flag("--numerics", help="exact, or fast: near-ties that fall differently are then reported.", metavar="NAME"),
     ] = "exact",
     threads: flags.Threads = None,
     json: flags.Json = False,

@@ -15,10 +15,12 @@ LONGEST = 256  # tokens of a prompt that are compared
 
 def quantize(
     model: Annotated[str, typer.Option("--model", "-m", help="Alias, folder or hub id.", metavar="MODEL")],
-    to: Annotated[str, typer.Option("--to", help="How weights are stored.", metavar="q8_0|q4_1|q4_k|int4|fp8")],
-    out: Annotated[Path, typer.Option("--out", help="A new folder.", metavar="DIR")],
+    to: Annotated[
+        str, typer.Option("--to", help="How weights are stored then: q8_0, q4_1, q4_k, int4 or fp8.", metavar="NAME")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", metavar="DIR")],
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="To measure on; the shipped ones if unset.", metavar="FILE")
+        Path | None, typer.Option("--prompts", help="Prompts to measure on; unset: the packaged ones.", metavar="FILE")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:

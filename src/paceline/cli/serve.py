@@ -28,29 +28,39 @@ _flag = functools.partial(typer.Option, rich_help_panel="Server")
 
 def serve(
     host: Annotated[str, _flag(help="Address to listen on; 0.0.0.0 is open to the network.")] = "127.0.0.1",
-    port: Annotated[int, _flag(help="0 picks a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[int, _flag(help="Port to listen on; 0 picks a free one.", min=0, max=65535, metavar="N")] = 8000,
     served_model_name: Annotated[str | None, _flag(help="The model's name in the API.", metavar="NAME")] = None,
     api_key_file: Annotated[
         Path | None, _flag(help=f"Keys that clients must send, one a line; or set {KEY_VARIABLE}.", metavar="FILE")
     ] = None,
-    max_num_seqs: Annotated[int, _flag(help="Sequences that share a step.", min=1)] = 64,
-    max_num_batched_tokens: Annotated[int, _flag(help="Tokens of one pass.", min=1)] = 512,
-    max_waiting: Annotated[int, _flag(help="Requests that may wait; more are refused with 429.", min=1)] = 256,
-    kv_cache_bytes: Annotated[int | None, _flag(help="Memory of the cache.", metavar="BYTES")] = None,
-    max_body_bytes: Annotated[int, _flag(help="Largest request body.", min=1024)] = 4 << 20,
-    request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001)] = 600.0,
-    grace: Annotated[float, _flag(help="Seconds for running requests to finish at a stop.", min=0)] = 10.0,
-    cors_origin: Annotated[list[str] | None, _flag(help="Allow pages of this origin; repeatable.")] = None,
+    max_num_seqs: Annotated[int, _flag(help="Most sequences that share a step.", min=1, metavar="N")] = 64,
+    max_num_batched_tokens: Annotated[int, _flag(help="Most tokens of one pass.", min=1, metavar="N")] = 512,
+    max_waiting: Annotated[
+        int, _flag(help="Requests that may wait; more are refused with 429.", min=1, metavar="N")
+    ] = 256,
+    kv_cache_bytes: Annotated[
+        int | None, _flag(help="Memory for keys and values; unset: decided at the start.", metavar="BYTES")
+    ] = None,
+    max_body_bytes: Annotated[int, _flag(help="Largest body of a request, in bytes.", min=1024, metavar="N")] = 4 << 20,
+    request_limit: Annotated[float, _flag(help="Seconds a request may take.", min=0.001, metavar="SECONDS")] = 600.0,
+    grace: Annotated[
+        float, _flag(help="Seconds for running requests to finish at a stop.", min=0, metavar="SECONDS")
+    ] = 10.0,
+    cors_origin: Annotated[
+        list[str] | None, _flag(help="Allow pages of this origin; repeatable.", metavar="ORIGIN")
+    ] = None,
     capture: Annotated[
         Path | None,
         _flag(help="Append every prompt and answer to this file, for `train --data`. Tell the users.", metavar="FILE"),
     ] = None,
-    log_json: Annotated[bool, _flag("--log-json", help="Logs as JSON, one object a line.")] = False,
+    log_json: Annotated[bool, _flag("--log-json", help="Write logs as JSON, one object a line.")] = False,
     replicas: Annotated[
-        int | None, _flag(help="Engines behind one address on this machine, by Ray; needs paceline[ray].", min=1)
+        int | None,
+        _flag(help="Engines behind one address on this machine, by Ray; needs the extra ray.", min=1, metavar="N"),
     ] = None,
     max_replicas: Annotated[
-        int | None, _flag(help="With --replicas: as many where the load asks for it.", min=1)
+        int | None,
+        _flag(help="Start up to this many where the load asks for it; needs --replicas.", min=1, metavar="N"),
     ] = None,
     *,
     options: RunOptions,
@@ -143,7 +153,8 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise InvalidParameter("api-key-file", f"{file} cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise InvalidParameter("api-key-file", f"cannot read {file}: {reason}") from error
         if not text.split():
             raise InvalidParameter("api-key-file", f"{file} holds no key; write one a line")
     return tuple(text.split())

@@ -27,36 +27,56 @@ def _flag(name: str, help: str, metavar: str | None = None, panel: str | None = 
 def theory(
     alpha: Annotated[float | None, _flag("--alpha", "How often a drafted token is accepted.", "A", ACCEPTANCE)] = None,
     acceptance: Annotated[
-        str | None, _flag("--acceptance", "Share of drafts accepted up to position 1, 2, ...", "A1,A2,...", ACCEPTANCE)
+        str | None,
+        _flag(
+            "--acceptance",
+            "Share of drafts accepted up to position 1, up to position 2, and so on.",
+            "A1,A2,...",
+            ACCEPTANCE,
+        ),
     ] = None,
     conditional: Annotated[
-        bool, _flag("--conditional", "--acceptance is given that all before were accepted.", panel=ACCEPTANCE)
+        bool,
+        _flag(
+            "--conditional",
+            "Take --acceptance as shares of those whose earlier positions were accepted.",
+            panel=ACCEPTANCE,
+        ),
     ] = False,
     siblings: Annotated[
         str | None,
-        _flag("--siblings", "How often the 1st, 2nd, ... guess is right; for trees.", "A1,A2,...", ACCEPTANCE),
+        _flag("--siblings", "How often the first, the second, ... guess is right; for trees.", "A1,A2,...", ACCEPTANCE),
     ] = None,
-    k: Annotated[int | None, _flag("--k", "Tokens drafted ahead; the best k if unset.", "N")] = None,
-    draft_cost: Annotated[float | None, _flag("--draft-cost", "Of one drafted token; 0 if unset.", "C", COST)] = None,
+    k: Annotated[int | None, _flag("--k", "Tokens drafted ahead; unset: the best k.", "N")] = None,
+    draft_cost: Annotated[
+        float | None, _flag("--draft-cost", "Cost of one drafted token; unset: 0.", "C", COST)
+    ] = None,
     verify_cost: Annotated[
         str | None,
-        _flag("--verify-cost", "Of a checking pass: at every k, or at k = 1, 2, ...; 1 if unset.", "V|V1,V2,...", COST),
+        _flag(
+            "--verify-cost", "Cost of a verifying pass, at every k or at k = 1, 2, ...; unset: 1.", "V|V1,V2,...", COST
+        ),
     ] = None,
-    bandwidth: Annotated[float | None, _flag("--bandwidth", "Of memory.", "GB/s", BATCH)] = None,
-    tflops: Annotated[float | None, _flag("--tflops", "Arithmetic.", "TFLOP/s", BATCH)] = None,
-    parameters: Annotated[str | None, _flag("--parameters", "Of the target: 8B, 135M, 8e9.", "N", BATCH)] = None,
+    bandwidth: Annotated[float | None, _flag("--bandwidth", "Bandwidth of the device's memory.", "GB/s", BATCH)] = None,
+    tflops: Annotated[float | None, _flag("--tflops", "Speed of the device's arithmetic.", "TFLOP/s", BATCH)] = None,
+    parameters: Annotated[
+        str | None, _flag("--parameters", "Parameters of the target, such as 8B, 135M or 8e9.", "N", BATCH)
+    ] = None,
     bytes_per_parameter: Annotated[
-        float | None, _flag("--bytes-per-parameter", "2 (bf16) if unset; 4 is fp32.", "N", BATCH)
+        float | None, _flag("--bytes-per-parameter", "Bytes of a parameter; unset: 2, which is bf16.", "N", BATCH)
     ] = None,
-    batch: Annotated[int | None, _flag("--batch", "Sequences decoded together; 1 if unset.", "N", BATCH)] = None,
-    context: Annotated[int | None, _flag("--context", "Tokens behind each sequence; 0 if unset.", "N", BATCH)] = None,
-    kv_bytes: Annotated[float | None, _flag("--kv-bytes", "K/V of one token, in bytes.", "N", BATCH)] = None,
-    memory: Annotated[float | None, _flag("--memory", "Of the device.", "GB", MEMORY)] = None,
+    batch: Annotated[int | None, _flag("--batch", "Sequences decoded together; unset: 1.", "N", BATCH)] = None,
+    context: Annotated[
+        int | None, _flag("--context", "Tokens in the cache of each sequence; unset: 0.", "N", BATCH)
+    ] = None,
+    kv_bytes: Annotated[float | None, _flag("--kv-bytes", "Bytes of a token's keys and values.", "N", BATCH)] = None,
+    memory: Annotated[float | None, _flag("--memory", "Memory of the device.", "GB", MEMORY)] = None,
     draft_parameters: Annotated[
-        str | None, _flag("--draft-parameters", "Of the drafter; also its cost, if that is unset.", "N", MEMORY)
+        str | None,
+        _flag("--draft-parameters", "Parameters of the drafter; its cost too, where that is unset.", "N", MEMORY),
     ] = None,
     draft_kv_bytes: Annotated[
-        float | None, _flag("--draft-kv-bytes", "The drafter's K/V of one token, in bytes.", "N", MEMORY)
+        float | None, _flag("--draft-kv-bytes", "Bytes of a token's keys and values in the drafter.", "N", MEMORY)
     ] = None,
     plot: Annotated[Path | None, _flag("--plot", "Draw the curves into a .png or .svg.", "FILE")] = None,
     json: Annotated[bool, _flag("--json", "Print one JSON object and nothing else.")] = False,

@@ -13,42 +13,58 @@ from paceline.training.names import TRAINABLE
 
 
 def train(
-    method: Annotated[str, typer.Argument(help="What to train.", metavar="|".join(TRAINABLE))],
+    method: Annotated[str, typer.Argument(help=f"What to train: {', '.join(TRAINABLE)}.", metavar="METHOD")],
     target: Annotated[str, typer.Option("--target", "-t", help="The model that the drafter is for.", metavar="MODEL")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the drafter.", metavar="DIR")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the drafter.", metavar="DIR")],
     data: Annotated[
         list[Path] | None,
-        typer.Option("--data", help="jsonl of chats or prompts, or text; repeatable.", metavar="FILE"),
+        typer.Option("--data", help="Chats or prompts as jsonl, or a text; repeatable.", metavar="FILE"),
     ] = None,
     regenerate: Annotated[
-        bool, typer.Option("--regenerate", help="The target answers the prompts of --data anew.")
+        bool, typer.Option("--regenerate", help="Have the target answer the prompts of --data anew.")
     ] = False,
     synthesise: Annotated[
-        int, typer.Option("--synthesise", min=0, help="Prompts that the target writes itself, and answers.")
+        int,
+        typer.Option("--synthesise", min=0, help="Have the target write and answer this many prompts.", metavar="N"),
     ] = 0,
     mix: Annotated[
-        str | None, typer.Option("--mix", help="Weights of sources, by name.", metavar="NAME=WEIGHT,...")
+        str | None, typer.Option("--mix", help="How much each source counts, by its name.", metavar="NAME=WEIGHT,...")
     ] = None,
     init_from: Annotated[
         Path | None, typer.Option("--init-from", help="Continue from this drafter's weights.", metavar="DIR")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the training in --out.")] = False,
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0.001, help="Of training; 10 if unset.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Instead of minutes.")] = None,
-    stop_minutes: Annotated[
-        float | None, typer.Option("--stop-minutes", min=0.001, help="End this run early; --resume goes on.")
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0.001, help="Minutes of training; unset: 10.", metavar="MINUTES")
     ] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Of a step.")] = 64,
-    length: Annotated[int, typer.Option("--length", min=32, help="Tokens of a row.")] = 512,
-    lr: Annotated[float, typer.Option("--lr", min=0.0, help="Highest learning rate.")] = 1e-3,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps.")] = 200,
-    optimizer: Annotated[str, typer.Option("--optimizer", metavar="adamw|muon")] = "adamw",
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps of training, instead of --minutes.", metavar="N")
+    ] = None,
+    stop_minutes: Annotated[
+        float | None,
+        typer.Option("--stop-minutes", min=0.001, help="End this run early; --resume goes on.", metavar="MINUTES"),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of a step.", metavar="N")] = 64,
+    length: Annotated[int, typer.Option("--length", min=32, help="Tokens of each row.", metavar="N")] = 512,
+    lr: Annotated[float, typer.Option("--lr", min=0.0, help="Highest learning rate.", metavar="N")] = 1e-3,
+    warmup: Annotated[
+        int, typer.Option("--warmup", min=0, help="Steps over which the learning rate rises.", metavar="N")
+    ] = 200,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="Optimizer: adamw or muon.", metavar="NAME")] = "adamw",
     size: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A size of the method: layers, block, draft_vocab, ...", metavar="NAME=VALUE"),
+        typer.Option(
+            "--set",
+            help="A size of the method, such as layers, block or draft_vocab; repeatable.",
+            metavar="NAME=VALUE",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
-    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Seed of the weights and of the order of the data.", metavar="N")
+    ] = 0,
+    device: Annotated[
+        str, typer.Option("--device", help="Where to train: auto, cpu or cuda.", metavar="NAME")
+    ] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Train a drafter for a model, from its own answers."""

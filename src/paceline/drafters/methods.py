@@ -142,6 +142,10 @@ OTHER_NAMES = {
 ELSEWHERE = ("mtp", "deepseek-mtp", "hydra", "mlp-speculator", "lookahead", "layerskip", "self-speculative")
 OF = ":"  # between the name of a method and that of one of several drafters
 OPTIONS = tuple(dict.fromkeys(option for method in METHODS.values() for option in method.options))
+_NEEDED = {
+    "draft_model": "a smaller model of the same vocabulary",
+    DRAFTER: "the folder of a drafter trained for the model",
+}
 _UNSET = {field.name: field.default for field in fields(SpeculationConfig)}
 
 
@@ -242,7 +246,7 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
         given = getattr(speculation, need)
         packaged = need == DRAFTER and any(serves(method, folder) for folder in packaged_folders())
         if given == (NONE,) or not (given or packaged):
-            raise InvalidParameter(need, needs_one(method))
+            raise InvalidParameter(need, needs_one(method, need))
 
 
 def packaged_folders(root: Path = SHIPPED) -> list[Path]:
@@ -250,8 +254,8 @@ def packaged_folders(root: Path = SHIPPED) -> list[Path]:
     return [path.parent for path in sorted(root.glob("*/config.json"))]
 
 
-def needs_one(method: str) -> str:
-    return f"method {method} needs one; give it, or choose {AUTO}, which needs none"
+def needs_one(method: str, need: str = DRAFTER) -> str:
+    return f"method {method} needs {_NEEDED[need]}; name it, or choose {AUTO}"
 
 
 def serves(method: str, folder: Path) -> bool:

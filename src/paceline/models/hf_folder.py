@@ -85,7 +85,10 @@ def _instead(folder: Path) -> str:
             "; there are pickled weights (.bin), which are not supported: convert them with "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) from transformers"
         )
-    return ""
+    within = sorted(each for depth in ("*", "*/*") for each in folder.glob(f"{depth}/config.json"))
+    if within and not (folder / "config.json").exists():  # a checkpoint of a run, a snapshot in the hub's cache
+        return f"; name the folder that does, such as {within[0].parent}"
+    return "; a model's folder has config.json, tokenizer.json and *.safetensors"
 
 
 def _base_of(adapter: Path) -> str:

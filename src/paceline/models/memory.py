@@ -38,3 +38,9 @@ def says_what_to_lower() -> Iterator[None]:
             "the GPU is out of memory; lower gpu_memory_fraction (or kv_cache_bytes), max_num_batched_tokens, "
             "max_num_seqs or max_model_len"
         ) from error
+    except (RuntimeError, MemoryError, OverflowError) as error:  # torch's of a CPU, or a size beyond 64 bits
+        if isinstance(error, RuntimeError) and not any(each in str(error).lower() for each in ("memory", "overflow")):
+            raise
+        raise DeviceError(
+            "the memory does not hold the cache; lower kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
+        ) from error

@@ -28,7 +28,7 @@ from paceline.models.threads import torch_threads
 from paceline.models.weights import MIDDLE, Dtypes, StoredWeight, WeightKind
 from paceline.tokenizer import Tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 TYPICAL = "model.layers.0.mlp.down_proj.weight"  # the weight whose kind stands for the model's
 MOST_THREADS = 256  # of the native kernels' pool
@@ -151,14 +151,14 @@ def choose_device(name: str) -> torch.device:
     if name not in DEVICES:
         raise InvalidParameter("device", f"{name!r} is not one of {', '.join(DEVICES)}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            "device cuda was asked for, but torch sees no CUDA GPU; use --device cpu or run `paceline doctor`"
-        )
+        raise DeviceError("device cuda was asked for, but torch sees no CUDA GPU; choose cpu, or run `paceline doctor`")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
     """auto: weights are read as the file has them (None); a GPU has those that are plain numbers in bf16."""
+    if name == "float16" and device.type != "cpu":
+        raise InvalidParameter("dtype", "a GPU computes in bfloat16 or float32 here; use bfloat16, which auto is")
     return None if name == "auto" else DTYPES[name]
 
 

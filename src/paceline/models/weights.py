@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.errors import InvalidParameter
 from paceline.models.gguf_blocks import LAYOUTS
 
 
@@ -154,7 +155,10 @@ class StoredWeight:
             data, *others = (None if part is None else part.to(device) for part in self.parts)
             assert data is not None
             return StoredWeight(self.kind, data, self.shape, *others)
-        return StoredWeight.of(self.numbers().to(device=device, dtype=kind.dtype))
+        numbers = self.numbers().to(device=device, dtype=kind.dtype)
+        if kind is WeightKind.FLOAT16 and self.kind is not kind and not torch.isfinite(numbers).all():
+            raise InvalidParameter("dtype", "float16 is too narrow for this model's weights; use bfloat16 or float32")
+        return StoredWeight.of(numbers)
 
 
 def joined(parts: Sequence[StoredWeight]) -> StoredWeight:
