@@ -41,12 +41,6 @@ class Form(Protocol[S]):
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
         """Drafts from what `find` found."""
 
-    def guess(self, state: S, count: int) -> list[int]:
-        """The likeliest path of such a draft."""
-
-    def match(self, state: S) -> int:
-        """Tokens of context shared with the best place found."""
-
     def drop(self, state: S) -> None:
         """Free the state."""
 
@@ -68,15 +62,6 @@ class LookupDrafter(HostDrafter, Generic[S]):
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
         return self.form.draft(self.looked_up([row.sequence for row in rows]), [row.budget for row in rows])
-
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        (state,) = self.looked_up([sequence])
-        return self.form.guess(state, count)
-
-    def match_length(self, sequence: Sequence) -> int:
-        """Tokens of context shared with the best place that the last lookup found; 0: nothing was found."""
-        state = self.states.get(sequence.key)
-        return 0 if state is None else self.form.match(state)
 
     def read_prompt(self, sequence: Sequence, end: int) -> None:
         """Index the computed part of a prompt; tokens that decoding commits are indexed when a draft is needed."""

@@ -39,12 +39,6 @@ class NativeNgrams(NativeForm[NgramState]):
     def new(self, sequence: Sequence) -> NgramState:
         return NgramState(sequence, self._min, self._max)
 
-    def guess(self, state: NgramState, count: int) -> list[int]:
-        return self._one(state, count)[0]
-
-    def match(self, state: NgramState) -> int:
-        return state.evidence
-
     def drop(self, state: NgramState) -> None:
         pass
 

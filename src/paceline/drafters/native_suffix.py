@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from paceline.drafters.native_lookup import NativeForm, NativeState
 from paceline.drafters.suffix_index import DEPTH, LEVELS, LIMIT, MIN_ROWS, Ints, Memory, SuffixIndex
 from paceline.drafters.suffix_store import SuffixStore
-from paceline.drafters.suffix_tree import BEHIND, ELSEWHERE, FORETOLD, SURE, THRESHOLD, WITH, Tree
+from paceline.drafters.suffix_tree import BEHIND, ELSEWHERE, FORETOLD, SURE, THRESHOLD, WITH
 from paceline.models.native_kernels import Library
 from paceline.sequence import Sequence
 
@@ -70,9 +69,6 @@ class NativeIndex(SuffixIndex):
     def end(self, end: int) -> None:
         self._view.end = end
 
-    def extend(self, tokens: SequenceOf[int]) -> None:
-        self.extend_array(np.asarray(tokens, np.int32))
-
     def _extend(self, tokens: Ints) -> None:
         tokens = np.ascontiguousarray(tokens)
         self._native_extend(self.address, tokens.ctypes.data, len(tokens))
@@ -104,12 +100,6 @@ class NativeSuffixes(NativeForm[SuffixState]):
 
     def new(self, sequence: Sequence) -> SuffixState:
         return SuffixState(sequence, self._memory.new_index())
-
-    def guess(self, state: SuffixState, count: int) -> list[int]:
-        return Tree(*self._one(state, count)).best_path()
-
-    def match(self, state: SuffixState) -> int:
-        return int(state.view.places[0].match) if state.view.count else 0
 
     def drop(self, state: SuffixState) -> None:
         self._memory.give_back(state.index)

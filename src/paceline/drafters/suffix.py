@@ -78,12 +78,6 @@ class PlainSuffixes:
         num_nodes = torch.from_numpy(np.array(counts, np.int64))
         return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
 
-    def guess(self, state: _State, count: int) -> list[int]:
-        return grow(state.places, count).best_path()
-
-    def match(self, state: _State) -> int:
-        return state.places[0][0] if state.places else 0
-
     def drop(self, state: _State) -> None:
         self._memory.give_back(state.index)
 

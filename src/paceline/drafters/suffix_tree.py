@@ -36,14 +36,11 @@ class Tree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    score: float = 0.0  # the sum of the probabilities: the expected number of accepted tokens
-    match: int = 0  # longest context shared, in tokens
 
-    def add(self, token: int, parent: int, depth: int, probability: float) -> int:
+    def add(self, token: int, parent: int, depth: int) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(depth)
-        self.score += probability
         return len(self.tokens) - 1
 
     def path(self, node: int) -> list[int]:
@@ -55,13 +52,6 @@ class Tree:
             tokens.append(self.tokens[node])
             node = self.parents[node]
         return tokens[::-1]
-
-    def best_path(self) -> list[int]:
-        """The most probable child of the most probable child, and so on."""
-        node = -1
-        while node in self.parents:
-            node = self.parents.index(node)  # siblings stand in order of probability
-        return self.path(node)
 
 
 class Lookup:
@@ -140,7 +130,7 @@ def _total(numbers: list[float]) -> float:
 
 def grow(places: list[Place], budget: int) -> Tree:
     """The most probable nodes, from the places of `places_of`; a smaller budget gives a prefix of a larger one's."""
-    tree = Tree(match=places[0][0] if places else 0)
+    tree = Tree()
     waiting: list[tuple[float, int, int, int, int, list[Place]]] = []  # -probability, order, parent, depth, token, ...
     parent, depth, order, worth = -1, 0, 0, 1.0  # `worth`: what a vote of the places adds to a child's probability
     while places and len(tree.tokens) < budget:
@@ -151,7 +141,7 @@ def grow(places: list[Place], budget: int) -> Tree:
             run = _agreed(places, depth, probability, budget - len(tree.tokens))
             for token in run:
                 depth += 1
-                parent = tree.add(token, parent, depth, probability)
+                parent = tree.add(token, parent, depth)
                 probability *= FORETOLD[min(places[0][0] + depth, DEPTH)]
             if run:
                 worth = probability / _votes(places)
@@ -170,7 +160,7 @@ def grow(places: list[Place], budget: int) -> Tree:
         if not waiting:
             break
         less, _, parent, depth, token, places = heapq.heappop(waiting)
-        parent = tree.add(token, parent, depth, -less)
+        parent = tree.add(token, parent, depth)
         worth = -less * FORETOLD[min(places[0][0] + depth, DEPTH)] / _votes(places)
     return tree
 
