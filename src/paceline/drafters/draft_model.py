@@ -32,7 +32,7 @@ from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChain
 from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
-from paceline.models.plan import PassPlan
+from paceline.models.plan import PassPlan, padded_tables, slots_of
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.models.warmup import drafting
 from paceline.sequence import Sequence
@@ -395,15 +395,12 @@ class DraftModelDrafter:
 
         All inputs are on the host, except tokens just drawn.
         """
-        blocks = tables[owners, positions // self._block_size]
-        slots = blocks * self._block_size + positions % self._block_size
+        slots = slots_of(tables, owners, positions, self._block_size)
         plan = PassPlan.in_order(positions, slots, owners, tables, self._block_size, max_len)
         return self._model.forward(tokens, plan, self._caches, logit_rows).logits
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
-        blocks = [self._blocks(sequence) for sequence in sequences]
-        width = max(map(len, blocks))
-        return torch.tensor([one + [-1] * (width - len(one)) for one in blocks], dtype=torch.int32)
+        return padded_tables([self._blocks(sequence) for sequence in sequences])
 
     def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)

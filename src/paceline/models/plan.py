@@ -10,6 +10,7 @@ reach == position + 1; rows of a block that sees itself share one reach behind t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +26,12 @@ def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
     """Cache slots of positions, by their sequence's row of the block tables (S, W): the only slot arithmetic."""
     block = position // block_size
     return tables.reshape(-1).take(owner * tables.shape[1] + block) * block_size + position % block_size
+
+
+def padded_tables(blocks: Sequence[Sequence[int]]) -> Tensor:
+    """(S, W) block ids of sequences, -1 beyond each one's end."""
+    width = max(map(len, blocks))
+    return torch.tensor([[*one, *[-1] * (width - len(one))] for one in blocks], dtype=torch.int32)
 
 
 class DeviceTrees(NamedTuple):

@@ -84,8 +84,7 @@ def load_model(
     config = load_config(path)
     weights, extra = load_all_weights(path, config, declared)
     vocabulary = Tokenizer.from_path(tokenizer or path)  # before the weights are read, which takes longest
-    stored = choose_dtype(dtype, place)
-    dtypes = Dtypes.of(stored, place, cache)
+    dtypes = Dtypes.of(DTYPES.get(dtype), place, cache)  # auto: weights are kept as the file has them
     kind = dtypes.kept(weights.kinds[TYPICAL]) or weights.kinds[TYPICAL]
     if activations == INT8 and not (kind.is_blocks or kind in MIDDLE):  # codes of integers may become blocks
         _refuse_int8(kind)
@@ -154,11 +153,6 @@ def choose_device(name: str) -> torch.device:
             "device cuda was asked for, but torch sees no CUDA GPU; use --device cpu or run `paceline doctor`"
         )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """auto: weights are read as the file has them (None); a GPU has those that are plain numbers in bf16."""
-    return None if name == "auto" else DTYPES[name]
 
 
 def choose_kv_dtype(name: str, device: torch.device, kernels: Kernels) -> torch.dtype | None:

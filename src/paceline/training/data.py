@@ -22,7 +22,7 @@ from paceline.models.loader import load_config
 from paceline.sampling_params import SamplingParams
 from paceline.tokenizer import Tokenizer
 from paceline.training.files import Message, encoded, read_examples
-from paceline.training.filters import first_of_each, loop_ends, without_loops
+from paceline.training.filters import loop_ends, without_loops
 from paceline.training.store import Sequences, TokenStore, token_dtype
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -78,7 +78,7 @@ def write_prompts(llm: LLM, count: int, known: Collection[Tokens] = ()) -> list[
     added = llm.tokenizer.backend.get_added_tokens_decoder()
     specials = {token for token, text in added.items() if text.special} | eos
     kept = [text for text in texts if len(text) >= LEAST_PROMPT and not specials & set(text)]
-    kept = [text for text in first_of_each(kept) if text not in known]
+    kept = [text for text in dict.fromkeys(kept) if text not in known]
     if not kept:
         return []
     sequences = Sequences.of([((), text) for text in kept], llm.config.vocab_size)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from paceline.config import ModelConfig
 from paceline.drafters import dspark_checkpoint
+from paceline.drafters.checkpoint import draft_ids
 from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
 from paceline.drafters.speculators import TargetShape
 from paceline.errors import InvalidParameter
@@ -129,14 +130,7 @@ def layer_parameters(parameters: Mapping[str, Tensor], index: int) -> LayerParam
     def get(name: str) -> Any:
         return parameters.get(f"layers.{index}.{name}.weight")
 
-    attention = {
-        "q": "q_proj",
-        "k": "k_proj",
-        "v": "v_proj",
-        "q_norm": "q_norm",
-        "k_norm": "k_norm",
-        "output": "o_proj",
-    }
+    attention = {part: f"{part}_proj" for part in "qkv"} | {"output": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}
     return LayerParameters(
         input_norm=get("input_layernorm"),
         mlp_norm=get("post_attention_layernorm"),
@@ -203,7 +197,7 @@ class DSparkModel:
         def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, dynamic=False) if compiled else function
 
-        self._fuse, self._layer, self._chunk = compile_(fuse), compile_(context_and_layer), compile_(chunk_loss)
+        self._fuse, self._layer, self.chunk = compile_(fuse), compile_(context_and_layer), compile_(chunk_loss)
 
     def context(self, parameters: Mapping[str, Tensor], taps: Tensor, *, compiled: bool = True) -> Tensor:
         run = self._fuse if compiled else fuse
@@ -245,10 +239,6 @@ class DSparkModel:
             x = self._layer(x, context, at_context, at_block, mask, weights, self.eps, self.dtype)
         normed = rms_norm(x, parameters["norm.weight"], self.eps).to(self.dtype)
         return normed.view(rows, count, size, -1)
-
-    @property
-    def chunk(self) -> Any:
-        return self._chunk
 
 
 class DSparkTrainee:
@@ -302,7 +292,7 @@ class DSparkTrainee:
         )
         offsets = tensors.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         trainee.target, trainee.config = target, config
-        trainee.vocab = (offsets + torch.arange(len(offsets))).to(target.device)
+        trainee.vocab = draft_ids(offsets).to(target.device)
         trainee._prepare(tensors, compiled)
         return trainee
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.drafters import eagle_checkpoint
+from paceline.drafters.checkpoint import draft_ids
 from paceline.drafters.eagle_config import LAYER, EagleConfig, published_layers, shapes
 from paceline.drafters.speculators import TargetShape
 from paceline.training.batch import Batch, ahead, anchors
@@ -153,7 +154,7 @@ class EagleTrainee:
             self.config, stored = eagle_checkpoint.read(init_from, target.config)
             tensors = {key: tensor for key, tensor in stored.items() if key not in FROZEN}
             if "d2t" in stored:
-                vocab = stored["d2t"].cpu() + torch.arange(len(stored["d2t"]))
+                vocab = draft_ids(stored["d2t"])
         self.vocab = (vocab if self.config.vocab < size else torch.arange(size)).to(target.device)
         self.taps = self.config.taps(target.config.num_layers) if fused else ()
         self.parameters = {

@@ -54,7 +54,3 @@ def repeats(answer: Array, size: int = GRAM) -> bool:
     """Whether a passage of an answer occurs twice: such answers are reported apart."""
     hashes = gram_hashes(answer, size)
     return len(np.unique(hashes)) < len(hashes)
-
-
-def first_of_each(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(prompts))
