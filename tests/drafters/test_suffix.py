@@ -19,12 +19,12 @@ from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.suffix_index import DEPTH, END, LEVELS, LIMIT, Context, SuffixIndex
 from paceline.drafters.suffix_store import MAX_CORPUS, SuffixStore
 from paceline.drafters.suffix_tree import (
-    BEHIND,
-    ELSEWHERE,
-    FORETOLD,
-    SURE,
+    EVIDENCE_STEPS,
+    HIT_RATE,
+    INSERTED,
+    STORE_WEIGHT,
+    SUBSTITUTED,
     THRESHOLD,
-    WITH,
     Lookup,
     evidence_of,
     grow,
@@ -82,26 +82,26 @@ def naive_places(structures, tokens):
     """(tokens shared, votes, text, position) of all that may vote: the own text's first, a past one's for less."""
     known = [
         (match, weight * 2**match, text, position)
-        for text, weight in zip(structures, (1, ELSEWHERE), strict=True)
+        for text, weight in zip(structures, (1, STORE_WEIGHT), strict=True)
         for position, match in naive_occurrences(text, tokens).items()
     ]
     long = [
         (match, weight * 2**match, text, position)
-        for text, weight in zip(structures, (1, ELSEWHERE), strict=True)
+        for text, weight in zip(structures, (1, STORE_WEIGHT), strict=True)
         for position, match in naive_occurrences(text, tokens, LEVELS[:1]).items()
     ]
     known = long or known
     longest, total = max((place[0] for place in known), default=0), sum(place[1] for place in known)
-    places = [(match, FORETOLD[longest] * votes / total, text, position) for match, votes, text, position in known]
+    places = [(match, HIT_RATE[longest] * votes / total, text, position) for match, votes, text, position in known]
     if longest <= 1:
         own, last = structures[0], len(tokens) - 1
         copied = naive_occurrences(own, tokens[:-1], (2,), 1 + LIMIT)
         recent = sorted((p for p in copied if p != last), reverse=True)
         if recent := recent[: LIMIT - (last in copied)]:
             left_out = max(recent, key=copied.get)
-            for start, often in ((left_out + 1, BEHIND), (left_out, WITH)):
+            for start, often in ((left_out + 1, SUBSTITUTED), (left_out, INSERTED)):
                 if start < last:
-                    places.append((1, often * (1 - FORETOLD[longest]), own, start))
+                    places.append((1, often * (1 - HIT_RATE[longest]), own, start))
     return places
 
 
@@ -112,7 +112,7 @@ def naive_paths(places, own):
         path, probability, voters = frontier.pop()
         worth = 1.0
         if path:
-            sure = FORETOLD[min(max(place[0] for place in voters) + len(path), DEPTH)]
+            sure = HIT_RATE[min(max(place[0] for place in voters) + len(path), DEPTH)]
             worth = probability * sure / sum(place[1] for place in voters)
         children = {}
         for match, votes, text, start in voters:
@@ -128,7 +128,7 @@ def naive_paths(places, own):
 
 def tree_of(tokens, budget, *indexes):
     context = Context(tokens)
-    lookups = [Lookup(index, context, ELSEWHERE if at else 1.0) for at, index in enumerate(indexes)]
+    lookups = [Lookup(index, context, STORE_WEIGHT if at else 1.0) for at, index in enumerate(indexes)]
     places = places_of(lookups, indexes[0], context)
     return grow(places, budget), evidence_of(places)
 
@@ -162,7 +162,7 @@ def test_the_tree_is_the_one_a_naive_count_finds(tokens, past, budget):
         assert evidence == longest
     else:
         sure = sum(chance for path, chance in likely.items() if len(path) == 1)
-        assert evidence in {sum(sure >= step + close for step in SURE) for close in (-CLOSE, CLOSE)}
+        assert evidence in {sum(sure >= step + close for step in EVIDENCE_STEPS) for close in (-CLOSE, CLOSE)}
         assert (evidence == 0) == (not likely), "an empty draft has no evidence"
 
 
@@ -194,7 +194,7 @@ def test_a_copy_that_strayed_goes_on_behind_the_token_left_out_or_with_it():
     tokens, parents = propose(drafter, sequence, 8)
     assert [token for token, parent in zip(tokens, parents, strict=True) if parent < 0] == [5, 4]
     assert propose(drafter, sequence, 2) == ([5, 4], [-1, -1])
-    assert drafter.evidence(sequence) == sum(step <= BEHIND + WITH for step in SURE) > 0
+    assert drafter.evidence(sequence) == sum(step <= SUBSTITUTED + INSERTED for step in EVIDENCE_STEPS) > 0
     sequence.tokens += [5]
     assert propose(drafter, sequence, 1)[0] == [6], "and then follows it again"
     assert propose(make(), sequence_of([1, 2, 3, 4, 9, 3, 8]), 8) == ([], []), "one token shared is no copy"

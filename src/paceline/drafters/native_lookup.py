@@ -36,7 +36,7 @@ class NativeState(State):
 S = TypeVar("S", bound=NativeState)
 
 
-class NativeForm(ABC, Generic[S]):
+class NativeBackend(ABC, Generic[S]):
     """`method` names a pair of native functions, to find and to draft, with `shared` as further arguments of both;
     `append` the one that adds tokens to a text."""
 
@@ -46,7 +46,7 @@ class NativeForm(ABC, Generic[S]):
         self._shared = shared
         self._out, self._out_at = np.empty(0, np.int64), 0  # the last drafts, and the buffer's address
 
-    def take_in(self, state: S, end: int) -> None:
+    def index_up_to(self, state: S, end: int) -> None:
         if end <= state.indexed:  # the last lookup holds positions, which must stay valid
             return
         tokens = state.sequence.tokens

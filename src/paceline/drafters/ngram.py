@@ -87,7 +87,7 @@ class _State(State):
         self.start = 0  # where the continuation begins
 
 
-class PlainNgrams:
+class PythonNgrams:
     """In Python: where there is no native library, and as the reference in tests."""
 
     def __init__(self, ngram_min: int, ngram_max: int, vocab_size: int) -> None:
@@ -96,7 +96,7 @@ class PlainNgrams:
     def new(self, sequence: Sequence) -> _State:
         return _State(sequence, self._new_index())
 
-    def take_in(self, state: _State, end: int) -> None:
+    def index_up_to(self, state: _State, end: int) -> None:
         state.index.extend(state.sequence.tokens, end)
 
     def find(self, states: SequenceOf[_State]) -> None:
@@ -130,6 +130,6 @@ class NgramDrafter(LookupDrafter[Any]):
         lengths = context.speculation.ngram_min, context.speculation.ngram_max
         library = load_library() if native else None
         if library is None:
-            super().__init__(PlainNgrams(*lengths, context.config.vocab_size))
+            super().__init__(PythonNgrams(*lengths, context.config.vocab_size))
         else:
             super().__init__(NativeNgrams(library, *lengths))

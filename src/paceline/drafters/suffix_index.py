@@ -23,7 +23,7 @@ MIN_ROWS = 64
 
 _PRIME = 1_858_537_381  # hashes are packed tokens modulo this; below 2**31, so that products fit 64 bits
 _BASE = (1 << 32) % _PRIME
-_STRANGER = -2  # equal to no token and not to END
+_NO_TOKEN = -2  # equal to no token and not to END
 _CHUNK = 16_384  # tokens indexed at once, which bounds the temporary memory
 _LAST_POSITION = (1 << 31) - (1 << 27)  # positions are 32-bit; past this the ring is renumbered
 
@@ -35,7 +35,7 @@ class Context:
 
     def __init__(self, tokens: SequenceOf[int]) -> None:
         tail = tokens[-DEPTH:]
-        self.newest_first = [*reversed(tail), _STRANGER]
+        self.newest_first = [*reversed(tail), _NO_TOKEN]
         value, values = 0, [0]
         for token in self.newest_first[: min(LEVELS[0], len(tail))]:
             value = (value * _BASE + token) % _PRIME
@@ -167,7 +167,7 @@ class SuffixIndex:
         kept: Ints = self._text[np.arange(self.end - count, self.end) & (self.rows - 1)]
         return kept
 
-    def agreed(self, starts: SequenceOf[int], depth: int, count: int) -> list[int]:
+    def common_run(self, starts: SequenceOf[int], depth: int, count: int) -> list[int]:
         """Up to `count` tokens from `depth` after every start, if they are the same; else nothing."""
         count = min(count, self.end - max(starts) - depth)
         slots = [start + depth & self.rows - 1 for start in starts]
