@@ -10,7 +10,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +22,6 @@ from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter
-from paceline.models.decoder import ModelOutput
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
     AHEAD,
@@ -36,6 +34,7 @@ from tests.drafters.contract_toys import (
     Choosing,
     FunctionModel,
     Letters,
+    Stumbling,
     ToyGrammar,
     answers,
     exact_joint,
@@ -466,27 +465,10 @@ def test_steps_without_speculation_in_between_change_nothing(method):
     assert exercised(sequences.values())
 
 
-class Stumbling:
-    """A real model as its own drafter, wrong at every fourth position."""
-
-    def __init__(self, model):
-        self.model = model
-        self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
-        self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
-
-    def prepare(self, *_):
-        return False
-
-    def forward(self, tokens, plan, caches, logit_rows, taps=()):
-        logits = self.model.forward(tokens, plan, caches, logit_rows).logits
-        wrong = plan.positions[logit_rows] % 4 == 3
-        return ModelOutput(torch.where(wrong[:, None], -logits, logits), None)
-
-
 def make_real(method, llm, texts):
     """The table's way to load a model or heads is tested on tiny ones."""
     if method == "draft-model":
-        return DraftModelDrafter(Stumbling(llm.loaded.decoder))
+        return DraftModelDrafter(Stumbling(llm.loaded.decoder, lambda positions: positions % 4 == 3))
     if method == "medusa":
         decoder = llm.loaded.decoder
         return MedusaDrafter(overfit_heads(decoder, texts), llm.config.vocab_size, kernels=decoder.kernels)

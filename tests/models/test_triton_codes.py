@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+from tests.interpreter import require_interpreter
+
+require_interpreter()
 
 from paceline.models.buckets import alike
 from paceline.models.gguf_codes import as_codes

@@ -16,13 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
-if not triton.knobs.runtime.interpret:
-    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+from tests.interpreter import require_interpreter
 
-from paceline.config import ModelConfig
+require_interpreter()
+
 from paceline.errors import DeviceError
 from paceline.models.decoder import Decoder
 from paceline.models.fast_kernels import FastKernels
@@ -36,6 +33,7 @@ from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import TritonKernels
 from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes
+from tests.models.random_llama import llama, random_weights
 from tests.models.test_kernels import (
     BLOCK_ENDS,
     BLOCK_ROWS,
@@ -299,29 +297,11 @@ def test_tiles_are_runs_of_one_sequence_cut_to_fit() -> None:
 
 # ---- a whole pass ----------------------------------------------------------------------------------------------------
 
-CONFIG = ModelConfig(
-    architecture="llama",
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=128,
-    tie_embeddings=True,
-)
+CONFIG = llama(vocab_size=50, hidden_size=32, intermediate_size=48, head_dim=16, max_positions=128)
 
 
 def weights() -> dict[str, Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (50, 32), "model.norm.weight": (32,)}
-    for layer in range(2):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.input_layernorm.weight": (32,), f"{at}.post_attention_layernorm.weight": (32,)}
-        shapes |= {f"{at}.self_attn.{n}_proj.weight": (64 if n == "q" else 32, 32) for n in "qkv"}
-        shapes |= {f"{at}.self_attn.o_proj.weight": (32, 64), f"{at}.mlp.down_proj.weight": (32, 48)}
-        shapes |= {f"{at}.mlp.{n}_proj.weight": (48, 32) for n in ("gate", "up")}
-    return {name: torch.rand(s) + 0.5 if len(s) == 1 else torch.randn(s) / 4 for name, s in shapes.items()}
+    return random_weights(CONFIG, 1.4)
 
 
 def plan_of(positions: list[int], tables: Tensor) -> PassPlan:
