@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.advisor.activations import activations_cost
 from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
 from paceline.advisor.machine import Machine
-from paceline.advisor.profile import host_drafter, model_drafter, profile
+from paceline.advisor.profile import activations_cost, host_drafter, model_drafter, profile
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import Plan
 from paceline.cli.advise_words import notes
@@ -136,7 +135,7 @@ def test_int8_activations_are_timed_and_their_distance_is_told(tmp_path: Path) -
     machine = Machine(str(tmp_path / "blocks"), device="cpu", raw=True)
     rounded = machine.with_int8()
     assert rounded is not None
-    cost = activations_cost(machine.loaded, rounded, [[5, 6, 7] * 4, [8, 9] * 3])
+    cost = activations_cost(machine.loaded, rounded, [[5, 6, 7] * 4, [8, 9] * 3], machine.clock)
     assert set(cost.float32_s) == set(cost.int8_s) == {1, 4, 8, 16}
     assert min(*cost.float32_s.values(), *cost.int8_s.values()) > 0
     assert cost.distance["tokens"] == 18

@@ -16,7 +16,7 @@ from tests.interpreter import require_interpreter
 require_interpreter()
 
 from paceline.models.buckets import alike
-from paceline.models.gguf_codes import as_codes
+from paceline.models.code_blocks import as_codes
 from paceline.models.pass_prior import GPU, GPU_CODES, prior_of
 from paceline.models.triton.codes import MOST_ROWS, expanded, laid_out, ring_for
 from paceline.models.triton.linear import Rotary, linear

@@ -22,7 +22,6 @@ require_interpreter()
 
 from paceline.errors import DeviceError
 from paceline.models.decoder import Decoder
-from paceline.models.fast_kernels import FastKernels
 from paceline.models.kernels import LayerByLayer, Rope, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
@@ -30,7 +29,7 @@ from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
 from paceline.models.triton.division import tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
-from paceline.models.triton_kernels import TritonKernels
+from paceline.models.triton_kernels import FastKernels, TritonKernels
 from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes
 from tests.models.random_llama import llama, random_weights

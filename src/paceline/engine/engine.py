@@ -20,7 +20,7 @@ from paceline.config import AUTO, NONE, EngineConfig
 from paceline.drafters import Drafter
 from paceline.drafters.methods import is_called
 from paceline.engine.adaptive import AdaptivePolicy
-from paceline.engine.batch import Batch, StepOutputs
+from paceline.engine.batch import Batch, EngineStats, StepOutputs
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafting import DrafterSet
@@ -28,7 +28,6 @@ from paceline.engine.policy import Policy, StepReport, wish
 from paceline.engine.runner import Flight, Runner
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
 from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, QueueFull, shown
 from paceline.garbage import expect_objects, no_collection

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.models.chain import GreedyChain
-from paceline.models.gguf_codes import as_codes
-from paceline.models.kernels import FLOAT32, Layer, Rope, Shape, Stack, Weights
+from paceline.models.code_blocks import as_codes
+from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import elementwise
@@ -23,7 +24,7 @@ from paceline.models.triton.attention import Work, Workspace, attention, work_of
 from paceline.models.triton.codes import fits, keeps_codes, laid_out
 from paceline.models.triton.greedy_chain import TritonChain, served
 from paceline.models.triton.launch import INTERPRETED, multiprocessors
-from paceline.models.triton.linear import Rotary, linear
+from paceline.models.triton.linear import FEW_ROWS, Rotary, linear
 from paceline.models.weights import Linear, StoredWeight, alike, in_one_kind, joined
 
 log = logging.getLogger("paceline")
@@ -148,3 +149,38 @@ class TritonStack:
             return linear(hidden, layer.qkv, rotary=rotary, overlap=overlap).view(len(hidden), shape.q_heads, -1)
         qkv = linear(hidden, layer.qkv, overlap=overlap)
         return elementwise.rope_and_store(qkv, plan, shape.rope(layer), cache, overlap=overlap)
+
+
+class FastKernels(TritonKernels):
+    """`--numerics fast`: passes of many rows use the vendor's products, which choose their own order of sums.
+
+    Up to 64 rows our products, which read weights as fast as memory allows, are still used. Beyond, a row's bits depend
+    on the size of its pass: lossless in distribution, but a near-tie may resolve differently in a prefill than in a
+    step.
+    """
+
+    name = "triton, fast"
+    exact = False
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        if len(x) <= FEW_ROWS or weight.weight.kind.has_scales:
+            return super().linear(x, weight)
+        return F.linear(x, weight.weight.data, weight.bias)
+
+    def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        if len(x) <= FEW_ROWS or weight.weight.kind.has_scales:
+            return super().logits(x, weight, out)
+        logits = self.linear(x, weight).float()
+        return logits if out is None else out.copy_(logits)
+
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+        return _FastStack(super().stack(layers, caches, shape), LayerByLayer(self, layers, caches, shape))
+
+
+class _FastStack:
+    def __init__(self, few: Stack, many: Stack) -> None:
+        self.caches, self._few, self._many = few.caches, few, many
+
+    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        stack = self._few if len(residual) <= FEW_ROWS else self._many
+        return stack.run(first, last, added, residual, plan)
