@@ -262,9 +262,7 @@ REAL = [(OURS, "auto"), *((peer, method) for peer in PEERS for method in ("plain
 
 
 @pytest.mark.parametrize(("peer", "method"), REAL)
-def test_an_adapter_answers_as_paceline_does(
-    peer: str, method: str, smollm2, smollm2_path: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_answers_as_paceline_does(peer, method, smollm2, smollm2_path, tmp_path) -> None:
     """Greedy, 12 tokens of a quotation, token for token: all multiply in fp32 with the same weights."""
     from paceline import SamplingParams
 

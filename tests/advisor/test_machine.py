@@ -78,9 +78,7 @@ def test_every_drafter_is_tried_and_the_best_with_every_k(machine: Machine) -> N
 
 
 @pytest.mark.parametrize("problem", ["vocabulary", "memory"])
-def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(
-    problem: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(problem, folder, tmp_path, monkeypatch) -> None:
     save_tiny("llama-tied", tmp_path)
     if problem == "vocabulary":
         spelt = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -95,9 +93,7 @@ def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(
     assert says in found.refused[str(tmp_path)]
 
 
-def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(machine, monkeypatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -110,9 +106,7 @@ def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(
 
 
 @pytest.mark.parametrize(("until", "missing"), [(0.7, ["the check"]), (0.85, ["the rest of the check"])])
-def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(
-    machine: Machine, until: float, missing: list[str]
-) -> None:
+def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(machine, until, missing) -> None:
     found = Advice(model="tiny", settings={"temperature": 0.0})
 
     def interrupt(done: float, total: float, what: str) -> None:

