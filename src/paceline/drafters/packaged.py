@@ -15,10 +15,10 @@ log = logging.getLogger("paceline")
 SHIPPED = Path(__file__).parent / "shipped"
 
 
-def packaged_for(config: ModelConfig, embedding: Tensor, folder: Path = SHIPPED) -> Path | None:
+def packaged_for(config: ModelConfig, embedding: Tensor) -> Path | None:
     """The packaged drafter for a model with this embedding (V, H), in whatever precision; another model of the same
     shape has none."""
-    for path in sorted(folder.glob("*/config.json")):
+    for path in sorted(SHIPPED.glob("*/config.json")):
         try:
             target = target_of(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError) as problem:

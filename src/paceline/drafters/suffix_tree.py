@@ -136,9 +136,8 @@ def grow(places: list[Place], budget: int) -> Tree:
     waiting: list[tuple[float, int, int, int, int, list[Place]]] = []  # -probability, order, parent, depth, token, ...
     parent, depth, order, worth = -1, 0, 0, 1.0  # `worth`: what a vote of the places adds to a child's probability
     while places and len(tree.tokens) < budget:
-        if not waiting and (
-            len(places) == 1 or places[0][0] + depth >= LEVELS[0]
-        ):  # one candidate node, and perhaps one continuation
+        # One candidate node, and perhaps one continuation.
+        if not waiting and (len(places) == 1 or places[0][0] + depth >= LEVELS[0]):
             probability = worth * _votes(places)
             run = _common_run(places, depth, probability, budget - len(tree.tokens))
             for token in run:
