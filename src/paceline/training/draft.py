@@ -21,18 +21,15 @@ from paceline.models.hf_folder import WEIGHTS
 from paceline.models.loader import expected_shapes, load_config, load_weights
 from paceline.models.quantized_config import KEYS
 from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import chunk_loss, draft_loss
+from paceline.training.losses import LossOptions, chunk_loss, draft_loss
 from paceline.training.target import FrozenTarget, additive, layer_weights, rms_norm, run_layer
 from paceline.training.trainee import StepLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions:
+class DraftOptions(LossOptions):
     layers: int = 4
     anchors: int = 128  # tokens a row that count
-    ce: float = 0.3
-    tv: float = 0.7
-    temperature: float = 1.0  # of the target's distribution that is learnt
 
 
 class DraftTrainee:
@@ -93,9 +90,7 @@ class DraftTrainee:
             self.target.head,
             there.states(batch.hidden.final),
             weight.flatten(),
-            ce=options.ce,
-            tv=options.tv,
-            temperature=options.temperature,
+            options,
             chunk=self._chunk,
         )
         return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)

@@ -23,7 +23,7 @@ from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2,
 from paceline.drafters.speculators import TargetShape
 from paceline.errors import InvalidParameter
 from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import chunk_loss, draft_loss
+from paceline.training.losses import LossOptions, chunk_loss, draft_loss
 from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 from paceline.training.trainee import StepLoss
 
@@ -31,18 +31,14 @@ Parameters = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSparkOptions:
+class DSparkOptions(LossOptions):
     layers: int = 5
     block: int = 8
     num_taps: int = 5
     rank: int = 128  # of the Markov head; 0 trains DFlash
     draft_vocab: int = 16_384
-    anchors: int = 64  # blocks a row
-    ce: float = 0.3
-    tv: float = 0.7
     confidence: float = 0.1
     decay: float = 4.0  # position i of a block weighs exp(-i / decay)
-    temperature: float = 1.0  # of the target's distribution that is learnt
     portable: bool = False  # only what vLLM's class has: no norm per tap, masks are the embedding of one token
 
 
@@ -316,11 +312,9 @@ class DSparkTrainee:
             self.head,
             there.states(batch.hidden.final),
             weight.flatten(),
+            options,
             previous=features,
             w2=self.parameters.get(W2),
-            ce=options.ce,
-            tv=options.tv,
-            temperature=options.temperature,
             chunk=self.model.chunk,
         )
         loss = found.loss
