@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -112,16 +113,7 @@ class DraftModelDrafter:
             raise InvalidParameter("draft_model", "names no model, or several; a drafter has one (--draft-model)")
         (name,) = context.speculation.draft_model
         path = resolve(name)
-        # The target has set the number of threads; loading a second model must not change it.
-        dtype = "auto" if context.dtype == "bfloat16" else context.dtype  # the same, but codes and blocks stay small
-        loaded = load_model(
-            path,
-            dtype=dtype,
-            device=context.device.type,
-            threads=torch.get_num_threads(),
-            kv_dtype=context.kv_dtype,
-        )
-        check_vocabulary(name, loaded, context)
+        loaded = load_beside(name, path, context)
         version = f"{cls.name}/{_digest(f'{path} {loaded.config} {loaded.kind.label}')}"
         return cls(loaded.decoder, eos_token_ids=context.config.eos_token_ids, version=version)
 
@@ -421,6 +413,20 @@ def _finite(draft: Draft) -> Draft:
     if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
         raise ValueError("q is not finite")
     return draft
+
+
+def load_beside(name: str, path: Path, context: DrafterContext) -> LoadedModel:
+    """A draft model in the precision of the target; one of another vocabulary is refused."""
+    loaded = load_model(
+        path,
+        # auto has plain numbers in bf16 on a GPU, and leaves codes and blocks small.
+        dtype="auto" if context.dtype == "bfloat16" else context.dtype,
+        device=context.device.type,
+        threads=torch.get_num_threads(),  # the target has set it; loading a second model must not change it
+        kv_dtype=context.kv_dtype,
+    )
+    check_vocabulary(name, loaded, context)
+    return loaded
 
 
 def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:
