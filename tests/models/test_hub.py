@@ -92,12 +92,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         resolve("model.bin")
 
 
-@pytest.mark.parametrize("name", ["smollm2", "organisation/name"])
-def test_without_download_the_command_to_pull_is_given(name: str) -> None:
-    with pytest.raises(ModelNotFound, match=f"paceline pull {name}"):
-        resolve(name, download=False)
-
-
 # --- the cache folder
 
 
@@ -158,7 +152,7 @@ def test_a_pull_is_kept_listed_and_not_repeated(home: Path, monkeypatch: pytest.
     assert cached_models() == []
     assert resolve("org/model") == home / "models" / "org--model"
     assert resolve("smollm2") == home / "models" / "smollm2"
-    assert resolve("org/model") == resolve("org/model", download=False)
+    assert resolve("org/model") == store.cached_path("org/model")
     assert calls == ["org/model", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert [(model.name, model.source, model.format) for model in cached_models()] == [
         ("org/model", "a test", "safetensors"),
@@ -188,8 +182,7 @@ def test_an_interrupted_pull_leaves_nothing_and_the_next_succeeds(interruption, 
         resolve("org/model")
     assert entries(home) == set()
     assert cached_models() == []
-    with pytest.raises(ModelNotFound):
-        resolve("org/model", download=False)
+    assert store.cached_path("org/model") is None
 
     monkeypatch.setattr(hub, "fetch_snapshot", lambda _, folder, __: write_files(folder) or MANIFEST)
     assert (resolve("org/model") / "model.safetensors").exists()
@@ -236,8 +229,7 @@ def test_a_killed_pull_is_invisible_and_swept_up_by_the_next(home, tmp_path, mon
     (leftover,) = entries(home)
     assert leftover.startswith(".partial-org--model-")
     assert cached_models() == []
-    with pytest.raises(ModelNotFound):
-        resolve("org/model", download=False)
+    assert store.cached_path("org/model") is None
     monkeypatch.setattr(hub, "fetch_snapshot", lambda _, folder, __: write_files(folder) or MANIFEST)
     resolve("org/model")
     assert entries(home) == {"org--model"}
