@@ -52,6 +52,7 @@ from tests.drafters.dspark_reference import knowing
 from tests.drafters.dspark_reference import make as make_block_drafter
 from tests.drafters.eagles import fitted
 from tests.drafters.overfit import overfit_heads, taps_of
+from tests.engine.fakes import requests_strategy
 
 METHODS = list(DRAFTERS)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN]
@@ -273,20 +274,7 @@ def test_two_drafters_of_one_method_serve_one_batch(method, ahead):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 12),  # arrival
-            st.integers(0, 2),  # which shared beginning
-            st.integers(1, 24),  # prompt length
-            st.integers(1, 25),  # max_tokens
-            st.sampled_from([None, 5, 9]),  # seed; None is greedy
-            st.integers(0, 60),  # cancelled at this step, if under 20
-            st.sampled_from(["none", *METHODS]),
-            st.integers(1, 6),  # budget
-        ),
-        min_size=1,
-        max_size=6,
-    ),
+    requests_strategy(st.sampled_from(["none", *METHODS]), st.integers(1, 6), longest=24, max_size=6),  # and the budget
     st.integers(13, 40),  # blocks: two of the longest sequences never fit together at the low end
     st.integers(4, 40),  # tokens per step
     st.booleans(),
