@@ -75,7 +75,7 @@ class PassPlan:
 
     @staticmethod
     def on_host(host: HostPlan, block_size: int, max_len: int, trees: DeviceTrees | None = None) -> PassPlan:
-        """A plan from arrays: tensors are made on first access, which does not happen on a GPU."""
+        """A plan from arrays. Its tensors are made when a CPU's kernels first read one; a GPU is sent the arrays."""
         plan = object.__new__(PassPlan)
         plan.__dict__.update(host=host, block_size=block_size, max_len=max_len, trees=trees)
         return plan
