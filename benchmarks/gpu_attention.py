@@ -50,7 +50,7 @@ class Subject:
 
         def run(layers: list[LayerCache]) -> None:
             for layer in layers:
-                attention(q, plan, work, layer, DIM**-0.5, None, self.workspace, overlap=True)
+                attention(q, plan, work, layer, DIM**-0.5, None, self.workspace)
 
         run(self.layers[:1])
         with torch.cuda.graph(graph):
@@ -130,7 +130,7 @@ class Scene:
     def attend(self, q: Tensor, plan: PassPlan) -> Tensor:
         plan = plan.to(self.device)
         work = work_of(plan, q.shape[1] // self.cache.k.shape[1], self.cache.k.shape[1])
-        return attention(q, plan, work, self.cache, q.shape[-1] ** -0.5, None, self.workspace, overlap=True).clone()
+        return attention(q, plan, work, self.cache, q.shape[-1] ** -0.5, None, self.workspace).clone()
 
 
 def main() -> None:

@@ -152,7 +152,7 @@ def tiles(kinds: list[str], tiny: bool) -> dict[str, Any]:
         for rows in (1, 64):
             x = torch.randn(rows, k, device=DEVICE).to(BF16)
             use = dict(uses(shapes, dim, kv_heads, rows))[name]
-            many = {"overlap": not tiny, **use, "in_segments": True}
+            many = {**use, "in_segments": True}
             work[rows, "bf16"] = lambda x=x, many=many, plain=plain: [linear(x, each, **many) for each in plain]
             for ring in () if tiny else rings(rows, name):
                 work[rows, ring] = lambda x=x, many=many, ring=ring, weights=weights: [

@@ -19,7 +19,7 @@ from speculation import Configuration, read_prompts
 from paceline import SamplingParams
 from paceline.bench.prompts import shipped
 from paceline.config import SpeculationConfig
-from paceline.drafters import DRAFTERS, Drafter, DrafterContext
+from paceline.drafters import DRAFTERS, Drafter, DrafterContext, DraftRow
 from paceline.engine.acceptance import bucket, first_guess
 from paceline.engine.policy import DEEPEST
 from paceline.models.hub import resolve
@@ -39,12 +39,22 @@ def asked(loaded: LoadedModel, path: str | None, count: int) -> Iterator[list[in
         yield loaded.tokenizer.apply_chat_template([{"role": "user", "content": line["turns"][0]}])
 
 
+def likeliest(drafter: Drafter, sequence: Sequence) -> list[int]:
+    """The tokens of a draft along the first child of the first child, and so on: siblings stand in order."""
+    draft = drafter.propose([DraftRow(sequence, DEPTH)])
+    tokens, parents, path, node = draft.tokens[0].tolist(), draft.parents[0].tolist()[: int(draft.num_nodes[0])], [], -1
+    while node in parents:
+        node = parents.index(node)
+        path.append(tokens[node])
+    return path
+
+
 def judge(drafters: list[Drafter], sequence: Sequence, answer: list[int], tried: Counter[Cell], hit: Counter[Cell]):
     """The proposal of each before every token, and how far it would have been right."""
     for at, token in enumerate(answer[:-1], start=1):
         sequence.tokens.append(token)
         for drafter in drafters:
-            evidence, guess = bucket(drafter.evidence(sequence)), drafter.guess(sequence, DEPTH)
+            evidence, guess = bucket(drafter.evidence(sequence)), likeliest(drafter, sequence)
             for position, (proposed, true) in enumerate(zip(guess, answer[at:], strict=False)):
                 tried[drafter.name, evidence, position] += 1
                 if proposed != true:

@@ -101,9 +101,7 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path, capsys: py
     ],
     ids=" ".join,
 )
-def test_a_value_that_model_or_machine_refuses_names_its_field(
-    flags: list[str], smollm2_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_that_model_or_machine_refuses_names_its_field(flags, smollm2_path, capsys) -> None:
     field = flags[0].removeprefix("--").replace("-", "_")
     assert refused(capsys, "generate", "hello", *flags).startswith(f"error: {field}: ")
 
@@ -119,9 +117,7 @@ def test_a_draft_model_that_is_not_there(smollm2_path: Path, capsys: pytest.Capt
     assert "does not exist" in refused(capsys, "generate", "hello", "--draft-model", "./nowhere")
 
 
-def test_a_draft_model_with_another_vocabulary(
-    smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_draft_model_with_another_vocabulary(smollm2_path, tmp_path, capsys) -> None:
     save_tiny("llama-tied", tmp_path)
     capsys.readouterr()  # saving draws a bar
     line = refused(capsys, "generate", "hello", "--draft-model", str(tmp_path))

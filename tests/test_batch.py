@@ -37,9 +37,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 # -- lines
 
 
-def test_every_form_of_a_line_is_answered_in_the_order_of_the_file(
-    tmp_path: Path, paceline: Callable[..., Result]
-) -> None:
+def test_every_form_of_a_line_is_answered_in_the_order_of_the_file(tmp_path, paceline) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two words"}]
     write(
@@ -117,9 +115,7 @@ def test_a_prompt_that_cannot_be_answered_is_a_line_of_its_own(tmp_path: Path, p
         ({"custom_id": 5, "body": {}, "url": URL}, "custom_id must be some text, got 5"),
     ],
 )
-def test_a_wrong_line_is_refused_before_anything_is_asked(
-    line: Any, reason: str, tmp_path: Path, paceline: Callable[..., Result]
-) -> None:
+def test_a_wrong_line_is_refused_before_anything_is_asked(line, reason, tmp_path, paceline) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text(f"{json.dumps(batch_line('same'))}\n{line if isinstance(line, str) else json.dumps(line)}\n")
     result = paceline("generate", "--prompts", str(file), "--out", str(out))
@@ -140,9 +136,7 @@ def test_a_wrong_line_is_refused_before_anything_is_asked(
          "leave --system out"),
     ],
 )  # fmt: skip
-def test_a_flag_that_contradicts_a_line_is_refused(
-    line: dict[str, Any], flags: list[str], reason: str, tmp_path: Path, paceline: Callable[..., Result]
-) -> None:
+def test_a_flag_that_contradicts_a_line_is_refused(line, flags, reason, tmp_path, paceline) -> None:
     file = write(tmp_path / "prompts.jsonl", line)
     result = paceline("generate", "--prompts", str(file), "--out", str(tmp_path / "out"), *flags)
     assert (result.code, reason in result.err) == (1, True)
@@ -153,9 +147,7 @@ def test_a_flag_that_contradicts_a_line_is_refused(
     [["--prompts", "a"], ["--out", "a"], ["hello", "--prompts", "a", "--out", "b"], []],
     ids=str,
 )
-def test_prompts_and_out_belong_together_and_stand_for_a_prompt(
-    arguments: list[str], paceline: Callable[..., Result]
-) -> None:
+def test_prompts_and_out_belong_together_and_stand_for_a_prompt(arguments, paceline) -> None:
     result = paceline("generate", *arguments)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
 
@@ -171,9 +163,7 @@ def test_prompts_and_out_belong_together_and_stand_for_a_prompt(
         ('{"id": "0123456789abcdef", "line": 1}\n', "line 1 of {file} answers another prompt or has other settings"),
     ],
 )
-def test_a_file_that_is_not_this_runs_is_left_as_it_is(
-    content: str, reason: str, tmp_path: Path, paceline: Callable[..., Result]
-) -> None:
+def test_a_file_that_is_not_this_runs_is_left_as_it_is(content, reason, tmp_path, paceline) -> None:
     file, out = write(tmp_path / "prompts.jsonl", {"prompt": "hello"}), tmp_path / "out.jsonl"
     out.write_text(content)
     result = paceline("generate", "--prompts", str(file), "--out", str(out))

@@ -91,9 +91,7 @@ def test_the_method_of_later_turns_can_be_chosen(paceline: Callable[..., Result]
         ("/save {exists}", "auto", "choose another name"),
     ],
 )
-def test_a_wrong_command_says_what_to_do(
-    command: str, started_with: str, reason: str, tmp_path: Path, paceline: Callable[..., Result]
-) -> None:
+def test_a_wrong_command_says_what_to_do(command, started_with, reason, tmp_path, paceline) -> None:
     (tmp_path / "exists").touch()
     line = command.format(exists=tmp_path / "exists")
     result = paceline("chat", "--method", started_with, stdin=line.encode())

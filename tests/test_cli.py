@@ -100,9 +100,7 @@ def test_unset_flags_leave_the_models_own_defaults(paceline: Callable[..., Resul
     assert FakeLLM.requests[0][1] == SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
 
 
-def test_an_answer_ends_at_a_default_limit_and_the_last_line_says_so(
-    paceline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_ends_at_a_default_limit_and_the_last_line_says_so(paceline, monkeypatch) -> None:
     monkeypatch.setattr(FakeLLM, "default_limit", None)
     assert paceline("generate", "hello", "--max-model-len", "2000").err.startswith(
         "1024 tokens (stopped at 1024: --max-tokens allows more) · "
@@ -198,9 +196,7 @@ def stats(**drafts_by_method: int) -> SpeculationStats:
         ("--method none", None, None, "no drafts: method none"),
     ],
 )
-def test_the_last_line_says_what_drafting_did(
-    flags: str, drafted: SpeculationStats | None, gain: float | None, expected: str, paceline: Callable[..., Result]
-) -> None:
+def test_the_last_line_says_what_drafting_did(flags, drafted, gain, expected, paceline) -> None:
     FakeLLM.drafted, FakeLLM.expected_gain = drafted, gain
     err = paceline("generate", "hello", "--max-tokens", "41", *flags.split()).err
     assert err == f"41 tokens · 20 tok/s · {expected} · first after 0.25 s\n"
@@ -213,9 +209,7 @@ def test_the_last_line_of_a_short_answer_says_that_it_was_short(paceline: Callab
     assert "τ 3.4 · too short to time" in paceline("generate", "hello", "--max-tokens", "9").err
 
 
-def test_json_names_the_engines_method_and_keeps_its_keys_when_drafts_were_made(
-    paceline: Callable[..., Result],
-) -> None:
+def test_json_names_the_engines_method_and_keeps_its_keys_when_drafts_were_made(paceline) -> None:
     FakeLLM.drafted = stats(suffix=18)
     found = paceline("generate", "hello", "--json").json
     assert (set(found), found["method"]) == (RESULT_KEYS, "auto")
@@ -311,9 +305,7 @@ def test_json_logprobs_name_the_chosen_token_and_the_likeliest(paceline: Callabl
         (["one two three", "--raw", "--max-model-len", "2"], None),
     ],
 )
-def test_bad_values_are_one_line_and_exit_code_1(
-    arguments: list[str], field: str | None, paceline: Callable[..., Result]
-) -> None:
+def test_bad_values_are_one_line_and_exit_code_1(arguments, field, paceline) -> None:
     arguments = [argument for argument in arguments if argument] or [""]
     plain = paceline("generate", *arguments)
     assert (plain.code, plain.out) == (1, "")
@@ -345,9 +337,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., 
         ("medusa", "drafter: method medusa needs the folder of a drafter trained for the model"),
     ],
 )
-def test_a_method_of_another_name_or_engine_is_answered_with_ours(
-    method: str, advice: str, paceline: Callable[..., Result]
-) -> None:
+def test_a_method_of_another_name_or_engine_is_answered_with_ours(method, advice, paceline) -> None:
     result = paceline("generate", "hello", "--method", method)
     assert (result.code, advice in result.err) == (1, True)
 
@@ -401,9 +391,7 @@ def test_stdin_that_is_not_utf8_is_refused(paceline: Callable[..., Result]) -> N
     assert (result.code, result.err) == (1, "error: the prompt is not UTF-8 text\n")
 
 
-def test_an_unexpected_exception_is_one_line_that_tells_how_to_see_more(
-    paceline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_exception_is_one_line_that_tells_how_to_see_more(paceline, monkeypatch) -> None:
     monkeypatch.delenv("PACELINE_DEBUG", raising=False)
     FakeLLM.error = ZeroDivisionError("two\nlines")
     result = paceline("generate", "hello")

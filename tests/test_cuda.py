@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.config import EngineConfig, ModelConfig
+from paceline.config import EngineConfig
 from paceline.draft import Draft
 from paceline.drafters import DRAFTERS
 from paceline.drafters.base import HostDrafter
@@ -23,21 +23,11 @@ from paceline.models.kernels import kernels_for
 from paceline.models.plan import PassPlan, slots_of
 from paceline.models.weights import Dtypes
 from tests.drafters.contract_toys import ByRequest, context_for, exercised, params, run
+from tests.models.random_llama import llama
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONFIG = ModelConfig(
-    architecture="llama",
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    max_positions=512,
-    tie_embeddings=True,
-)
+CONFIG = llama()
 PROMPTS = [[(7 * at + at * at * which) % 90 for at in range(20 + 50 * which)] for which in range(4)]
 METHODS = ("ngram", "suffix", "draft-model", "bushes")
 LENGTH, K, OTHER = 50, 6, 0.12  # the draft model is the target with so much of another one

@@ -11,29 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.loader import expected_shapes
 from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
 from paceline.testing import logits_of
+from tests.models.random_llama import llama
 from tests.models.test_weights import codes_of
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
-CONFIG = ModelConfig(
-    architecture="llama",
-    vocab_size=96,
-    hidden_size=128,
-    intermediate_size=192,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    max_positions=512,
-    tie_embeddings=True,
-)
+CONFIG = llama(hidden_size=128, intermediate_size=192)
 FORMS = [  # kind, what is beside scales, group, dtype of scales, shape
     ("fp8", "none", 192, torch.float32, (192, 192)),
     ("fp8", "none", 192, torch.float32, (64, 4096)),  # in two segments

@@ -57,24 +57,18 @@ def test_no_cached_model_is_a_hint_and_not_an_error(empty_cache: Path, capsys: p
     assert "paceline pull smollm2" in text
 
 
-def test_an_avoided_amx_trap_is_reported(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_avoided_amx_trap_is_reported(empty_cache, monkeypatch, capsys) -> None:
     monkeypatch.setattr(machine, "guard_amx", lambda cache: f"AMX traps ({cache == empty_cache})")
     assert "! AMX traps (True)" in examined(capsys)[1]
 
 
-def test_little_memory_is_reported(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_little_memory_is_reported(empty_cache, monkeypatch, capsys) -> None:
     little = machine.Memory(total=2 << 30, available=300_000_000)
     monkeypatch.setattr(machine, "memory", lambda: little)
     assert "only 300 MB of memory is free" in examined(capsys)[1]
 
 
-def test_missing_native_kernels_are_reported_once_and_are_exit_code_1(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_native_kernels_are_reported_once_and_are_exit_code_1(empty_cache, monkeypatch, capsys) -> None:
     from paceline.models import native_kernels, runtime
 
     monkeypatch.delenv("PACELINE_KERNELS", raising=False)
@@ -87,16 +81,12 @@ def test_missing_native_kernels_are_reported_once_and_are_exit_code_1(
     assert text.count("they were not built") == 1
 
 
-def test_kernels_slowed_by_hand_are_reported(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_slowed_by_hand_are_reported(empty_cache, monkeypatch, capsys) -> None:
     monkeypatch.setenv("PACELINE_KERNELS", "torch")
     assert "PACELINE_KERNELS=torch asks for them → unset it" in examined(capsys, code=1)[1]
 
 
-def test_a_broken_torch_is_fatal(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_torch_is_fatal(empty_cache, monkeypatch, capsys) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -106,9 +96,7 @@ def test_a_broken_torch_is_fatal(
     assert "✗ torch cannot be imported" in text
 
 
-def test_an_unwritable_cache_is_fatal_only_without_a_model(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_cache_is_fatal_only_without_a_model(empty_cache, monkeypatch, capsys) -> None:
     empty_cache.parent.joinpath("cache").write_text("in the way")
     monkeypatch.setenv("PACELINE_HOME", str(empty_cache / "below"))
     report, _ = examined(capsys, code=1)
@@ -127,18 +115,14 @@ def test_models_says_how_to_pull_when_there_are_none(empty_cache: Path, capsys: 
     assert json.loads(capsys.readouterr().out) == {"cache": str(empty_cache), "models": []}
 
 
-def test_models_lists_names_and_sizes(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_lists_names_and_sizes(empty_cache, monkeypatch, capsys) -> None:
     cached = hub.CachedModel(name="a/b", path=Path("/x/a--b"), bytes=1_500_000_000, source="hub", format="safetensors")
     monkeypatch.setattr(hub, "cached_models", lambda: [cached])
     assert run(["models"]) == 0
     assert capsys.readouterr().out == "model      size  source\na/b      1.5 GB  hub\n"
 
 
-def test_pull_reports_its_progress_in_lines_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pull_reports_its_progress_in_lines_where_there_is_no_terminal(monkeypatch, capsys) -> None:
     def resolve(name: str, progress: hub.Progress | None = None) -> Path:
         assert progress is not None
         progress("asking the hub", 0, None)

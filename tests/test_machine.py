@@ -77,9 +77,7 @@ def test_an_ordinary_failure_of_the_child_says_nothing_about_amx(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unwritable_or_spoilt_cache_only_means_testing_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_or_spoilt_cache_only_means_testing_again(tmp_path, monkeypatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     spoilt = tmp_path / "spoilt"
@@ -137,9 +135,7 @@ def _cores_allowed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["no cgroup", "v2 unlimited", "v2 limit above", "less than one core", "v1"],
 )
-def test_usable_cores_heed_affinity_and_the_container(
-    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usable_cores_heed_affinity_and_the_container(files, expected, tmp_path, monkeypatch) -> None:
     _cores_allowed(8, monkeypatch)
     assert machine.usable_cores(_write(tmp_path, files)) == expected
     _cores_allowed(1, monkeypatch)

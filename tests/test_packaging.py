@@ -115,9 +115,7 @@ def test_the_wheel_is_for_any_python_and_any_linux_of_the_last_years(wheel: Path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="manylinux")
-def test_the_wheel_runs_native_kernels_without_compiler_checkout_or_extras(
-    wheel: Path, smollm2_path: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_runs_native_kernels_without_compiler_checkout_or_extras(wheel, smollm2_path, tmp_path) -> None:
     home = tmp_path / "environment"
     venv.create(home, with_pip=False, symlinks=True)
     install = ["pip", "--python", str(home), "install", "-q", "--no-deps", "--no-index", str(wheel)]

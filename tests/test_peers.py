@@ -9,39 +9,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.peers import compare
-from benchmarks.peers.configurations import REFERENCE, Configuration, configurations, select
-from benchmarks.peers.float_gguf import interleave, write_float_gguf
-from benchmarks.peers.prompts import Prompt, make_prompts, read_prompts
+from benchmarks.peers.configurations import Configuration, configurations, select
+from benchmarks.peers.float_gguf import write_float_gguf
+from benchmarks.peers.prompts import Prompt
 from benchmarks.peers.quiet import Turns
 from benchmarks.peers.report import (
-    QUIET,
     agreement,
-    beside_the_best,
-    cells,
     faster,
-    loops,
     rate,
-    slices,
-    summary,
-    table,
 )
 from benchmarks.peers.rows import Rows
-from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, cut, interpreter, surroundings
+from benchmarks.peers.workers import HERE, OURS, Worker, WorkerFailed, cut, interpreter
 from paceline.errors import UnsupportedModel
 from paceline.gguf_file import GGUFFile
 from paceline.machine import usable_cores
-from paceline.models.gguf_model import gguf_config, gguf_names, gguf_weight, uninterleave
+from paceline.models.gguf_model import gguf_config, gguf_names, gguf_weight
 from paceline.models.loader import load_config, load_weights
 from tests.models.tiny import save_tiny
 
@@ -127,35 +118,6 @@ def test_a_worker_that_fails_says_how_and_where_to_look(fake, mode: str, answers
     assert str(worker.log) in str(failure.value)
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="the system does not say which processes there are")
-def test_a_stopped_worker_is_gone_even_if_it_does_not_listen(fake) -> None:
-    worker = fake("silence")
-    worker.ready()
-    worker.ask(REQUEST)
-    with pytest.raises(WorkerFailed):
-        worker.ask(REQUEST, timeout_s=0.1)
-    assert worker.peak_bytes() > 0
-    worker.stop()
-    assert worker.peak_bytes() == 0
-
-
-def test_a_missing_environment_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"environments\.sh .* llama_cpp"):
-        interpreter("llama_cpp", tmp_path)
-    with pytest.raises(WorkerFailed, match="--environments"):
-        interpreter("vllm", None)
-    assert interpreter(OURS, None) == sys.executable
-
-
-def test_peers_do_not_see_our_packages_and_all_get_the_same_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "src")
-    assert "PYTHONPATH" not in surroundings("transformers", 2, tmp_path)
-    assert surroundings(OURS, 2, tmp_path)["PYTHONPATH"] == "src"
-    assert {surroundings(peer, 2, tmp_path)["OMP_NUM_THREADS"] for peer in (OURS, "vllm", "llama_cpp")} == {"2"}
-
-
 # -- a run
 
 
@@ -196,13 +158,6 @@ def test_an_answer_with_other_tokens_is_reported_as_disagreement(fake, tmp_path:
     assert rows.rows[0]["answers"]["overrun"]["overran"] == 4
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_run_without_any_worker_measures_nothing_and_ends(fake, tmp_path: Path) -> None:
-    rows = measured(fake, tmp_path, ["dead"])
-    assert rows.rows == []
-    assert "dead" in rows.failures
-
-
 def test_a_run_goes_on_where_its_file_ends_and_refuses_other_settings(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = Rows(path, {"k": 8})
@@ -218,18 +173,6 @@ def test_a_run_goes_on_where_its_file_ends_and_refuses_other_settings(tmp_path: 
     path.write_text("{broken\n")
     with pytest.raises(SystemExit, match="not a file of rows"):
         Rows(path, {"k": 8})
-
-
-def test_turns_hand_the_machine_on_after_a_while(tmp_path: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    path = tmp_path / "lock"
-    turns = Turns(path, hold_s=60)
-    turns.take()
-    with path.open("a") as other:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        turns.close()
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # -- the figures
@@ -262,80 +205,12 @@ def test_ratios_come_from_prompts_that_both_answered_and_not_from_too_few() -> N
     assert faster(rows, "lookup", "plain") is None
 
 
-def test_loops_are_distinguished_from_long_answers() -> None:
-    assert not loops(range(64))
-    assert loops([*range(20), *range(20)])
-
-
-def test_disturbed_prompts_are_kept_apart() -> None:
-    rows = [row("a", plain=(1, 1.0)), row("b", foreign=0.5, plain=(1, 1.0))]
-    assert [entry["name"] for entry in slices(rows, "plain")[QUIET]] == ["a"]
-
-
-def test_the_table_shows_a_configuration_that_lacks_answers_with_what_it_has() -> None:
-    rows = [row(str(at), **{REFERENCE: (10, 1.0), AUTO: (10, 0.5), "vllm plain": (10, 2.0)}) for at in range(4)]
-    del rows[0]["answers"]["vllm plain"]
-    rows[1]["answers"]["lookup"] = rows[1]["answers"][AUTO] | {"tokens": [7]}
-    plain_of = {
-        REFERENCE: REFERENCE,
-        AUTO: REFERENCE,
-        "vllm plain": "vllm plain",
-        "lookup": "vllm plain",
-        "gone": "gone",
-    }
-    peers = ["vllm plain", "lookup", "gone"]
-    found = cells(rows, plain_of, ours=[REFERENCE, AUTO], peers=peers, reference=REFERENCE)
-    text = table(found, {AUTO: "fp32"})
-    assert "| paceline auto | fp32 | 20.0 | 20.0 | 50 ms | 2.00x [2.00, 2.00] |" in text
-    assert "| vllm plain | ? | 5.0 |" in text
-    assert "| 3 of 3 |  |" in text
-    assert "| 4 of 4 | 4 of 4 |" in text
-    assert "| 0 of 1 | 0 of 1 |" in text
-    assert "gone" not in text
-
-
-def test_each_of_ours_is_compared_with_the_best_peer_of_the_slice() -> None:
-    rows = [row(str(at), **{REFERENCE: (10, 1.0), "slow": (10, 2.0), "quick": (10, 0.5)}) for at in range(4)]
-    best = beside_the_best(rows, ours=[REFERENCE, "gone"], peers=["slow", "quick", "gone too"], reference=REFERENCE)
-    [found] = [entry for entry in best if entry["workload"] == "copy"]
-    assert (found["best_peer"], found["soonest_peer"]) == ("quick", "quick")
-    assert found["faster"]["ratio"] == pytest.approx(0.5)
-    assert found["first_token_over_it"] == pytest.approx(2.0)
-    assert "| copy | paceline none | 10.0 | quick | 20.0 | 0.50x [0.50, 0.50] | 2.00 (quick) |" in summary(best)
-
-
 def test_answers_drawn_at_random_are_not_compared_token_for_token() -> None:
     rows = [row(str(at), one=(3, 1.0), other=(4, 1.0)) | {"greedy": at == 0} for at in range(3)]
     assert agreement(rows, "one", "other") == {"same": 0, "of": 1, "differ_from": 3}
 
 
 # -- prompts and contenders
-
-
-def test_the_prompts_alternate_and_keep_their_names_whatever_their_number() -> None:
-    few, many = make_prompts(3, [0.0, 0.7]), make_prompts(12, [0.0])
-    assert [prompt.workload for prompt in few] == ["copy, T 0", "copy, T 0.7", "chat, T 0", "chat, T 0.7"] * 3
-    texts = {prompt.name: prompt.text for prompt in many}
-    assert all(texts.get(prompt.name, prompt.text) == prompt.text for prompt in few)
-    assert len(texts) == 24
-
-
-def test_prompts_of_a_file_are_taken_from_all_over_it(tmp_path: Path) -> None:
-    path = tmp_path / "mt_bench.jsonl"
-    path.write_text("".join(json.dumps({"turns": [str(at)]}) + "\n" for at in range(80)))
-    chats = [prompt for prompt in make_prompts(4, [0.7], path) if prompt.workload == "mt_bench, T 0.7"]
-    assert [prompt.text for prompt in chats] == ["0", "20", "40", "60"]
-    assert {prompt.temperature for prompt in chats} == {0.7}
-
-
-def test_a_broken_line_of_a_prompts_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"category": "math", "turns": ["1+1?"]}\n\n{"category": "math"}\n')
-    with pytest.raises(SystemExit, match="line 3"):
-        read_prompts(path)
-    path.write_text("\n")
-    with pytest.raises(SystemExit, match="no prompts"):
-        read_prompts(path)
 
 
 def test_every_peer_runs_plain_beside_its_speculation() -> None:
@@ -349,14 +224,6 @@ def test_every_peer_runs_plain_beside_its_speculation() -> None:
         select(every, ["ollama"])
 
 
-def test_the_script_refuses_a_peer_it_does_not_know(tmp_path: Path) -> None:
-    script = HERE / "environments.sh"
-    done = subprocess.run(["bash", str(script), str(tmp_path / "x"), "ollama"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "no peer is called ollama" in done.stderr
-    assert not (tmp_path / "x").exists()
-
-
 def test_the_float_gguf_holds_the_folders_weights_and_shape(tmp_path: Path) -> None:
     save_tiny("llama-tied", tmp_path / "model")
     write_float_gguf(tmp_path / "model", tmp_path / "model.gguf")
@@ -367,12 +234,6 @@ def test_the_float_gguf_holds_the_folders_weights_and_shape(tmp_path: Path) -> N
     assert names.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(gguf_weight(file, names[name], found).numbers(), weight.numbers()), name
-
-
-def test_interleaving_is_undone_by_what_reads_gguf() -> None:
-    values = np.arange(24 * 5, dtype=np.float32).reshape(24, 5)
-    assert not np.array_equal(interleave(values, 3), values)
-    assert np.array_equal(uninterleave(interleave(values, 3), 3), values)
 
 
 def test_a_model_llama_cpp_would_read_differently_is_not_written(tmp_path: Path) -> None:
@@ -401,9 +262,7 @@ REAL = [(OURS, "auto"), *((peer, method) for peer in PEERS for method in ("plain
 
 
 @pytest.mark.parametrize(("peer", "method"), REAL)
-def test_an_adapter_answers_as_paceline_does(
-    peer: str, method: str, smollm2, smollm2_path: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_answers_as_paceline_does(peer, method, smollm2, smollm2_path, tmp_path) -> None:
     """Greedy, 12 tokens of a quotation, token for token: all multiply in fp32 with the same weights."""
     from paceline import SamplingParams
 

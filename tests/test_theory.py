@@ -235,9 +235,7 @@ def test_the_roofline_by_hand() -> None:
 
 
 @given(alphas, st.integers(1, 10), st.floats(0, 0.5), st.floats(0, 2e5), st.integers(0, 5000), st.floats(5e12, 400e12))
-def test_drafting_stops_paying_exactly_at_the_stop_batch(
-    alpha: float, k: int, cost: float, kv: float, context: int, flops: float
-) -> None:
+def test_drafting_stops_paying_exactly_at_the_stop_batch(alpha, k, cost, kv, context, flops) -> None:
     here = machine(kv_bytes_per_token=kv, context=context, flops=flops)
     stop = here.stop_batch(theory.tokens_per_pass(alpha, k), k, cost)
 
@@ -451,9 +449,7 @@ def test_the_roofline_trees_and_memory_are_printed(capsys: pytest.CaptureFixture
         (("--alpha", "0.5", "--plot", "no/such/folder/curves.png"), "--plot", "no folder"),
     ],
 )
-def test_bad_values_are_refused_by_the_flag_s_name(
-    arguments: tuple[str, ...], field: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_values_are_refused_by_the_flag_s_name(arguments, field, words, capsys) -> None:
     assert run(["theory", *arguments, "--json"]) == 1
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["field"] == field
@@ -468,17 +464,13 @@ def test_bad_values_are_refused_by_the_flag_s_name(
     "arguments",
     [("--alpha", "0.8", "--k", "5", "--draft-cost", "0.07"), ("--acceptance", "0.7,0.5", *ROOFLINE), ("--alpha", "0")],
 )
-def test_the_curves_are_drawn(
-    name: str, magic: bytes, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_curves_are_drawn(name, magic, arguments, tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     assert asked(capsys, *arguments, "--plot", str(tmp_path / name))["plot"] == str(tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(magic)
 
 
-def test_without_matplotlib_the_plot_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib_the_plot_says_what_to_install(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["theory", "--alpha", "0.8", "--plot", str(tmp_path / "curves.png")]) == 1
     captured = capsys.readouterr()

@@ -195,9 +195,7 @@ def test_a_template_that_never_ends_is_refused(source: str, monkeypatch: pytest.
         ChatTemplate(source).render([{"role": "user", "content": "Hi"}])
 
 
-def test_loops_of_a_template_know_their_length_and_share_a_count_per_rendering(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loops_of_a_template_know_their_length_and_share_a_count_per_rendering(monkeypatch) -> None:
     monkeypatch.setattr("paceline.chat_template.MOST_TURNS", 6)
     source = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ' ' }}{% endfor %}"
     template = ChatTemplate(source + "{% for a, b in pairs.items() if b %}{{ a }}{{ loop.revindex0 }}{% endfor %}")

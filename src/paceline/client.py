@@ -45,9 +45,8 @@ class Client:
         """`defaults` fill unset sampling parameters; `rows` is how many sequences share a step; of `seed` follow the
         seeds of requests that have none."""
         self.thread, self.tokenizer, self._defaults = thread, tokenizer, defaults
-        self.window = (
-            2 * rows + GROUP
-        )  # requests of a job in the engine at once: enough to fill every row that becomes free
+        # Requests of a job in the engine at once: enough to fill every row that becomes free.
+        self.window = 2 * rows + GROUP
         self._request_ids = map(str, itertools.count())
         self._seed, self._seeded = seed, itertools.count()
 

@@ -85,30 +85,20 @@ class Draft:
     ) -> Draft:
         """(B, K) tokens, the first num_nodes of each row in use (all, if None), every node a child of the one before.
 
-        In numpy on the host, which takes a fraction of torch's time for small arrays.
+        In numpy, which takes a fraction of torch's time for small arrays: `num_nodes` is on the host.
         """
         batch, width = tokens.shape
         if num_nodes is None:
             num_nodes = torch.full((batch,), width)
-        if num_nodes.is_cpu:
-            index = np.arange(width)
-            used = index < num_nodes.numpy()[:, None]
-            return Draft(
-                tokens=tokens if unseen else torch.from_numpy(tokens.numpy() * used),
-                parents=torch.from_numpy(np.where(used, index - 1, -1)),
-                depth=torch.from_numpy((index + 1) * used),
-                num_nodes=num_nodes,
-                q=q,
-                unseen=unseen,
-            )
-        nodes = torch.arange(width, device=tokens.device).expand(batch, width)
-        valid = nodes < num_nodes[:, None]
+        index = np.arange(width)
+        used = index < num_nodes.numpy()[:, None]
         return Draft(
-            tokens=tokens * valid,
-            parents=torch.where(valid, nodes - 1, -1),
-            depth=(nodes + 1) * valid,
+            tokens=tokens if unseen else torch.from_numpy(tokens.numpy() * used),
+            parents=torch.from_numpy(np.where(used, index - 1, -1)),
+            depth=torch.from_numpy((index + 1) * used),
             num_nodes=num_nodes,
             q=q,
+            unseen=unseen,
         )
 
     @staticmethod
@@ -327,11 +317,6 @@ class Verdict:
             places.append(slice(end, end + size))
             end += -(-size // 16) * 16
         return places, end
-
-    @property
-    def invalid(self) -> Tensor:
-        """(B,) bool: rows whose request ends with an error; no host sync."""
-        return self.tokens.gather(1, self.num_accepted[:, None])[:, 0] == INVALID
 
     def first(self, rows: int) -> Verdict:
         """The first rows; the others stay in `packed`."""

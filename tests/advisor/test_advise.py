@@ -65,9 +65,7 @@ SITUATIONS = {
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_the_choice_is_within_5_percent_of_the_best_and_the_promise_within_15(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_choice_is_within_5_percent_of_the_best_and_the_promise_within_15(name, monkeypatch) -> None:
     costs, levels, prompts, tokens, size, off_because = SITUATIONS[name]
     true = truth(costs, monkeypatch, levels, prompts, tokens, size)
     advice = advise(FakeMachine(costs, monkeypatch, prompt_tokens=size, seed=1), levels, prompts, tokens)

@@ -37,9 +37,7 @@ def advise(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
     return call
 
 
-def test_the_command_says_what_to_do_and_writes_it_down(
-    advise: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_says_what_to_do_and_writes_it_down(advise, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("paceline.advisor.advise.LENGTHS", (2, 3))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.json").write_text("{}")  # a benchmark's, which stays
@@ -87,9 +85,7 @@ def test_too_few_prompts_are_refused_before_the_model_is_loaded(advise: Call, tm
     assert "3 prompts are too few" in err
 
 
-def test_answers_that_end_at_once_are_reported_as_too_short(
-    advise: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_that_end_at_once_are_reported_as_too_short(advise, tmp_path, capsys) -> None:
     terse = tmp_path / "terse"
     save_tiny("llama-tied", terse)
     found = json.loads((terse / "generation_config.json").read_text())

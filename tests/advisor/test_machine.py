@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.advisor.activations import activations_cost
 from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
 from paceline.advisor.machine import Machine
-from paceline.advisor.profile import host_drafter, model_drafter, profile
+from paceline.advisor.profile import activations_cost, host_drafter, model_drafter, profile
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import Plan
 from paceline.cli.advise_words import notes
@@ -79,9 +78,7 @@ def test_every_drafter_is_tried_and_the_best_with_every_k(machine: Machine) -> N
 
 
 @pytest.mark.parametrize("problem", ["vocabulary", "memory"])
-def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(
-    problem: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(problem, folder, tmp_path, monkeypatch) -> None:
     save_tiny("llama-tied", tmp_path)
     if problem == "vocabulary":
         spelt = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -96,9 +93,7 @@ def test_a_draft_model_that_does_not_fit_is_left_out_with_its_reason(
     assert says in found.refused[str(tmp_path)]
 
 
-def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(machine, monkeypatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -111,9 +106,7 @@ def test_a_draft_model_that_cannot_be_timed_leaves_what_passes_cost(
 
 
 @pytest.mark.parametrize(("until", "missing"), [(0.7, ["the check"]), (0.85, ["the rest of the check"])])
-def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(
-    machine: Machine, until: float, missing: list[str]
-) -> None:
+def test_an_interruption_keeps_what_was_found_and_says_what_is_missing(machine, until, missing) -> None:
     found = Advice(model="tiny", settings={"temperature": 0.0})
 
     def interrupt(done: float, total: float, what: str) -> None:
@@ -136,7 +129,7 @@ def test_int8_activations_are_timed_and_their_distance_is_told(tmp_path: Path) -
     machine = Machine(str(tmp_path / "blocks"), device="cpu", raw=True)
     rounded = machine.with_int8()
     assert rounded is not None
-    cost = activations_cost(machine.loaded, rounded, [[5, 6, 7] * 4, [8, 9] * 3])
+    cost = activations_cost(machine.loaded, rounded, [[5, 6, 7] * 4, [8, 9] * 3], machine.clock)
     assert set(cost.float32_s) == set(cost.int8_s) == {1, 4, 8, 16}
     assert min(*cost.float32_s.values(), *cost.int8_s.values()) > 0
     assert cost.distance["tokens"] == 18

@@ -78,9 +78,7 @@ def test_halves_share_no_prompt_and_every_workload_is_in_both() -> None:
         (10, [1], 8, "max_tokens", "at most 40 tokens.*fewer than 200"),
     ],
 )
-def test_a_run_that_could_not_end_in_advice_is_refused(
-    count: int, levels: list[int], tokens: int, field: str, problem: str
-) -> None:
+def test_a_run_that_could_not_end_in_advice_is_refused(count, levels, tokens, field, problem) -> None:
     with pytest.raises(InvalidParameter, match=problem) as caught:
         check_halves(halves(prompts(chat=count)), levels, tokens)
     assert caught.value.field == field

@@ -119,9 +119,7 @@ def test_a_drafter_costs_seats(tiny: Path) -> None:
         build_pair(target, SpeculationConfig(), Traffic.parse("rate=1,prompt=100000,answer=5"), config)
 
 
-def test_the_command_prints_machines_and_refuses_flags_without_meaning(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_prints_machines_and_refuses_flags_without_meaning(tiny, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("paceline.cli.advise_traffic.QUICK_SECONDS", 0.1)
     prompts = tmp_path / "mine.txt"
     prompts.write_text("alpha beta\ngamma delta")

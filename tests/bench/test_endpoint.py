@@ -446,9 +446,7 @@ FAULTS: list[tuple[str, type[EndpointError], str]] = [
 
 
 @pytest.mark.parametrize(("fault", "error", "words"), FAULTS)
-def test_a_server_that_is_wrong_from_the_start_is_refused_at_once(
-    fault: str, error: type[EndpointError], words: str
-) -> None:
+def test_a_server_that_is_wrong_from_the_start_is_refused_at_once(fault, error, words) -> None:
     with FakeServer(fault=fault) as server, pytest.raises(error, match=words) as caught:
         bench(server, timeout_s=0.1 if fault == "hangs" else 5)
     assert str(caught.value).startswith(server.url)

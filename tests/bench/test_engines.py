@@ -152,9 +152,7 @@ def bench(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cal
     return call
 
 
-def test_the_command_prints_a_table_and_writes_both_files(
-    bench: Any, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_and_writes_both_files(bench, tiny, tmp_path, capsys) -> None:
     code, out, err = bench("--methods", "ngram,auto", "--k", "2", "--max-tokens", "40")
     assert code == 0, err
     for word in ("plain", "ngram k=2", "auto", "speed-up [95 %]", "one request at a time"):
@@ -228,9 +226,7 @@ def test_a_disk_that_fills_up_loses_no_figure(bench: Any, monkeypatch: pytest.Mo
     assert "No space left on device" in err
 
 
-def test_an_interruption_before_anything_was_measured_leaves_nothing(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_before_anything_was_measured_leaves_nothing(bench, tmp_path, monkeypatch) -> None:
     def interrupted(self: TimedEngine, *arguments: Any) -> Run:
         raise KeyboardInterrupt
 
@@ -240,9 +236,7 @@ def test_an_interruption_before_anything_was_measured_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_answers_too_short_for_a_figure_give_a_sentence_and_exit_code_1(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_too_short_for_a_figure_give_a_sentence_and_exit_code_1(bench, monkeypatch) -> None:
     def brief(self: TimedEngine, prompts: Any, params: Any) -> Run:
         return Run(tuple(Answer((1, 2), ((0.1, 1), (0.2, 1))) for _ in prompts))
 
@@ -271,9 +265,7 @@ def test_answers_too_short_for_a_figure_give_a_sentence_and_exit_code_1(
         (["--endpoint", "http://127.0.0.1:9"], "device: is for our own engines only"),
     ],
 )
-def test_nonsense_is_refused_in_one_line_and_leaves_nothing(
-    bench: Any, tmp_path: Path, arguments: list[str], problem: str
-) -> None:
+def test_nonsense_is_refused_in_one_line_and_leaves_nothing(bench, tmp_path, arguments, problem) -> None:
     code, out, err = bench(*arguments)
     assert code == 1
     assert out == ""

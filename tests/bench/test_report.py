@@ -20,7 +20,6 @@ import pytest
 
 from paceline.bench import plots, report, report_words
 from paceline.bench.findings import verdict
-from paceline.bench.plots import Axis, Series
 from paceline.bench.report_figures import series_of
 from paceline.bench.results import Cell, Results, Speedup, Spread, WithoutLoops
 from paceline.cli.bench_table import notes
@@ -393,23 +392,6 @@ def positions(drawing: str, tag: str, attribute: str) -> list[float]:
 
 def spread_over(ratio: float, low: float, high: float) -> Speedup:
     return Speedup(ratio=ratio, low=low, high=high, pairs=9)
-
-
-def test_a_whisker_stands_where_its_numbers_are() -> None:
-    axis = Axis(0.5, 2.0, log=True)
-    drawing = plots.track(plots.whisker(axis, 10, Series("x", 1), spread_over(1.0, 0.5, 2.0), "a hint"))
-    start, end = 100 * plots.MARGIN, 100 * (1 - plots.MARGIN)
-    assert positions(drawing, "line", "x1")[0] == pytest.approx(start)
-    assert positions(drawing, "line", "x2")[0] == pytest.approx(end)
-    assert positions(drawing, "svg", "x") == [pytest.approx(50)]
-    assert "a hint" in drawing
-
-
-def test_an_interval_that_does_not_fit_loses_its_cap() -> None:
-    axis = Axis(0.5, 2.0, log=True)
-    for high, lines in ((2.0, 3), (9.0, 2)):
-        drawing = plots.track(plots.whisker(axis, 10, Series("x", 1), spread_over(1.0, 0.5, high), ""))
-        assert len(positions(drawing, "line", "x1")) == lines
 
 
 @pytest.mark.parametrize(("ratios", "ends"), [([1.0], (0.99, 1.01)), ([0.3, 5.0], (0.2, 40.0)), ([1.7], (1.6, 1.8))])

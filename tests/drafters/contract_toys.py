@@ -405,6 +405,24 @@ def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=
     return engine
 
 
+class Stumbling:
+    """A real model that errs at some positions: as a drafter it keeps the target's K/V."""
+
+    def __init__(self, model, errs):
+        """`errs`: positions (R,) -> (R,) bool."""
+        self.model, self._errs = model, errs
+        self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
+        self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
+
+    def prepare(self, *_):
+        return False
+
+    def forward(self, tokens, plan, caches, logit_rows, taps=()):
+        logits = self.model.forward(tokens, plan, caches, logit_rows).logits
+        wrong = self._errs(plan.positions[logit_rows])
+        return ModelOutput(torch.where(wrong[:, None], -logits, logits), None)
+
+
 def params(**options):
     return SamplingParams(**options).resolve({})
 

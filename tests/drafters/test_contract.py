@@ -10,7 +10,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +22,6 @@ from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter
-from paceline.models.decoder import ModelOutput
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
     AHEAD,
@@ -36,6 +34,7 @@ from tests.drafters.contract_toys import (
     Choosing,
     FunctionModel,
     Letters,
+    Stumbling,
     ToyGrammar,
     answers,
     exact_joint,
@@ -53,6 +52,7 @@ from tests.drafters.dspark_reference import knowing
 from tests.drafters.dspark_reference import make as make_block_drafter
 from tests.drafters.eagles import fitted
 from tests.drafters.overfit import overfit_heads, taps_of
+from tests.engine.fakes import requests_strategy
 
 METHODS = list(DRAFTERS)
 WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN]
@@ -274,20 +274,7 @@ def test_two_drafters_of_one_method_serve_one_batch(method, ahead):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 12),  # arrival
-            st.integers(0, 2),  # which shared beginning
-            st.integers(1, 24),  # prompt length
-            st.integers(1, 25),  # max_tokens
-            st.sampled_from([None, 5, 9]),  # seed; None is greedy
-            st.integers(0, 60),  # cancelled at this step, if under 20
-            st.sampled_from(["none", *METHODS]),
-            st.integers(1, 6),  # budget
-        ),
-        min_size=1,
-        max_size=6,
-    ),
+    requests_strategy(st.sampled_from(["none", *METHODS]), st.integers(1, 6), longest=24, max_size=6),  # and the budget
     st.integers(13, 40),  # blocks: two of the longest sequences never fit together at the low end
     st.integers(4, 40),  # tokens per step
     st.booleans(),
@@ -466,27 +453,10 @@ def test_steps_without_speculation_in_between_change_nothing(method):
     assert exercised(sequences.values())
 
 
-class Stumbling:
-    """A real model as its own drafter, wrong at every fourth position."""
-
-    def __init__(self, model):
-        self.model = model
-        self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
-        self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
-
-    def prepare(self, *_):
-        return False
-
-    def forward(self, tokens, plan, caches, logit_rows, taps=()):
-        logits = self.model.forward(tokens, plan, caches, logit_rows).logits
-        wrong = plan.positions[logit_rows] % 4 == 3
-        return ModelOutput(torch.where(wrong[:, None], -logits, logits), None)
-
-
 def make_real(method, llm, texts):
     """The table's way to load a model or heads is tested on tiny ones."""
     if method == "draft-model":
-        return DraftModelDrafter(Stumbling(llm.loaded.decoder))
+        return DraftModelDrafter(Stumbling(llm.loaded.decoder, lambda positions: positions % 4 == 3))
     if method == "medusa":
         decoder = llm.loaded.decoder
         return MedusaDrafter(overfit_heads(decoder, texts), llm.config.vocab_size, kernels=decoder.kernels)

@@ -22,9 +22,7 @@ REAL = pytest.param(4, 7, 16384, 128, 60, BEAM, CANDIDATES, PART, marks=pytest.m
         REAL,
     ],
 )
-def test_the_trees_of_torch(
-    batch: int, depth: int, vocab: int, rank: int, nodes: int, beam: int, count: int, part: int
-) -> None:
+def test_the_trees_of_torch(batch, depth, vocab, rank, nodes, beam, count, part) -> None:
     generator = torch.Generator().manual_seed(3)
 
     def numbers(*shape: int) -> torch.Tensor:

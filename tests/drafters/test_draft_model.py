@@ -15,7 +15,6 @@ from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter, ModelNotFound
-from paceline.models.decoder import ModelOutput
 from paceline.models.kernels import kernels_for
 from paceline.models.kv_cache import KVCache
 from paceline.models.plan import PassPlan
@@ -29,6 +28,7 @@ from tests.drafters.contract_toys import (
     ByRequest,
     Choosing,
     FunctionModel,
+    Stumbling,
     contrary,
     exercised,
     imitating,
@@ -276,23 +276,6 @@ def test_two_proposals_for_one_context_are_equal():
     assert drafter.absorbed(sequence) == (0, 9)
 
 
-class Stumbling:
-    """A model whose logits are turned round now and then: as drafter it keeps the target's K/V and errs."""
-
-    def __init__(self, model, chance):
-        self.model, self.chance = model, chance
-        self.config, self.kv_specs, self.device = model.config, model.kv_specs, model.device
-        self.cache_dtype, self.torch_threads = model.cache_dtype, model.torch_threads
-
-    def prepare(self, *_):
-        return False
-
-    def forward(self, tokens, plan, caches, logit_rows, taps=()):
-        logits = self.model.forward(tokens, plan, caches, logit_rows).logits
-        wrong = torch.tensor([self.chance.random() < 0.3 for _ in range(len(logits))], dtype=torch.bool)
-        return ModelOutput(torch.where(wrong[:, None], -logits, logits), None)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Two random Llamas of one vocabulary: (target, drafter), as folders."""
@@ -308,7 +291,11 @@ def test_after_every_step_both_caches_are_those_of_a_fresh_prefill_to_the_bit(ti
     """Random rejects, plain steps in between, chunked prompts, prefix hits, cancellation and preemption."""
     target = load_model(tiny[0], threads=1).decoder
     chance = random.Random(7)
-    model = Stumbling(target, chance) if own else load_model(tiny[1], threads=1).decoder
+
+    def errs(positions):
+        return torch.tensor([chance.random() < 0.3 for _ in positions], dtype=torch.bool)
+
+    model = Stumbling(target, errs) if own else load_model(tiny[1], threads=1).decoder
     drafter = DraftModelDrafter(model, catch_up=24)
 
     class NowAndThen(Choosing):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import shutil
 from dataclasses import replace
@@ -10,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline import LLM, SamplingParams, build
+from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig
+from paceline.drafters import packaged
 from paceline.drafters.block_tree import DEEPER, grow, lattice
 from paceline.drafters.dspark import head_rows
 from paceline.drafters.dspark_checkpoint import write
-from paceline.drafters.methods import DFLASH, DSPARK
-from paceline.drafters.packaged import packaged_for
+from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
 from paceline.drafters.speculators import TargetShape
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
@@ -325,7 +324,7 @@ def test_a_folder_of_another_method_or_target_is_refused(folders, tmp_path):
 def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monkeypatch):
     model, drafters = folders
     shutil.copytree(drafters[DSPARK], tmp_path / "shipped" / "tiny")
-    monkeypatch.setattr(build, "packaged_for", functools.partial(packaged_for, folder=tmp_path / "shipped"))
+    monkeypatch.setattr(packaged, "packaged_folders", lambda: packaged_folders(tmp_path / "shipped"))
 
     def methods(path, **options):
         with LLM(str(path), device="cpu", **options) as llm:

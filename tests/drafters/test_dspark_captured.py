@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
-if not triton.knobs.runtime.interpret:
-    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+from tests.interpreter import require_interpreter
+
+require_interpreter()
 
 from paceline.cuda_graph import CudaGraph
 from paceline.draft import UnreadVerdict
@@ -28,10 +25,8 @@ from tests.drafters.contract_toys import params
 from tests.drafters.dspark_reference import drafter_config, make, random_tensors
 from tests.test_cuda import CONFIG as TINY
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="triton does not run on Windows"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy on infinities, which kernels mask
-]
+# The interpreter's numpy on infinities, which kernels mask.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BLOCK, CPU = 16, torch.device("cpu")
 CONFIG = replace(TINY, hidden_size=32, vocab_size=48)
 

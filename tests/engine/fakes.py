@@ -5,12 +5,27 @@ from __future__ import annotations
 import random
 
 import torch
+from hypothesis import strategies as st
 
 from paceline.draft import Draft, Proposal
 from paceline.drafters.base import HostDrafter
 from paceline.drafters.tapped import CAPACITY, TappedDrafter
 from paceline.models.kv_cache import KVSpec
 from paceline.testing import HIDDEN, context_hidden, context_logits
+
+
+def requests_strategy(*more, longest=30, max_size=7):
+    """Requests that arrive, share beginnings and may be cancelled; `more`: what else is drawn for each."""
+    request = st.tuples(
+        st.integers(0, 12),  # arrival
+        st.integers(0, 2),  # which shared beginning
+        st.integers(1, longest),  # prompt length
+        st.integers(1, 25),  # max_tokens
+        st.sampled_from([None, 5, 9]),  # seed; None is greedy
+        st.integers(0, 60),  # cancelled at this step, if under 20
+        *more,
+    )
+    return st.lists(request, min_size=1, max_size=max_size)
 
 
 class FakeDrafter(HostDrafter):

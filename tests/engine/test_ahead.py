@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.engine.policy import Choice, LearnsNothing
 from tests.drafters.contract_toys import Letters
-from tests.engine.fakes import ChainDrafter, TapDrafter, TreeDrafter
+from tests.engine.fakes import ChainDrafter, TapDrafter, TreeDrafter, requests_strategy
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
 
 EOS = 3
@@ -32,27 +32,14 @@ def ahead_engine(**config):
     return engine, launched
 
 
-requests_strategy = st.lists(
-    st.tuples(
-        st.integers(0, 12),  # arrival
-        st.integers(0, 2),  # which shared beginning
-        st.integers(1, 30),  # prompt length
-        st.integers(1, 25),  # max_tokens
-        st.sampled_from([None, 5, 9]),  # seed; None is greedy
-        st.integers(0, 60),  # cancelled at this step, if under 20
-        st.sampled_from(
-            [
-                *({}, {}, {"stop_token_ids": [7]}, {"presence_penalty": 0.5}, {"min_tokens": 6}, {"logprobs": 1}),
-                {"prompt_logprobs": 1},
-                *({"stop": ["ab", "ke", "c"]}, {"stop": ["hi"], "min_tokens": 4}),
-            ]
-        ),
-        st.sampled_from(["none", "none", "chain", "tree", "tapped"]),
-        st.integers(1, 6),  # budget
-    ),
-    min_size=1,
-    max_size=7,
+OPTIONS = st.sampled_from(
+    [
+        *({}, {}, {"stop_token_ids": [7]}, {"presence_penalty": 0.5}, {"min_tokens": 6}, {"logprobs": 1}),
+        {"prompt_logprobs": 1},
+        *({"stop": ["ab", "ke", "c"]}, {"stop": ["hi"], "min_tokens": 4}),
+    ]
 )
+METHODS = st.sampled_from(["none", "none", "chain", "tree", "tapped"])
 
 
 class Resting(ByRequest):
@@ -73,7 +60,7 @@ class Resting(ByRequest):
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    requests_strategy,
+    requests_strategy(OPTIONS, METHODS, st.integers(1, 6)),  # and the budget
     st.integers(14, 60),  # blocks
     st.integers(4, 40),  # tokens a step
     st.integers(1, 4),  # seats

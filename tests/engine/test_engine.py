@@ -22,6 +22,7 @@ from tests.engine.fakes import (
     RaisingDrafter,
     TapDrafter,
     TreeDrafter,
+    requests_strategy,
 )
 
 VOCAB = 11
@@ -77,29 +78,13 @@ def run(engine, requests, cancel=()):
     raise AssertionError("unreachable")
 
 
-requests_strategy = st.lists(
-    st.tuples(
-        st.integers(0, 12),  # arrival
-        st.integers(0, 2),  # which shared beginning
-        st.integers(1, 30),  # prompt length
-        st.integers(1, 25),  # max_tokens
-        st.sampled_from([None, 5, 9]),  # seed; None is greedy
-        st.integers(0, 60),  # cancelled at this step, if under 20
-        st.sampled_from(["none", "chain", "tree", "tapped"]),
-        st.integers(0, 6),  # budget
-    ),
-    min_size=1,
-    max_size=7,
-)
-
-
 def prompt_of(shared: int, length: int) -> list[int]:
     return [(shared * 5 + at * at) % VOCAB for at in range(length)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    requests_strategy,
+    requests_strategy(st.sampled_from(["none", "chain", "tree", "tapped"]), st.integers(0, 6)),  # method, budget
     st.integers(14, 40),  # blocks: two of the longest sequences never fit together at the low end
     st.integers(4, 40),  # tokens per step
     st.booleans(),

@@ -188,9 +188,7 @@ def without_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_1, Type.F16])
 @pytest.mark.usefixtures("without_vocabulary")
-def test_logits_from_blocks_are_those_of_the_model_expanded(
-    kind: Type, tied: bool, tmp_path: Path, write_model: Any
-) -> None:
+def test_logits_from_blocks_are_those_of_the_model_expanded(kind, tied, tmp_path, write_model) -> None:
     path = small_gguf(tmp_path, write_model, kind, tie_word_embeddings=tied)
     stored, expanded = load_model(path, device="cpu"), load_model(path, dtype="float32", device="cpu")
     assert stored.kind.name.removeprefix("FLOAT") in (kind.name, "16")

@@ -214,9 +214,7 @@ def test_a_gguf_holds_the_model_it_was_made_from(case: str, tmp_path: Path, writ
 @pytest.mark.parametrize(
     ("kind", "tolerance"), [(Type.F16, 1e-4), (Type.Q8_0, 1e-3), (Type.Q4_0, 0.02), (Type.Q4_1, 0.01)]
 )
-def test_a_quantised_model_is_close_to_its_original(
-    kind: Type, tolerance: float, tmp_path: Path, write_model: Any
-) -> None:
+def test_a_quantised_model_is_close_to_its_original(kind, tolerance, tmp_path, write_model) -> None:
     model = write_model(tmp_path / "hf", "Llama")
     write_gguf(tmp_path / "m.gguf", model, kind)
     weights = load_weights(tmp_path / "m.gguf", load_config(tmp_path / "m.gguf"))

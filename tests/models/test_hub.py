@@ -92,12 +92,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         resolve("model.bin")
 
 
-@pytest.mark.parametrize("name", ["smollm2", "organisation/name"])
-def test_without_download_the_command_to_pull_is_given(name: str) -> None:
-    with pytest.raises(ModelNotFound, match=f"paceline pull {name}"):
-        resolve(name, download=False)
-
-
 # --- the cache folder
 
 
@@ -158,7 +152,7 @@ def test_a_pull_is_kept_listed_and_not_repeated(home: Path, monkeypatch: pytest.
     assert cached_models() == []
     assert resolve("org/model") == home / "models" / "org--model"
     assert resolve("smollm2") == home / "models" / "smollm2"
-    assert resolve("org/model") == resolve("org/model", download=False)
+    assert resolve("org/model") == store.cached_path("org/model")
     assert calls == ["org/model", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert [(model.name, model.source, model.format) for model in cached_models()] == [
         ("org/model", "a test", "safetensors"),
@@ -178,9 +172,7 @@ def test_a_pull_is_kept_listed_and_not_repeated(home: Path, monkeypatch: pytest.
         (RuntimeError("a bug"), RuntimeError),
     ],
 )
-def test_an_interrupted_pull_leaves_nothing_and_the_next_succeeds(
-    interruption: BaseException, seen: type[BaseException], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_pull_leaves_nothing_and_the_next_succeeds(interruption, seen, home, monkeypatch) -> None:
     def half_way(repository: str, folder: Path, progress: Any) -> dict[str, Any]:
         (folder / "config.json").write_text("{}")
         raise interruption
@@ -190,8 +182,7 @@ def test_an_interrupted_pull_leaves_nothing_and_the_next_succeeds(
         resolve("org/model")
     assert entries(home) == set()
     assert cached_models() == []
-    with pytest.raises(ModelNotFound):
-        resolve("org/model", download=False)
+    assert store.cached_path("org/model") is None
 
     monkeypatch.setattr(hub, "fetch_snapshot", lambda _, folder, __: write_files(folder) or MANIFEST)
     assert (resolve("org/model") / "model.safetensors").exists()
@@ -231,17 +222,14 @@ def start_stuck_pull(marker: Path) -> subprocess.Popen[bytes]:
     return child
 
 
-def test_a_killed_pull_is_invisible_and_swept_up_by_the_next(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_pull_is_invisible_and_swept_up_by_the_next(home, tmp_path, monkeypatch) -> None:
     child = start_stuck_pull(tmp_path / "marker")
     child.send_signal(signal.SIGKILL)
     child.wait()
     (leftover,) = entries(home)
     assert leftover.startswith(".partial-org--model-")
     assert cached_models() == []
-    with pytest.raises(ModelNotFound):
-        resolve("org/model", download=False)
+    assert store.cached_path("org/model") is None
     monkeypatch.setattr(hub, "fetch_snapshot", lambda _, folder, __: write_files(folder) or MANIFEST)
     resolve("org/model")
     assert entries(home) == {"org--model"}
@@ -410,9 +398,7 @@ def named(name: str) -> Exception:
         (named("RepositoryNotFoundError"), ModelNotFound, "check the spelling"),
     ],
 )
-def test_no_network_and_no_access_are_distinct_errors(
-    error: Exception, kind: type[PacelineError], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_and_no_access_are_distinct_errors(error, kind, message, monkeypatch) -> None:
     failing_hub(monkeypatch, error)
     with pytest.raises(kind, match=message) as caught:
         resolve("org/model")
@@ -544,9 +530,7 @@ def test_a_wheel_with_another_checksum_is_refused(home: Path, copied_wheel: Path
     assert entries(home) == set()
 
 
-def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_nothing(
-    home: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_nothing(home, wheel, monkeypatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
     monkeypatch.setattr(
@@ -563,9 +547,7 @@ def test_an_interrupt_while_pip_runs_ends_pip_and_leaves_nothing(
     assert entries(home) == set()
 
 
-def test_an_interrupted_conversion_leaves_nothing(
-    home: Path, copied_wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_conversion_leaves_nothing(home, copied_wheel, monkeypatch) -> None:
     def progress(stage: str, done: int, total: int | None) -> None:
         if stage == "converting":
             raise KeyboardInterrupt
@@ -593,9 +575,7 @@ def test_without_the_gguf_package_nothing_is_downloaded(wheel: Path, monkeypatch
         resolve("smollm2")
 
 
-def test_what_the_hub_half_downloaded_does_not_mix_with_the_wheel(
-    copied_wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_half_downloaded_does_not_mix_with_the_wheel(copied_wheel, monkeypatch) -> None:
     def half_way(repository: str, folder: Path, progress: Any) -> dict[str, Any]:
         (folder / "special_tokens_map.json").write_text("{}")
         (folder / ".cache").mkdir()

@@ -147,9 +147,7 @@ def test_linear_matches_the_reference(native: NativeKernels, n: int, k: int, dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(83, 129), (40, 4500)])
-def test_a_row_of_linear_has_the_same_bits_among_any_rows(
-    native: NativeKernels, threads: Callable[[int], None], n: int, k: int, dtype: torch.dtype
-) -> None:
+def test_a_row_of_linear_has_the_same_bits_among_any_rows(native, threads, n, k, dtype) -> None:
     packed = native.pack(torch.randn(n, k).to(dtype), torch.randn(n))
     x = torch.randn(300, k)
     alone = torch.cat([native.linear(row[None], packed) for row in x])
@@ -201,9 +199,7 @@ def test_not_a_number_stays_visible(native: NativeKernels) -> None:
     assert native.rms_norm(torch.full((1, 17), float("nan")), torch.ones(17), 1e-5).isnan().all()
 
 
-def test_rows_of_the_elementwise_kernels_have_the_same_bits_among_any_rows(
-    native: NativeKernels, threads: Callable[[int], None]
-) -> None:
+def test_rows_of_the_elementwise_kernels_have_the_same_bits_among_any_rows(native, threads) -> None:
     x, residual, weight = torch.randn(90, 1002), torch.randn(90, 1002), torch.rand(1002)
     alone = torch.cat([native.rms_norm(row[None], weight, 1e-6) for row in x])
     added = torch.cat(
@@ -228,9 +224,7 @@ def rotary_tables(dim: int, length: int = 64) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 8), (9, 3, 64), (2, 2, 40)])
-def test_rope_and_store_matches_the_reference(
-    native: NativeKernels, q_heads: int, kv_heads: int, dim: int, normed: bool
-) -> None:
+def test_rope_and_store_matches_the_reference(native, q_heads, kv_heads, dim, normed) -> None:
     state = scene([40, 20], kv_heads, dim)
     plan = replace(state.plan([(0, 3), (1, 19), (0, 39), (0, 7)]), slots=ints([5, -1, 0, 33]))
     qkv = torch.randn(4, (q_heads + 2 * kv_heads) * dim)
@@ -287,9 +281,7 @@ def test_a_position_beyond_the_tables_is_refused(native: NativeKernels) -> None:
 
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 1, 16), (1, 3, 24), (3, 3, 64), (2, 7, 40), (1, 50, 8)])
 @pytest.mark.parametrize("window", [None, 1, 37, 300])
-def test_attention_matches_the_reference(
-    native: NativeKernels, kv_heads: int, group: int, dim: int, window: int | None
-) -> None:
+def test_attention_matches_the_reference(native, kv_heads, group, dim, window) -> None:
     state = scene([1, 255, 256, 257, 258, 530], kv_heads, dim)
     rows = [(s, p) for s, (k, _) in enumerate(state.tokens) for p in {len(k) - 1, len(k) - 2, len(k) // 2} if p >= 0]
     plan, q = state.plan(rows), torch.randn(len(rows), kv_heads * group, dim)
@@ -334,9 +326,7 @@ def test_any_mixture_of_rows_and_branches_matches_the_reference_and_itself(data:
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("dim", [64, 20])
-def test_a_row_of_attention_has_the_same_bits_among_any_rows_and_threads(
-    native: NativeKernels, threads: Callable[[int], None], dim: int, window: int | None
-) -> None:
+def test_a_row_of_attention_has_the_same_bits_among_any_rows_and_threads(native, threads, dim, window) -> None:
     state = scene([700, 90], 2, dim)
     rows = [(0, p) for p in range(640, 700)] + [(1, p) for p in range(80, 90)]
     plan, q = state.plan(rows), torch.randn(len(rows), 6, dim)
@@ -404,9 +394,7 @@ def test_a_slot_outside_the_cache_is_refused_not_read(native: NativeKernels, slo
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_torch_attention_takes_turns_without_changing_its_answer(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_attention_takes_turns_without_changing_its_answer(window, monkeypatch) -> None:
     state = scene([50, 50, 9], 2, 16, spare=8)
     rows = [(0, p) for p in range(50)] + [(1, 49), (2, 8)]
     q = torch.randn(len(rows), 4, 16)
@@ -459,9 +447,7 @@ def block_and_dense(attention: Callable[..., Tensor], window: int | None, by_slo
 
 @pytest.mark.parametrize("window", [None, 5, 37])
 @pytest.mark.parametrize("by_slot", [0, 8])
-def test_a_block_that_sees_itself_matches_dense_attention(
-    native: NativeKernels, window: int | None, by_slot: int
-) -> None:
+def test_a_block_that_sees_itself_matches_dense_attention(native, window, by_slot) -> None:
     assert_close(*block_and_dense(REFERENCE.attention, window, by_slot))
     assert_close(*block_and_dense(native.attention, window, by_slot))
 
@@ -531,9 +517,7 @@ def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stops", [(3,), (1, 3), (0, 2, 3)])
-def test_layers_in_one_call_are_the_same_bits_as_call_by_call(
-    native: NativeKernels, dtype: torch.dtype, stops: tuple[int, ...]
-) -> None:
+def test_layers_in_one_call_are_the_same_bits_as_call_by_call(native, dtype, stops) -> None:
     hidden, inner, q_heads, kv_heads, dim, rows = 48, 40, 6, 2, 16, 7
 
     def weight(n: int, k: int, bias: bool = False) -> object:

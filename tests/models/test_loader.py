@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.config import RopeConfig
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, UnsupportedModel
-from paceline.models.hf_config import NEUTRAL, parse_config
+from paceline.models.hf_config import NEUTRAL, parse_config, rope_scaling
 from paceline.models.loader import load_config, load_generation_defaults, load_weights
 from paceline.models.rope import rope_tables
 from paceline.models.runtime import load_model
@@ -126,6 +126,22 @@ YARNS: dict[str, dict[str, Any]] = {
     "mscale": {"mscale": 1.0, "mscale_all_dim": 0.7},
     "one mscale alone": {"mscale": 0.5},
 }
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *(keys for keys, _ in ROPE_FORMS),
+        *({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **each}} for each in YARNS.values()),
+    ],
+)
+def test_a_rope_that_is_written_is_read_back(keys) -> None:
+    rope = parse_config(RAW | keys, "config.json").rope
+    for written in (
+        {"rope_theta": rope.theta, "rope_scaling": rope_scaling(rope)},
+        {"rope_parameters": {**rope_scaling(rope), "rope_theta": rope.theta}},
+    ):
+        assert parse_config(RAW | written, "config.json").rope == rope
 
 
 @pytest.mark.parametrize("case", YARNS)

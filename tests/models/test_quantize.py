@@ -66,9 +66,7 @@ def sized_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     write_tokenizer(folder, 96)
 
 
-def test_the_command_writes_a_folder_that_loads_and_says_how_far_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_folder_that_loads_and_says_how_far_it_is(tmp_path, capsys) -> None:
     sized_model(tmp_path / "m")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2 w3 w4\nw9 w8 w7\n")
@@ -131,9 +129,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_written(tmp_path
 
 
 @pytest.mark.parametrize("to", ["int4", "fp8"])
-def test_codes_beside_their_scales_are_a_checkpoint_that_others_read_too(
-    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_codes_beside_their_scales_are_a_checkpoint_that_others_read_too(to, tmp_path, capsys) -> None:
     sized_model(tmp_path / "m")
     prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
     prompts.write_text("w1 w2 w3 w4\n")

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,9 +28,7 @@ def test_kernels_made_for_the_device_are_not_called_slow(monkeypatch: pytest.Mon
     assert why_slow(kernels_for(cpu), cpu) is None
 
 
-def test_the_sentence_is_logged_once_however_many_models_are_opened(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, write_model: Any
-) -> None:
+def test_the_sentence_is_logged_once_however_many_models_are_opened(monkeypatch, caplog, tmp_path, write_model) -> None:
     status = "no native kernels: kernels_x.so was not built"
     monkeypatch.delenv("PACELINE_KERNELS", raising=False)
     monkeypatch.setattr(native_kernels, "_best_library", lambda: (None, status))
@@ -58,9 +55,7 @@ def test_a_command_says_so_on_stderr_and_nothing_of_it_on_stdout(smollm2_path: P
 @pytest.mark.parametrize(
     ("missing", "advice"), [("triton", "pip install triton"), ("gcc", "install gcc"), ("Python.h", "python3-dev")]
 )
-def test_a_gpu_without_what_triton_needs_says_what_is_missing(
-    missing: str, advice: str, monkeypatch: pytest.MonkeyPatch, no_triton_known: None
-) -> None:
+def test_a_gpu_without_what_triton_needs_says_what_is_missing(missing, advice, monkeypatch, no_triton_known) -> None:
     for variable in ("PACELINE_KERNELS", "CC", "TRITON_INTERPRET"):
         monkeypatch.delenv(variable, raising=False)
     found = None if missing == "triton" else object()

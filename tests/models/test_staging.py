@@ -103,9 +103,7 @@ class Late(Library):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_buffer_is_filled_or_given_away_before_its_last_copy_is_over(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_buffer_is_filled_or_given_away_before_its_last_copy_is_over(seed, monkeypatch) -> None:
     noise, library, sizes = random.Random(seed), Late(), range(1, 9)
     staging, events = staged(library, monkeypatch), iter(range(99))
     kept: list[torch.Tensor] = []  # what late copies read and write

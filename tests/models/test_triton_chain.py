@@ -5,17 +5,14 @@ benchmarks/gpu_chain.py."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
-if not triton.knobs.runtime.interpret:
-    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+from tests.interpreter import require_interpreter
+
+require_interpreter()
 
 from paceline.config import ModelConfig
 from paceline.draft import UnreadVerdict
@@ -30,44 +27,20 @@ from paceline.models.triton.greedy_chain import CUT as DEFAULT_CUT
 from paceline.models.triton.greedy_chain import LOOK_EVERY, MOST_HELD, MOST_TAG, ChainFailed, Cut, Share, TritonChain
 from paceline.models.triton_kernels import TritonKernels
 from paceline.models.weights import Dtypes
+from tests.models.random_llama import llama, random_weights
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="triton does not run on Windows"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
 BLOCK = 16
-CONFIG = ModelConfig(
-    architecture="llama",
-    vocab_size=90,
-    hidden_size=48,
-    intermediate_size=80,
-    num_layers=2,
-    num_heads=3,
-    num_kv_heads=1,
-    head_dim=32,
-    max_positions=96,
-    tie_embeddings=True,
-)
+CONFIG = llama(vocab_size=90, hidden_size=48, intermediate_size=80, num_heads=3, num_kv_heads=1, head_dim=32,
+               max_positions=96)  # fmt: skip
 SHALLOW = replace(CONFIG, num_layers=1)  # passes have tests of their own
 CUT = Cut(rows=3, keys=16, splits=4)
 
 
 def weights_of(config: ModelConfig) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
-    hidden, inter = config.hidden_size, config.intermediate_size
-    shapes = {"model.embed_tokens": (config.vocab_size, hidden), "model.norm": (hidden,), "lm_head": (90, hidden)}
-    for layer in range(config.num_layers):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.{name}": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{at}.self_attn.{name}_proj": (config.kv_size, hidden) for name in "kv"}
-        shapes |= {f"{at}.self_attn.q_proj": (config.q_size, hidden), f"{at}.self_attn.o_proj": (hidden, config.q_size)}
-        shapes |= {f"{at}.mlp.{name}_proj": (inter, hidden) for name in ("gate", "up")}
-        shapes[f"{at}.mlp.down_proj"] = (hidden, inter)
-    scale = {1: 0.0, 2: 1.5}
-    made = {name: torch.randn(shape) / shape[-1] ** 0.5 * scale[len(shape)] for name, shape in shapes.items()}
-    made |= {name: torch.rand(shape) + 0.5 for name, shape in shapes.items() if len(shape) == 1}
-    return {f"{name}.weight": tensor for name, tensor in made.items()}
+    return random_weights(config, 1.5)
 
 
 class Scene:

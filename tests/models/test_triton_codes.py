@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+from tests.interpreter import require_interpreter
+
+require_interpreter()
 
 from paceline.models.buckets import alike
-from paceline.models.gguf_codes import as_codes
+from paceline.models.code_blocks import as_codes
 from paceline.models.pass_prior import GPU, GPU_CODES, prior_of
 from paceline.models.triton.codes import MOST_ROWS, expanded, laid_out, ring_for
 from paceline.models.triton.linear import Rotary, linear
@@ -53,9 +53,7 @@ def test_codes_laid_out_for_the_kernels_expand_to_the_same_numbers(kind: WeightK
 
 @pytest.mark.parametrize("rows", [3, 70])
 @pytest.mark.parametrize(("kind", "shift"), [(WeightKind.INT8, "zeros"), (WeightKind.INT4, "none")])
-def test_a_product_with_codes_has_the_bits_of_one_with_the_expanded_weight(
-    kernels: TritonKernels, kind: WeightKind, shift: str, rows: int
-) -> None:
+def test_a_product_with_codes_has_the_bits_of_one_with_the_expanded_weight(kernels, kind, shift, rows) -> None:
     parts = [codes_of(kind, 32, 128, 64, shift, seed) for seed in (1, 2)]
     bias = torch.randn(64)
     packed = kernels.pack(parts, bias)
@@ -124,9 +122,7 @@ def test_blocks_as_codes_are_the_same_numbers(kernels: TritonKernels, kind: Weig
 
 @pytest.mark.parametrize("kind", [WeightKind.FP8, WeightKind.INT8, WeightKind.INT4])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 7168), (192, 192), (576, 64)])
-def test_a_ring_divides_the_columns_and_is_one_for_rows_that_are_captured_alike(
-    kind: WeightKind, n: int, k: int
-) -> None:
+def test_a_ring_divides_the_columns_and_is_one_for_rows_that_are_captured_alike(kind, n, k) -> None:
     for rows in range(1, MOST_ROWS + 1):
         ring = ring_for(rows, n, k, kind)
         assert k % (64 * ring.unroll) == 0
@@ -140,9 +136,7 @@ def test_passes_with_codes_grow_sooner_with_their_rows() -> None:
     assert prior_of(gpu, WeightKind.BFLOAT16) == GPU
 
 
-def test_codes_that_do_not_fit_the_kernels_are_expanded_and_said_to_be(
-    kernels: TritonKernels, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_codes_that_do_not_fit_the_kernels_are_expanded_and_said_to_be(kernels, caplog) -> None:
     weight = codes_of(WeightKind.INT4, 24, 64, 32, "none")  # rows that are not strips of 16
     with caplog.at_level(logging.WARNING, "paceline"):
         packed = kernels.pack(weight)

@@ -16,16 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
-if not triton.knobs.runtime.interpret:
-    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+from tests.interpreter import require_interpreter
 
-from paceline.config import ModelConfig
+require_interpreter()
+
 from paceline.errors import DeviceError
 from paceline.models.decoder import Decoder
-from paceline.models.fast_kernels import FastKernels
 from paceline.models.kernels import LayerByLayer, Rope, kernels_for
 from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
@@ -33,9 +29,10 @@ from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
 from paceline.models.triton.division import tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
-from paceline.models.triton_kernels import TritonKernels
+from paceline.models.triton_kernels import FastKernels, TritonKernels
 from paceline.models.warmup import PassShape
 from paceline.models.weights import Dtypes
+from tests.models.random_llama import llama, random_weights
 from tests.models.test_kernels import (
     BLOCK_ENDS,
     BLOCK_ROWS,
@@ -91,9 +88,7 @@ def test_the_gated_product_is_silu_of_the_gate_times_up(kernels: TritonKernels, 
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_in_segments_is_one_sum_in_order_for_few_rows_and_many(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, biased: bool
-) -> None:
+def test_a_product_in_segments_is_one_sum_in_order_for_few_rows_and_many(kernels, monkeypatch, biased) -> None:
     monkeypatch.setattr(linear_module, "segments_of", lambda n, k: 4)
     weight = kernels.pack(torch.randn(40, 256) / 16, torch.randn(40) if biased else None)
     x, tile = torch.randn(70, 256), Tile(16, 64, 32, 4, 2, swapped=True)
@@ -104,9 +99,7 @@ def test_a_product_in_segments_is_one_sum_in_order_for_few_rows_and_many(
     assert torch.equal(few, many[:3])
 
 
-def test_a_norm_adds_the_segments_of_the_product_before_it(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_norm_adds_the_segments_of_the_product_before_it(kernels, monkeypatch) -> None:
     monkeypatch.setattr(linear_module, "segments_of", lambda n, k: 2)
     weight, x = kernels.pack(torch.randn(40, 128)), torch.randn(3, 128)
     residual, scale = torch.randn(3, 40), torch.rand(40)
@@ -123,9 +116,7 @@ def test_a_norm_adds_the_segments_of_the_product_before_it(
 
 @pytest.mark.parametrize(("rows", "tile"), [(3, None), (3, Tile(16, 32, 32, 4, 2, swapped=True)), (70, None)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_product_of_q_k_and_v_rotates_and_stores_as_the_kernels_apart_do(
-    kernels: TritonKernels, rows: int, tile: Tile | None, biased: bool
-) -> None:
+def test_the_product_of_q_k_and_v_rotates_and_stores_as_the_kernels_apart_do(kernels, rows, tile, biased) -> None:
     q_heads, kv_heads, dim = 3, 2, 24
     state = scene([rows + 40], kv_heads, dim)
     plan = state.plan([(0, at) for at in range(rows)])
@@ -184,9 +175,7 @@ def test_a_tile_that_cannot_come_through_the_copy_engine_comes_by_pointers(kerne
     ("rows", "n", "columns"),
     [(512, 6144, 256), (512, 28672, 128), (768, 6144, 128), (1024, 6144, 128), (1024, 28672, 256), (640, 49152, 256)],
 )
-def test_many_rows_take_the_widest_tile_that_leaves_no_multiprocessor_idle_for_longer(
-    rows: int, n: int, columns: int
-) -> None:
+def test_many_rows_take_the_widest_tile_that_leaves_no_multiprocessor_idle_for_longer(rows, n, columns) -> None:
     assert linear_module.tile_for(rows, n, 4096, 2).n == columns
 
 
@@ -215,9 +204,7 @@ def test_silu_mul_matches_the_reference(kernels: TritonKernels) -> None:
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24)])
-def test_rope_and_store_matches_the_reference(
-    kernels: TritonKernels, q_heads: int, kv_heads: int, dim: int, normed: bool
-) -> None:
+def test_rope_and_store_matches_the_reference(kernels, q_heads, kv_heads, dim, normed) -> None:
     state = scene([40, 20], kv_heads, dim)
     plan = replace(state.plan([(0, 3), (1, 19), (0, 39)]), slots=ints([5, -1, 33]))
     qkv, (cos, sin) = torch.randn(3, (q_heads + 2 * kv_heads) * dim), rotary_tables(dim)
@@ -238,9 +225,7 @@ DRAFTED = [1, 3, 0, 9, 2, 40, 1, 5]
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "dim", "window"), [(1, 3, 24, None), (2, 2, 16, 37), (1, 4, 64, None)])
-def test_a_tree_node_has_the_bits_of_the_token_decoded_plainly(
-    kernels: TritonKernels, kv_heads: int, group: int, dim: int, window: int | None
-) -> None:
+def test_a_tree_node_has_the_bits_of_the_token_decoded_plainly(kernels, kv_heads, group, dim, window) -> None:
     state = scene([1, 130, 66, 340], kv_heads, dim, spare=20)
     q, plan = torch.randn(len(MIXED), kv_heads * group, dim), state.plan(MIXED)
     plain = kernels.attention(q, plan, state.cache, 0.2, window)
@@ -252,9 +237,7 @@ def test_a_tree_node_has_the_bits_of_the_token_decoded_plainly(
 
 
 @pytest.mark.parametrize(("programs", "window", "by_slot"), [(16, None, 0), (2, None, 0), (16, 37, 8), (16, 5, 0)])
-def test_a_block_that_sees_itself_matches_dense_attention(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, programs: int, window: int | None, by_slot: int
-) -> None:
+def test_a_block_that_sees_itself_matches_dense_attention(kernels, monkeypatch, programs, window, by_slot) -> None:
     """In one program and in many, by the block table and by slot."""
     monkeypatch.setattr(division, "PROGRAMS", programs)
     assert_close(*block_and_dense(kernels.attention, window, by_slot))
@@ -271,9 +254,7 @@ def test_a_row_of_a_block_has_the_same_bits_alone_and_read_by_slot(kernels: Trit
 
 
 @pytest.mark.parametrize(("programs", "window"), [(2, None), (16, None), (16, 130)])
-def test_where_the_work_is_cut_does_not_matter(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, programs: int, window: int | None
-) -> None:
+def test_where_the_work_is_cut_does_not_matter(kernels, monkeypatch, programs, window) -> None:
     """All in one program, chunk by chunk, block by block; chunks early and late in the context."""
     state = scene([1200, 40], 1, 16, spare=20)
     rows = [(0, 1199), (1, 39)]
@@ -299,29 +280,11 @@ def test_tiles_are_runs_of_one_sequence_cut_to_fit() -> None:
 
 # ---- a whole pass ----------------------------------------------------------------------------------------------------
 
-CONFIG = ModelConfig(
-    architecture="llama",
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=128,
-    tie_embeddings=True,
-)
+CONFIG = llama(vocab_size=50, hidden_size=32, intermediate_size=48, head_dim=16, max_positions=128)
 
 
 def weights() -> dict[str, Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (50, 32), "model.norm.weight": (32,)}
-    for layer in range(2):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.input_layernorm.weight": (32,), f"{at}.post_attention_layernorm.weight": (32,)}
-        shapes |= {f"{at}.self_attn.{n}_proj.weight": (64 if n == "q" else 32, 32) for n in "qkv"}
-        shapes |= {f"{at}.self_attn.o_proj.weight": (32, 64), f"{at}.mlp.down_proj.weight": (32, 48)}
-        shapes |= {f"{at}.mlp.{n}_proj.weight": (48, 32) for n in ("gate", "up")}
-    return {name: torch.rand(s) + 0.5 if len(s) == 1 else torch.randn(s) / 4 for name, s in shapes.items()}
+    return random_weights(CONFIG, 1.4)
 
 
 def plan_of(positions: list[int], tables: Tensor) -> PassPlan:
@@ -381,9 +344,7 @@ def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows
 
 
 @pytest.mark.parametrize(("chosen", "taps"), [([1, 3, 5], ()), ([5], (1,))])
-def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(
-    kernels: TritonKernels, chosen: list[int], taps: tuple[int, ...]
-) -> None:
+def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(kernels, chosen, taps) -> None:
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
     plan, tokens = plan_of(list(range(6)), torch.zeros((1, 1), dtype=torch.int32)), torch.arange(6)
@@ -488,9 +449,7 @@ class FakeRecorder:
         return SimpleNamespace(result=work(), replay=work)
 
 
-def test_graphs_captured_after_start_up_are_counted_and_named_once(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monkeypatch, caplog) -> None:
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
     graphs = decoder.graphs

@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are not tested")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
-if not triton.knobs.runtime.interpret:
-    pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+from tests.interpreter import require_interpreter
+
+require_interpreter()
 
 from paceline.draft import UNKNOWN, ancestors, clamp_trees
 from paceline.models.plan import DeviceTrees, PassPlan
 from paceline.models.triton.place import place_trees
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="triton does not run on Windows")
 NODES, ROWS, PATH, BEFORE = 20, 90, 24, -7  # BEFORE: what stands in rows that are no nodes
 
 

@@ -178,9 +178,7 @@ def _little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_little_effort")
-def test_json_is_one_object_and_a_failure_exits_with_1(
-    tiny_paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object_and_a_failure_exits_with_1(tiny_paths, capsys) -> None:
     code = run(["prove", "--model", str(tiny_paths[0]), "--methods", "suffix", "--inject", "coins", "--json"])
     out = capsys.readouterr().out
     assert out.count("\n") == 1
@@ -192,9 +190,7 @@ def test_json_is_one_object_and_a_failure_exits_with_1(
 
 
 @pytest.mark.usefixtures("_little_effort")
-def test_the_table_names_every_row_and_what_is_not_proven(
-    tiny_paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_names_every_row_and_what_is_not_proven(tiny_paths, capsys) -> None:
     assert run(["prove", "--model", str(tiny_paths[0]), "--methods", "ngram", "--quick"]) == 1
     captured = capsys.readouterr()
     assert "greedy · ngram alone" in captured.out
@@ -219,9 +215,7 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
     assert message in captured.err
 
 
-def test_an_unknown_method_is_refused_by_name(
-    tiny_paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_method_is_refused_by_name(tiny_paths, capsys) -> None:
     for method, flag in (("draft-model", "--draft-model"), ("medusa", "--drafter")):
         assert run(["prove", "--model", str(tiny_paths[0]), "--methods", method]) == 1
         assert f"methods: {method} is not loaded; give {flag}" in capsys.readouterr().err

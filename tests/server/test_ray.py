@@ -55,9 +55,7 @@ def ask_all(address: tuple[str, int], more: dict[str, Any]) -> list[Answer]:
     return asyncio.run(run())
 
 
-def test_two_replicas_answer_exactly_and_a_killed_one_costs_its_own_requests_only(
-    address: tuple[str, int], tiny_model: Path
-) -> None:
+def test_two_replicas_answer_exactly_and_a_killed_one_costs_its_own_requests_only(address, tiny_model) -> None:
     llm = LLM(str(tiny_model), method="none")
     outputs = llm.generate(PROMPTS, [SamplingParams(seed=at, **GIVEN) for at in range(len(PROMPTS))])
     wanted = [list(output.outputs[0].token_ids) for output in outputs]

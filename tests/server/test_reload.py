@@ -34,9 +34,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_drafter_is_exchanged_under_load_and_traffic_is_captured(
-    tiny_model: Path, heads: Path, tmp_path: Path
-) -> None:
+def test_a_drafter_is_exchanged_under_load_and_traffic_is_captured(tiny_model, heads, tmp_path) -> None:
     kept = tmp_path / "traffic.jsonl"
     server = start_server(tiny_model, "--served-model-name", "tiny", "--capture", str(kept))
     try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paceline.training.losses import draft_loss
+from paceline.training.losses import LossOptions, draft_loss
 
 
 @pytest.mark.parametrize("markov", [True, False])
@@ -28,9 +28,8 @@ def test_loss_and_gradients_equal_autograds_for_any_chunk_size(markov):
     wanted = torch.autograd.grad(2 * expected, leaves)
 
     for rows in (4, 11, 100):
-        found = draft_loss(
-            hidden, head, target, weight, previous=previous, w2=w2, ce=0.3, tv=0.7, temperature=0.7, rows=rows
-        )
+        options = LossOptions(ce=0.3, tv=0.7, temperature=0.7)
+        found = draft_loss(hidden, head, target, weight, options, previous=previous, w2=w2, rows=rows)
         torch.testing.assert_close(found.loss.double(), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found.tv.double(), tv.detach(), atol=1e-5, rtol=1e-5)
         assert torch.equal(found.hit, z.argmax(-1) == (target @ head.T).argmax(-1))

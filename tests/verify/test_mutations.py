@@ -100,7 +100,7 @@ MUTATIONS = {
         "gather(1, 0 * stop.slot[:, None])",
         "block",
     ),
-    "only drafted tokens can be recovered": ("narrow", "wanted |= row > -np.inf", "wanted |= row > np.inf", "filtered"),
+    "the root's p at every node": ("__init__", ".view_as(row_of) - 1, -1)", ".view_as(row_of) * 0, -1)", "filtered"),
     # trees
     "tree rule the wrong way round": ("tree", "coins[rows, v] <= a", "coins[rows, v] > a", "tree"),
     "q is not renormalised": ("tree", "new_q = rest / torch.where(mass > 0, mass, 1)", "new_q = rest", "tree"),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from paceline.draft import Draft, Kind, Proposal
 from paceline.rng import Lane, coin
 from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, process, route, verify
-from paceline.verify.narrow import narrow
 from paceline.verify.seam import moved
 from paceline.verify.tree import _postorder
 from tests.verify.enumeration import Fixed, Setting, Toy, chains, check, mean_accepted, stages, stop_at
@@ -320,26 +319,6 @@ def test_a_chain_whose_q_is_no_number_ends_before_it_losslessly():
     short_verdict = verify(short, logits, rows, nodes, controls, draws, max_depth=1)
     assert torch.equal(long_verdict.tokens[:, :2], short_verdict.tokens)
     assert short_verdict.num_accepted.unique().numel() == 2
-
-
-@pytest.mark.parametrize("ids", [None, [5, 0, 2, 3, 1]])
-def test_few_columns_hold_the_same_p_and_q(ids):
-    draft, logits, row_of, _, _, _ = sampled_batch(2, [[-1, -1, 0], chains(2)], vocab=9, seed=4)
-    logits[:, 4:] = -math.inf
-    if ids is not None:
-        draft = replace(draft, q=replace(draft.q, probs=draft.q.probs[:, :5], ids=torch.tensor(ids)))
-        draft = replace(draft, tokens=torch.tensor(ids)[draft.tokens % 5])
-    few, p, index, columns = narrow(draft, row_of, lambda at: logits[at], 3, remainder=True)
-    assert columns.tolist() == sorted({0, 1, 2, 3, *draft.tokens.flatten().tolist()})
-    assert torch.equal(columns[few.tokens], draft.tokens)
-    slots = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert {(b, s) for b, s in (index >= 0).nonzero().tolist()} <= set(slots)
-    whole = draft.q.over(9)
-    for b, slot in (index >= 0).nonzero().tolist():
-        row, q = few.q.probs[few.q.row_of[b, slot]], whole[draft.q.row_of[b, slot]]
-        assert torch.equal(row[:-1], q[columns])
-        assert float(row.sum()) == pytest.approx(float(q.sum()))
-        assert torch.allclose(p[index[b, slot]][:-1], torch.softmax(logits[row_of[b, slot]], -1)[columns])
 
 
 def test_the_ratio_uses_the_very_tensor_that_was_sampled(monkeypatch):

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.advisor.activations import activations_cost
 from paceline.advisor.advice import Advice
 from paceline.advisor.choice import OFF, Drafted, Figure, levels_between, to_check
 from paceline.advisor.halves import halves, measure_half
 from paceline.advisor.machine import Machine
-from paceline.advisor.profile import host_drafter, model_drafter, profile
+from paceline.advisor.profile import activations_cost, host_drafter, model_drafter, profile
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import OnProgress, Plan
@@ -61,7 +60,7 @@ class Advisor:
             self.advice.drafters = [*self.advice.drafters, model_drafter(subject, model, cost, self.plan)]
         if (rounded := subject.with_int8()) is not None:
             prompts = [subject.encode(prompt, []) for prompt in self._first]
-            self.advice.activations = activations_cost(subject.loaded, rounded, prompts)
+            self.advice.activations = activations_cost(subject.loaded, rounded, prompts, subject.clock)
 
     def _choose(self) -> None:
         """Every drafter with a middling k, and `auto`; then the best of them with every other k."""

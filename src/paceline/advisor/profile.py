@@ -1,4 +1,4 @@
-"""Times on this machine: of a step by sequences and drafted tokens, and each drafter's time and memory.
+"""Times on this machine: of a step by sequences and drafted tokens, each drafter's time and memory, int8 activations.
 
 Steps are timed whole, on the real engine, with drafts of a chosen size that are rejected. The sizes are measured in
 turn, round after round in a new random order, and the median of each counts: a machine that is slow for a second does
@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from paceline.advisor.choice import Drafted
-from paceline.advisor.cost import DrafterCost, PassCost
+from paceline.advisor.cost import ActivationsCost, DrafterCost, PassCost
 from paceline.advisor.machine import Machine
 from paceline.bench.draft_models import DraftModel
 from paceline.bench.grid import Contender
@@ -28,6 +28,8 @@ from paceline.drafters.base import HostDrafter
 from paceline.drafters.draft_model import CATCH_UP, DraftModelDrafter
 from paceline.engine.drafting import CATCHING_UP
 from paceline.engine.policy import Choice, LearnsNothing
+from paceline.models.distance import Alone, distance
+from paceline.models.runtime import LoadedModel
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence as TokenSequence
 
@@ -176,3 +178,35 @@ def model_drafter(subject: Machine, model: DraftModel, cost: PassCost, plan: Pla
         memory_bytes=model.weight_bytes,
         kv_bytes=model.kv_bytes,
     )
+
+
+# -- activations
+
+PASS_ROWS = (1, 4, 8, 16)
+PASS_ROUNDS = 7  # the least of them counts: other processes only add time
+MOST_PROMPTS, LONGEST = 16, 128  # that are compared, and tokens of each
+
+
+def activations_cost(
+    loaded: LoadedModel,
+    rounded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    clock: Callable[[], float],
+) -> ActivationsCost:
+    """`rounded`: the same model with int8 activations."""
+    longest = SHORT + max(PASS_ROWS)
+    tokens = [at % loaded.config.vocab_size for at in range(3, 3 + longest)]
+    sequences = [Alone(model.decoder, longest) for model in (loaded, rounded)]
+    for sequence in sequences:
+        sequence.logits(tokens)
+    least: list[dict[int, float]] = [dict.fromkeys(PASS_ROWS, float("inf")) for _ in sequences]
+    for _ in range(PASS_ROUNDS):
+        for rows in PASS_ROWS:
+            for sequence, found in zip(sequences, least, strict=True):
+                begun = clock()
+                sequence.logits(tokens[SHORT : SHORT + rows], SHORT)
+                found[rows] = min(found[rows], clock() - begun)
+    compared = [prompt[:LONGEST] for prompt in prompts[:: max(1, len(prompts) // MOST_PROMPTS)][:MOST_PROMPTS]]
+    float32_s, int8_s = least
+    moved = distance(loaded.decoder, rounded.decoder, compared)
+    return ActivationsCost(float32_s=float32_s, int8_s=int8_s, distance=moved)

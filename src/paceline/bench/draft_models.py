@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from paceline import machine
+from paceline.build import drafter_context
 from paceline.config import ModelConfig, SpeculationConfig
-from paceline.drafters import DrafterContext
-from paceline.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from paceline.drafters.draft_model import DraftModelDrafter, load_beside
 from paceline.drafters.methods import DRAFT_MODEL, METHODS
 from paceline.errors import DeviceError
 from paceline.models.loader import load_config
-from paceline.models.runtime import LoadedModel, load_model
+from paceline.models.runtime import LoadedModel
 from paceline.theory import kv_bytes_per_token
 
 MEMORY_SHARE = 0.8  # of what is free, for a draft model, or for the caches of all engines together
@@ -39,25 +37,11 @@ def load_draft_model(name: str, path: Path, target: LoadedModel) -> DraftModel:
     """Refuses one that does not fit into memory, or whose vocabulary is not the target's."""
     on_cpu = target.decoder.device.type == "cpu"
     config = load_config(path)
-    numbers = target.decoder.dtypes.numbers
-    needed = parameters(config) * (4 if on_cpu else numbers.itemsize)
+    needed = parameters(config) * (4 if on_cpu else target.decoder.dtypes.numbers.itemsize)
     free = machine.memory().available if on_cpu else 0
     if free and needed > MEMORY_SHARE * free:
         raise DeviceError(f"{name} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free")
-    context = DrafterContext(
-        target.config, target.decoder.device, SpeculationConfig(), token_texts=target.tokenizer.token_text
-    )
-    # auto has plain numbers in bf16 on a GPU, and leaves codes and blocks small.
-    dtype = "auto" if on_cpu or numbers is torch.bfloat16 else str(numbers).removeprefix("torch.")
-    # The target has set the number of threads; loading a second model must not change it.
-    loaded = load_model(
-        path,
-        dtype=dtype,
-        device=target.decoder.device.type,
-        threads=torch.get_num_threads(),
-        kv_dtype=target.kv_dtype,
-    )
-    check_vocabulary(name, loaded, context)
+    loaded = load_beside(name, path, drafter_context(target, SpeculationConfig()))
     return DraftModel(
         name=name,
         loaded=loaded,

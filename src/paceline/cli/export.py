@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.output import print_json
-from paceline.training.formats import FORMATS
+from paceline.training.names import FORMATS
 
 
 def export(

@@ -200,7 +200,7 @@ def _warmup(graphs: SamplingGraphs) -> None:
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Sampling does not depend on earlier tokens: temperature and filters are the same at every node."""
+    """No parameter of the request changes single logits: sampling is the same at every node of a draft."""
     params = sequence.params
     edits = params.penalised or params.logit_bias or params.allowed_token_ids or sequence.bad_words
     return not (edits or sequence.num_output < params.min_tokens)

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from paceline.models.chain import READ, ChainRow, GreedyChain, OffersGreedyChain
 from paceline.models.decoder import Model
 from paceline.models.hub import resolve
 from paceline.models.kv_cache import KVSpec, LayerCache
-from paceline.models.plan import PassPlan
+from paceline.models.plan import PassPlan, padded_tables, slots_of
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.models.warmup import drafting
 from paceline.sequence import Sequence
@@ -112,16 +113,7 @@ class DraftModelDrafter:
             raise InvalidParameter("draft_model", "names no model, or several; a drafter has one (--draft-model)")
         (name,) = context.speculation.draft_model
         path = resolve(name)
-        # The target has set the number of threads; loading a second model must not change it.
-        dtype = "auto" if context.dtype == "bfloat16" else context.dtype  # the same, but codes and blocks stay small
-        loaded = load_model(
-            path,
-            dtype=dtype,
-            device=context.device.type,
-            threads=torch.get_num_threads(),
-            kv_dtype=context.kv_dtype,
-        )
-        check_vocabulary(name, loaded, context)
+        loaded = load_beside(name, path, context)
         version = f"{cls.name}/{_digest(f'{path} {loaded.config} {loaded.kind.label}')}"
         return cls(loaded.decoder, eos_token_ids=context.config.eos_token_ids, version=version)
 
@@ -178,38 +170,38 @@ class DraftModelDrafter:
         self.warm = True
         if after is not None:
             return self._behind(rows, after)
-        going = [index for index, row in enumerate(rows) if self._goes_by_chain(row.sequence)]
+        going = [index for index, row in enumerate(rows) if self._uses_chain(row.sequence)]
         if not going:
             return self._by_passes(rows)
         parts = [(going, self._by_chain([rows[i] for i in going]))]
         others = [i for i in range(len(rows)) if i not in going]
         if others:
-            parts.append((others, _finite(self._by_passes([rows[i] for i in others]))))
+            parts.append((others, _with_finite_q(self._by_passes([rows[i] for i in others]))))
         return Draft.merge(parts, len(rows), self._model.config.vocab_size)
 
     def _behind(self, rows: SequenceOf[DraftRow], after: UnreadVerdict) -> Draft:
         """Drafts behind the tokens a step under way commits, for rows with a draft by this drafter in that step."""
-        at = [index for index, row in enumerate(rows) if self._may_go_on(row)]
+        at = [index for index, row in enumerate(rows) if self._may_begin_behind(row)]
         going = [rows[index] for index in at]
         chain = self._chain_for([row.sequence for row in going])
         if chain is None or not at:
             return Draft.empty(len(rows))
         asked = [self._chain_row(row.sequence, lag=READ, count=row.budget) for row in going]
         behind = replace(after, rows=[after.rows[index] for index in at])
-        drafted = self._ask(chain, [row.sequence for row in going], asked, behind)
+        drafted = self._run_chain(chain, [row.sequence for row in going], asked, behind)
         draft = drafted.chains(list(range(len(going))), [row.budget for row in going])
         return Draft.merge([(at, draft)], len(rows), self._model.config.vocab_size)
 
-    def _may_go_on(self, row: DraftRow) -> bool:
-        """The row's K/V are complete up to the step under way, and its draft there is this drafter's, so at most one
-        token is missing behind those that step commits."""
+    def _may_begin_behind(self, row: DraftRow) -> bool:
+        """The drafter has K/V of all tokens before the step under way, and drafted for the row in it: then at most one
+        of the tokens which that step commits has no K/V."""
         state = self._states.get(row.sequence.key)
         return (
             state is not None
             and state.unseen is not None
             and state.valid == len(row.sequence.tokens) >= READ
             and row.budget > 0
-            and self._goes_by_chain(row.sequence)
+            and self._uses_chain(row.sequence)
         )
 
     def adopt(self, rows: SequenceOf[DraftRow]) -> None:
@@ -219,20 +211,20 @@ class DraftModelDrafter:
 
     def _by_chain(self, rows: SequenceOf[DraftRow]) -> Draft:
         """Drafts behind committed tokens, by the fastest chain for so many rows."""
-        if any(not self._is_close(row.sequence) for row in rows):
+        if any(not self._is_nearly_read(row.sequence) for row in rows):
             self._read(rows)
-        counts = [self._num_nodes(row) if self._is_close(row.sequence) else 0 for row in rows]
+        counts = [self._num_nodes(row) if self._is_nearly_read(row.sequence) else 0 for row in rows]
         ready = [index for index, count in enumerate(counts) if count]
         going, counts = [rows[index] for index in ready], [counts[index] for index in ready]
         sequences = [row.sequence for row in going]
         chain = self._chain_for(sequences)
         if not ready or chain is None:
-            return Draft.empty(len(rows)) if not ready else _finite(self._by_passes(rows))
+            return Draft.empty(len(rows)) if not ready else _with_finite_q(self._by_passes(rows))
         asked = [
             self._chain_row(row.sequence, self.lag(row.sequence), count)
             for row, count in zip(going, counts, strict=True)
         ]
-        drafted = self._ask(chain, sequences, asked, None)
+        drafted = self._run_chain(chain, sequences, asked, None)
         for sequence, count in zip(sequences, counts, strict=True):
             self._drafted(sequence, count)
         draft = drafted.chains(list(range(len(going))), counts)
@@ -244,7 +236,7 @@ class DraftModelDrafter:
         state.valid, state.drafted = len(sequence.tokens), []
         state.unseen = max(min(count - 1, self._room(sequence)), 0)
 
-    def _ask(
+    def _run_chain(
         self, chain: GreedyChain, sequences: list[Sequence], rows: list[ChainRow], after: UnreadVerdict | None
     ) -> Drafted:
         try:
@@ -269,7 +261,7 @@ class DraftModelDrafter:
         chains: SequenceOf[GreedyChain] = self._chains if greedy else self._picking
         return next((chain for chain in chains if len(sequences) <= chain.most_rows), None)
 
-    def _goes_by_chain(self, sequence: Sequence) -> bool:
+    def _uses_chain(self, sequence: Sequence) -> bool:
         return bool(self._chains if sequence.params.greedy else self._picking) and is_plain(sequence)
 
     def _chain_row(self, sequence: Sequence, lag: int, count: int) -> ChainRow:
@@ -283,7 +275,7 @@ class DraftModelDrafter:
         """The blocks within the draft model's context: the target's may be longer."""
         return sequence.blocks[: -(-self._model.config.max_positions // self._block_size)]
 
-    def _is_close(self, sequence: Sequence) -> bool:
+    def _is_nearly_read(self, sequence: Sequence) -> bool:
         """Whether the missing tokens are few and contiguous, so that a chain can read them itself."""
         missing = self._missing(sequence)
         return len(missing) <= READ <= len(sequence.tokens) and missing[-1] - missing[0] < len(missing)
@@ -358,7 +350,7 @@ class DraftModelDrafter:
 
     def _finish(self, chains: _Chains, batch: int) -> Draft:
         drafted = [tokens[:count] for tokens, count in zip(chains.tokens.tolist(), chains.counts, strict=True)]
-        kept = [self._keep(sequence, tokens) for sequence, tokens in zip(chains.sequences, drafted, strict=True)]
+        kept = [self._cut_at_end(sequence, tokens) for sequence, tokens in zip(chains.sequences, drafted, strict=True)]
         tokens_of, num_nodes = _padded(chains.rows, kept, batch)
         if not chains.probs:
             return Draft.chains(tokens_of, num_nodes)
@@ -369,7 +361,7 @@ class DraftModelDrafter:
         probs = chains.probs[0] if len(chains.probs) == 1 else torch.cat(chains.probs)
         return Draft.chains(tokens_of, num_nodes, q=Proposal(probs=probs, row_of=self._ints(row_of)))
 
-    def _keep(self, sequence: Sequence, tokens: list[int]) -> list[int]:
+    def _cut_at_end(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """A token that ends the answer ends its chain: tokens behind it could never be committed."""
         self._states[sequence.key].drafted = tokens[:-1]  # the last one's K/V were never computed
         ends = {*sequence.params.stop_token_ids, *(() if sequence.params.ignore_eos else self._eos)}
@@ -395,15 +387,12 @@ class DraftModelDrafter:
 
         All inputs are on the host, except tokens just drawn.
         """
-        blocks = tables[owners, positions // self._block_size]
-        slots = blocks * self._block_size + positions % self._block_size
+        slots = slots_of(tables, owners, positions, self._block_size)
         plan = PassPlan.in_order(positions, slots, owners, tables, self._block_size, max_len)
         return self._model.forward(tokens, plan, self._caches, logit_rows).logits
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
-        blocks = [self._blocks(sequence) for sequence in sequences]
-        width = max(map(len, blocks))
-        return torch.tensor([one + [-1] * (width - len(one)) for one in blocks], dtype=torch.int32)
+        return padded_tables([self._blocks(sequence) for sequence in sequences])
 
     def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
@@ -419,11 +408,25 @@ def _padded(rows: list[int], chains: list[list[int]], batch: int) -> tuple[Tenso
     return torch.from_numpy(tokens), torch.from_numpy(counts)
 
 
-def _finite(draft: Draft) -> Draft:
-    """Check q here: a draft merged with drafts the host has not seen is not checked later."""
+def _with_finite_q(draft: Draft) -> Draft:
+    """The draft; raises where q is not finite. A draft that is merged with unseen ones is not checked later."""
     if draft.q is not None and not bool(torch.isfinite(draft.q.probs).all()):
         raise ValueError("q is not finite")
     return draft
+
+
+def load_beside(name: str, path: Path, context: DrafterContext) -> LoadedModel:
+    """A draft model in the precision of the target; one of another vocabulary is refused."""
+    loaded = load_model(
+        path,
+        # auto has plain numbers in bf16 on a GPU, and leaves codes and blocks small.
+        dtype="auto" if context.dtype == "bfloat16" else context.dtype,
+        device=context.device.type,
+        threads=torch.get_num_threads(),  # the target has set it; loading a second model must not change it
+        kv_dtype=context.kv_dtype,
+    )
+    check_vocabulary(name, loaded, context)
+    return loaded
 
 
 def check_vocabulary(name: str, loaded: LoadedModel, context: DrafterContext) -> None:

@@ -23,10 +23,11 @@ from paceline.drafters.speculators import (
     refuse_another,
     rope_keys,
     target_keys,
+    target_of,
 )
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.decoder import FINAL
-from paceline.models.hf_config import parse_config
+from paceline.models.hf_config import parse_config, rope_scaling
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 HEADS = {"llama": 32, "qwen3": 32}  # transformers' default, which speculators' files leave out
@@ -139,10 +140,6 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModel(f"{source}: use_aux_hidden_state false is not supported")
     ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    ours = (raw.get("paceline") or {}).get("target") or {}
-    known = {key: value for key, value in ours.items() if key in TargetShape.__dataclass_fields__}
-    known["embedding_sample"] = tuple(known.get("embedding_sample", ()))
     vocab = raw.get("draft_vocab_size")
     biases = frozenset(name.removesuffix(".bias") for name in tensors if name.endswith(".bias"))
     for parts in ([f"{LAYER}.self_attn.{part}_proj" for part in "qkv"], [f"{LAYER}.mlp.{part}_proj" for part in UP]):
@@ -161,7 +158,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
         biases=biases,
-        target=TargetShape(**{"name": verifier.get("name_or_path") or "", **known}),
+        target=target_of(raw),
     )
 
 
@@ -245,9 +242,8 @@ def raw_description(config: EagleConfig) -> Json:
     """config.json of a folder as published."""
     name = "LlamaForCausalLMEagle3" if config.fused else "EagleLlamaForCausalLM"
     found: Json = {"architectures": [name], **_layer(config)}
-    scaling = {key: value for key, value in rope_keys(config.body.rope).items() if key != "rope_theta"}
     if config.body.rope.kind != "default":
-        found["rope_scaling"] = scaling
+        found["rope_scaling"] = rope_scaling(config.body.rope)
     if config.fused:
         found |= {"draft_vocab_size": config.vocab, "norm_before_residual": config.norm_before_residual}
         found |= {"fc_norm": config.fc_norm, "norm_output": config.norm_output, "norm_before_fc": config.norm_before_fc}

@@ -7,7 +7,6 @@ The output of a position takes the place of the feature of the next.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 
@@ -15,14 +14,14 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.drafters.base import digest
+from paceline.drafters.checkpoint import draft_ids
 from paceline.drafters.eagle_config import LAYER, EagleConfig
 from paceline.models.kernels import Kernels, Packed, Rope
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.rope import rope_tables
 from paceline.models.weights import Dtypes, StoredWeight, joined
-
-SAMPLED = 4096  # values of a tensor that enter the digest
 
 
 class EagleLayer:
@@ -64,7 +63,7 @@ class EagleLayer:
         self._tap_norms = [vector(f"fc_norm.{tap}") for tap in range(config.num_taps)] if config.fc_norm else []
         self.ids: Tensor | None = None  # (Vd,) the target's tokens of the draft vocabulary
         if config.vocab < config.body.vocab_size:
-            self.ids = (tensors["d2t"].long() + torch.arange(config.vocab)).to(device)
+            self.ids = draft_ids(tensors["d2t"]).to(device)
         own = tensors.get("embed_tokens.weight")
         own = embedding if own is None else own.to(device, dtypes.numbers)
         assert own is not None, "neither the checkpoint nor the target gives an embedding"
@@ -79,7 +78,7 @@ class EagleLayer:
             self._head = kernels.pack(embedding[self.ids])
         self._eps, self._scale = config.body.rms_norm_eps, 1 / math.sqrt(config.body.head_dim)
         self._rope: Rope | None = None
-        self.digest = digest(tensors, config.taps(target.num_layers))
+        self.digest = f"{config.taps(target.num_layers)}/{digest(tensors[name] for name in sorted(tensors))}"
 
     def bind(self, positions: int) -> None:
         """Rotary tables for so many positions: a drafter's own limit is often shorter than its target's context."""
@@ -147,13 +146,3 @@ class EagleLayer:
     def _norms(self, x: Tensor, weight: Tensor | None) -> Tensor:
         assert weight is not None
         return self._kernels.rms_norm(x, weight, self._eps)
-
-
-def digest(tensors: Mapping[str, Tensor], taps: tuple[int, ...]) -> str:
-    """Digest of values spread over every tensor: training changes all of them."""
-    found = hashlib.blake2b(repr(taps).encode(), digest_size=8)
-    for name, tensor in sorted(tensors.items()):
-        found.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
-        spread = tensor.flatten()[:: max(-(-tensor.numel() // SAMPLED), 1)]
-        found.update(spread.double().cpu().numpy().tobytes())
-    return found.hexdigest()

@@ -1,7 +1,7 @@
 """Common parts of the lookup methods: texts are indexed as they grow, and all rows of a step are looked up at once.
 
 A text is looked up once for each length it has; later calls at the same length read the stored result. The lookup
-itself is a form: native code where there is a library (`native_lookup`), else Python, which finds the same.
+itself is a `Backend`: native code where there is a library (`native_lookup`), else Python, with the same results.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ class State:
 S = TypeVar("S", bound=State)
 
 
-class Form(Protocol[S]):
+class Backend(Protocol[S]):
+    """The index of a lookup method, and its search."""
+
     def new(self, sequence: Sequence) -> S:
         """A state with no tokens indexed yet."""
 
-    def take_in(self, state: S, end: int) -> None:
+    def index_up_to(self, state: S, end: int) -> None:
         """Index tokens[:end]."""
 
     def find(self, states: SequenceOf[S]) -> None:
@@ -41,19 +43,13 @@ class Form(Protocol[S]):
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
         """Drafts from what `find` found."""
 
-    def guess(self, state: S, count: int) -> list[int]:
-        """The likeliest path of such a draft."""
-
-    def match(self, state: S) -> int:
-        """Tokens of context shared with the best place found."""
-
     def drop(self, state: S) -> None:
         """Free the state."""
 
 
 class LookupDrafter(HostDrafter, Generic[S]):
-    def __init__(self, form: Form[S]) -> None:
-        self.form = form
+    def __init__(self, backend: Backend[S]) -> None:
+        self.backend = backend
         self.states: dict[str, S] = {}
 
     def look(self, sequences: SequenceOf[Sequence]) -> list[int]:
@@ -67,21 +63,12 @@ class LookupDrafter(HostDrafter, Generic[S]):
         return state.evidence
 
     def propose(self, rows: SequenceOf[DraftRow]) -> Draft:
-        return self.form.draft(self.looked_up([row.sequence for row in rows]), [row.budget for row in rows])
-
-    def guess(self, sequence: Sequence, count: int) -> list[int]:
-        (state,) = self.looked_up([sequence])
-        return self.form.guess(state, count)
-
-    def match_length(self, sequence: Sequence) -> int:
-        """Tokens of context shared with the best place that the last lookup found; 0: nothing was found."""
-        state = self.states.get(sequence.key)
-        return 0 if state is None else self.form.match(state)
+        return self.backend.draft(self.looked_up([row.sequence for row in rows]), [row.budget for row in rows])
 
     def read_prompt(self, sequence: Sequence, end: int) -> None:
         """Index the computed part of a prompt; tokens that decoding commits are indexed when a draft is needed."""
         if not self.idle or sequence.key in self.states:
-            self.form.take_in(self.state_of(sequence), end)
+            self.backend.index_up_to(self.state_of(sequence), end)
 
     def admit(self, sequence: Sequence, start: int, end: int) -> None:
         self._forget(sequence)
@@ -99,19 +86,19 @@ class LookupDrafter(HostDrafter, Generic[S]):
             if state.at != len(sequence.tokens):
                 due.append(state)
         if due:
-            self.form.find(due)
+            self.backend.find(due)
         return states
 
     def state_of(self, sequence: Sequence) -> S:
         state = self.states.get(sequence.key)
         if state is None or state.sequence is not sequence:
             self._forget(sequence)
-            state = self.states[sequence.key] = self.form.new(sequence)
+            state = self.states[sequence.key] = self.backend.new(sequence)
         return state
 
     def _forget(self, sequence: Sequence) -> bool:
         """Whether the sequence was known."""
         state = self.states.pop(sequence.key, None)
         if state is not None:
-            self.form.drop(state)
+            self.backend.drop(state)
         return state is not None and state.sequence is sequence

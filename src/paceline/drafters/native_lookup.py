@@ -36,7 +36,7 @@ class NativeState(State):
 S = TypeVar("S", bound=NativeState)
 
 
-class NativeForm(ABC, Generic[S]):
+class NativeBackend(ABC, Generic[S]):
     """`method` names a pair of native functions, to find and to draft, with `shared` as further arguments of both;
     `append` the one that adds tokens to a text."""
 
@@ -46,7 +46,7 @@ class NativeForm(ABC, Generic[S]):
         self._shared = shared
         self._out, self._out_at = np.empty(0, np.int64), 0  # the last drafts, and the buffer's address
 
-    def take_in(self, state: S, end: int) -> None:
+    def index_up_to(self, state: S, end: int) -> None:
         if end <= state.indexed:  # the last lookup holds positions, which must stay valid
             return
         tokens = state.sequence.tokens
@@ -76,32 +76,24 @@ class NativeForm(ABC, Generic[S]):
             state.evidence, state.at, state.indexed = found, length, length
 
     def draft(self, states: SequenceOf[S], budgets: SequenceOf[int]) -> Draft:
-        width, only_chains = self._drafted([state.address for state in states], budgets)
-        rows, planes = len(states), 1 if only_chains else PLANES
+        """The native function fills a buffer with node counts and planes; it returns the width used, as -1 - width
+        where every row is a chain of that width."""
+        rows, most = len(states), max(budgets, default=0)
+        needed = rows * (1 + PLANES * most)
+        if needed > len(self._out):
+            self._out = np.empty(2 * needed, np.int64)
+            self._out_at = self._out.ctypes.data
+        asked = array("q", [state.address for state in states])
+        asked.extend(budgets)
+        used: int = self._draft(asked.buffer_info()[0], rows, most, self._out_at, *self._shared)
+        width, only_chains = max(used, -1 - used), used < 0
+        planes = 1 if only_chains else PLANES
         nodes = self._out[rows : rows + planes * rows * width].reshape(planes, rows, width).copy()
         if only_chains:
             return Draft.chains(torch.from_numpy(nodes[0]))
         tokens, parents, depth = map(torch.from_numpy, nodes)
         num_nodes = torch.from_numpy(self._out[:rows].copy())
         return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
-
-    def _one(self, state: S, budget: int) -> tuple[list[int], list[int], list[int]]:
-        """Tokens, parents and depths of one row's draft."""
-        width, _ = self._drafted([state.address], [budget])
-        tokens, parents, depths = self._out[1 : 1 + PLANES * width].reshape(PLANES, width).tolist()
-        return tokens, parents, depths
-
-    def _drafted(self, addresses: list[int], budgets: SequenceOf[int]) -> tuple[int, bool]:
-        """Write node counts and planes into `_out`. Returns the width, and whether all rows are chains of it."""
-        rows, width = len(addresses), max(budgets, default=0)
-        needed = rows * (1 + PLANES * width)
-        if needed > len(self._out):
-            self._out = np.empty(2 * needed, np.int64)
-            self._out_at = self._out.ctypes.data
-        asked = array("q", addresses)
-        asked.extend(budgets)
-        used: int = self._draft(asked.buffer_info()[0], rows, width, self._out_at, *self._shared)
-        return max(used, -1 - used), used < 0
 
     @abstractmethod
     def _make_room(self, state: S, length: int) -> None:

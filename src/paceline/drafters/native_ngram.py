@@ -7,7 +7,7 @@ from ctypes import c_int64, c_void_p
 
 import numpy as np
 
-from paceline.drafters.native_lookup import NativeForm, NativeState
+from paceline.drafters.native_lookup import NativeBackend, NativeState
 from paceline.models.native_kernels import Library
 from paceline.sequence import Sequence
 
@@ -30,7 +30,7 @@ class NgramState(NativeState):
         self.tokens = self.tables = np.empty(0, np.int32)
 
 
-class NativeNgrams(NativeForm[NgramState]):
+class NativeNgrams(NativeBackend[NgramState]):
     def __init__(self, library: Library, ngram_min: int, ngram_max: int) -> None:
         super().__init__(library, "ngram", "ngram_extend")
         self._min, self._max = ngram_min, ngram_max
@@ -38,12 +38,6 @@ class NativeNgrams(NativeForm[NgramState]):
 
     def new(self, sequence: Sequence) -> NgramState:
         return NgramState(sequence, self._min, self._max)
-
-    def guess(self, state: NgramState, count: int) -> list[int]:
-        return self._one(state, count)[0]
-
-    def match(self, state: NgramState) -> int:
-        return state.evidence
 
     def drop(self, state: NgramState) -> None:
         pass

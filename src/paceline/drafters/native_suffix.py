@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
 
-from paceline.drafters.native_lookup import NativeForm, NativeState
+from paceline.drafters.native_lookup import NativeBackend, NativeState
 from paceline.drafters.suffix_index import DEPTH, LEVELS, LIMIT, MIN_ROWS, Ints, Memory, SuffixIndex
 from paceline.drafters.suffix_store import SuffixStore
-from paceline.drafters.suffix_tree import BEHIND, ELSEWHERE, FORETOLD, SURE, THRESHOLD, WITH, Tree
+from paceline.drafters.suffix_tree import EVIDENCE_STEPS, HIT_RATE, INSERTED, STORE_WEIGHT, SUBSTITUTED, THRESHOLD
 from paceline.models.native_kernels import Library
 from paceline.sequence import Sequence
 
@@ -23,9 +22,9 @@ _MOST_PLACES = 2 * (len(LEVELS) - 1) * LIMIT + 2
 
 class _Weights(ctypes.Structure):
     _fields_ = (
-        ("foretold", c_double * len(FORETOLD)),
+        ("foretold", c_double * len(HIT_RATE)),
         *((name, c_double) for name in ("threshold", "elsewhere", "behind", "with")),
-        ("sure", c_double * len(SURE)),
+        ("sure", c_double * len(EVIDENCE_STEPS)),
     )
 
 
@@ -70,9 +69,6 @@ class NativeIndex(SuffixIndex):
     def end(self, end: int) -> None:
         self._view.end = end
 
-    def extend(self, tokens: SequenceOf[int]) -> None:
-        self.extend_array(np.asarray(tokens, np.int32))
-
     def _extend(self, tokens: Ints) -> None:
         tokens = np.ascontiguousarray(tokens)
         self._native_extend(self.address, tokens.ctypes.data, len(tokens))
@@ -94,9 +90,9 @@ class SuffixState(NativeState):
         self.index = index
 
 
-class NativeSuffixes(NativeForm[SuffixState]):
+class NativeSuffixes(NativeBackend[SuffixState]):
     def __init__(self, library: Library, memory: Memory[NativeIndex], store: SuffixStore) -> None:
-        past, weights = store.index, _Weights(FORETOLD, THRESHOLD, ELSEWHERE, BEHIND, WITH, SURE)
+        past, weights = store.index, _Weights(HIT_RATE, THRESHOLD, STORE_WEIGHT, SUBSTITUTED, INSERTED, EVIDENCE_STEPS)
         assert past is None or isinstance(past, NativeIndex)
         address = None if past is None else past.address
         super().__init__(library, "suffix", "suffix_append", address, ctypes.addressof(weights))
@@ -104,12 +100,6 @@ class NativeSuffixes(NativeForm[SuffixState]):
 
     def new(self, sequence: Sequence) -> SuffixState:
         return SuffixState(sequence, self._memory.new_index())
-
-    def guess(self, state: SuffixState, count: int) -> list[int]:
-        return Tree(*self._one(state, count)).best_path()
-
-    def match(self, state: SuffixState) -> int:
-        return int(state.view.places[0].match) if state.view.count else 0
 
     def drop(self, state: SuffixState) -> None:
         self._memory.give_back(state.index)

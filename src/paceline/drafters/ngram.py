@@ -3,7 +3,7 @@
 For n from `ngram_max` down to `ngram_min` the most recent earlier occurrence of the last n tokens wins. The index maps
 every n-gram to where its most recent continuation begins, exactly: a step costs the same however long the context is.
 Invariant: it holds the n-grams that end before the last indexed token, so the end of the text never finds itself.
-Tokens that a step committed are indexed when a draft is needed, or while the next pass is under way.
+Tokens that a step committed are indexed when a draft is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from paceline.models.native_kernels import load_library
 from paceline.sequence import Sequence
 
 MATCH_LIMIT = 16  # longer matches count as this long
-FEW = 16  # so many tokens or fewer are scanned rather than indexed at once
 
 
 class NgramIndex:
@@ -53,21 +52,11 @@ class NgramIndex:
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
         """(n, where the continuation begins) of the longest n-gram that ends the text and was seen before; (0, 0) if
-        there is none. The last few tokens need not be indexed, unless one of them equals the very last: then a
-        continuation may begin among them.
-        """
-        end, indexed = len(tokens), self.length
-        last, bits, longest = tokens[-1], self._bits, self._tables[0][1]
-        if end - indexed > FEW or tokens.index(last, indexed - 1 if indexed else 0) < end - 1:
-            self.extend(tokens, end)
-        key = self._key
-        for token in tokens[self.length :]:
-            key = (key << bits | token) & longest
-        _, mask, table = self._tables[-1]
-        if key & mask in table:  # else no longer n-gram was seen either
-            for n, mask, table in self._tables:
-                if end > n and (at := table.get(key & mask)) is not None:
-                    return n, at
+        there is none. The whole text is indexed then."""
+        self.extend(tokens, len(tokens))
+        for n, mask, table in self._tables:
+            if len(tokens) > n and (at := table.get(self._key & mask)) is not None:
+                return n, at
         return 0, 0
 
 
@@ -98,7 +87,7 @@ class _State(State):
         self.start = 0  # where the continuation begins
 
 
-class PlainNgrams:
+class PythonNgrams:
     """In Python: where there is no native library, and as the reference in tests."""
 
     def __init__(self, ngram_min: int, ngram_max: int, vocab_size: int) -> None:
@@ -107,7 +96,7 @@ class PlainNgrams:
     def new(self, sequence: Sequence) -> _State:
         return _State(sequence, self._new_index())
 
-    def take_in(self, state: _State, end: int) -> None:
+    def index_up_to(self, state: _State, end: int) -> None:
         state.index.extend(state.sequence.tokens, end)
 
     def find(self, states: SequenceOf[_State]) -> None:
@@ -117,18 +106,15 @@ class PlainNgrams:
             state.evidence, state.at = match_length(tokens, state.start, n) if n else 0, len(tokens)
 
     def draft(self, states: SequenceOf[_State], budgets: SequenceOf[int]) -> Draft:
-        chains = list(map(self.guess, states, budgets))
+        chains = [
+            continuation(state.sequence.tokens, state.start, budget) if state.evidence else []
+            for state, budget in zip(states, budgets, strict=True)
+        ]
         counts = [len(chain) for chain in chains]
         width = max(counts, default=0)
         padded = [chain if len(chain) == width else chain + [0] * (width - len(chain)) for chain in chains]
         tokens = torch.from_numpy(np.array(padded, np.int64).reshape(len(states), width))
         return Draft.chains(tokens, torch.from_numpy(np.array(counts, np.int64)))
-
-    def guess(self, state: _State, count: int) -> list[int]:
-        return continuation(state.sequence.tokens, state.start, count) if state.evidence else []
-
-    def match(self, state: _State) -> int:
-        return state.evidence
 
     def drop(self, state: _State) -> None:
         pass
@@ -144,6 +130,6 @@ class NgramDrafter(LookupDrafter[Any]):
         lengths = context.speculation.ngram_min, context.speculation.ngram_max
         library = load_library() if native else None
         if library is None:
-            super().__init__(PlainNgrams(*lengths, context.config.vocab_size))
+            super().__init__(PythonNgrams(*lengths, context.config.vocab_size))
         else:
             super().__init__(NativeNgrams(library, *lengths))

@@ -9,16 +9,16 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters.methods import SHIPPED, packaged_folders
+from paceline.drafters.methods import packaged_folders
 from paceline.drafters.speculators import TargetShape, target_of
 
 log = logging.getLogger("paceline")
 
 
-def packaged_for(config: ModelConfig, embedding: Tensor, folder: Path = SHIPPED) -> Path | None:
+def packaged_for(config: ModelConfig, embedding: Tensor) -> Path | None:
     """The packaged drafter for a model with this embedding (V, H), in whatever precision; another model of the same
     shape has none."""
-    for path in packaged_folders(folder):
+    for path in packaged_folders():
         try:
             target = target_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError) as problem:

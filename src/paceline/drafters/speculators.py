@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from paceline.config import ModelConfig, RopeConfig
 from paceline.drafters.checkpoint import Json
 from paceline.errors import InvalidParameter
+from paceline.models.hf_config import rope_scaling
 
 LEAST_LIKENESS = 0.9  # cosine of two samples of one embedding, however each is quantised; others are near 0
 
@@ -103,18 +104,7 @@ def layer_keys(body: ModelConfig, *, attention_bias: bool = False, mlp_bias: boo
 
 
 def rope_keys(rope: RopeConfig) -> Json:
-    found: Json = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.kind != "default":
-        found["factor"] = rope.factor
-    fields: tuple[str, ...] = ()
-    if rope.kind == "llama3":
-        fields = "low_freq_factor", "high_freq_factor"
-    elif rope.kind == "yarn":
-        fields = "beta_fast", "beta_slow", "truncate", "attention_factor"
-    if fields:
-        found |= {field: getattr(rope, field) for field in fields}
-        found["original_max_position_embeddings"] = rope.original_max_positions
-    return found
+    return {**rope_scaling(rope), "rope_theta": rope.theta}
 
 
 def target_keys(target: TargetShape) -> Json:

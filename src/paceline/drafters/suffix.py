@@ -22,7 +22,7 @@ from paceline.drafters.methods import METHODS, SUFFIX
 from paceline.drafters.native_suffix import NativeIndex, NativeSuffixes
 from paceline.drafters.suffix_index import Context, Memory, SuffixIndex
 from paceline.drafters.suffix_store import SuffixStore
-from paceline.drafters.suffix_tree import ELSEWHERE, Lookup, Place, evidence_of, grow, places_of
+from paceline.drafters.suffix_tree import STORE_WEIGHT, Lookup, Place, evidence_of, grow, places_of
 from paceline.models.native_kernels import load_library
 from paceline.sequence import Sequence
 
@@ -39,7 +39,7 @@ class _State(State):
         self.places: list[Place] = []  # that vote for the next tokens
 
 
-class PlainSuffixes:
+class PythonSuffixes:
     """In Python: where there is no native library, and as the reference in tests."""
 
     def __init__(self, memory: Memory[SuffixIndex], store: SuffixStore) -> None:
@@ -48,7 +48,7 @@ class PlainSuffixes:
     def new(self, sequence: Sequence) -> _State:
         return _State(sequence, self._memory.new_index())
 
-    def take_in(self, state: _State, end: int) -> None:
+    def index_up_to(self, state: _State, end: int) -> None:
         if state.indexed < end:
             tokens = state.sequence.tokens
             if state.index is not None:
@@ -59,10 +59,10 @@ class PlainSuffixes:
     def find(self, states: SequenceOf[_State]) -> None:
         for state in states:
             tokens = state.sequence.tokens
-            self.take_in(state, len(tokens))
+            self.index_up_to(state, len(tokens))
             context, store = Context(tokens), self._store.index
             lookups = [] if state.index is None else [Lookup(state.index, context)]
-            lookups += [] if store is None else [Lookup(store, context, ELSEWHERE)]
+            lookups += [] if store is None else [Lookup(store, context, STORE_WEIGHT)]
             state.places, state.at = places_of(lookups, state.index, context), len(tokens)
             state.evidence = evidence_of(state.places)
 
@@ -77,12 +77,6 @@ class PlainSuffixes:
         tokens, parents, depth = map(torch.from_numpy, np.array(table, np.int64).reshape(3, len(states), width))
         num_nodes = torch.from_numpy(np.array(counts, np.int64))
         return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
-
-    def guess(self, state: _State, count: int) -> list[int]:
-        return grow(state.places, count).best_path()
-
-    def match(self, state: _State) -> int:
-        return state.places[0][0] if state.places else 0
 
     def drop(self, state: _State) -> None:
         self._memory.give_back(state.index)
@@ -102,8 +96,8 @@ class SuffixDrafter(LookupDrafter[Any]):
         self.store.seed(settings.suffix_corpus)
         self.store.load()
         self._memory: Memory[Any] = Memory(settings.suffix_bytes - for_store, make)
-        form: Any = PlainSuffixes if library is None else partial(NativeSuffixes, library)
-        super().__init__(form(self._memory, self.store))
+        backend: Any = PythonSuffixes if library is None else partial(NativeSuffixes, library)
+        super().__init__(backend(self._memory, self.store))
 
     @property
     def nbytes(self) -> int:

@@ -8,8 +8,6 @@ have been compared. `END` separates texts and is never proposed.
 
 from __future__ import annotations
 
-import functools
-from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Generic, TypeVar
@@ -25,8 +23,7 @@ MIN_ROWS = 64
 
 _PRIME = 1_858_537_381  # hashes are packed tokens modulo this; below 2**31, so that products fit 64 bits
 _BASE = (1 << 32) % _PRIME
-_STRANGER = -2  # equal to no token and not to END
-_BULK = 48  # more new tokens than this are worth numpy's overhead
+_NO_TOKEN = -2  # equal to no token and not to END
 _CHUNK = 16_384  # tokens indexed at once, which bounds the temporary memory
 _LAST_POSITION = (1 << 31) - (1 << 27)  # positions are 32-bit; past this the ring is renumbered
 
@@ -38,17 +35,12 @@ class Context:
 
     def __init__(self, tokens: SequenceOf[int]) -> None:
         tail = tokens[-DEPTH:]
-        self.newest_first = [*reversed(tail), _STRANGER]
+        self.newest_first = [*reversed(tail), _NO_TOKEN]
         value, values = 0, [0]
         for token in self.newest_first[: min(LEVELS[0], len(tail))]:
             value = (value * _BASE + token) % _PRIME
             values.append(value)
         self.hashes = [values[n] if n < len(values) else None for n in LEVELS]  # None: the text has fewer than n tokens
-
-    @functools.cached_property
-    def packed(self) -> memoryview:
-        """All of them as bytes, where there are `DEPTH`."""
-        return memoryview(array("i", self.newest_first[-2::-1])).cast("B")
 
     def before(self) -> Context:
         """The context without its last token, hashed for the level of two tokens only."""
@@ -82,10 +74,7 @@ class SuffixIndex:
         self.rows, self._text, self._heads, self._links = rows, text, heads, links
         self.text = self._text.data
         self._bytes = self.text.cast("B")
-        self._chains = [
-            (32 * (LEVELS[0] - n), heads.data, links.data)
-            for n, heads, links in zip(LEVELS, self._heads, self._links, strict=True)
-        ]
+        self._chains = [(heads.data, links.data) for heads, links in zip(self._heads, self._links, strict=True)]
 
     @staticmethod
     def bytes_for(rows: int) -> int:
@@ -117,21 +106,13 @@ class SuffixIndex:
             longer[: self.rows] = shorter
         self._work_on(rows, text, heads, links)
 
-    def extend(self, tokens: SequenceOf[int]) -> None:
+    def extend(self, tokens: SequenceOf[int] | Ints) -> None:
         """Append; each token becomes the continuation of the n-grams that end before it."""
-        if len(tokens) > _BULK:
-            self.extend_array(np.asarray(tokens, np.int32))
-        else:
-            self.number_afresh()
-            for token in tokens:
-                self._append(token)
-
-    def extend_array(self, tokens: Ints) -> None:
-        """The same, with numpy: several times faster for many tokens."""
         self.number_afresh()
+        new: Ints = np.asarray(tokens, np.int32)
         step = min(_CHUNK, self.rows)
-        for first in range(0, len(tokens), step):
-            self._extend(tokens[first : first + step])
+        for first in range(0, len(new), step):
+            self._extend(new[first : first + step])
 
     @property
     def room(self) -> int:
@@ -143,20 +124,7 @@ class SuffixIndex:
         if self.end > _LAST_POSITION:
             kept = self.tokens()
             self._clear()
-            self.extend_array(kept)
-
-    def _append(self, token: int) -> None:
-        end, mask, recent = self.end, self.rows - 1, self._recent
-        slot = end & mask
-        for shift, heads, links in self._chains:
-            bucket = (recent >> shift) % _PRIME & mask
-            links[slot] = heads[bucket]
-            heads[bucket] = end
-        self.text[slot] = token
-        if slot < DEPTH:
-            self.text[slot + self.rows] = token
-        self._recent = recent >> 32 | (token & 0xFFFFFFFF) << 32 * (LEVELS[0] - 1)
-        self.end = end + 1
+            self.extend(kept)
 
     def _extend(self, tokens: Ints) -> None:
         count, longest = len(tokens), LEVELS[0]
@@ -199,7 +167,7 @@ class SuffixIndex:
         kept: Ints = self._text[np.arange(self.end - count, self.end) & (self.rows - 1)]
         return kept
 
-    def agreed(self, starts: SequenceOf[int], depth: int, count: int) -> list[int]:
+    def common_run(self, starts: SequenceOf[int], depth: int, count: int) -> list[int]:
         """Up to `count` tokens from `depth` after every start, if they are the same; else nothing."""
         count = min(count, self.end - max(starts) - depth)
         slots = [start + depth & self.rows - 1 for start in starts]
@@ -221,7 +189,7 @@ class SuffixIndex:
         value = context.hashes[level]
         if value is None:
             return []
-        rows, (_, heads, links) = self.rows, self._chains[level]
+        rows, (heads, links) = self.rows, self._chains[level]
         mask, oldest = rows - 1, max(self.end - rows, 0) + DEPTH
         position = heads[value & mask]
         if position < oldest:  # most often
@@ -236,12 +204,9 @@ class SuffixIndex:
                 slot = position & mask
                 if slot <= DEPTH:  # the token before the longest match is read too
                     slot += rows
-                if n >= LEVELS[0] and self._bytes[4 * (slot - DEPTH) : 4 * slot] == context.packed:
-                    match = DEPTH  # a loop, most likely: one comparison in place of many
-                else:
-                    match = 0
-                    while text[slot - 1 - match] == tail[match]:
-                        match += 1
+                match = 0
+                while text[slot - 1 - match] == tail[match]:
+                    match += 1
                 known[position] = match
             if match >= n:
                 found.append(position)

@@ -69,7 +69,7 @@ class SuffixStore:
     def _append(self, tokens: Ints) -> None:
         if self.index is not None:
             self.index.make_room(len(tokens), self._max_bytes - self.index.nbytes)
-            self.index.extend_array(tokens)
+            self.index.extend(tokens)
 
     def _encoded(self, file: str) -> Iterator[list[int]]:
         if self._encode is None:

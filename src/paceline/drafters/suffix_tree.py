@@ -2,11 +2,11 @@
 
 Every place votes for the token that followed it; each shared token of context doubles the vote, and a place in a past
 answer counts less than one in this text. A node's probability is its parent's, times how often any place has the next
-token right (`FORETOLD`, by the longest context shared), times its share of the votes. The most probable nodes are
+token right (`HIT_RATE`, by the longest context shared), times its share of the votes. The most probable nodes are
 taken, best first, down to `THRESHOLD`.
 
 Where a copy deviates from its source, the last token has no match in this context. If the tokens before it match, the
-copy may continue behind the source token it replaced, or with that token.
+last token may replace a token of the source, or be inserted before it: the copy continues behind that token or with it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from operator import itemgetter
 from paceline.drafters.suffix_index import DEPTH, LEVELS, Context, SuffixIndex
 
 THRESHOLD = 0.1  # nodes less likely than this are not drafted
-FORETOLD = (0.0, 0.38, 0.6, 0.75, 0.78, 0.83, *[0.86] * 3, *[0.91] * 7, *[0.93] * (DEPTH - 15))  # by tokens shared
-ELSEWHERE = 0.2  # weight of a vote from another text
-BEHIND, WITH = 0.2, 0.14  # how often a deviating copy continues behind the source token it replaced, and with it
+HIT_RATE = (0.0, 0.38, 0.6, 0.75, 0.78, 0.83, *[0.86] * 3, *[0.91] * 7, *[0.93] * (DEPTH - 15))  # by tokens shared
+STORE_WEIGHT = 0.2  # of a vote from a past answer, where one from the same text has 1
+# A copy whose last token differs from its source: how often that token replaced the source's, or stands before it.
+SUBSTITUTED, INSERTED = 0.2, 0.14
 
 COPY = LEVELS.index(2)  # one token shared is no copy
-SURE = (THRESHOLD, 0.25, 0.45, 0.65)  # probabilities at which evidence rises by one
+EVIDENCE_STEPS = (THRESHOLD, 0.25, 0.45, 0.65)  # probabilities at which evidence rises by one
 
 Place = tuple[int, float, int, SuffixIndex]  # tokens shared, votes, position of the token that followed, index
 
@@ -36,14 +37,11 @@ class Tree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    score: float = 0.0  # the sum of the probabilities: the expected number of accepted tokens
-    match: int = 0  # longest context shared, in tokens
 
-    def add(self, token: int, parent: int, depth: int, probability: float) -> int:
+    def add(self, token: int, parent: int, depth: int) -> int:
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(depth)
-        self.score += probability
         return len(self.tokens) - 1
 
     def path(self, node: int) -> list[int]:
@@ -55,13 +53,6 @@ class Tree:
             tokens.append(self.tokens[node])
             node = self.parents[node]
         return tokens[::-1]
-
-    def best_path(self) -> list[int]:
-        """The most probable child of the most probable child, and so on."""
-        node = -1
-        while node in self.parents:
-            node = self.parents.index(node)  # siblings stand in order of probability
-        return self.path(node)
 
 
 class Lookup:
@@ -96,22 +87,23 @@ def places_of(lookups: SequenceOf[Lookup], own: SuffixIndex | None, context: Con
         places = places or [place for lookup in lookups for place in lookup.places(level)]
     places.sort(key=itemgetter(0), reverse=True)
     longest = places[0][0] if places else 0
-    share = FORETOLD[longest] / _votes(places) if places else 0.0
+    share = HIT_RATE[longest] / _votes(places) if places else 0.0
     likely = [(match, votes * share, start, index) for match, votes, start, index in places]
     if longest <= 1 and own is not None:
-        likely += [(1, often * (1 - FORETOLD[longest]), start, own) for start, often in _strayed(own, context)]
+        likely += [(1, often * (1 - HIT_RATE[longest]), start, own) for start, often in _after_deviation(own, context)]
     return likely
 
 
-def _strayed(index: SuffixIndex, context: Context) -> list[tuple[int, float]]:
-    """Positions where a copy that deviated at the last token may continue, and how often that happens."""
+def _after_deviation(index: SuffixIndex, context: Context) -> list[tuple[int, float]]:
+    """Positions at which a copy that deviates at its last token may continue, and the probability of each."""
     matches: dict[int, int] = {}
     found = index.occurrences(COPY, context.before(), matches)
     found = [position for position in found if position < index.end - 1]  # its own end is there too
     if not found:
         return []
     left_out = max(found, key=matches.__getitem__)  # the newest of equals
-    return [(start, often) for start, often in ((left_out + 1, BEHIND), (left_out, WITH)) if start < index.end - 1]
+    candidates = ((left_out + 1, SUBSTITUTED), (left_out, INSERTED))
+    return [(start, often) for start, often in candidates if start < index.end - 1]
 
 
 def evidence_of(places: SequenceOf[Place]) -> int:
@@ -123,7 +115,7 @@ def evidence_of(places: SequenceOf[Place]) -> int:
         token = index.text[start & index.rows - 1]
         votes[token] = votes.get(token, 0.0) + its
     sure = _total([its for token, its in votes.items() if its >= THRESHOLD and token >= 0])
-    return sum([sure >= step for step in SURE])
+    return sum([sure >= step for step in EVIDENCE_STEPS])
 
 
 def _votes(places: list[Place]) -> float:
@@ -140,19 +132,18 @@ def _total(numbers: list[float]) -> float:
 
 def grow(places: list[Place], budget: int) -> Tree:
     """The most probable nodes, from the places of `places_of`; a smaller budget gives a prefix of a larger one's."""
-    tree = Tree(match=places[0][0] if places else 0)
+    tree = Tree()
     waiting: list[tuple[float, int, int, int, int, list[Place]]] = []  # -probability, order, parent, depth, token, ...
     parent, depth, order, worth = -1, 0, 0, 1.0  # `worth`: what a vote of the places adds to a child's probability
     while places and len(tree.tokens) < budget:
-        if not waiting and (
-            len(places) == 1 or places[0][0] + depth >= LEVELS[0]
-        ):  # one candidate node, and perhaps one continuation
+        # One candidate node, and perhaps one continuation.
+        if not waiting and (len(places) == 1 or places[0][0] + depth >= LEVELS[0]):
             probability = worth * _votes(places)
-            run = _agreed(places, depth, probability, budget - len(tree.tokens))
+            run = _common_run(places, depth, probability, budget - len(tree.tokens))
             for token in run:
                 depth += 1
-                parent = tree.add(token, parent, depth, probability)
-                probability *= FORETOLD[min(places[0][0] + depth, DEPTH)]
+                parent = tree.add(token, parent, depth)
+                probability *= HIT_RATE[min(places[0][0] + depth, DEPTH)]
             if run:
                 worth = probability / _votes(places)
                 continue
@@ -170,18 +161,18 @@ def grow(places: list[Place], budget: int) -> Tree:
         if not waiting:
             break
         less, _, parent, depth, token, places = heapq.heappop(waiting)
-        parent = tree.add(token, parent, depth, -less)
-        worth = -less * FORETOLD[min(places[0][0] + depth, DEPTH)] / _votes(places)
+        parent = tree.add(token, parent, depth)
+        worth = -less * HIT_RATE[min(places[0][0] + depth, DEPTH)] / _votes(places)
     return tree
 
 
-def _agreed(places: list[Place], depth: int, probability: float, room: int) -> list[int]:
-    """The tokens that follow all places alike, as far as likely enough; empty where places lie in different texts."""
+def _common_run(places: list[Place], depth: int, probability: float, room: int) -> list[int]:
+    """The tokens that follow every place, while they are equal and likely enough; empty if places are of two texts."""
     match, _, _, index = places[0]
     if any(place[3] is not index for place in places[1:]):
         return []
     count = 0
     while count < room and probability >= THRESHOLD:
         count += 1
-        probability *= FORETOLD[min(match + depth + count, DEPTH)]
-    return index.agreed([start for _, _, start, _ in places], depth, count)
+        probability *= HIT_RATE[min(match + depth + count, DEPTH)]
+    return index.common_run([start for _, _, start, _ in places], depth, count)

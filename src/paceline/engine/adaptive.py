@@ -29,9 +29,8 @@ from paceline.models.pass_prior import CPU, PassPrior
 from paceline.sequence import Sequence
 
 # Over plain decoding, that a plan must promise: less is within the error of the tables. For lookups times the root of
-# the number of sequences: of many estimates here and there those are chosen that promise too much. A model's pass is
-# paid for whatever comes of it, and where it is about to break even its estimates are as often too high as too low.
-MARGIN, MODEL_MARGIN = 0.02, 0.05
+# the number of sequences: of many estimates here and there those are chosen that promise too much.
+MARGIN = 0.02
 LEAST = 0.005  # survival below which a node is not worth a row anywhere
 MAX_NODES = 1024  # of one step: passes beyond are as dear as they are long
 # Planned steps from one plain step to the next, twice as many each time: the measure that drafting is judged by ages.
@@ -220,7 +219,7 @@ class AdaptivePolicy:
         gain = best_rate * plain_s / number
         self.expected_gain = gain or None
         models = any(self._evidence.runs_model(offer.method) for offer in chosen)
-        if gain > 1 + (MODEL_MARGIN if models else MARGIN * math.sqrt(number)):
+        if gain > 1 + MARGIN * (1.0 if models else math.sqrt(number)):
             self._pause, self._pause_left = self._pause // 2, 0
             self._plan.plain_s = 0.0 if step.other_rows else plain_s
             self._plan.explores, self._explores = self._explores, False

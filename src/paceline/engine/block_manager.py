@@ -55,7 +55,7 @@ class BlockManager:
             self._references[block] = 1
             sequence.blocks.append(block)
         if len(sequence.blocks) > held:
-            self._sit(sequence, held)
+            self._write_table(sequence, held)
 
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
         """Take back blocks beyond `num_tokens`: room reserved for drafts that were not accepted."""
@@ -106,11 +106,11 @@ class BlockManager:
             self._references[block] += 1
         sequence.blocks = list(prefix)
         if prefix:
-            self._sit(sequence, 0)
+            self._write_table(sequence, 0)
         self._chain[sequence.key] = [self._hash[block] or b"" for block in prefix]
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer every full block of computed, committed tokens to others."""
+        """Make every full block of computed, committed tokens available to other sequences."""
         if not self.prefix_caching:
             return
         chain, size = self._chain.setdefault(sequence.key, []), self.block_size
@@ -123,7 +123,7 @@ class BlockManager:
                 self._hash[block] = chain[-1]
 
     def settle(self, sequences: Iterable[Sequence]) -> None:
-        """After a step: take back what their tokens do not need, offer what is full."""
+        """After a step: free blocks behind the sequences' tokens, and publish full ones."""
         size = self.block_size
         for sequence in sequences:
             if len(sequence.blocks) * size >= len(sequence.tokens) + size:
@@ -158,8 +158,8 @@ class BlockManager:
             row = [] if sequence.seat < 0 else self._tables[sequence.seat].tolist()
             assert row == sequence.blocks + [-1] * (len(row) - len(sequence.blocks)), "a table is not what is held"
 
-    def _sit(self, sequence: Sequence, changed: int) -> None:
-        """Write its blocks from `changed` on into its row of the tables, which it gets if it has none."""
+    def _write_table(self, sequence: Sequence, changed: int) -> None:
+        """Copy the sequence's block ids from index `changed` on into its row of the tables, and first assign one."""
         while len(sequence.blocks) > self._tables.shape[1]:
             self._tables = np.pad(self._tables, ((0, 0), (0, self._tables.shape[1])), constant_values=-1)
         if sequence.seat < 0:

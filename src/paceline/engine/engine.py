@@ -20,7 +20,7 @@ from paceline.config import AUTO, NONE, EngineConfig
 from paceline.drafters import Drafter
 from paceline.drafters.methods import is_called
 from paceline.engine.adaptive import AdaptivePolicy
-from paceline.engine.batch import Batch, StepOutputs
+from paceline.engine.batch import Batch, EngineStats, StepOutputs
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafting import DrafterSet
@@ -28,14 +28,13 @@ from paceline.engine.policy import Policy, StepReport, wish
 from paceline.engine.runner import Flight, Runner
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.stats import EngineStats
 from paceline.engine.text import OutputText, TextDecoder
 from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, PacelineError, QueueFull, shown
 from paceline.garbage import expect_objects, no_collection
 from paceline.grammar import Grammars
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
-from paceline.models.memory import cache_bytes, says_what_to_lower
+from paceline.models.memory import cache_bytes, out_of_memory_advice
 from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence, Status
@@ -71,7 +70,7 @@ class Engine:
         kv_bytes = config.kv_cache_bytes or cache_bytes(model.device, config.gpu_memory_fraction)
         num_blocks = config.num_blocks or kv_bytes // per_block
         self.max_model_len = _context(config, model.config.max_positions, num_blocks * config.block_size)
-        with says_what_to_lower():
+        with out_of_memory_advice():
             cache = KVCache(
                 specs, num_blocks=num_blocks, block_size=config.block_size, dtype=model.cache_dtype, device=model.device
             )
@@ -92,7 +91,7 @@ class Engine:
             on_release=self._release,
         )
         self.runner = Runner(model, cache, self.drafters, Sampler(model.config.vocab_size, self._eos, model.device))
-        with says_what_to_lower():
+        with out_of_memory_advice():
             self.runner.prepare(config.max_num_seqs, config.max_num_batched_tokens)
         self.committer = Committer(self.scheduler, self.drafters, self._make_text)
         self.stats = EngineStats()
@@ -148,7 +147,7 @@ class Engine:
         if not len(batch):
             return None
         try:
-            with says_what_to_lower():
+            with out_of_memory_advice():
                 return self.runner.launch(batch, self.drafters.propose(batch, self.policy.least))
         except Exception as problem:
             self._lost = batch.sequences, problem

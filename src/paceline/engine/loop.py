@@ -132,7 +132,7 @@ class EngineLoop:
         self._died: EngineDied | None = None
 
     def run(self) -> None:
-        """Until told to close; what is open then fails."""
+        """Take commands and step until a `Close`; requests that are open then fail."""
         while self._take_commands():
             self._admit_backlog()
             if self.engine.has_work:
@@ -157,7 +157,7 @@ class EngineLoop:
     # -- commands
 
     def _take_commands(self) -> bool:
-        """Carry out all that is there, or wait for one where there is nothing else to do; False: close."""
+        """Carry out every queued command; an idle engine waits for one. False: it was a `Close`."""
         idle = not self.engine.has_work and not self._backlog
         while idle or not self._commands.empty():
             idle = False
@@ -239,7 +239,7 @@ class EngineLoop:
                 self._report(outputs[index], now)
 
     def _fail_step(self, problem: Exception) -> None:
-        """A step that raised: the requests that took part in it end. Others wait, and have their turn."""
+        """A step that raised ends the requests that took part in it; waiting requests are kept."""
         log.debug("a step failed", exc_info=problem)
         scheduler = self.engine.scheduler
         part = scheduler.running or scheduler.waiting[:1]  # the one to be admitted, where none ran

@@ -74,7 +74,7 @@ class Sampler:
         elif simple:
             verdict = self._captured(key, params, draft, row_of)
         else:
-            verdict = self._changed(key, params, draft, logits, row_of)
+            verdict = self._edited(key, params, draft, logits, row_of)
         self.warm = compiled == self._compiled.count
         return verdict
 
@@ -96,8 +96,8 @@ class Sampler:
     def _captured(self, key: StepKey, params: StepParams, draft: Draft, row_of: Tensor) -> Verdict:
         return self._graphs.verify(key, np.vstack((params.columns[:SENT], params.lengths)), draft, row_of)
 
-    def _changed(self, key: StepKey, params: StepParams, draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
-        """The graph reads logits where they lie: edited ones stand there for as long as it takes."""
+    def _edited(self, key: StepKey, params: StepParams, draft: Draft, logits: Tensor, row_of: Tensor) -> Verdict:
+        """The graph reads logits from the buffer of the pass, so edited logits are written there until it has run."""
         raw, (_, there, nodes) = None, self._on_device(params, draft, row_of)
         if params.edits:
             raw = logits.clone()

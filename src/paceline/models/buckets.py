@@ -44,5 +44,5 @@ def path_up(width: int) -> int:
 
 
 def alike(rows: int) -> int:
-    """A number that is equal for padded numbers of rows known to use the same kernels: those up to FEW."""
+    """The same number for all padded row counts that use the same kernels; above `FEW` each count has its own."""
     return rows if rows > FEW or not rows else max(1 << (rows - 1).bit_length(), 16)

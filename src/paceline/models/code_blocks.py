@@ -1,14 +1,20 @@
-"""Codes beside their scales as GGUF's blocks of 32, which a CPU's kernels read, where that changes no number.
+"""Codes beside their scales as GGUF's blocks of 32, which a CPU's kernels read, and blocks as codes, which a GPU's do;
+where that changes no number.
 
-A block's number is d * q with d in float16, so it is exact where the scales are float16 numbers, groups are whole
-blocks, and code - zero fits: four bits for INT4 without zero points (Q4_0), five with (Q5_0), eight for INT8 (Q8_0).
+`as_blocks`: a block's number is d * q with d in float16, so it is exact where the scales are float16 numbers, groups
+are whole blocks, and code - zero fits: four bits for INT4 without zero points (Q4_0), five with (Q5_0), eight for INT8
+(Q8_0). `as_codes`: codes of four bits stay INT4 and those of five and eight become INT8, in groups of 32. Scales and
+offsets that are float16 in the file stay float16; the products of two that the K blocks have need float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from paceline.models.gguf_blocks import codes_of_q4_k, codes_of_q5, codes_of_q5_k, half, nibbles, small_scales
 from paceline.models.weights import BLOCKS, MIDDLE, StoredWeight, WeightKind
 
 BLOCK = 32
@@ -57,8 +63,45 @@ def _pack(numbers: Tensor, kind: WeightKind) -> Tensor:
         return numbers.to(torch.int8).view(torch.uint8)
     codes = (numbers + LIMITS[kind]).to(torch.uint8)
     low, high = (codes & 15).chunk(2, 1)
-    nibbles = low | high << 4
+    packed = low | high << 4
     if kind is WeightKind.Q4_0:
-        return nibbles
+        return packed
     bits = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)  # the lowest bit of each byte first
-    return torch.cat([bits.sum(2, dtype=torch.uint8), nibbles], 1)
+    return torch.cat([bits.sum(2, dtype=torch.uint8), packed], 1)
+
+
+# -- blocks as codes
+
+Parts = tuple[Tensor, Tensor, Tensor | None]  # codes (uint8 up to 15, else int8), scales, offsets
+
+
+def as_codes(weight: StoredWeight) -> StoredWeight | None:
+    """None for blocks whose groups are smaller (Q6_K)."""
+    if weight.kind not in _READ:
+        return None
+    n, k = weight.shape
+    raw = weight.data.reshape(-1, BLOCKS[weight.kind].bytes)
+    codes, scales, offsets = _READ[weight.kind](raw)
+    codes = codes.reshape(n, k)
+    kind = WeightKind.INT8
+    if codes.dtype == torch.uint8:
+        kind, codes = WeightKind.INT4, codes[:, ::2] | codes[:, 1::2] << 4
+    return StoredWeight.of_codes(
+        kind, codes, scales.reshape(n, -1), offsets=None if offsets is None else offsets.reshape(n, -1)
+    )
+
+
+def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
+    scales, minima = small_scales(raw[:, 4:16])  # (B, 8, 1)
+    return half(raw, 0) * scales[:, :, 0], -(half(raw, 2) * minima[:, :, 0])
+
+
+_READ: dict[WeightKind, Callable[[Tensor], Parts]] = {
+    WeightKind.Q4_0: lambda raw: (nibbles(raw[:, 2:]), half(raw, 0).half(), None),
+    WeightKind.Q4_1: lambda raw: (nibbles(raw[:, 4:]), half(raw, 0).half(), half(raw, 2).half()),
+    WeightKind.Q5_0: lambda raw: (codes_of_q5(raw, 2).to(torch.int8) - 16, half(raw, 0).half(), None),
+    WeightKind.Q5_1: lambda raw: (codes_of_q5(raw, 4).to(torch.int8), half(raw, 0).half(), half(raw, 2).half()),
+    WeightKind.Q8_0: lambda raw: (raw[:, 2:].contiguous().view(torch.int8), half(raw, 0).half(), None),
+    WeightKind.Q4_K: lambda raw: (codes_of_q4_k(raw), *_k_scales(raw)),
+    WeightKind.Q5_K: lambda raw: (codes_of_q5_k(raw).to(torch.int8), *_k_scales(raw)),
+}

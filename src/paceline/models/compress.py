@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.errors import BrokenModel
+from paceline.models.block_file import DTYPES
 from paceline.models.loader import Weights, expected_shapes
 from paceline.models.quantized_config import LINEAR
 from paceline.models.tensor_file import Header
@@ -23,7 +24,6 @@ from paceline.models.weights import StoredWeight, WeightKind
 COMPRESSED = {"int4": WeightKind.INT4, "fp8": WeightKind.FP8}
 GROUPS = (128, 64, 32)
 MOST_FP8 = 448.0  # the largest e4m3 number
-PLAIN = {WeightKind.FLOAT32: "F32", WeightKind.FLOAT16: "F16", WeightKind.BFLOAT16: "BF16"}
 KEPT = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -62,7 +62,7 @@ def headers(weights: Weights, config: ModelConfig, kind: WeightKind, group: int)
     found: dict[str, Header] = {}
     for name, shape in expected_shapes(config).items():
         if not is_rounded(name, shape):
-            found[name] = Header(PLAIN.get(weights.kinds[name], "F32"), shape)
+            found[name] = Header(DTYPES.get(weights.kinds[name], "F32"), shape)
             continue
         layer, (n, k) = name.removesuffix(".weight"), shape
         if kind is WeightKind.INT4:

@@ -11,7 +11,7 @@ from paceline.gguf_file import GGUFFile
 from paceline.gguf_vocab import tokenizer_files
 from paceline.models.block_file import BLOCK_WEIGHTS, write_blocks
 from paceline.models.gguf_model import gguf_config, gguf_kind, gguf_names, gguf_weight
-from paceline.models.hf_config import ARCHITECTURES
+from paceline.models.hf_config import ARCHITECTURES, rope_scaling
 from paceline.models.store import Progress
 
 
@@ -53,20 +53,8 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     if config.architecture == "llama":
         raw["mlp_bias"] = config.mlp_bias
     if config.rope.kind != "default":
-        raw["rope_scaling"] = _rope_scaling(config)
+        raw["rope_scaling"] = rope_scaling(config.rope)
     return raw
-
-
-def _rope_scaling(config: ModelConfig) -> dict[str, Any]:
-    rope = config.rope
-    scaling = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "linear":
-        return scaling
-    fields = ["low_freq_factor", "high_freq_factor"]
-    if rope.kind == "yarn":
-        fields = ["beta_fast", "beta_slow", "truncate", "attention_factor"]
-    scaling |= {field: getattr(rope, field) for field in fields}
-    return scaling | {"original_max_position_embeddings": rope.original_max_positions}
 
 
 def _write_weights(file: GGUFFile, config: ModelConfig, folder: Path, progress: Progress) -> None:

@@ -57,7 +57,7 @@ class Placed:
             self.at[name] = slice(end, end + size)
             end = -(-(end + size) // ALIGNED) * ALIGNED
         self.size = end
-        self._stages: dict[int, _Stage] = {}
+        self._stages: dict[int, _StagingViews] = {}
         self.device_ints = torch.zeros(end, dtype=torch.int32, device=decoder.device)
         self._blank = np.zeros(self.at["tables"].start, np.int32)
         self._blank[self.at["slots"]] = -1
@@ -90,7 +90,7 @@ class Placed:
         buffer, (each, path, tables, known) = staging.buffer(self.size), plan.host
         stage = self._stages.get(buffer.turn)
         if stage is None or stage.ints is not buffer.ints:
-            stage = self._stages[buffer.turn] = _Stage(self, buffer.ints)
+            stage = self._stages[buffer.turn] = _StagingViews(self, buffer.ints)
         rows, on_device = each.shape[1], self.bucket.from_hidden or not tokens.is_cpu
         stage.blank[:] = self._blank
         stage.header[:] = self.division.header(plan.max_len, tables.shape[1])
@@ -112,12 +112,12 @@ class Placed:
             place_trees(self.plan, plan.trees)
 
 
-class _Stage:
-    """A bucket's views of a buffer of the host."""
+class _StagingViews:
+    """Views of a pinned buffer, one for each part of a bucket's input."""
 
-    def __init__(self, of: Placed, ints: Any) -> None:
+    def __init__(self, placed: Placed, ints: Any) -> None:
         self.ints = ints
-        at, rows = of.at, of.bucket.rows
+        at, rows = placed.at, placed.bucket.rows
         self.blank = ints[: at["tables"].start]
         self.header, self.tiles = ints[at["header"]], ints[at["tiles"]]
         # All row fields have the same width: the rows, and the alignment of the next field.
@@ -150,8 +150,8 @@ class PassGraphs:
         logit_rows: Tensor,
         taps: tuple[int, ...],
     ) -> ModelOutput:
-        of = self.place(tokens, plan, caches, logit_rows, taps)
-        warm, output = self.is_warm(of), self.run(of)
+        placed = self.place(tokens, plan, caches, logit_rows, taps)
+        warm, output = self.is_warm(placed), self.run(placed)
         tapped = None if output.taps is None else output.taps[: len(tokens)]
         return ModelOutput(output.logits[: len(logit_rows)], tapped, warm)
 
@@ -164,9 +164,9 @@ class PassGraphs:
         taps: tuple[int, ...] = (),
     ) -> Placed:
         """Copy a pass into its bucket's buffers, to be run once or more; kernels may write into it."""
-        of, tiles = self._pass(plan, caches, logit_rows, taps, tokens.dim() == 2)
-        of.fill(tokens, plan, logit_rows, tiles, self._staging)
-        return of
+        placed, tiles = self._pass(plan, caches, logit_rows, taps, tokens.dim() == 2)
+        placed.fill(tokens, plan, logit_rows, tiles, self._staging)
+        return placed
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -193,22 +193,24 @@ class PassGraphs:
             tokens, plan, logit_rows = warmup_pass(shape, block_size)
             if from_hidden:
                 tokens = torch.zeros(len(tokens), self._decoder.config.hidden_size)
-            of, tiles = self._pass(plan, caches, logit_rows, taps, from_hidden)
-            if of.graph is None:
-                passes[of] = tokens, plan, logit_rows, tiles
+            placed, tiles = self._pass(plan, caches, logit_rows, taps, from_hidden)
+            if placed.graph is None:
+                passes[placed] = tokens, plan, logit_rows, tiles
         if self._captures:
-            self._compile({of.kernels: of for of in passes if of.kernels not in self._compiled}.values())
-            if (with_paths := next((of for of in passes if of.bucket.path), None)) is not None:
+            self._compile(
+                {placed.kernels: placed for placed in passes if placed.kernels not in self._compiled}.values()
+            )
+            if (with_paths := next((placed for placed in passes if placed.bucket.path), None)) is not None:
                 from paceline.models.triton.place import compile_place
 
                 compile_place(with_paths.plan)
         with self.starting():
-            for of, content in passes.items():
-                if of.kernels not in self._compiled:
-                    of.fill(*content, self._staging)
-                    self.run(of)  # loads the kernels
+            for placed, content in passes.items():
+                if placed.kernels not in self._compiled:
+                    placed.fill(*content, self._staging)
+                    self.run(placed)  # loads the kernels
                 if self._captures:
-                    self._capture(of)
+                    self._capture(placed)
         took, grown = time.perf_counter() - started, (self._reserved() - before) / 1e6
         log.info("prepared %d shapes of passes in %.1f s, %.0f MB", len(self._passes), took, grown)
 
@@ -216,8 +218,8 @@ class PassGraphs:
         from paceline.models.triton.parallel_compile import parallel_compile
 
         with parallel_compile():
-            for of in passes:
-                self.compute(of)
+            for placed in passes:
+                self.compute(placed)
 
     def _bucket(self, plan: HostPlan, wanted: int, taps: tuple[int, ...], from_hidden: bool) -> tuple[Bucket, Any]:
         """The bucket, and first row and number of rows of each tile. Cached by the assignment of rows to sequences,
@@ -255,13 +257,13 @@ class PassGraphs:
             self._passes.clear()
         host = plan.host
         bucket, tiles = self._bucket(host, logit_rows.shape[0], taps, from_hidden)
-        of = self._passes.get(bucket)
-        if of is None or host.block_tables.size > of.table_ints:
-            of = self._passes[bucket] = Placed(bucket, self._decoder, caches, plan.block_size)
+        placed = self._passes.get(bucket)
+        if placed is None or host.block_tables.size > placed.table_ints:
+            placed = self._passes[bucket] = Placed(bucket, self._decoder, caches, plan.block_size)
             while len(self._passes) > MAX_GRAPHS:
                 self._passes.popitem(last=False)
         self._passes.move_to_end(bucket)
-        return of, tiles
+        return placed, tiles
 
     @property
     def _captures(self) -> bool:
@@ -277,41 +279,41 @@ class PassGraphs:
     def device(self) -> torch.device:
         return self._decoder.device
 
-    def is_warm(self, of: Placed) -> bool:
+    def is_warm(self, placed: Placed) -> bool:
         """The pass will not be captured first."""
-        return of.graph is not None or not self.capture
+        return placed.graph is not None or not self.capture
 
-    def run(self, of: Placed) -> ModelOutput:
+    def run(self, placed: Placed) -> ModelOutput:
         """The output of the bucket, padding included."""
-        if of.graph is None and of.kernels in self._compiled and self._captures:
-            self._capture(of)
-        if of.graph is not None:
-            of.graph.replay()
-            output: ModelOutput = of.graph.result
+        if placed.graph is None and placed.kernels in self._compiled and self._captures:
+            self._capture(placed)
+        if placed.graph is not None:
+            placed.graph.replay()
+            output: ModelOutput = placed.graph.result
         else:
-            self._compiled.add(of.kernels)
-            output = self.compute(of)
+            self._compiled.add(placed.kernels)
+            output = self.compute(placed)
         self._staging.mark()
         return output
 
-    def compute(self, of: Placed) -> ModelOutput:
+    def compute(self, placed: Placed) -> ModelOutput:
         """The launches of a placed pass; a drafter captures them together with its own."""
         assert self._caches is not None
-        bucket = of.bucket
+        bucket = placed.bucket
         out, out_taps = self._logits_buffer(bucket.logits or bucket.rows), self._taps_buffer(bucket)
-        residual = self._decoder.embed(of.inputs)
-        return self._decoder.run(residual, of.plan, self._caches, of.logit_rows, bucket.taps, out, out_taps)
+        residual = self._decoder.embed(placed.inputs)
+        return self._decoder.run(residual, placed.plan, self._caches, placed.logit_rows, bucket.taps, out, out_taps)
 
-    def _capture(self, of: Placed) -> None:
+    def _capture(self, placed: Placed) -> None:
         started, before = time.perf_counter(), self._reserved()
-        of.graph = self._recorder.capture(lambda: self.compute(of))
-        of.kept = [of.graph.result, *self.scratch()]
+        placed.graph = self._recorder.capture(lambda: self.compute(placed))
+        placed.kept = [placed.graph.result, *self.scratch()]
         self.captured += 1
         self.captured_late += not self._starting
         if self.captured_late == 1 and not self._starting:
-            log.warning("a pass was captured after start-up: %s; later ones are counted, not logged", of.bucket)
+            log.warning("a pass was captured after start-up: %s; later ones are counted, not logged", placed.bucket)
         grown = (self._reserved() - before) / 1e6
-        log.debug("captured %s in %.0f ms, %.0f MB", of.bucket, 1e3 * (time.perf_counter() - started), grown)
+        log.debug("captured %s in %.0f ms, %.0f MB", placed.bucket, 1e3 * (time.perf_counter() - started), grown)
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved() if self._decoder.device.type == "cuda" else 0

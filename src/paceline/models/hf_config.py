@@ -208,6 +208,19 @@ def _yarn(given: Json, theta: float, original: int, max_positions: int, source: 
     )
 
 
+def rope_scaling(rope: RopeConfig) -> Json:
+    """What `_rope` reads, but for rope_theta, in transformers' spelling."""
+    fields = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    }
+    found = {"rope_type": rope.kind} | {field: getattr(rope, field) for field in fields.get(rope.kind, ())}
+    if rope.kind in ("llama3", "yarn"):
+        found["original_max_position_embeddings"] = rope.original_max_positions
+    return found
+
+
 def _windows(raw: Json, architecture: str, num_layers: int, source: str) -> tuple[int | None, ...]:
     """The sliding window of each layer, or () when every layer sees everything."""
     if architecture == "llama":

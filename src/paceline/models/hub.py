@@ -54,10 +54,10 @@ ALIASES = {
 }
 
 
-def resolve(name: str, progress: Progress | None = None, download: bool = True) -> Path:
-    """The model's folder or .gguf file. `download=False` never touches the network."""
+def resolve(name: str, progress: Progress | None = None) -> Path:
+    """The model's folder or .gguf file, downloaded where needed."""
     if name in ALIASES:
-        return _cached(name, progress, download)
+        return _cached(name, progress)
     if (path := _existing(name)) is not None:
         if path.is_dir() or path.suffix == ".gguf":
             return path
@@ -65,16 +65,14 @@ def resolve(name: str, progress: Progress | None = None, download: bool = True) 
     if _looks_like_path(name):
         raise ModelNotFound(f"{_shown(name)} does not exist; check the path")
     if HUB_ID.fullmatch(name) and len(name) <= LONGEST_HUB_ID:
-        return _cached(name, progress, download)
+        return _cached(name, progress)
     raise ModelNotFound(f"no model is called {_shown(name)!r}{_suggestion(name)}; {_accepted()}")
 
 
-def _cached(name: str, progress: Progress | None, download: bool) -> Path:
+def _cached(name: str, progress: Progress | None) -> Path:
     path = cached_path(name)
     if path is not None:
         return path
-    if not download:
-        raise ModelNotFound(f"{name} is not downloaded; fetch it with: paceline pull {name}")
     report = progress or _silent
 
     def build(folder: Path) -> dict[str, Any]:

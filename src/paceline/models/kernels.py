@@ -241,8 +241,7 @@ def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None
         return None
     try:
         require_triton()
-        from paceline.models.fast_kernels import FastKernels
-        from paceline.models.triton_kernels import TritonKernels
+        from paceline.models.triton_kernels import FastKernels, TritonKernels
     except ImportError as problem:
         if choice == "triton":
             raise DeviceError(f"PACELINE_KERNELS=triton: {problem}; pip install triton") from None

@@ -73,7 +73,7 @@ class KVCache:
 
 
 def _moves(nodes: Ints, path: Ints) -> tuple[Tensor, Tensor]:
-    """Slots to move from and to."""
+    """Slots of accepted nodes that do not lie at their position yet, and the slots of those positions."""
     path, slots = path[nodes[:, 0]], nodes[:, 1:]
     tree, depth = np.nonzero(path > np.arange(path.shape[1]))
     return torch.from_numpy(slots[tree, path[tree, depth]]), torch.from_numpy(slots[tree, depth])

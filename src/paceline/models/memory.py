@@ -29,8 +29,8 @@ def cache_bytes(device: torch.device, fraction: float) -> int:
 
 
 @contextmanager
-def says_what_to_lower() -> Iterator[None]:
-    """Turns a failed allocation into an error that names the options to lower."""
+def out_of_memory_advice() -> Iterator[None]:
+    """A failed allocation becomes a DeviceError that names the options to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -17,7 +17,7 @@ from paceline.draft import UnreadVerdict, sent
 from paceline.models.chain import READ, ChainRow, Pick
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import LayerCache
-from paceline.models.plan import PassPlan
+from paceline.models.plan import PassPlan, padded_tables, slots_of
 
 MOST_ROWS = 512
 
@@ -47,7 +47,7 @@ class PassChain:
             [(at, last, row.tokens[-1], end) for at, last, row, end in zip(which, lasts, rows, ends, strict=True)]
         )
         longest = min(max(lasts) + most + count + 1, max(ends))
-        tables, graphs = self._tables(rows), self._graphs
+        tables, graphs = padded_tables([row.blocks for row in rows]), self._graphs
         known = sent(known, graphs.device)
         reading = self._reading(rows, tables, longest)
         first = graphs.place(*reading, self._caches, torch.arange(READ - 1, READ * len(rows), READ))
@@ -75,8 +75,7 @@ class PassChain:
         tokens = torch.tensor([token for row in rows for token in row.tokens])
         positions = torch.tensor([row.start + at for row in rows for at in range(READ)])
         missing = torch.tensor([at >= READ - row.lag for row in rows for at in range(READ)])
-        blocks = tables[owners, positions // self._block_size]
-        slots = torch.where(missing, blocks * self._block_size + positions % self._block_size, -1)
+        slots = torch.where(missing, slots_of(tables, owners, positions, self._block_size), -1)
         return tokens, PassPlan.in_order(positions, slots, owners, tables, self._block_size, longest)
 
     def _one_each(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
@@ -84,8 +83,3 @@ class PassChain:
         nothing = torch.zeros(len(rows), dtype=torch.int64)
         owners = torch.arange(len(rows))
         return nothing, PassPlan.in_order(nothing, nothing - 1, owners, tables, self._block_size, longest)
-
-    @staticmethod
-    def _tables(rows: Sequence[ChainRow]) -> Tensor:
-        width = max(len(row.blocks) for row in rows)
-        return torch.tensor([[*row.blocks, *[-1] * (width - len(row.blocks))] for row in rows], dtype=torch.int32)

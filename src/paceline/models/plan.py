@@ -10,6 +10,7 @@ reach == position + 1; rows of a block that sees itself share one reach behind t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +26,12 @@ def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
     """Cache slots of positions, by their sequence's row of the block tables (S, W): the only slot arithmetic."""
     block = position // block_size
     return tables.reshape(-1).take(owner * tables.shape[1] + block) * block_size + position % block_size
+
+
+def padded_tables(blocks: Sequence[Sequence[int]]) -> Tensor:
+    """(S, W) block ids of sequences, -1 beyond each one's end."""
+    width = max(map(len, blocks))
+    return torch.tensor([[*one, *[-1] * (width - len(one))] for one in blocks], dtype=torch.int32)
 
 
 class DeviceTrees(NamedTuple):
@@ -68,7 +75,7 @@ class PassPlan:
 
     @staticmethod
     def on_host(host: HostPlan, block_size: int, max_len: int, trees: DeviceTrees | None = None) -> PassPlan:
-        """A plan from arrays: tensors are made on first access, which does not happen on a GPU."""
+        """A plan from arrays. Its tensors are made when a CPU's kernels first read one; a GPU is sent the arrays."""
         plan = object.__new__(PassPlan)
         plan.__dict__.update(host=host, block_size=block_size, max_len=max_len, trees=trees)
         return plan

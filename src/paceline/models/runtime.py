@@ -84,8 +84,7 @@ def load_model(
     config = load_config(path)
     weights, extra = load_all_weights(path, config, declared)
     vocabulary = Tokenizer.from_path(tokenizer or path)  # before the weights are read, which takes longest
-    stored = choose_dtype(dtype, place)
-    dtypes = Dtypes.of(stored, place, cache)
+    dtypes = Dtypes.of(choose_dtype(dtype, place), place, cache)
     kind = dtypes.kept(weights.kinds[TYPICAL]) or weights.kinds[TYPICAL]
     if activations == INT8 and not (kind.is_blocks or kind in MIDDLE):  # codes of integers may become blocks
         _refuse_int8(kind)

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import ModelConfig
 from paceline.models.chain import GreedyChain
-from paceline.models.gguf_codes import as_codes
-from paceline.models.kernels import FLOAT32, Layer, Rope, Shape, Stack, Weights
+from paceline.models.code_blocks import as_codes
+from paceline.models.kernels import FLOAT32, Layer, LayerByLayer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import elementwise
@@ -23,7 +24,7 @@ from paceline.models.triton.attention import Work, Workspace, attention, work_of
 from paceline.models.triton.codes import fits, keeps_codes, laid_out
 from paceline.models.triton.greedy_chain import TritonChain, served
 from paceline.models.triton.launch import INTERPRETED, multiprocessors
-from paceline.models.triton.linear import Rotary, linear
+from paceline.models.triton.linear import FEW_ROWS, Rotary, linear
 from paceline.models.weights import Linear, StoredWeight, alike, in_one_kind, joined
 
 log = logging.getLogger("paceline")
@@ -41,8 +42,7 @@ class TritonKernels:
     torch_threads: int | None = 1
     activations = FLOAT32
 
-    def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
-        self.overlap = overlap and not INTERPRETED
+    def __init__(self, device: torch.device) -> None:
         self.workspace = Workspace(device)
         self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
 
@@ -68,23 +68,23 @@ class TritonKernels:
         return weight.numbers()
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        return linear(x, weight, overlap=self.overlap)
+        return linear(x, weight)
 
     def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
-        return linear(x, weight, out_dtype=torch.float32, out=out, overlap=self.overlap)
+        return linear(x, weight, out_dtype=torch.float32, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(x.contiguous(), None, weight, eps, overlap=self.overlap)
+        return elementwise.rms_norm(x.contiguous(), None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(residual, x, weight, eps, overlap=self.overlap)
+        return elementwise.rms_norm(residual, x, weight, eps)
 
     def rope_and_store(self, qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
-        return elementwise.rope_and_store(qkv.contiguous(), plan, rope, cache, overlap=self.overlap)
+        return elementwise.rope_and_store(qkv.contiguous(), plan, rope, cache)
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
         work = self.work(plan, q.shape[1], cache)
-        return attention(q, plan, work, cache, scale, window, self.workspace, overlap=self.overlap)
+        return attention(q, plan, work, cache, scale, window, self.workspace)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return elementwise.silu_mul(gate_up)
@@ -127,24 +127,59 @@ class TritonStack:
         self.caches, self._kernels, self._layers, self._shape = caches, kernels, layers, shape
 
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
-        kernels, shape, overlap = self._kernels, self._shape, self._kernels.overlap
+        kernels, shape = self._kernels, self._shape
         work = kernels.work(plan, shape.q_heads, self.caches[0])
         for layer, cache in zip(self._layers[first:last], self.caches[first:last], strict=True):
-            hidden = elementwise.rms_norm(residual, added, layer.input_norm, shape.eps, overlap=overlap)
+            hidden = elementwise.rms_norm(residual, added, layer.input_norm, shape.eps)
             q = self._queries(hidden, layer, cache, plan)
-            attended = attention(q, plan, work, cache, shape.scale, layer.window, kernels.workspace, overlap=overlap)
-            added = linear(attended, layer.output, in_segments=True, overlap=overlap)
-            hidden = elementwise.rms_norm(residual, added, layer.mlp_norm, shape.eps, overlap=overlap)
-            gated = linear(hidden, layer.gate_up, gated=True, overlap=overlap)
-            added = linear(gated, layer.down, in_segments=layer is not self._layers[last - 1], overlap=overlap)
+            attended = attention(q, plan, work, cache, shape.scale, layer.window, kernels.workspace)
+            added = linear(attended, layer.output, in_segments=True)
+            hidden = elementwise.rms_norm(residual, added, layer.mlp_norm, shape.eps)
+            gated = linear(hidden, layer.gate_up, gated=True)
+            added = linear(gated, layer.down, in_segments=layer is not self._layers[last - 1])
         assert added is not None, "a stack runs at least one layer"
         return added
 
     def _queries(self, hidden: Tensor, layer: Layer, cache: LayerCache, plan: PassPlan) -> Tensor:
         """(M, Hq, D), k and v written to the cache; in one kernel unless q and k are normed between."""
-        shape, overlap = self._shape, self._kernels.overlap
+        shape = self._shape
         if layer.q_norm is None:
             rotary = Rotary(plan.positions, plan.slots, shape.cos, shape.sin, cache.k, cache.v)
-            return linear(hidden, layer.qkv, rotary=rotary, overlap=overlap).view(len(hidden), shape.q_heads, -1)
-        qkv = linear(hidden, layer.qkv, overlap=overlap)
-        return elementwise.rope_and_store(qkv, plan, shape.rope(layer), cache, overlap=overlap)
+            return linear(hidden, layer.qkv, rotary=rotary).view(len(hidden), shape.q_heads, -1)
+        qkv = linear(hidden, layer.qkv)
+        return elementwise.rope_and_store(qkv, plan, shape.rope(layer), cache)
+
+
+class FastKernels(TritonKernels):
+    """`--numerics fast`: passes of many rows use the vendor's products, which choose their own order of sums.
+
+    Up to 64 rows our products, which read weights as fast as memory allows, are still used. Beyond, a row's bits depend
+    on the size of its pass: lossless in distribution, but a near-tie may resolve differently in a prefill than in a
+    step.
+    """
+
+    name = "triton, fast"
+    exact = False
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        if len(x) <= FEW_ROWS or weight.weight.kind.has_scales:
+            return super().linear(x, weight)
+        return F.linear(x, weight.weight.data, weight.bias)
+
+    def logits(self, x: Tensor, weight: Linear, out: Tensor | None = None) -> Tensor:
+        if len(x) <= FEW_ROWS or weight.weight.kind.has_scales:
+            return super().logits(x, weight, out)
+        logits = self.linear(x, weight).float()
+        return logits if out is None else out.copy_(logits)
+
+    def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
+        return _FastStack(super().stack(layers, caches, shape), LayerByLayer(self, layers, caches, shape))
+
+
+class _FastStack:
+    def __init__(self, few: Stack, many: Stack) -> None:
+        self.caches, self._few, self._many = few.caches, few, many
+
+    def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        stack = self._few if len(residual) <= FEW_ROWS else self._many
+        return stack.run(first, last, added, residual, plan)

@@ -60,9 +60,8 @@ class Fixed:
         reach = torch.zeros(len(self.tokens) + 1, dtype=torch.float64)
         reach[0] = 1
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            reach[node + 1] = (
-                reach[parent + 1] * left[parent + 1, token]
-            )  # of equal siblings only the first can be reached
+            # Of equal siblings only the first can be reached.
+            reach[node + 1] = reach[parent + 1] * left[parent + 1, token]
             left[parent + 1, token] = 0
         return reach[:, None] * left
 
@@ -206,10 +205,10 @@ def toy(device: torch.device) -> Stream:
     return Stream(p.log().float(), p, q, SamplingParams(temperature=1.0), markov=True)
 
 
-def perturbed(p: Tensor, generator: torch.Generator, sharpness: float = 0.7, noise: float = 0.8) -> Tensor:
+def perturbed(p: Tensor, generator: torch.Generator) -> Tensor:
     """(T, V) float32: a made-up q near p (T, V), of the same support and then some of its neighbour rows'."""
     support = (p > 0).any(0)
-    scores = sharpness * p.clamp_min(1e-3).log() + noise * torch.randn(p.shape, generator=generator).to(p)
+    scores = 0.7 * p.clamp_min(1e-3).log() + 0.8 * torch.randn(p.shape, generator=generator).to(p)
     return torch.softmax(scores.masked_fill(~support, -torch.inf), -1).float()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
 
-from paceline.training.store import disk_error
+from paceline.training.store import disk_error, write_whole
 
 
 def write_card(
@@ -40,12 +40,12 @@ def write_card(
         "## Cost",
         *_list(cost),
     ]
-    _write(folder / "README.md", "\n".join(lines) + "\n")
+    write_whole(folder / "README.md", "\n".join(lines) + "\n")
 
 
 def write_curve(folder: Path, curve: SequenceOf[Mapping[str, Any]], title: str) -> None:
     """The PNG only where matplotlib is installed."""
-    _write(folder / "curve.json", json.dumps(list(curve)) + "\n")
+    write_whole(folder / "curve.json", json.dumps(list(curve)) + "\n")
     try:
         import matplotlib
     except ImportError:
@@ -99,13 +99,3 @@ def _words(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(_words(one) for one in value)
     return str(value)
-
-
-def _write(path: Path, content: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(path.suffix + ".part")
-        part.write_text(content, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise disk_error(path.parent, error) from error

@@ -22,18 +22,18 @@ from paceline.models.loader import load_config
 from paceline.sampling_params import SamplingParams
 from paceline.tokenizer import Tokenizer
 from paceline.training.files import Message, encoded, read_examples
-from paceline.training.filters import first_of_each, loop_ends, without_loops
+from paceline.training.filters import loop_ends, without_loops
 from paceline.training.store import Sequences, TokenStore, token_dtype
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SHARD = 16_384  # answers of one shard
+SYNTHETIC = "synthetic"  # the source of answers to prompts that the target wrote
 PROMPT_TOKENS = 160  # the longest prompt the target may write
 LEAST_PROMPT = 4  # tokens
 LEAST_ROOM = 16  # tokens left for an answer
 LEAST_TRIED = 256  # prompts before the target is found unable to write any
-MARK = (
-    "\ue000"  # stands for the user's text in a rendered chat; no tokenizer merges a private-use character with others
-)
+# Stands for the user's text in a rendered chat; no tokenizer merges a private-use character with others.
+MARK = "\ue000"
 Report = Callable[[str], None]
 Tokens = tuple[int, ...]
 
@@ -78,7 +78,7 @@ def write_prompts(llm: LLM, count: int, known: Collection[Tokens] = ()) -> list[
     added = llm.tokenizer.backend.get_added_tokens_decoder()
     specials = {token for token, text in added.items() if text.special} | eos
     kept = [text for text in texts if len(text) >= LEAST_PROMPT and not specials & set(text)]
-    kept = [text for text in first_of_each(kept) if text not in known]
+    kept = [text for text in dict.fromkeys(kept) if text not in known]
     if not kept:
         return []
     sequences = Sequences.of([((), text) for text in kept], llm.config.vocab_size)
@@ -112,9 +112,7 @@ class Maker:
         self._began = time.perf_counter()
         self._tokens = 0
 
-    def synthesise(
-        self, count: int, *, deadline: float = float("inf"), answers: int = 2, name: str = "synthetic"
-    ) -> int:
+    def synthesise(self, count: int, *, deadline: float = float("inf"), answers: int = 2) -> int:
         """`count` prompts, each answered `answers` times at different temperatures; ends by `deadline`, a time of
         `perf_counter`, with what is there then. Returns the number of prompts."""
         frame = chat_frame(self.llm.tokenizer)
@@ -132,8 +130,8 @@ class Maker:
                 raise PacelineError(
                     f"of {tried} prompts that the model wrote {len(prompts)} were usable; give --data FILE with prompts"
                 )
-            number = sum(path.name.startswith(f"{name}-") for path in self.store.shards())
-            self._answered([[*frame[0], *one, *frame[1]] for one in found], name, answers, number)
+            number = sum(path.name.startswith(f"{SYNTHETIC}-") for path in self.store.shards())
+            self._answered([[*frame[0], *one, *frame[1]] for one in found], SYNTHETIC, answers, number)
             prompts.update(found)
             pace = (time.perf_counter() - began) / wanted
         return len(prompts)
@@ -162,18 +160,16 @@ class Maker:
             f"{self._tokens / seconds:,.0f} a second"
         )
 
-    def regenerate(self, path: Path, *, answers: int = 1, deadline: float = float("inf")) -> None:
-        """The target answers the first turn of every example of a file."""
-        tokenizer, turns, name = self.llm.tokenizer, [], path.stem
+    def regenerate(self, path: Path) -> None:
+        """The target answers the first turn of every example of a file, once."""
+        tokenizer, turns = self.llm.tokenizer, []
         for example in read_examples(path):
             if example.text:
                 raise InvalidParameter("data", f"{example.origin} is text without a prompt; leave --regenerate out")
             turns.append(example.prompts)
         first = [messages[: _first_turn(messages)] for messages in turns]
         texts = [tokenizer.render_chat(messages) for messages in first]
-        self.answer_prompts(
-            tokenizer.encode_each(texts, add_special_tokens=False), name, answers=answers, deadline=deadline
-        )
+        self.answer_prompts(tokenizer.encode_each(texts, add_special_tokens=False), path.stem, answers=1)
 
 
 def _first_turn(messages: SequenceOf[Message]) -> int:

@@ -21,25 +21,15 @@ from paceline.models.hf_folder import WEIGHTS
 from paceline.models.loader import expected_shapes, load_config, load_weights
 from paceline.models.quantized_config import KEYS
 from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import chunk_loss, draft_loss
-from paceline.training.target import LINEARS, FrozenTarget, LayerWeights, additive, rms_norm, run_layer
+from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.target import FrozenTarget, additive, layer_weights, rms_norm, run_layer
 from paceline.training.trainee import StepLoss
-
-NORMS = {
-    "input_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions:
+class DraftOptions(LossOptions):
     layers: int = 4
     anchors: int = 128  # tokens a row that count
-    ce: float = 0.3
-    tv: float = 0.7
-    temperature: float = 1.0  # of the target's distribution that is learnt
 
 
 class DraftTrainee:
@@ -86,22 +76,9 @@ class DraftTrainee:
         mask, rotary = additive(seen[:, None], target.dtype), target.rotary(batch.positions)
         x = target.embedding[batch.tokens]
         for index in range(self.options.layers):
-            x = self._layer(x, rotary, mask, self._weights(index), config.num_kv_heads, config.rms_norm_eps)
+            weights = layer_weights(self.parameters, lambda name: self.parameters[name].to(target.dtype), index)
+            x = self._layer(x, rotary, mask, weights, config.num_kv_heads, config.rms_norm_eps)
         return rms_norm(x, self.parameters["model.norm.weight"].to(x.dtype), config.rms_norm_eps)
-
-    def _weights(self, index: int) -> LayerWeights:
-        at, dtype = f"model.layers.{index}", self.target.dtype
-
-        def joined(names: tuple[str, ...], kind: str) -> Tensor | None:
-            parts = [f"{at}.{name}.{kind}" for name in names]
-            return (
-                torch.cat([self.parameters[part].to(dtype) for part in parts]) if parts[0] in self.parameters else None
-            )
-
-        found = {field: joined((name,), "weight") for field, name in NORMS.items()}
-        for field, names in LINEARS.items():
-            found |= {field: joined(names, "weight"), f"{field}_bias": joined(names, "bias")}
-        return LayerWeights(**found)  # type: ignore[arg-type]
 
     def loss(self, batch: Batch) -> StepLoss:
         options = self.options
@@ -113,9 +90,7 @@ class DraftTrainee:
             self.target.head,
             there.states(batch.hidden.final),
             weight.flatten(),
-            ce=options.ce,
-            tv=options.tv,
-            temperature=options.temperature,
+            options,
             chunk=self._chunk,
         )
         return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)

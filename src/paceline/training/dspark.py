@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 from paceline.config import ModelConfig
 from paceline.drafters import dspark_checkpoint
+from paceline.drafters.checkpoint import draft_ids
 from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
 from paceline.drafters.speculators import TargetShape
 from paceline.errors import InvalidParameter
 from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import chunk_loss, draft_loss
+from paceline.training.losses import LossOptions, chunk_loss, draft_loss
 from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 from paceline.training.trainee import StepLoss
 
@@ -30,18 +31,14 @@ Parameters = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSparkOptions:
+class DSparkOptions(LossOptions):
     layers: int = 5
     block: int = 8
     num_taps: int = 5
     rank: int = 128  # of the Markov head; 0 trains DFlash
     draft_vocab: int = 16_384
-    anchors: int = 64  # blocks a row
-    ce: float = 0.3
-    tv: float = 0.7
     confidence: float = 0.1
     decay: float = 4.0  # position i of a block weighs exp(-i / decay)
-    temperature: float = 1.0  # of the target's distribution that is learnt
     portable: bool = False  # only what vLLM's class has: no norm per tap, masks are the embedding of one token
 
 
@@ -129,14 +126,7 @@ def layer_parameters(parameters: Mapping[str, Tensor], index: int) -> LayerParam
     def get(name: str) -> Any:
         return parameters.get(f"layers.{index}.{name}.weight")
 
-    attention = {
-        "q": "q_proj",
-        "k": "k_proj",
-        "v": "v_proj",
-        "q_norm": "q_norm",
-        "k_norm": "k_norm",
-        "output": "o_proj",
-    }
+    attention = {part: f"{part}_proj" for part in "qkv"} | {"output": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}
     return LayerParameters(
         input_norm=get("input_layernorm"),
         mlp_norm=get("post_attention_layernorm"),
@@ -203,7 +193,7 @@ class DSparkModel:
         def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, dynamic=False) if compiled else function
 
-        self._fuse, self._layer, self._chunk = compile_(fuse), compile_(context_and_layer), compile_(chunk_loss)
+        self._fuse, self._layer, self.chunk = compile_(fuse), compile_(context_and_layer), compile_(chunk_loss)
 
     def context(self, parameters: Mapping[str, Tensor], taps: Tensor, *, compiled: bool = True) -> Tensor:
         run = self._fuse if compiled else fuse
@@ -245,10 +235,6 @@ class DSparkModel:
             x = self._layer(x, context, at_context, at_block, mask, weights, self.eps, self.dtype)
         normed = rms_norm(x, parameters["norm.weight"], self.eps).to(self.dtype)
         return normed.view(rows, count, size, -1)
-
-    @property
-    def chunk(self) -> Any:
-        return self._chunk
 
 
 class DSparkTrainee:
@@ -302,7 +288,7 @@ class DSparkTrainee:
         )
         offsets = tensors.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         trainee.target, trainee.config = target, config
-        trainee.vocab = (offsets + torch.arange(len(offsets))).to(target.device)
+        trainee.vocab = draft_ids(offsets).to(target.device)
         trainee._prepare(tensors, compiled)
         return trainee
 
@@ -326,11 +312,9 @@ class DSparkTrainee:
             self.head,
             there.states(batch.hidden.final),
             weight.flatten(),
+            options,
             previous=features,
             w2=self.parameters.get(W2),
-            ce=options.ce,
-            tv=options.tv,
-            temperature=options.temperature,
             chunk=self.model.chunk,
         )
         loss = found.loss

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.drafters import eagle_checkpoint
+from paceline.drafters.checkpoint import draft_ids
 from paceline.drafters.eagle_config import LAYER, EagleConfig, published_layers, shapes
 from paceline.drafters.speculators import TargetShape
 from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import chunk_loss, draft_loss
+from paceline.training.losses import LossOptions, chunk_loss, draft_loss
 from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 from paceline.training.trainee import StepLoss
 
@@ -30,15 +31,11 @@ FROZEN = ("lm_head.weight", "d2t")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions:
+class EagleOptions(LossOptions):
     steps: int = 5  # of the training-time test
     draft_vocab: int = 16_384  # of EAGLE-3; EAGLE-1 drafts from the whole vocabulary
-    anchors: int = 64  # drafts a row that count; all are computed
-    ce: float = 0.3
-    tv: float = 0.7
     features: float = 0.0  # smooth L1 to the target's own feature: EAGLE-1's loss
     decay: float = 0.8  # of the weight, from step to step
-    temperature: float = 1.0  # of the target's distribution that is learnt
     fc_norm: bool = True  # EAGLE-3.1: a norm for each tap
     norm_output: bool = True  # EAGLE-3.1: the normed output is fed back
 
@@ -153,7 +150,7 @@ class EagleTrainee:
             self.config, stored = eagle_checkpoint.read(init_from, target.config)
             tensors = {key: tensor for key, tensor in stored.items() if key not in FROZEN}
             if "d2t" in stored:
-                vocab = stored["d2t"].cpu() + torch.arange(len(stored["d2t"]))
+                vocab = draft_ids(stored["d2t"])
         self.vocab = (vocab if self.config.vocab < size else torch.arange(size)).to(target.device)
         self.taps = self.config.taps(target.config.num_layers) if fused else ()
         self.parameters = {
@@ -237,9 +234,7 @@ class EagleTrainee:
             self.head,
             states,
             weight.flatten(),
-            ce=options.ce,
-            tv=options.tv,
-            temperature=options.temperature,
+            options,
             chunk=self._chunk,
         )
         loss = found.loss

@@ -28,7 +28,7 @@ from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA, MET
 from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.hub import resolve
 from paceline.models.loader import load_config, load_weights
-from paceline.training.formats import FORMATS, SPECULATORS
+from paceline.training.names import FORMATS, SPECULATORS
 
 
 class Target(NamedTuple):

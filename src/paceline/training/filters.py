@@ -25,8 +25,8 @@ def gram_hashes(tokens: Array, size: int) -> Array:
     return total
 
 
-def loop_ends(sequences: Sequences, size: int = GRAM, times: int = TIMES) -> Array:
-    """(S,) tokens of each sequence up to the end of the first passage that occurs for the `times`-th time."""
+def loop_ends(sequences: Sequences, size: int = GRAM) -> Array:
+    """(S,) tokens of each sequence up to the end of the first passage that occurs `TIMES` times."""
     lengths, count = sequences.lengths, len(sequences.tokens)
     if count < size:
         return lengths
@@ -40,7 +40,7 @@ def loop_ends(sequences: Sequences, size: int = GRAM, times: int = TIMES) -> Arr
     order = np.argsort(keys, kind="stable")  # equal keys stay in the order of the text
     first = np.concatenate(([True], keys[order][1:] != keys[order][:-1])) if len(order) else np.zeros(0, bool)
     group = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
-    late = starts[order[np.arange(len(order)) - group >= times - 1]]
+    late = starts[order[np.arange(len(order)) - group >= TIMES - 1]]
     ends: Array = lengths.copy()
     np.minimum.at(ends, owner[late], place[late] + size)
     return ends
@@ -50,11 +50,7 @@ def without_loops(sequences: Sequences) -> Sequences:
     return sequences.cut(loop_ends(sequences))
 
 
-def repeats(answer: Array, size: int = GRAM) -> bool:
+def repeats(answer: Array) -> bool:
     """Whether a passage of an answer occurs twice: such answers are reported apart."""
-    hashes = gram_hashes(answer, size)
+    hashes = gram_hashes(answer, GRAM)
     return len(np.unique(hashes)) < len(hashes)
-
-
-def first_of_each(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(prompts))

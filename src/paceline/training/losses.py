@@ -11,6 +11,7 @@ inputs behind, so that nothing of size rows x vocabulary is kept for the backwar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Chunk = Callable[[Tensor, Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What the options of every trainee have in common."""
+
+    anchors: int = 64  # places of a row that drafts start from and that count
+    ce: float = 0.3
+    tv: float = 0.7
+    temperature: float = 1.0  # of the target's distribution that is learnt
 
 
 class Losses(NamedTuple):
@@ -99,12 +110,10 @@ def draft_loss(
     head: Tensor,
     target: Tensor,
     weight: Tensor,
+    options: LossOptions,
     *,
     previous: Tensor | None = None,
     w2: Tensor | None = None,
-    ce: float,
-    tv: float,
-    temperature: float = 1.0,
     rows: int = 4096,
     chunk: Chunk = chunk_loss,
 ) -> Losses:
@@ -112,5 +121,6 @@ def draft_loss(
 
     `weight` is the share of each row in the sum; `rows` the size of a chunk; `chunk` may be a compiled `chunk_loss`.
     """
-    found: Any = _DraftLoss.apply(hidden, previous, w2, head, target, weight, ce, tv, temperature, rows, chunk)  # type: ignore[no-untyped-call]
+    shares = options.ce, options.tv, options.temperature
+    found: Any = _DraftLoss.apply(hidden, previous, w2, head, target, weight, *shares, rows, chunk)  # type: ignore[no-untyped-call]
     return Losses(*found)

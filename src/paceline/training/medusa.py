@@ -14,20 +14,16 @@ from torch.nn import functional as F
 from paceline.drafters.medusa_checkpoint import MedusaHead, load_heads, save_heads
 from paceline.errors import InvalidParameter
 from paceline.training.batch import Batch, ahead, anchors
-from paceline.training.losses import chunk_loss, draft_loss
+from paceline.training.losses import LossOptions, chunk_loss, draft_loss
 from paceline.training.target import FrozenTarget
 from paceline.training.trainee import StepLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaOptions:
+class MedusaOptions(LossOptions):
     heads: int = 4
     layers: int = 1  # blocks of a head
-    anchors: int = 64
-    ce: float = 0.3
-    tv: float = 0.7
     decay: float = 0.8  # of the weight, from head to head
-    temperature: float = 1.0  # of the target's distribution that is learnt
 
 
 class MedusaTrainee:
@@ -91,9 +87,7 @@ class MedusaTrainee:
             self.target.head,
             there.states(final),
             weight.flatten(),
-            ce=options.ce,
-            tv=options.tv,
-            temperature=options.temperature,
+            options,
             chunk=self._chunk,
         )
         return StepLoss.of(found.loss, weight, found.hit.view_as(weight), there.valid, exists)

@@ -1,9 +1,16 @@
-"""What can be trained, by the names that the command line takes. No torch."""
+"""What can be trained, and the formats that drafters are exported in, by the command line's names. No torch."""
 
 from paceline.drafters.methods import DFLASH, DRAFT_MODEL, DSPARK, EAGLE, EAGLE3, MEDUSA
 
 DRAFT = "draft"  # a model of its own, for the method of draft models
 TRAINABLE = (DSPARK, DFLASH, EAGLE3, EAGLE, MEDUSA, DRAFT)
+SPECULATORS = "speculators"
+FORMATS = {  # and the methods that each has a place for
+    EAGLE3: (EAGLE3,),
+    SPECULATORS: (EAGLE3, DSPARK, DFLASH),
+    MEDUSA: (MEDUSA,),
+    DSPARK: (DSPARK, DFLASH),
+}
 
 
 def drafting_method(trained: str) -> str:

@@ -101,7 +101,7 @@ class TokenStore:
             if len(self.sources) == 256:
                 raise InvalidParameter("data", f"{self.folder} already has 256 sources; begin another folder")
             self.sources.append(name)
-            _replace(self.folder / INFO, json.dumps({"vocab_size": self.vocab_size, "sources": self.sources}).encode())
+            write_whole(self.folder / INFO, json.dumps({"vocab_size": self.vocab_size, "sources": self.sources}))
         return self.sources.index(name)
 
     def shards(self) -> list[Path]:
@@ -161,7 +161,12 @@ def _read_info(path: Path) -> dict[str, Any]:
         raise InvalidParameter("data", f"{path} is damaged ({error}); delete the folder and run again") from error
 
 
-def _replace(path: Path, content: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(content)
-    part.replace(path)
+def write_whole(path: Path, content: str) -> None:
+    """An interruption leaves the old file or the new one."""
+    part = path.with_suffix(path.suffix + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(content, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise disk_error(path.parent, error) from error

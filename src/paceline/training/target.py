@@ -7,6 +7,7 @@ compiled function serves every layer, so that compiling takes seconds whatever t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,27 +51,10 @@ class FrozenTarget:
         def tensor(name: str) -> Tensor:
             return weights[name].numbers().to(device=device, dtype=dtype)
 
-        def joined(at: str, names: tuple[str, ...], kind: str) -> Tensor | None:
-            parts = [f"{at}.{name}.{kind}" for name in names]
-            return torch.cat([tensor(part) for part in parts]) if parts[0] in weights else None
-
-        def layer(index: int) -> LayerWeights:
-            at = f"model.layers.{index}"
-            found: dict[str, Any] = {
-                "input_norm": tensor(f"{at}.input_layernorm.weight"),
-                "mlp_norm": tensor(f"{at}.post_attention_layernorm.weight"),
-                "q_norm": tensor(f"{at}.self_attn.q_norm.weight") if config.qk_norm else None,
-                "k_norm": tensor(f"{at}.self_attn.k_norm.weight") if config.qk_norm else None,
-            }
-            for field, names in LINEARS.items():
-                found[field] = joined(at, names, "weight")
-                found[f"{field}_bias"] = joined(at, names, "bias")
-            return LayerWeights(**found)
-
         self.embedding = tensor("model.embed_tokens.weight")
         self.head = self.embedding if config.tie_embeddings else tensor("lm_head.weight")
         self.norm = tensor("model.norm.weight")
-        self.layers = [layer(index) for index in range(config.num_layers)]
+        self.layers = [layer_weights(weights, tensor, index) for index in range(config.num_layers)]
         tables = rope_tables(config.rope, config.head_dim, min(config.max_positions, 1 << 15), device)
         self._tables: Rotary = tables
         self._compiled = torch.compile(run_layer, dynamic=False) if compiled else run_layer
@@ -109,12 +93,28 @@ class FrozenTarget:
         return additive(seen[:, None], self.dtype)
 
 
-LINEARS = {
+PARTS = {  # fields of LayerWeights, and the names of their parts in a checkpoint
+    "input_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+
+
+def layer_weights(known: Container[str], tensor: Callable[[str], Tensor], index: int) -> LayerWeights:
+    """Of a layer, by the `known` names of a checkpoint; parts that are one product are joined."""
+
+    def joined(field: str, kind: str) -> Any:
+        names = [f"model.layers.{index}.{part}.{kind}" for part in PARTS[field]]
+        return torch.cat([tensor(name) for name in names]) if names[0] in known else None
+
+    biases = [field for field in LayerWeights._fields if field.endswith("_bias")]
+    found = {field: joined(field, "weight") for field in PARTS}
+    return LayerWeights(**found, **{field: joined(field.removesuffix("_bias"), "bias") for field in biases})
 
 
 def run_layer(x: Tensor, rotary: Rotary, mask: Tensor, w: LayerWeights, kv_heads: int, eps: float) -> Tensor:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.draft import INVALID, Draft, Verdict
+from paceline.draft import Draft, Verdict
 from paceline.rng import Lane, coin
 from paceline.verify.chain import chain
-from paceline.verify.narrow import narrow
 from paceline.verify.outcome import Stop, climb, has_children, outcome, take
 from paceline.verify.pick import pick, pick_weighted
 from paceline.verify.processors import (
@@ -124,58 +123,41 @@ class _Judge:
         return walk(*given, max_depth=self.max_depth, source=self.source)
 
     def chain(self, rows: Tensor) -> Verdict:
-        sampled = self._sampled(rows, siblings=False)
-        stop = chain(*sampled.judged, max_depth=self.max_depth, source=self.source)
+        judged = self._judged(rows)
+        stop = chain(*judged, max_depth=self.max_depth, source=self.source)
         node = torch.arange(self.max_depth, device=rows.device)
         path = torch.where(node < stop.slot[:, None], node, -1)
-        return outcome(sampled.draft, path, stop.slot, self._last(stop, sampled), stop.leaf)
+        return outcome(judged[0], path, stop.slot, self._last(stop, rows), stop.leaf)
 
     def tree(self, rows: Tensor) -> Verdict:
-        sampled = self._sampled(rows, siblings=True)
-        stop = tree(*sampled.judged, max_depth=self.max_depth, source=self.source)
-        path, num_accepted = climb(sampled.draft, stop.slot, self.max_depth)
-        return outcome(sampled.draft, path, num_accepted, self._last(stop, sampled), stop.leaf)
+        judged = self._judged(rows)
+        stop = tree(*judged, max_depth=self.max_depth, source=self.source)
+        path, num_accepted = climb(judged[0], stop.slot, self.max_depth)
+        return outcome(judged[0], path, num_accepted, self._last(stop, rows), stop.leaf)
 
-    def _sampled(self, rows: Tensor, *, siblings: bool) -> _Sampled:
-        """p of slots with children, and the other inputs of the rules."""
+    def _judged(self, rows: Tensor) -> tuple[Draft, Tensor, Tensor, Tensor, Tensor]:
+        """Of these rows the draft, p of slots with children, each slot's row of p, keys and committed lengths."""
         draft, row_of = take(self.draft, rows), self.row_of[rows]
-        key, committed = self.draws.key[rows], self.draws.committed[rows]
-        if self.controls.filters:
-            narrowed, p, index, columns = narrow(draft, row_of, self._processed, self.max_depth, remainder=siblings)
-            return _Sampled(draft, row_of, (narrowed, p, index, key, committed), columns)
         parents = has_children(draft)
         p = probabilities(self._processed(row_of[parents]))
         index = torch.where(parents, parents.flatten().cumsum(0).view_as(row_of) - 1, -1)
-        return _Sampled(draft, row_of, (draft, p, index, key, committed))
+        return draft, p, index, self.draws.key[rows], self.draws.committed[rows]
 
-    def _last(self, stop: Stop, sampled: _Sampled) -> Tensor:
+    def _last(self, stop: Stop, rows: Tensor) -> Tensor:
         """The token after the accepted ones: by the residual, at a leaf by p."""
-        _, _, _, key, committed = sampled.judged
-        coins = self.source(Lane.RESIDUAL, key, committed, stop.slot - 1)
-        at, leaf = sampled.row_of.gather(1, stop.slot[:, None])[:, 0], stop.leaf
+        coins = self.source(Lane.RESIDUAL, self.draws.key[rows], self.draws.committed[rows], stop.slot - 1)
+        at, leaf = self.row_of[rows].gather(1, stop.slot[:, None])[:, 0], stop.leaf
         tokens, inner = torch.empty_like(at), ~leaf
         if bool(leaf.any()):
             tokens[leaf] = pick(self._processed(at[leaf]), coins[leaf])
         if bool(inner.any()):
-            picked = pick_weighted(stop.residual[inner], coins[inner])
-            known = picked if sampled.columns is None else sampled.columns[picked]
-            tokens[inner] = torch.where(picked >= 0, known, INVALID)
+            tokens[inner] = pick_weighted(stop.residual[inner], coins[inner])
         return tokens
 
     def _processed(self, at: Tensor) -> Tensor:
         if at.shape[0] == 1:  # a view is as good: nothing writes into the logits
             return process(self.logits[int(at) : int(at) + 1], self.controls, self.nodes.take(at))
         return process(self.logits[at], self.controls, self.nodes.take(at))
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """Some rows of the draft, as inputs of the rules for sampled drafts."""
-
-    draft: Draft
-    row_of: Tensor  # (B', N + 1) slot -> row of logits
-    judged: tuple[Draft, Tensor, Tensor, Tensor, Tensor]  # draft, p, slot -> row of p, key, committed
-    columns: Tensor | None = None  # (C,) the tokens p and q are over; None: all of them
 
 
 def _merge(parts: list[tuple[Tensor, Verdict]], batch: int) -> Verdict:

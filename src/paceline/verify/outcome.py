@@ -1,4 +1,4 @@
-"""From the slot at which a rule stopped to a Verdict."""
+"""From the slot at which a rule of law 2 stopped to the tokens, kinds and path of a Verdict."""
 
 from __future__ import annotations
 

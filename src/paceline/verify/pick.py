@@ -1,8 +1,8 @@
 """From logits or weights to one token a row: by a coin against cumulative weights, or by a seed's Gumbel noise.
 
-With a vocabulary of some size rows are processed one by one in numpy, reading only tokens of p > 0; else all rows at
-once. Both return the token whose interval of the cumulative sum contains
-the coin, and never one of weight 0; INVALID where the values are not numbers.
+Rows of more than `BLOCK` tokens are processed one by one in numpy, reading only tokens of p > 0; smaller ones all at
+once. Both return the token whose interval of the cumulative sum contains the coin, and never one of weight 0; INVALID
+where the values are not numbers.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _pick(logits: np.ndarray[Any, Any], coin: float) -> int:
     highest = logits.max()
     if not -math.inf < highest < math.inf:
         return INVALID
-    left = _left(logits)
-    weights = logits - highest if left is None else logits[left] - highest
+    possible = _possible(logits)
+    weights = logits - highest if possible is None else logits[possible] - highest
     index = _pick_weighted(np.exp(weights, out=weights), coin)
-    return index if left is None else int(left[index])
+    return index if possible is None else int(possible[index])
 
 
 def _pick_weighted(weights: np.ndarray[Any, Any], coin: float) -> int:
@@ -85,8 +85,8 @@ def pick_seeded_row(logits: np.ndarray[Any, Any], key: int) -> int:
         return INVALID
     units = unit_row(key, _tokens(logits.shape[0]))
     reached = logits[best] + gumbel_from(units[best : best + 1])[0]
-    left = np.flatnonzero(units <= SLACK * np.exp(logits - reached))
-    return int(left[np.argmax(gumbel_from(units[left]) + logits[left])])
+    possible = np.flatnonzero(units <= SLACK * np.exp(logits - reached))
+    return int(possible[np.argmax(gumbel_from(units[possible]) + logits[possible])])
 
 
 @functools.lru_cache(4)
@@ -94,6 +94,6 @@ def _tokens(vocab_size: int) -> np.ndarray[Any, Any]:
     return np.arange(vocab_size, dtype=np.uint32)
 
 
-def _left(logits: np.ndarray[Any, Any]) -> Any:
+def _possible(logits: np.ndarray[Any, Any]) -> Any:
     """The tokens of a row (V,) of positive probability; None: all of them."""
     return np.flatnonzero(logits > -np.inf) if logits.min() == -np.inf else None

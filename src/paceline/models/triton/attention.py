@@ -73,8 +73,6 @@ def attention(
     scale: float,
     window: int | None,
     workspace: Workspace,
-    *,
-    overlap: bool = False,
 ) -> Tensor:
     """(M, Hq, D) -> (M, Hq * D)."""
     rows, q_heads, dim = q.shape
@@ -86,7 +84,7 @@ def attention(
     heads = {"DIM": dim, "GROUP": q_heads // kv_heads, "KV_HEADS": kv_heads, "BLOCK_SIZE": plan.block_size}
     parts = {"PADDED": padded, "PARTS": 2 if padded >= 32 else 1, "WINDOW": window or 0}
     chunks = {"KEYS": KEYS, "EARLY": EARLY, "CHUNK": CHUNK}
-    options = {**overlapped(overlap), **unfused()}
+    options = {**overlapped(), **unfused()}
     sums = workspace.floats("sums", rows * q_heads * division.units * dim)
     stats = workspace.floats("stats", rows * q_heads * division.units * 2)
     log2_scale = scale * 1.4426950408889634

@@ -15,7 +15,7 @@ from paceline.models.plan import PassPlan
 from paceline.models.triton.launch import overlapped, release, wait
 
 
-def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False) -> Tensor:
+def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """x += added in place, where given; returns the normed rows.
 
     `added` may be the segments of a product, (S, M, H) in fp32: their sum in order, rounded as x is, is added.
@@ -28,12 +28,12 @@ def rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, ove
         _rms_norm[(rows,)](
             x, x if added is None else added.contiguous(), weight, out, rows, hidden, eps,
             BLOCK=block, ADD=added is not None, SEGMENTS=0 if added is None or added.ndim == 2 else len(added),
-            num_warps=max(1, min(16, block // 256)), **overlapped(overlap),
+            num_warps=max(1, min(16, block // 256)), **overlapped(),
         )  # fmt: skip
     return out
 
 
-def rope_and_store(qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache, *, overlap: bool = False) -> Tensor:
+def rope_and_store(qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache) -> Tensor:
     cos, sin, q_norm, k_norm, eps = rope
     rows, width = qkv.shape
     _, kv_heads, dim = cache.k.shape
@@ -45,7 +45,7 @@ def rope_and_store(qkv: Tensor, plan: PassPlan, rope: Rope, cache: LayerCache, *
             q if k_norm is None else k_norm, eps,
             DIM=dim, HALF=triton.next_power_of_2(dim // 2), Q_HEADS=q_heads, KV_HEADS=kv_heads,
             NORMED=q_norm is not None,
-            num_warps=1, **overlapped(overlap),
+            num_warps=1, **overlapped(),
         )  # fmt: skip
     return q
 

@@ -15,7 +15,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, for tests
-OVERLAP = not INTERPRETED
 
 
 @triton.jit
@@ -43,7 +42,7 @@ def unfused() -> dict[str, bool]:
     return {} if INTERPRETED else {"enable_fp_fusion": False}
 
 
-def overlapped(enabled: bool) -> dict[str, bool]:
+def overlapped(enabled: bool = True) -> dict[str, bool]:
     """Launch options; none for the interpreter."""
     return {"OVERLAP": True, "launch_pdl": True} if enabled and not INTERPRETED else {"OVERLAP": False}
 

@@ -27,9 +27,8 @@ from paceline.models.weights import Linear
 FEW_ROWS = 64
 SMALL = 1 << 22  # a weight of no more numbers is prefetched before the previous kernel is done
 MULTIPROCESSORS = 132
-EARLY_ROWS = (
-    192  # with more, large products let no kernel start early: its programs would crowd on idle multiprocessors
-)
+# With more rows, large products let no kernel start early: its programs would crowd on idle multiprocessors.
+EARLY_ROWS = 192
 APART_ROWS = 256  # up to so many, segments are summed by separate programs
 
 
@@ -71,7 +70,6 @@ def linear(
     in_segments: bool = False,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    overlap: bool = False,
     tile: Tile | None = None,
     ring: Ring | None = None,
 ) -> Tensor:
@@ -94,7 +92,7 @@ def linear(
         into = x.new_empty((rows, width), dtype=out_dtype or x.dtype)
     if rows == 0:
         return into
-    overlap = overlap and (rows <= EARLY_ROWS or n * k <= SMALL)
+    early = rows <= EARLY_ROWS or n * k <= SMALL
     length = k // segments
     bias, scales = weight.bias, None
     turned: tuple[Tensor, ...] = ()
@@ -104,11 +102,11 @@ def linear(
         if streams(x, weight.weight, gated, dim):
             launch_streamed(
                 x, weight, into, ring, turned, GATED=gated, DIM=dim, KV_HEADS=kv_heads, SEGMENTS=segments,
-                BIASED=bias is not None and not apart, APART=apart, **overlapped(overlap),
+                BIASED=bias is not None and not apart, APART=apart, **overlapped(early),
             )  # fmt: skip
             if not apart or in_segments:
                 return into
-            return add_segments(into, bias, out_dtype or x.dtype, out, overlap=overlap)
+            return add_segments(into, bias, out_dtype or x.dtype, out, early)
         weight, scales = in_numbers(weight, x.dtype)
     stored = weight.weight.data
     tile = tile or tile_for(rows, n, k, x.element_size())
@@ -124,12 +122,12 @@ def linear(
         BM=part, MORE=more, BN=tile.n, BK=tile.k, GATED=gated, DIM=dim, KV_HEADS=kv_heads,
         BIASED=bias is not None and not apart, EVEN_K=length % tile.k == 0, BOXES=boxes, SWAPPED=tile.swapped,
         SEGMENTS=segments, APART=apart, LINES=triton.next_power_of_2(triton.cdiv(k, 64)) if n * k <= SMALL else 0,
-        SCALED=scales is not None, num_warps=tile.warps, num_stages=tile.stages, **overlapped(overlap),
+        SCALED=scales is not None, num_warps=tile.warps, num_stages=tile.stages, **overlapped(early),
         **({} if scales is None else unfused()),
     )  # fmt: skip
     if not apart or in_segments:
         return into
-    return add_segments(into, bias, out_dtype or x.dtype, out, overlap=overlap)
+    return add_segments(into, bias, out_dtype or x.dtype, out, early)
 
 
 def _box(weight: Tensor, tile: Tile, gated: bool, dim: int, kv_heads: int) -> TensorDescriptor:
@@ -143,10 +141,8 @@ def _box(weight: Tensor, tile: Tile, gated: bool, dim: int, kv_heads: int) -> Te
     return TensorDescriptor(weight, [n, k], [k, 1], [tile.n, tile.k])
 
 
-def add_segments(
-    parts: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None, *, overlap: bool = False
-) -> Tensor:
-    """(S, M, N) -> (M, N), in order."""
+def add_segments(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None, early: bool) -> Tensor:
+    """(S, M, N) -> (M, N), in order. `early`: it may start before the kernel ahead of it is done."""
     segments, rows, n = parts.shape
     if out is None:
         out = parts.new_empty((rows, n), dtype=dtype)
@@ -154,7 +150,7 @@ def add_segments(
     _add_segments[(rows, triton.cdiv(n, block))](
         parts, parts if bias is None else bias, out, rows, n,
         SEGMENTS=segments, BIASED=bias is not None, BLOCK=block,
-        **overlapped(overlap),
+        **overlapped(early),
     )  # fmt: skip
     return out
 

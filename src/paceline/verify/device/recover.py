@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.draft import Verdict
 from paceline.rng import Lane
 from paceline.verify.device import tiles
-from paceline.verify.device.sampled import Sampled, left
+from paceline.verify.device.sampled import Sampled, remaining
 from paceline.verify.device.tiles import find_split, find_token, kernel, my_rows, programs
 from paceline.verify.device.walk import put
 from paceline.verify.walk import CoinSource, Draws
@@ -40,7 +40,7 @@ def _share(
     split = tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
     slot = tl.load(trees.stop + row, live, 0)
-    weight, _, _ = left(p, q, trees, row, slot, -1, live, token, -1, 0.0, 0.0, DTYPE)
+    weight, _, _ = remaining(p, q, trees, row, slot, -1, live, token, -1, 0.0, 0.0, DTYPE)
     tl.store(shares + row * splits + split, tl.sum(weight.to(tl.float64), 1), live)
 
 
@@ -56,7 +56,7 @@ def _recover(
     slot = tl.load(trees.stop + row, live, 0)
     split, rest = find_split(shares, row, live, tl.load(coins + row, live, 0.0), splits, SPLITS)
     token = split[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    weight, _, _ = left(p, q, trees, row, slot, -1, live, token, -1, 0.0, 0.0, DTYPE)
+    weight, _, _ = remaining(p, q, trees, row, slot, -1, live, token, -1, 0.0, 0.0, DTYPE)
     last = split * BLOCK + find_token(weight, rest)
     peak = tl.load(p.peak + tl.load(trees.p_row + row * (trees.width + 1) + slot, live, 0), live, 0.0)
     last = tl.where(peak < float("inf"), last, -1)  # INVALID

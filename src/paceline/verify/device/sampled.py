@@ -103,13 +103,13 @@ class Sampled(NamedTuple):
         )
         found = Sampled(target.p, Q(probs, probs.stride(0), place), trees, target.tile)
         rows = min(tiles.ROWS, 16)  # the kernel compares pairs of nodes
-        _kin[(triton.cdiv(batch, rows),)](trees, batch, rows, tiles.steps(width + 1), num_warps=4)
+        _link_nodes[(triton.cdiv(batch, rows),)](trees, batch, rows, tiles.steps(width + 1), num_warps=4)
         _ratio[(triton.cdiv(batch * width, 64),)](*found[:3], batch * width, found.tile.dtype, 64)
         return found
 
 
 @kernel
-def _kin(trees, batch, ROWS: tl.constexpr, NODES: tl.constexpr):
+def _link_nodes(trees, batch, ROWS: tl.constexpr, NODES: tl.constexpr):
     """Every slot's first child, every node's next sibling."""
     row, live = my_rows(batch, ROWS)
     node, slot = tl.arange(0, NODES)[None, None, :], tl.arange(0, NODES)[None, :]
@@ -160,7 +160,7 @@ def likelihood_ratio(p, q, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def left(p, q, trees, row, slot, until, live, token, newest, its_surplus, its_mass, DTYPE: tl.constexpr):
+def remaining(p, q, trees, row, slot, until, live, token, newest, its_surplus, its_mass, DTYPE: tl.constexpr):
     """(ROWS, X) p and q of tokens (1 or ROWS, X) at slots (ROWS,) after their children before `until` (-1: all) were
     deleted; and q as drafted, 0 for those children. The sums of `newest` may not be stored yet: they are arguments."""
     slots = row * (trees.width + 1) + slot
@@ -204,7 +204,7 @@ def delete(
 ):  # fmt: skip
     """A split's share of the residual of a slot when its child `node` is deleted, after its elder siblings."""
     token = split * BLOCK + tl.arange(0, BLOCK)[None, :]
-    target, drafter, raw = left(p, q, trees, row, slot, node, live, token, newest, its_surplus, its_mass, DTYPE)
+    target, drafter, raw = remaining(p, q, trees, row, slot, node, live, token, newest, its_surplus, its_mass, DTYPE)
     at = row * trees.width + node
     sibling = tl.load(trees.sibling + at, live, -1)
     raw = tl.where(token == tl.load(trees.tokens + at, live, -1)[:, None], 0.0, raw)

@@ -1,0 +1,22 @@
+"""Small Llamas with random weights: their sizes and their numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.config import ModelConfig
+from paceline.models.loader import expected_shapes
+
+
+def llama(**sizes: int) -> ModelConfig:
+    usual = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64, "max_positions": 512}
+    usual |= {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return ModelConfig(architecture="llama", tie_embeddings=True, **{**usual, **sizes})
+
+
+def random_weights(config: ModelConfig, spread: float) -> dict[str, torch.Tensor]:
+    """Norms between 0.5 and 1.5, rows of matrices of the given length."""
+    return {
+        name: torch.rand(shape) + 0.5 if len(shape) == 1 else spread * torch.randn(shape) / shape[1] ** 0.5
+        for name, shape in expected_shapes(config).items()
+    }
