@@ -56,12 +56,22 @@ class TapRing:
         assert self._states is not None
         columns = (unread.length, unread.node_row, unread.seat, unread.num_accepted, unread.path, unread.tokens)
         length, node_row, seat, accepted, path, tokens = (part.numpy() for part in columns if part is not None)
-        row, step = np.nonzero(np.arange(unread.most) <= accepted[:, None])
-        nodes = np.full((len(accepted), unread.most), -1)  # of the draft, behind its root
-        nodes[:, 1:] = path[:, : unread.most - 1]
-        at = seat[row] * self.capacity + (length[row] - 1 + step) % self.capacity
-        self._states.numpy()[at] = taps.numpy()[node_row[row] + nodes[row, step]]
-        self._tokens.numpy()[at] = tokens[row, step]
+        states, written, given = self._states.numpy(), self._tokens.numpy(), taps.numpy()
+        begin, first, row = (
+            seat * self.capacity,
+            length - 1,
+            node_row - 1,
+        )  # each row's last committed token comes first
+        for step in range(unread.most):
+            if step:
+                kept = accepted >= step
+                if not kept.any():
+                    break
+                begin, first, tokens, path = begin[kept], first[kept], tokens[kept], path[kept]
+                accepted, node_row = accepted[kept], node_row[kept]
+                row = node_row + path[:, step - 1]
+            at = begin + (first + step) % self.capacity
+            states[at], written[at] = given[row], tokens[:, step]
 
     def load(self, seats: Tensor, positions: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """(..., T', H) taps of positions, and (...) the tokens after them."""

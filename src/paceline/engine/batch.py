@@ -90,6 +90,8 @@ class Batch:
     @property
     def chunks(self) -> list[int]:
         """Rows that read a prompt, but for its last token alone."""
+        if self.only_decodes:
+            return []
         return [int(index) for index in np.flatnonzero(~self.samples | (self.count > 1))]
 
     @property

@@ -201,15 +201,15 @@ class Runner:
         rows, tokens, path = range(len(at)), verdict.tokens[:, : depth + 1], verdict.path[:, :depth]
         if taps is None and not self.drafters.begins:
             return UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=rows)
-        node_row = layout.begin[at] + batch.count[at]
-        columns = torch.from_numpy(np.stack([batch.sampled_lengths, node_row, batch.sampled_seats]))
-        (columns,) = packed_to(verdict.tokens.device, columns)
+        nodes_begin = layout.begin[at] + batch.count[at]
+        columns = [torch.from_numpy(one) for one in (batch.sampled_lengths, nodes_begin, batch.sampled_seats)]
+        length, node_row, seat = packed_to(verdict.tokens.device, *columns)
         return UnreadVerdict(
             tokens=tokens,
             num_accepted=verdict.num_accepted,
             path=path,
             rows=rows,
-            length=columns[0],
-            node_row=columns[1],
-            seat=columns[2],
+            length=length,
+            node_row=node_row,
+            seat=seat,
         )
