@@ -303,5 +303,5 @@ def test_a_user_names_the_folder(tmp_path, given):
 def test_the_method_without_a_folder_is_refused(tmp_path):
     save_tiny("llama-tied", tmp_path / "model")
     for given in ({}, {"drafter": str(tmp_path / "nowhere")}):
-        with pytest.raises((InvalidParameter, ModelNotFound), match=r"drafter: method medusa needs the folder|does not exist"):
+        with pytest.raises((InvalidParameter, ModelNotFound), match=r"medusa needs the folder|does not exist"):
             LLM(str(tmp_path / "model"), device="cpu", method=MEDUSA, **given)

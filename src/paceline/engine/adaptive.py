@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline.config import MAX_K
 from paceline.drafters import NONE, Drafter
-from paceline.engine.acceptance import Acceptance
+from paceline.engine.acceptance import Acceptance, bucket
 from paceline.engine.cost import FIRST_DRAFTS, LOOKUP_GUESS, PASS_GUESS, DraftTimes, Floats, StepTimes, size_of
 from paceline.engine.evidence import DrafterEvidence
 from paceline.engine.guard import Guard
@@ -41,8 +41,10 @@ FADE_EVERY = 128  # steps after which methods that were not tried are forgotten 
 # Sequences that a method drafts for while hardly tried, and nodes of each: a large batch must not pay for a guess.
 TRIAL_ROWS, TRIAL_NODES = 16, 2
 SLOPE_NODES = 4  # over which the cost of one more node is taken, at least
-FEW = 8  # sequences that are looked at in every step on a CPU, since that takes next to nothing
-LOOK_ROWS, LONGEST_PAUSE = 4, 64  # a pause after a look that found nothing: a step for so many rows, then twice that
+# A pause after a look that found nothing: a step for so many rows, then twice that, and on. Short for few sequences on a
+# CPU, where a look takes some 3 % of a step.
+LOOK_ROWS, LONGEST_PAUSE = 4, 64
+FEW, FEW_PAUSE = 8, 8
 NEW_SHARE = 8  # one in so many sequences, at least, has to be new to end a pause
 BELIEF = 0.7  # in what a token is worth to a job, against every token being worth the same: the last row is a guess
 FORESIGHT, PACE_DEPTH = 0.3, 4  # share of a draft's promise, so deep, that counts as the sequence's pace already
@@ -125,6 +127,7 @@ class AdaptivePolicy:
         self._checks = False  # the plain step under way is for its time: on a device one launched ahead is timed
         self._pause, self._pause_left = 1, 0  # between looks: the next, and what is left of the one under way
         self._looked_at: set[str] = set()  # sequences
+        self._in_vain: dict[str, int] = {}  # by method: the most evidence that did not make a draft worth its cost
         self._looked_size = 0  # of the batch, when it was last looked at
         self._runs_ahead = False
         self.expected_gain: float | None = None  # over plain decoding, when drafting was last considered
@@ -181,7 +184,7 @@ class AdaptivePolicy:
 
         A new sequence is looked at; on a device once they are a share of the batch, since with many there is a new one
         in every few steps, and none of these could be launched ahead. So is a batch that has shrunk: what did not pay
-        for many may pay for fewer.
+        for many may pay for fewer. For few sequences on a CPU a lookup that has found more ends a pause too.
         """
         self._stopped = {method for method, guard in self._guards.items() if guard.pauses(len(sequences))}
         if self._stopped.issuperset(self._evidence.allowed(self._method) or self._evidence.drafters):
@@ -191,8 +194,18 @@ class AdaptivePolicy:
         few = max(len(sequences) // NEW_SHARE, 1) if self._on_device else 1
         if self._pause_left <= 0 or shrank or new >= few:
             return False
+        if len(sequences) <= FEW and not self._on_device and self._finds_more(sequences):
+            return False
         self._pause_left -= 1
         return True
+
+    def _finds_more(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Some lookup has more evidence for a draft of one of these than what was in vain lately."""
+        return any(
+            bucket(max(self._evidence.of(sequences, method))) > self._in_vain.get(method, 0)
+            for method in self._evidence.allowed(self._method)
+            if not self._evidence.runs_model(method) and method not in self._stopped
+        )
 
     def _choose(self, step: _Step, open_rows: list[_Open], choices: list[Choice]) -> None:
         # Prompts beside them are read whatever is drafted, so their time does not count.
@@ -200,12 +213,13 @@ class AdaptivePolicy:
         plain_s = times.seconds(step.base)
         most = min(len(open_rows) * MAX_K, MAX_NODES)
         with_nodes = times.seconds_with(rows, most) - times.seconds(rows) + plain_s
-        chosen: list[_Offer] = []
+        chosen, considered = list[_Offer](), list[_Offer]()
         wishes = dict.fromkeys(row.method for row in open_rows)
         for asked in wishes:
             asking, best_rate = [row for row in open_rows if row.method == asked], 0.0
             made = [self._offer(step, asking, method) for method in self._evidence.allowed(asked)]
             offers = [offer for offer in made if offer is not None]
+            considered += offers
             for plan in [*([offer] for offer in offers), _mixed(offers)]:
                 rate, nodes, rows_more = _best(number, with_nodes, plan) if plan else NOTHING
                 if rate > best_rate:
@@ -220,7 +234,7 @@ class AdaptivePolicy:
         self.expected_gain = gain or None
         models = any(self._evidence.runs_model(offer.method) for offer in chosen)
         if gain > 1 + MARGIN * (1.0 if models else math.sqrt(number)):
-            self._pause, self._pause_left = self._pause // 2, 0
+            self._pause, self._pause_left, self._in_vain = self._pause // 2, 0, {}
             self._plan.plain_s = 0.0 if step.other_rows else plain_s
             self._plan.explores, self._explores = self._explores, False
             if self._plan.explores:
@@ -228,9 +242,13 @@ class AdaptivePolicy:
             elif step.base == number:  # no row has its k fixed
                 self.least = best_rate * _slope(with_nodes, round(drafted))
             self._give(chosen, budgets, choices)
-        elif (number > FEW or self._on_device) and not self._evidence.awaits(step.sequences):
+        elif not self._evidence.awaits(step.sequences):
             self._pause_left = max(self._pause, number // LOOK_ROWS, 1)
-            self._pause = min(2 * self._pause_left, LONGEST_PAUSE)
+            most = LONGEST_PAUSE if number > FEW or self._on_device else FEW_PAUSE
+            self._pause = min(2 * self._pause_left, most)
+            for offer in considered:
+                in_vain = bucket(max(offer.evidence)), self._in_vain.get(offer.method, 0)
+                self._in_vain[offer.method] = max(in_vain)
 
     def _give(self, offers: list[_Offer], budgets: list[int], choices: list[Choice]) -> None:
         self._plan.drafts = True
