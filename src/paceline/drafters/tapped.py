@@ -9,6 +9,8 @@ a drafter may lag behind the target.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from paceline.config import MAX_K
 from paceline.draft import Draft, UnreadVerdict, packed_to, sent
 from paceline.drafters.base import LEARNED, DraftRow, Judged, excluded
 from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.native_kernels import RingView, native_ring_store
 from paceline.models.plan import slots_of
 from paceline.sequence import Sequence
 
@@ -34,6 +37,7 @@ class TapRing:
         self.capacity = capacity
         self._states: Tensor | None = None  # (S * R + 1, T, H); the last row takes what is not committed
         self._tokens = torch.empty(0, dtype=torch.int64)  # (S * R + 1,)
+        self._native = native_ring_store()
 
     def store(self, unread: UnreadVerdict, taps: Tensor, seats: int) -> None:
         """Write the taps (M, T, H) of the rows that the pass's verdict commits; seats are below `seats`."""
@@ -52,8 +56,10 @@ class TapRing:
         self._tokens[at] = unread.tokens.flatten()
 
     def _store_on_host(self, unread: UnreadVerdict, taps: Tensor) -> None:
-        """The same where the verdict can be read: numpy takes a fraction of torch's time for a few numbers."""
+        """The same where the verdict can be read: one native call, or numpy, which takes a fraction of torch's time."""
         assert self._states is not None
+        if self._native is not None and self._store_natively(self._native, self._states, unread, taps):
+            return
         columns = (unread.length, unread.node_row, unread.seat, unread.num_accepted, unread.path, unread.tokens)
         length, node_row, seat, accepted, path, tokens = (part.numpy() for part in columns if part is not None)
         states, written, given = self._states.numpy(), self._tokens.numpy(), taps.numpy()
@@ -72,6 +78,21 @@ class TapRing:
                 row = node_row + path[:, step - 1]
             at = begin + (first + step) % self.capacity
             states[at], written[at] = given[row], tokens[:, step]
+
+    def _store_natively(
+        self, store: Callable[[int], None], states: Tensor, unread: UnreadVerdict, taps: Tensor
+    ) -> bool:
+        parts = (unread.length, unread.node_row, unread.seat, unread.num_accepted, unread.path, unread.tokens)
+        tensors = [part for part in parts if part is not None]
+        if taps.dtype is not torch.float32 or not taps.is_contiguous() or any(part.stride(-1) != 1 for part in tensors):
+            return False
+        view = RingView(
+            *(part.data_ptr() for part in (states, self._tokens, taps, *tensors)),
+            *(len(unread.num_accepted), unread.path.stride(0), unread.tokens.stride(0)),
+            *(self.capacity, states[0].numel()),
+        )
+        store(ctypes.addressof(view))
+        return True
 
     def load(self, seats: Tensor, positions: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """(..., T', H) taps of positions, and (...) the tokens after them."""

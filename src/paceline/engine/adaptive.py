@@ -41,8 +41,8 @@ FADE_EVERY = 128  # steps after which methods that were not tried are forgotten 
 # Sequences that a method drafts for while hardly tried, and nodes of each: a large batch must not pay for a guess.
 TRIAL_ROWS, TRIAL_NODES = 16, 2
 SLOPE_NODES = 4  # over which the cost of one more node is taken, at least
-# A pause after a look that found nothing: a step for so many rows, then twice that, and on. Short for few sequences on a
-# CPU, where a look takes some 3 % of a step.
+# A pause after a look that found nothing: a step for so many rows, then twice that, and on. Short for few on a CPU,
+# where a look takes some 3 % of a step.
 LOOK_ROWS, LONGEST_PAUSE = 4, 64
 FEW, FEW_PAUSE = 8, 8
 NEW_SHARE = 8  # one in so many sequences, at least, has to be new to end a pause

@@ -18,6 +18,7 @@ from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
+from paceline.models.native_kernels import NativeStack
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
@@ -184,13 +185,17 @@ class Decoder:
             out_taps = residual.new_empty(len(residual), len(taps), residual.shape[1])
         tapped = {} if out_taps is None else {tap: out_taps[:, at] for at, tap in enumerate(taps)}
         added: Tensor | None = None  # output of the last layer, not yet added to the residual stream
-        first = 0
-        for last in self._stops(taps):
-            if last > first:
-                added = stack.run(first, last, added, residual, plan)
-            if last in tapped:
-                tapped[last].copy_(residual) if added is None else torch.add(residual, added, out=tapped[last])
-            first = last
+        if out_taps is not None and isinstance(stack, NativeStack):
+            layers = [-1 if tap == FINAL else tap for tap in taps]
+            added = stack.run_tapped(residual, plan, layers, out_taps)
+        else:
+            first = 0
+            for last in self._stops(taps):
+                if last > first:
+                    added = stack.run(first, last, added, residual, plan)
+                if last in tapped:
+                    tapped[last].copy_(residual) if added is None else torch.add(residual, added, out=tapped[last])
+                first = last
         if FINAL not in tapped and logit_rows is not None and added is not None:
             added, residual = added[logit_rows], residual[logit_rows]
             logit_rows = None

@@ -26,7 +26,7 @@ from paceline.models.native_weights import CPU, PackedRows, PackedWeight, Produc
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight, joined
 
-ABI = 5  # native/plan.h
+ABI = 6  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
@@ -41,7 +41,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "silu_mul": (None, [c_void_p] * 2 + [c_long] * 2 + [c_int]),
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
-    "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int] * 2),
+    "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
+    "store_in_ring": (None, [c_void_p]),
     "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 4 + [c_int]),
     "block_trees": (None, [c_void_p, c_int]),
     "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
@@ -197,6 +198,31 @@ class ForestView(ctypes.Structure):
     )
 
 
+class TapsView(ctypes.Structure):
+    """Layers before which the residual stream is read (-1: none), and where to."""
+
+    _fields_ = (("layers", c_void_p), ("out", c_void_p), ("count", c_int64))
+
+
+NO_TAPS = TapsView()
+
+
+class RingView(ctypes.Structure):
+    """A step's hidden states, and the ring that keeps them (native/layers.h)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("states", "tokens", "taps", "length", "node_row", "seat", "accepted")),
+        *((name, c_void_p) for name in ("path", "committed")),
+        *((name, c_int64) for name in ("batch", "path_stride", "committed_stride", "capacity", "width")),
+    )
+
+
+def native_ring_store() -> Callable[[int], None] | None:
+    """Writes what a RingView at an address describes; None without a library."""
+    library = load_library()
+    return None if library is None else library.function("store_in_ring")
+
+
 class NativeStack:
     """All layers of a model in one call: no time between them."""
 
@@ -208,7 +234,19 @@ class NativeStack:
         self._heads = HeadsView.of(shape.cos, shape.sin, shape.q_heads, caches[0], shape.eps, shape.scale)
         self._layers = (LayerView * len(layers))(*map(LayerView.of, layers, caches))
 
+    def run_tapped(self, residual: Tensor, plan: PassPlan, taps: Sequence[int], out: Tensor) -> Tensor:
+        """All layers; tap j is the residual stream before layer taps[j] (-1: none), written to out[:, j]."""
+        _check_in_place(out)
+        layers = (c_int64 * len(taps))(*taps)
+        view = TapsView(ctypes.addressof(layers), out.data_ptr(), len(taps))
+        return self._run(0, len(self._layers), None, residual, plan, view)
+
     def run(self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan) -> Tensor:
+        return self._run(first, last, added, residual, plan, NO_TAPS)
+
+    def _run(
+        self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan, taps: TapsView
+    ) -> Tensor:
         _check_in_place(residual)
         out = torch.empty_like(residual) if added is None else _fp32(added).clone()
         view = self._kernels.view(plan, len(residual))
@@ -220,6 +258,7 @@ class NativeStack:
             residual.data_ptr(),
             out.data_ptr(),
             added is None,
+            ctypes.addressof(taps),
             self._kernels.threads,
         )
         _check_status(status)

@@ -63,11 +63,13 @@ EXPORT int paceline_attention(const Plan* plan, const Heads* heads, const float*
 
 // Several layers in one call; see layers.h. Returns as the two above.
 EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* layers, long count, float* residual,
-                           float* added, int first, int threads) {
-    return run_layers(*plan, *heads, layers, count, residual, added, first, threads);
+                           float* added, int first, const Taps* taps, int threads) {
+    return run_layers(*plan, *heads, layers, count, residual, added, first, *taps, threads);
 }
 
-// -- block drafters: see layers.h and block_tree.h
+// -- drafters that read hidden states: see layers.h and block_tree.h
+
+EXPORT void paceline_store_in_ring(const Ring* ring) { store_in_ring(*ring); }
 
 EXPORT int paceline_absorb(const Plan* plan, const Heads* heads, const Layer* layers, long count, const Product* join,
                            const float* norm, const Product* kv, const float* taps, int threads) {

@@ -18,9 +18,26 @@ struct Layer {  // native_kernels.LayerView
     Product qkv, output, gate_up, down;
 };
 
+// Where the residual stream before a layer is written to: tap j of row m at out + (m * count + j) * H.
+struct Taps {  // native_kernels.TapsView
+    const int64_t* layers;  // (count,), each no more than the number of layers
+    float* out;
+    int64_t count;
+};
+
+void read_taps(const Taps& taps, long layer, const float* residual, const float* added, long M, long H) {
+    for (long tap = 0; tap < taps.count; tap++)
+        if (taps.layers[tap] == layer)
+            for (long row = 0; row < M; row++) {
+                float* out = taps.out + (row * taps.count + tap) * H;
+                const float *stream = residual + row * H, *more = added ? added + row * H : nullptr;
+                for (long i = 0; i < H; i++) out[i] = more ? stream[i] + more[i] : stream[i];
+            }
+}
+
 // `added` is the output of the layer before, not yet in `residual` (ignored when `first`), and on return that of the last.
 int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long count, float* residual, float* added,
-               int first, int threads) {
+               int first, const Taps& taps, int threads) {
     const long M = plan.rows, H = count ? layers->qkv.inputs : 0, Q = heads.q_heads * heads.dim;
     long widest = 0;
     for (long i = 0; i < count; i++) widest = layers[i].gate_up.stride > widest ? layers[i].gate_up.stride : widest;
@@ -31,6 +48,7 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
     float *gate_up = attended + M * Q, *inner = gate_up + M * widest;
     int status = 0;
     for (const Layer* layer = layers; layer < layers + count && !status; layer++) {
+        read_taps(taps, layer - layers, residual, first && layer == layers ? nullptr : added, M, H);
         if (first && layer == layers)
             rms_norm(residual, nullptr, layer->input_norm, normed, M, H, heads.eps, threads);
         else
@@ -46,6 +64,7 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
         silu_mul(gate_up, inner, M, layer->gate_up.stride / 2, threads);
         status |= multiply(inner, layer->down, added, M, threads);
     }
+    read_taps(taps, count, residual, added, M, H);
     free(memory);
     return status;
 }
@@ -70,6 +89,28 @@ int absorb(const Plan& plan, const Heads& heads, const Layer* layers, long count
     }
     free(memory);
     return status;
+}
+
+// The ring of hidden states of committed positions, by seat (`paceline.drafters.tapped.TapRing`).
+struct Ring {  // native_kernels.RingView
+    float* states;  // (seats * capacity + 1, width)
+    int64_t* tokens;  // (seats * capacity + 1,)
+    const float* taps;  // (rows of the pass, width)
+    const int64_t *length, *node_row, *seat, *accepted;  // (batch,)
+    const int64_t *path, *committed;  // (batch, any stride)
+    int64_t batch, path_stride, committed_stride, capacity, width;
+};
+
+// Row b commits its last token's position and those of its first `accepted` nodes on the path.
+void store_in_ring(const Ring& ring) {
+    for (long b = 0; b < ring.batch; b++)
+        for (long step = 0; step <= ring.accepted[b]; step++) {
+            const long node = step ? ring.path[b * ring.path_stride + step - 1] : -1;
+            const long at = ring.seat[b] * ring.capacity + (ring.length[b] - 1 + step) % ring.capacity;
+            memcpy(ring.states + at * ring.width, ring.taps + (ring.node_row[b] + node) * ring.width,
+                   ring.width * sizeof(float));
+            ring.tokens[at] = ring.committed[b * ring.committed_stride + step];
+        }
 }
 
 }  // namespace
