@@ -1,0 +1,55 @@
+"""The ring of hidden states: native code and numpy write what a plain loop writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.draft import UnreadVerdict
+from paceline.drafters.tapped import TapRing
+
+WIDTH = 2, 3  # taps of a row, and components of each
+
+
+def unread(generator: torch.Generator, batch: int, most: int) -> tuple[UnreadVerdict, torch.Tensor]:
+    """A verdict of a pass in which each row has its last token and `most` - 1 nodes, and the taps of that pass."""
+    accepted = torch.randint(most, (batch,), generator=generator)
+    path = torch.full((batch, most + 1), -1)  # wider than the draft is deep, as a captured verdict's
+    for row in range(batch):
+        nodes = torch.randperm(most - 1, generator=generator)[: accepted[row]].sort().values
+        path[row, : accepted[row]] = nodes
+    tokens = torch.randint(1000, (batch, most + 2), generator=generator)
+    verdict = UnreadVerdict(
+        tokens=tokens[:, :most],
+        num_accepted=accepted,
+        path=path[:, : most - 1],
+        rows=range(batch),
+        length=torch.randint(1, 40, (batch,), generator=generator),
+        node_row=torch.arange(batch) * most + 1,
+        seat=torch.randperm(batch + 2, generator=generator)[:batch],
+    )
+    return verdict, torch.randn(batch * most, *WIDTH, generator=generator)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
+@pytest.mark.parametrize(("batch", "most"), [(1, 1), (3, 1), (1, 5), (4, 6)])
+def test_the_ring_holds_what_is_committed(native: bool, batch: int, most: int) -> None:
+    generator, ring = torch.Generator().manual_seed(batch + most), TapRing(capacity=8)
+    if not native:
+        ring._native = None
+    elif ring._native is None:
+        pytest.skip("no native library")
+    expected = {}
+    for _ in range(3):
+        verdict, taps = unread(generator, batch, most)
+        ring.store(verdict, taps, batch + 2)
+        for row in range(batch):
+            for step in range(int(verdict.num_accepted[row]) + 1):
+                position = int(verdict.length[row]) - 1 + step
+                node = int(verdict.path[row, step - 1]) if step else -1
+                written = taps[int(verdict.node_row[row]) + node], int(verdict.tokens[row, step])
+                expected[int(verdict.seat[row]), position % 8] = written
+    for (seat, position), (states, token) in expected.items():
+        found, after = ring.load(torch.tensor([seat]), torch.tensor([position]), torch.arange(WIDTH[0]))
+        assert torch.equal(found[0], states)
+        assert int(after[0]) == token
