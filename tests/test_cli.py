@@ -322,6 +322,10 @@ def test_bad_values_are_one_line_and_exit_code_1(arguments, field, paceline) -> 
 def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., Result]) -> None:
     elsewhere = paceline("serve", "--host", "nowhere.invalid")
     assert elsewhere.err.startswith("error: host: cannot listen on nowhere.invalid:8000: ")
+    for name in ("ü" * 100, "\udc80"):
+        unnamed = paceline("serve", "--host", name)
+        assert unnamed.err.startswith("error: host: cannot listen on '")
+        assert unnamed.err.endswith(": it is not the name of a host\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert paceline("serve", "--port", port).err.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
