@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import math
 import os
 import signal
@@ -101,12 +102,15 @@ def test_a_tokenizer_that_cannot_decode_ends_its_own_request_only(folder: Path, 
 
 
 @contextmanager
-def failing_pass(llm: LLM, problem: Exception):
-    """The next pass of the target raises."""
+def failing_pass(llm: LLM, problem: Exception, *, after: int = 0):
+    """One pass of the target raises, after so many that do not. Enter it before the requests are sent: the engine
+    waits for no other thread, so it may have answered them before a fault is planted."""
     model = llm.engine.model
-    forward = model.forward
+    forward, passes = model.forward, itertools.count()
 
     def broken(*args, **kwargs):
+        if next(passes) < after:
+            return forward(*args, **kwargs)
         model.forward = forward
         raise problem
 
@@ -285,9 +289,9 @@ def test_the_largest_numbers_are_served(llm: LLM) -> None:
 
 def test_a_failing_pass_ends_its_own_requests_and_no_others(folder: Path, alone) -> None:
     with make(folder, max_num_seqs=1) as llm:
-        failing, waiting = (llm.stream(prompt_of(i), params_of(i)) for i in (3, 7))
-        next(failing)
-        with failing_pass(llm, ValueError("a bad pass")):
+        with failing_pass(llm, ValueError("a bad pass"), after=2):
+            failing, waiting = (llm.stream(prompt_of(i), params_of(i)) for i in (3, 7))
+            next(failing)
             with pytest.raises(RequestFailed, match="a bad pass"):
                 list(failing)
             assert facts(list(waiting)[-1].output) == alone[7], "it was not in the pass that failed"
@@ -301,8 +305,8 @@ def test_a_failing_pass_ends_its_own_requests_and_no_others(folder: Path, alone)
 
 def test_of_many_callers_only_those_in_the_pass_fail(folder: Path, alone) -> None:
     with make(folder, max_num_seqs=2) as llm, ThreadPoolExecutor(CALLERS) as pool:
-        asked = [pool.submit(llm.generate, prompt_of(i), params_of(i)) for i in range(CALLERS)]
-        with failing_pass(llm, ValueError("a bad pass")):
+        with failing_pass(llm, ValueError("a bad pass"), after=20):
+            asked = [pool.submit(llm.generate, prompt_of(i), params_of(i)) for i in range(CALLERS)]
             failed = 0
             for i, answer in enumerate(asked):
                 try:
