@@ -445,6 +445,12 @@ def test_the_demo_asks_only_the_users_prompt_where_there_is_one(paceline: Callab
     assert one["drafted_by"] == {"suffix": 18}
 
 
+def test_the_demo_drafts_with_several_models(paceline: Callable[..., Result]) -> None:
+    paceline("demo", "hello", "--draft-model", "small", "--draft-model", "tiny")
+    [created] = FakeLLM.created
+    assert created["draft_model"] == ("small", "tiny")
+
+
 def test_the_demo_says_when_nothing_was_gained(paceline: Callable[..., Result]) -> None:
     assert "no speed-up here: there was nothing worth drafting" in paceline("demo", "hello").out
     FakeLLM.drafted = stats(suffix=18)
