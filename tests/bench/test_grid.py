@@ -54,8 +54,13 @@ def test_what_does_not_exist_is_refused_by_name(methods: str, k: str, problem: s
 
 
 def test_a_method_whose_model_is_none_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="draft-model needs a model to draft with"):
-        labels("draft-model", draft_model="none")
+    for method, option in (("draft-model", "draft_model"), ("dspark", "drafter")):
+        with pytest.raises(InvalidParameter, match=f"{method} needs a model to draft with"):
+            labels(method, **{option: "none"})
+
+
+def test_a_method_with_a_packaged_drafter_needs_none_named() -> None:
+    assert labels("dspark", "4") == ["plain", "dspark k=4"]
 
 
 @pytest.mark.parametrize(("option", "user"), [("draft_model", "draft-model"), ("drafter", "medusa")])

@@ -37,13 +37,14 @@ def contenders(
     known: Sequence[str],
     given: Mapping[str, Sequence[str]],
     needs: Mapping[str, Sequence[str]],
+    packaged: Sequence[str] = (),
 ) -> list[Contender]:
     """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is. `given`: models or folders
-    to draft with, by option; `needs`: those options, by method."""
+    to draft with, by option; `needs`: those options, by method; `packaged`: methods that need none of them given."""
     names, lengths = _names(methods, known), _lengths(k)
     for name in names:
         for need in needs.get(name, ()):
-            if set(given[need]) <= {PLAIN}:
+            if PLAIN in given[need] or not (given[need] or name in packaged):
                 flag = need.replace("_", "-")
                 raise InvalidParameter("methods", f"{name} needs a model to draft with; name one with --{flag}")
     for option in (option for option, value in given.items() if value):

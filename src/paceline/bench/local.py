@@ -13,7 +13,7 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import OnProgress, Plan, collect
 from paceline.config import SpeculationConfig
-from paceline.drafters.methods import METHODS, method_names
+from paceline.drafters.methods import METHODS, is_packaged, method_names
 from paceline.models.hub import Progress
 
 K = "4"  # where neither methods nor k are given
@@ -25,7 +25,8 @@ def choose(methods: str | None = None, k: str | None = None, **given: Sequence[s
     k = k if k is not None else K if methods is None else AUTO
     names = f"{next(iter(METHODS))},{AUTO}" if methods is None else methods
     needs = {name: method.needs for name, method in METHODS.items()}
-    return contenders(names, k, known=(*method_names(), AUTO), given=given, needs=needs)
+    packaged = [name for name in METHODS if is_packaged(name)]
+    return contenders(names, k, known=(*method_names(), AUTO), given=given, needs=needs, packaged=packaged)
 
 
 def run(
