@@ -322,6 +322,10 @@ def test_bad_values_are_one_line_and_exit_code_1(arguments, field, paceline) -> 
 def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., Result]) -> None:
     elsewhere = paceline("serve", "--host", "nowhere.invalid")
     assert elsewhere.err.startswith("error: host: cannot listen on nowhere.invalid:8000: ")
+    for name in ("ü" * 100, "\udc80"):
+        unnamed = paceline("serve", "--host", name)
+        assert unnamed.err.startswith("error: host: cannot listen on '")
+        assert unnamed.err.endswith(": it is not the name of a host\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert paceline("serve", "--port", port).err.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
@@ -439,6 +443,12 @@ def test_the_demo_asks_only_the_users_prompt_where_there_is_one(paceline: Callab
     assert (one["prompt"], one["identical"], one["speedup"], one["loops"]) == ("hello", True, 1.0, False)
     assert (one["acceptance_rate"], one["mean_acceptance_length"]) == (48 / 72, 3.4)
     assert one["drafted_by"] == {"suffix": 18}
+
+
+def test_the_demo_drafts_with_several_models(paceline: Callable[..., Result]) -> None:
+    paceline("demo", "hello", "--draft-model", "small", "--draft-model", "tiny")
+    [created] = FakeLLM.created
+    assert created["draft_model"] == ("small", "tiny")
 
 
 def test_the_demo_says_when_nothing_was_gained(paceline: Callable[..., Result]) -> None:

@@ -51,6 +51,26 @@ def test_a_cache_in_fp8_is_offered_where_it_is_served(monkeypatch: pytest.Monkey
         assert choices([])["kv_dtype"] == offered
 
 
+@pytest.mark.parametrize(
+    ("device", "keeps", "words"),
+    [
+        ("cpu", True, "as stored"),
+        ("cpu", False, "float32"),
+        ("cuda", True, "bfloat16, or quantised as stored"),
+        ("cuda", False, "bfloat16, quantised ones expanded to it"),
+    ],
+)
+def test_how_weights_lie_in_memory_is_what_the_kernels_at_hand_do(
+    device: str, keeps: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = TorchKernels()
+    kernels.keeps_codes = keeps
+    monkeypatch.setattr("paceline.models.kernels.kernels_for", lambda device: kernels)
+    monkeypatch.setattr("paceline.models.runtime.choose_device", lambda name: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choices([])["dtype"] == words
+
+
 def test_no_cached_model_is_a_hint_and_not_an_error(empty_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, text = examined(capsys)
     assert any("paceline pull smollm2" in finding["advice"] for finding in report["findings"])

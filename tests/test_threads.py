@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import math
 import os
 import signal
@@ -100,13 +101,34 @@ def test_a_tokenizer_that_cannot_decode_ends_its_own_request_only(folder: Path, 
         assert is_idle(llm)
 
 
+def pace(llm: LLM, seconds: float) -> None:
+    """Each pass takes at least so long from now on, so that requests are not answered before a test goes on."""
+
+    def set_pace(engine) -> None:
+        vars(engine.model).pop("forward", None)
+        if not seconds:
+            return
+        forward = engine.model.forward
+
+        def slowly(*args, **kwargs):
+            time.sleep(seconds)
+            return forward(*args, **kwargs)
+
+        engine.model.forward = slowly
+
+    llm.call(set_pace)
+
+
 @contextmanager
-def failing_pass(llm: LLM, problem: Exception):
-    """The next pass of the target raises."""
+def failing_pass(llm: LLM, problem: Exception, *, after: int = 0):
+    """One pass of the target raises, after so many that do not. Enter it before the requests are sent: the engine
+    waits for no other thread, so it may have answered them before a fault is planted."""
     model = llm.engine.model
-    forward = model.forward
+    forward, passes = model.forward, itertools.count()
 
     def broken(*args, **kwargs):
+        if next(passes) < after:
+            return forward(*args, **kwargs)
         model.forward = forward
         raise problem
 
@@ -176,10 +198,12 @@ def test_more_prompts_than_may_wait_are_fed_gradually(folder: Path, alone) -> No
 
 def test_a_stream_is_refused_where_the_queue_is_full(folder: Path) -> None:
     with make(folder, max_num_seqs=1, max_waiting=1) as llm:
+        pace(llm, 0.05)
         streams = [llm.stream(prompt_of(i), endless(i)) for i in range(2)]
         next(streams[0])  # runs; the other waits
         with pytest.raises(QueueFull, match="max_waiting"):
             llm.stream(prompt_of(2), endless())
+        pace(llm, 0)
         assert llm.generate(prompt_of(3), params_of(3))[0].finished, "a whole answer waits for its turn"
         for stream in streams:
             stream.close()
@@ -238,13 +262,7 @@ def test_ctrl_c_reaches_the_waiting_caller_and_leaves_nothing_running(folder: Pa
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with make(folder) as llm:
-        slow = llm.engine.model.forward
-
-        def slowly(*args, **kwargs):
-            time.sleep(0.05)
-            return slow(*args, **kwargs)
-
-        llm.call(lambda engine: setattr(engine.model, "forward", slowly))
+        pace(llm, 0.05)
         ask = llm.generate if how == "generate" else lambda *asked: list(llm.stream(*asked))
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
@@ -285,9 +303,9 @@ def test_the_largest_numbers_are_served(llm: LLM) -> None:
 
 def test_a_failing_pass_ends_its_own_requests_and_no_others(folder: Path, alone) -> None:
     with make(folder, max_num_seqs=1) as llm:
-        failing, waiting = (llm.stream(prompt_of(i), params_of(i)) for i in (3, 7))
-        next(failing)
-        with failing_pass(llm, ValueError("a bad pass")):
+        with failing_pass(llm, ValueError("a bad pass"), after=2):
+            failing, waiting = (llm.stream(prompt_of(i), params_of(i)) for i in (3, 7))
+            next(failing)
             with pytest.raises(RequestFailed, match="a bad pass"):
                 list(failing)
             assert facts(list(waiting)[-1].output) == alone[7], "it was not in the pass that failed"
@@ -301,8 +319,8 @@ def test_a_failing_pass_ends_its_own_requests_and_no_others(folder: Path, alone)
 
 def test_of_many_callers_only_those_in_the_pass_fail(folder: Path, alone) -> None:
     with make(folder, max_num_seqs=2) as llm, ThreadPoolExecutor(CALLERS) as pool:
-        asked = [pool.submit(llm.generate, prompt_of(i), params_of(i)) for i in range(CALLERS)]
-        with failing_pass(llm, ValueError("a bad pass")):
+        with failing_pass(llm, ValueError("a bad pass"), after=20):
+            asked = [pool.submit(llm.generate, prompt_of(i), params_of(i)) for i in range(CALLERS)]
             failed = 0
             for i, answer in enumerate(asked):
                 try:
@@ -338,6 +356,7 @@ def test_logits_that_are_no_numbers_end_the_request_of_their_row(folder: Path, t
     with make(folder, method="suffix", k=4) as llm, ThreadPoolExecutor(2) as pool:
         (alone,) = llm.generate(prompt_of(1), params)
         plainly = dataclasses.replace(params, speculation="none")
+        pace(llm, 0.02)
         with logits_that_are_no_numbers(llm, row=0, least=2):
             older = llm.stream(prompt_of(0), dataclasses.replace(plainly, max_tokens=200))
             next(older)
@@ -345,6 +364,7 @@ def test_logits_that_are_no_numbers_end_the_request_of_their_row(folder: Path, t
             with pytest.raises(RequestFailed, match="not finite"):
                 list(older)
             assert facts(younger.result(timeout=60)[0]) == facts(alone), "its rows were numbers"
+        pace(llm, 0)
         behind_a_draft = logits_that_are_no_numbers(llm, row=-1, least=2)  # which the answers before have taught
         with behind_a_draft, pytest.raises(RequestFailed, match="not finite"):
             llm.generate(prompt_of(1), params)
@@ -372,6 +392,7 @@ def test_a_step_that_raises_outside_its_pass_ends_its_requests_too(folder: Path,
 
 def test_a_lost_device_ends_all_requests_and_refuses_new_ones(folder: Path) -> None:
     with make(folder) as llm:
+        pace(llm, 0.05)
         stream = llm.stream(prompt_of(0), endless())
 
         def step():
@@ -397,6 +418,7 @@ def test_an_exception_of_a_call_is_the_callers(llm: LLM) -> None:
 
 def test_a_closed_llm_refuses_and_its_open_requests_fail(folder: Path) -> None:
     llm = make(folder)
+    pace(llm, 0.05)
     stream = llm.stream(prompt_of(0), endless())
     llm.close()
     llm.close()

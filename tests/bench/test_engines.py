@@ -86,7 +86,7 @@ def test_engines_share_the_weights_and_nothing_else(tiny: Path) -> None:
 
 def test_a_draft_model_is_loaded_once_and_its_cache_is_counted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contenders = [*CONTENDERS[:2], Contender("draft-model", 2), Contender("draft-model", 4), Contender("auto")]
-    subject = Engines(str(tiny), contenders, draft_model=str(tiny), device="cpu", raw=True)
+    subject = Engines(str(tiny), contenders, draft_model=[str(tiny)], device="cpu", raw=True)
     subject.check(asked(), 40)
     engines = {contender: timed._engine for contender, timed in subject.open(1).items()}
     models = [
@@ -106,11 +106,28 @@ def test_a_draft_model_is_loaded_once_and_its_cache_is_counted(tiny: Path, monke
     subject.open(1)
 
 
+def test_several_draft_models_serve_as_in_an_llm(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").symlink_to(tiny)
+    paths = [str(tiny), str(tmp_path / "other")]
+    contenders = [*CONTENDERS[:2], Contender("draft-model", 2), Contender("auto")]
+    subject = Engines(str(tiny), contenders, draft_model=paths, device="cpu", raw=True)
+    subject.check(asked(), 40)
+    used = {
+        contender.label: [drafter.name for drafter in timed._engine.drafters.drafters]
+        for contender, timed in subject.open(1).items()
+    }
+    both = [f"draft-model:{tiny.name}", "draft-model:other"]
+    assert used["draft-model k=2"][-2:] == used["auto"][-2:] == both
+    assert not {*both, "draft-model"} & {*used["plain"], *used[CONTENDERS[1].label]}
+    layers = [len(subject._kv_layers(contender)) for contender in contenders]
+    assert layers == [layers[0], layers[0], 3 * layers[0], 3 * layers[0]]
+
+
 def test_a_trained_drafter_goes_to_the_engines_that_may_use_it(tiny: Path, tmp_path: Path) -> None:
     config = load_config(tiny)
     save_heads(tmp_path, random_heads(config.hidden_size, config.vocab_size))
     contenders = [*CONTENDERS[:2], Contender("medusa", 3), Contender("auto")]
-    subject = Engines(str(tiny), contenders, drafter=str(tmp_path), device="cpu", raw=True)
+    subject = Engines(str(tiny), contenders, drafter=[str(tmp_path)], device="cpu", raw=True)
     subject.check(asked(), 40)
     used = {one.label: [each.name for each in subject.drafters(one)] for one in contenders}
     assert [label for label, names in used.items() if "medusa" in names] == ["medusa k=3", "auto"]
@@ -150,6 +167,23 @@ def bench(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cal
         return code, captured.out, captured.err
 
     return call
+
+
+def test_the_command_takes_several_draft_models_and_repeats_them_in_its_own(bench, tiny, tmp_path) -> None:
+    (tmp_path / "other").symlink_to(tiny)
+    both = ("--draft-model", str(tiny), "--draft-model", str(tmp_path / "other"))
+    code, _, err = bench("--methods", "draft-model", "--k", "2", "--max-tokens", "40", *both)
+    assert code == 0, err
+    settings = Results.load(tmp_path / "out" / "results.json").settings
+    assert settings["draft_model"] == [str(tiny), str(tmp_path / "other")]
+    assert " ".join(both) in settings["command"]
+
+
+def test_the_command_refuses_a_draft_model_that_is_given_twice(bench, tiny) -> None:
+    code, _, err = bench("--methods", "draft-model", "--draft-model", str(tiny), "--draft-model", str(tiny))
+    assert code == 1
+    assert "draft_model: names" in err
+    assert "twice" in err
 
 
 def test_the_command_prints_a_table_and_writes_both_files(bench, tiny, tmp_path, capsys) -> None:

@@ -11,9 +11,11 @@ from paceline.cli.bench import choose_prompts
 from paceline.errors import InvalidParameter
 from tests.bench.fake_subject import prompts
 
+NOTHING: dict[str, list[str]] = {"draft_model": [], "drafter": []}
+
 
 def labels(methods: str, k: str = "", **given: str) -> list[str]:
-    return [one.label for one in choose(methods, k, **{"draft_model": None, "drafter": None, **given})]
+    return [one.label for one in choose(methods, k, **NOTHING | {name: [each] for name, each in given.items()})]
 
 
 def test_plain_decoding_is_always_there_and_auto_chooses_its_own_k() -> None:
@@ -51,6 +53,16 @@ def test_what_does_not_exist_is_refused_by_name(methods: str, k: str, problem: s
         labels(methods, k)
 
 
+def test_a_method_whose_model_is_none_is_refused() -> None:
+    for method, option in (("draft-model", "draft_model"), ("dspark", "drafter")):
+        with pytest.raises(InvalidParameter, match=f"{method} needs a model to draft with"):
+            labels(method, **{option: "none"})
+
+
+def test_a_method_with_a_packaged_drafter_needs_none_named() -> None:
+    assert labels("dspark", "4") == ["plain", "dspark k=4"]
+
+
 @pytest.mark.parametrize(("option", "user"), [("draft_model", "draft-model"), ("drafter", "medusa")])
 def test_a_draft_model_or_drafter_that_no_method_uses_is_refused(option: str, user: str) -> None:
     with pytest.raises(InvalidParameter, match=f"{option}: none of the methods uses it; add {user} or .*auto"):
@@ -58,8 +70,8 @@ def test_a_draft_model_or_drafter_that_no_method_uses_is_refused(option: str, us
 
 
 def test_without_methods_the_first_of_the_table_and_auto_are_compared() -> None:
-    assert [one.label for one in choose(draft_model=None, drafter=None)] == ["plain", "ngram k=4", "auto"]
-    assert [one.label for one in choose("suffix", draft_model=None, drafter=None)] == ["plain", "suffix k=auto"]
+    assert [one.label for one in choose(**NOTHING)] == ["plain", "ngram k=4", "auto"]
+    assert [one.label for one in choose("suffix", **NOTHING)] == ["plain", "suffix k=auto"]
 
 
 def test_concurrency_is_a_list_of_whole_numbers() -> None:

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
-from paceline.drafters.device_tree import PART, device_trees, serves
+from paceline.drafters.device_tree import PART, _grow, device_trees, serves
+from tests.interpreter import require_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REAL = pytest.param(4, 7, 16384, 128, 60, BEAM, CANDIDATES, PART, marks=pytest.mark.cuda, id="real sizes")
@@ -35,6 +36,34 @@ def test_the_trees_of_torch(batch, depth, vocab, rank, nodes, beam, count, part)
     wanted = grow(lattice(logits, before, w1, w2, count), nodes, beam)
     found = device_trees(logits, anchors, anchor_rows, w1, w2, ids, nodes, beam, count=count, part=part)
     assert found.tolist() == torch.stack((ids[wanted.tokens], wanted.parents, wanted.depth)).tolist()
+
+
+def test_a_lane_without_a_node_reads_no_token(monkeypatch) -> None:
+    """18 of 20 nodes are sorted in 32 lanes; reading behind the last position is noticed, not waited for to crash."""
+    require_interpreter()
+    from triton.runtime.interpreter import interpreter_builder
+
+    depth, beam, count, nodes, vocab, lanes = 2, 4, 8, 18, 40, 32
+    behind = 4  # rows that the deepest lane would reach
+    tokens = torch.arange((depth + behind) * count, dtype=torch.int32).view(-1, count) % vocab
+    child = torch.arange(beam, dtype=torch.int32).repeat(depth, count, 1)
+    child_score = torch.randn(depth, count, beam, generator=torch.Generator().manual_seed(1))
+    scratch = [torch.empty(1, lanes, dtype=kind) for kind in (torch.float32, *[torch.int32] * 3)]
+    drafts, read, load = torch.empty(3, 1, nodes, dtype=torch.int64), set(), interpreter_builder.create_masked_load
+
+    def noted(ptrs, mask, *more):
+        read.update(ptrs.data[mask.data].ravel().tolist())
+        return load(ptrs, mask, *more)
+
+    monkeypatch.setattr(interpreter_builder, "create_masked_load", noted)
+    ids = torch.arange(vocab)
+    _grow[(1,)](
+        tokens, child, child_score, ids, *scratch, drafts, 1, nodes,
+        DEPTH=depth, COUNT=count, WIDE=beam, ALL=lanes, CHOSEN=lanes,
+    )  # fmt: skip
+    first = tokens.data_ptr()
+    assert read & set(range(first, first + depth * tokens[0].nbytes)), "tokens were read"
+    assert not read & set(range(first + depth * tokens[0].nbytes, first + tokens.nbytes))
 
 
 def test_shapes_that_are_left_to_torch() -> None:

@@ -143,3 +143,10 @@ def test_codes_that_do_not_fit_the_kernels_are_expanded_and_said_to_be(kernels, 
     assert packed.weight.kind is WeightKind.FLOAT32  # bfloat16 on a GPU
     assert torch.equal(packed.weight.data, weight.numbers())
     assert "stored as int4 take the memory of bfloat16" in caplog.text
+
+
+def test_a_gpu_without_the_streamed_kernel_expands_every_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.models.triton_kernels.keeps_codes", lambda device: False)
+    kernels = TritonKernels(CPU)
+    assert not kernels.keeps_codes
+    assert not kernels.pack(codes_of(WeightKind.INT8, 32, 128, 64, "none")).weight.kind.has_scales

@@ -199,6 +199,14 @@ def test_the_table_names_every_row_and_what_is_not_proven(tiny_paths, capsys) ->
     assert "false alarm with probability 1e-06" in captured.err
 
 
+@pytest.mark.usefixtures("_little_effort")
+def test_every_one_of_several_draft_models_is_proven(tiny_paths, capsys) -> None:
+    target, draft = tiny_paths
+    run(["prove", "--model", str(target), "--methods", "draft-model", "--json",
+         "--draft-model", str(draft), "--draft-model", str(target)])  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["methods"] == [f"draft-model:{each.name}" for each in (draft, target)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

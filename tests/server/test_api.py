@@ -27,6 +27,7 @@ from paceline.draft import Kind
 from paceline.errors import InvalidParameter
 from paceline.server.answers import KINDS, Generation, TimeLimit
 from paceline.server.engine_client import Stream
+from paceline.server.gate import Gate
 from paceline.server.protocol import ChatRequest, CompletionRequest
 from tests.server.conftest import Server, start_server, wait_until
 
@@ -389,6 +390,38 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     for bad in (file, tmp_path / "none"):
         with pytest.raises(InvalidParameter, match="api-key-file"):
             read_keys(bad)
+
+
+@pytest.mark.parametrize(
+    ("header", "passes"),
+    [
+        ("Bearer second", True),
+        ("bearer second", True),  # RFC 9110: a scheme's name has no case
+        ("second", False),
+        ("Basic second", False),
+        ("Bearersecond", False),
+        ("Bearer second key", False),
+        ("Bearer", False),
+        (None, False),
+    ],
+)
+def test_a_key_is_a_bearer_token(header: str | None, passes: bool) -> None:
+    reached, statuses = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    async def send(message: dict[str, Any]) -> None:
+        statuses.append(message.get("status"))
+
+    headers = [] if header is None else [(b"authorization", header.encode())]
+    gate = Gate(app, api_keys=("first", "second"), max_body_bytes=1024, on_error=lambda status: None)
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+    asyncio.run(gate(scope, receive, send))
+    assert (reached, 401 in statuses) == (["/v1/models"] if passes else [], not passes)
 
 
 def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path) -> None:

@@ -68,9 +68,8 @@ class Machine(Engines):
         """The methods that need no model of their own."""
         return [drafter.name for drafter in self.drafters(Contender(AUTO))]
 
-    def draft_model_for(self, contender: Contender) -> DraftModel | None:
-        name = draft_model_of(contender)
-        return None if name is None else next(each for each in self.draft_models if each.name == name)
+    def draft_models_for(self, contender: Contender) -> list[DraftModel]:
+        return [model for model in self.draft_models if model.name == draft_model_of(contender)]
 
     def probe(self, drafters: Sequence[Drafter], policy: Policy, *, sequences: int, length: int) -> Engine:
         """An engine with room for that many sequences of that length, which shares no prefixes."""

@@ -9,7 +9,7 @@ from paceline import machine
 from paceline.build import drafter_context
 from paceline.config import ModelConfig, SpeculationConfig
 from paceline.drafters.draft_model import DraftModelDrafter, load_beside
-from paceline.drafters.methods import DRAFT_MODEL, METHODS
+from paceline.drafters.methods import METHODS
 from paceline.errors import DeviceError
 from paceline.models.loader import load_config
 from paceline.models.runtime import LoadedModel
@@ -25,7 +25,6 @@ class DraftModel:
     loaded: LoadedModel
     weight_bytes: int
     kv_bytes: int  # per token of context
-    method: str = DRAFT_MODEL
 
     def drafter(self, target: ModelConfig) -> DraftModelDrafter:
         return DraftModelDrafter(

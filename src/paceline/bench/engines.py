@@ -23,10 +23,10 @@ from paceline.bench.measurement import Answer, Run
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import machine_facts
 from paceline.build import load, make_drafters, make_engine, make_policy
-from paceline.config import MAX_K, EngineConfig, SpeculationConfig
+from paceline.config import MAX_K, NONE, EngineConfig, SpeculationConfig
 from paceline.draft import Kind
 from paceline.drafters import Drafter
-from paceline.drafters.methods import METHODS
+from paceline.drafters.methods import METHODS, available
 from paceline.engine.engine import Engine
 from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, resolve
@@ -84,8 +84,8 @@ class Engines:
         model: str,
         contenders: Sequence[Contender],
         *,
-        draft_model: str | None = None,
-        drafter: str | None = None,
+        draft_model: Sequence[str] = (),
+        drafter: Sequence[str] = (),
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
@@ -95,10 +95,10 @@ class Engines:
         self.contenders, self._raw = list(contenders), raw
         target = load(model, dtype=dtype, device=device, threads=threads, progress=progress)
         self.path, self.loaded = target.path, target.loaded
-        self._drafter = () if drafter is None else (drafter,)
-        self._draft_model: DraftModel | None = None
-        if draft_model is not None:
-            self._draft_model = load_draft_model(draft_model, resolve(draft_model, progress), self.loaded)
+        self._drafter = tuple(drafter)
+        self._draft_models = [
+            load_draft_model(name, resolve(name, progress), self.loaded) for name in draft_model if name != NONE
+        ]
         self._longest = 0  # tokens of the longest request, its answer included
 
     @property
@@ -151,12 +151,12 @@ class Engines:
         return config
 
     def _kv_layers(self, contender: Contender) -> list[KVSpec]:
-        """The target's, and the draft model's where one may be used: a cache holds both."""
-        model = self.draft_model_for(contender)
-        return [*self.loaded.decoder.kv_specs, *(model.loaded.decoder.kv_specs if model else ())]
+        """The target's, and those of draft models that may be used: a cache holds all."""
+        decoders = [self.loaded.decoder, *(model.loaded.decoder for model in self.draft_models_for(contender))]
+        return [spec for decoder in decoders for spec in decoder.kv_specs]
 
-    def draft_model_for(self, contender: Contender) -> DraftModel | None:
-        return self._draft_model if contender.method in (*WITH_MODEL, AUTO) else None
+    def draft_models_for(self, contender: Contender) -> list[DraftModel]:
+        return self._draft_models if contender.method in (*WITH_MODEL, AUTO) else []
 
     def _engine(self, contender: Contender, config: EngineConfig) -> Engine:
         drafters = self.drafters(contender)
@@ -164,11 +164,18 @@ class Engines:
         return make_engine(self.loaded, config, drafters, make_policy(self.loaded, drafters, wanted))
 
     def drafters(self, contender: Contender) -> list[Drafter]:
-        """As LLM has them: every method that needs nothing, draft model and trained drafter where they may be used."""
-        model, method = self.draft_model_for(contender), contender.method
-        shared = {} if model is None else {model.method: model.drafter(self.loaded.config)}
+        """As LLM has them: every method that needs nothing, draft models and trained drafters where they may be
+        used."""
+        method, models = contender.method, {model.name: model for model in self.draft_models_for(contender)}
         uses = method == AUTO or (method in METHODS and "drafter" in METHODS[method].needs)
-        wanted = SpeculationConfig(method=method, k=contender.k, drafter=self._drafter if uses else ())
+        wanted = SpeculationConfig(
+            method=method, k=contender.k, draft_model=tuple(models), drafter=self._drafter if uses else ()
+        )
+        shared: dict[str, Drafter] = {}
+        for each in available(wanted):
+            if isinstance(each.source, str):
+                shared[each.name] = models[each.source].drafter(self.loaded.config)
+                shared[each.name].name = each.name
         return make_drafters(self.loaded, wanted, shared)
 
     def where(self) -> dict[str, Any]:

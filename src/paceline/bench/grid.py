@@ -31,17 +31,23 @@ class Contender:
 
 
 def contenders(
-    methods: str, k: str, *, known: Sequence[str], given: Mapping[str, str | None], needs: Mapping[str, Sequence[str]]
+    methods: str,
+    k: str,
+    *,
+    known: Sequence[str],
+    given: Mapping[str, Sequence[str]],
+    needs: Mapping[str, Sequence[str]],
+    packaged: Sequence[str] = (),
 ) -> list[Contender]:
-    """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is. `given`: a model or folder
-    to draft with, by option; `needs`: those options, by method."""
+    """Plain decoding first. `auto` chooses its own k, so it is measured once whatever k is. `given`: models or folders
+    to draft with, by option; `needs`: those options, by method; `packaged`: methods that need none of them given."""
     names, lengths = _names(methods, known), _lengths(k)
     for name in names:
         for need in needs.get(name, ()):
-            if given[need] is None:
+            if PLAIN in given[need] or not (given[need] or name in packaged):
                 flag = need.replace("_", "-")
                 raise InvalidParameter("methods", f"{name} needs a model to draft with; name one with --{flag}")
-    for option in (option for option, value in given.items() if value is not None):
+    for option in (option for option, value in given.items() if value):
         users = [*(name for name, needed in needs.items() if option in needed), AUTO]
         if not any(user in names for user in users):
             raise InvalidParameter(option, f"none of the methods uses it; add {' or '.join(users)} to --methods")

@@ -12,19 +12,21 @@ from paceline.bench.measurement import results_of
 from paceline.bench.prompts import Prompt
 from paceline.bench.results import Results
 from paceline.bench.runner import OnProgress, Plan, collect
-from paceline.drafters.methods import METHODS, method_names
+from paceline.config import SpeculationConfig
+from paceline.drafters.methods import METHODS, is_packaged, method_names
 from paceline.models.hub import Progress
 
 K = "4"  # where neither methods nor k are given
 
 
-def choose(methods: str | None = None, k: str | None = None, **given: str | None) -> list[Contender]:
+def choose(methods: str | None = None, k: str | None = None, **given: Sequence[str]) -> list[Contender]:
     """Checked before the model is loaded: refuses unknown methods and files. `methods` and `k` with commas, as the user
-    wrote them; None: the first of the table, and auto. `given`: a model or folder to draft with, by option."""
+    wrote them; None: the first of the table, and auto. `given`: models or folders to draft with, by option."""
     k = k if k is not None else K if methods is None else AUTO
     names = f"{next(iter(METHODS))},{AUTO}" if methods is None else methods
     needs = {name: method.needs for name, method in METHODS.items()}
-    return contenders(names, k, known=(*method_names(), AUTO), given=given, needs=needs)
+    packaged = [name for name in METHODS if is_packaged(name)]
+    return contenders(names, k, known=(*method_names(), AUTO), given=given, needs=needs, packaged=packaged)
 
 
 def run(
@@ -35,18 +37,21 @@ def run(
     *,
     methods: str | None = None,
     k: str | None = None,
-    draft_model: str | None = None,
-    drafter: str | None = None,
+    draft_model: Sequence[str] | None = None,
+    drafter: Sequence[str] | None = None,
     on_load: Progress | None = None,
     on_progress: OnProgress = lambda done, total, what: None,
     **options: Any,
 ) -> tuple[Results, BaseException | None]:
     """Raises what keeps it from measuring anything; a later reason to stop is returned beside the results. `options`:
     of the engines."""
-    drafts_with = {"draft_model": draft_model, "drafter": drafter}
+    drafting = SpeculationConfig(draft_model=tuple(draft_model or ()), drafter=tuple(drafter or ()))
+    drafts_with = {"draft_model": list(drafting.draft_model), "drafter": list(drafting.drafter)}
     chosen = choose(methods, k, **drafts_with)
     check_enough(prompts, plan.concurrencies, plan.max_tokens)
-    subject = Engines(model, chosen, progress=on_load, draft_model=draft_model, drafter=drafter, **options)
+    subject = Engines(
+        model, chosen, progress=on_load, draft_model=drafting.draft_model, drafter=drafting.drafter, **options
+    )
     subject.check(prompts, plan.max_tokens)
     measurement, stopped = collect(subject, prompts, plan, chosen, on_progress)
     given = {

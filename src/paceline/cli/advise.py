@@ -32,9 +32,7 @@ def advise(
         str | None,
         flag("--concurrency", help=f"Numbers of requests at once to measure; unset: {CONCURRENCY}.", metavar="N,N"),
     ] = None,
-    draft_model: Annotated[
-        list[str] | None, flag("--draft-model", help="A smaller model that may draft; repeatable.", metavar="MODEL")
-    ] = None,
+    draft_model: flags.DraftModel = None,
     max_tokens: flags.MaxTokens = None,
     temperature: flags.Temperature = 0.0,
     traffic: Annotated[

@@ -136,7 +136,8 @@ def command_of(context: typer.Context) -> str:
         name, value = str(parameter.name), context.params.get(str(parameter.name))
         if name != "api_key" and _given(context, name):
             flag_name = [] if parameter.param_type_name == "argument" else [max(parameter.opts, key=len)]
-            words += [*flag_name, *([] if value is True else [str(value)])]
+            for each in value if isinstance(value, list) else [value]:
+                words += [*flag_name, *([] if each is True else [str(each)])]
     return shlex.join(words)
 
 

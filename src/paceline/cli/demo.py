@@ -86,7 +86,7 @@ def demo(
         model=model,
         method=method,
         k=k,
-        draft_model=None if draft_model is None else [draft_model],
+        draft_model=draft_model,
         threads=threads,
         device=device,
         max_tokens=max_tokens,

@@ -136,7 +136,7 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
         kv_dtypes.append("fp8")
     return {
         "device": device.type,
-        "dtype": "as stored" if device.type == "cpu" else "bfloat16, or quantised as stored",
+        "dtype": weights_words(device.type, kernels.keeps_codes),
         "threads": machine.usable_cores(),
         "kernels": kernels.name,
         "kernels_status": status,
@@ -144,6 +144,13 @@ def choices(findings: list[Finding]) -> dict[str, Any]:
         "kv_dtype": kv_dtypes,
         "numerics": "exact" if kernels.exact else "fast",
     }
+
+
+def weights_words(device: str, keeps_codes: bool) -> str:
+    """How weights lie in memory."""
+    if device == "cpu":
+        return "as stored" if keeps_codes else "float32"
+    return "bfloat16, or quantised as stored" if keeps_codes else "bfloat16, quantised ones expanded to it"
 
 
 def render(report: dict[str, Any]) -> list[str]:

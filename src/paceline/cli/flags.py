@@ -32,8 +32,12 @@ KVDtype = Annotated[
     ),
 ]
 Threads = Annotated[int | None, flag("--threads", help="CPU threads; unset: all usable cores.")]
-DraftModel = Annotated[str | None, flag("--draft-model", help="A smaller model that drafts.", metavar="MODEL")]
-Drafter = Annotated[str | None, flag("--drafter", help="A drafter trained for this model.", metavar="PATH")]
+DraftModel = Annotated[
+    list[str] | None, flag("--draft-model", help="A smaller model that drafts; repeatable.", metavar="MODEL")
+]
+Drafter = Annotated[
+    list[str] | None, flag("--drafter", help="A drafter trained for this model; repeatable.", metavar="PATH")
+]
 Prompts = Annotated[
     Path | None,
     flag(

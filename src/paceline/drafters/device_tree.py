@@ -156,7 +156,8 @@ def _grow(tokens, child, child_score, ids, scores, places, parents, ranks, draft
     parent = tl.load(parents + chosen)
     parent = tl.where(parent < 0, -1, tl.load(ranks + tl.maximum(parent, 0)))
     depth = tl.where(chosen < WIDE, 0, (chosen - WIDE) // (WIDE * WIDE) + 1)
-    token = tl.load(tokens + (sequence * DEPTH + depth) * COUNT + tl.load(places + chosen))
+    there = chosen < WIDE + (DEPTH - 1) * WIDE * WIDE  # lanes behind the last node have depths that no position has
+    token = tl.load(tokens + (sequence * DEPTH + depth) * COUNT + tl.load(places + chosen), mask=there, other=0)
     out, used, part = drafts + sequence * nodes + order, order < nodes, batch.to(tl.int64) * nodes
     tl.store(out, tl.load(ids + token), mask=used)
     tl.store(out + part, parent.to(tl.int64), mask=used)

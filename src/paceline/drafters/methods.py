@@ -244,14 +244,18 @@ def check(speculation: SpeculationConfig, *, only_chosen: bool = False) -> None:
             raise InvalidParameter(option, f"means nothing to method {method}; leave one of the two out")
     for need in METHODS[method].needs if method in METHODS else ():
         given = getattr(speculation, need)
-        packaged = need == DRAFTER and any(serves(method, folder) for folder in packaged_folders())
-        if given == (NONE,) or not (given or packaged):
+        if given == (NONE,) or not (given or is_packaged(method)):
             raise InvalidParameter(need, needs_one(method, need))
 
 
 def packaged_folders(root: Path = SHIPPED) -> list[Path]:
     """Trained drafters that come with the package, each for one model."""
     return [path.parent for path in sorted(root.glob("*/config.json"))]
+
+
+def is_packaged(method: str) -> bool:
+    """Whether a drafter of this method comes with the package; for which model is known once that is loaded."""
+    return any(serves(method, folder) for folder in packaged_folders())
 
 
 def needs_one(method: str, need: str = DRAFTER) -> str:

@@ -99,6 +99,7 @@ class Kernels(Protocol):
     exact: bool  # a row's result has the same bits whatever rows share the pass
     captures: bool  # a pass may be captured as a graph and replayed
     torch_threads: int | None  # threads for torch's own operations beside these kernels; None: unchanged
+    keeps_codes: bool  # quantised weights stay codes or blocks in memory, where the layout fits; else all are expanded
     activations: str  # what enters products with blocks: float32, or int8 in blocks of 32 with a scale
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Packed:

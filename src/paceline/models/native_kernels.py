@@ -284,6 +284,7 @@ class NativeStack:
 class NativeKernels:
     exact = True
     captures = False
+    keeps_codes = True
     torch_threads: int | None = 1
 
     def __init__(self, library: Library, threads: int | None = None, activations: str = FLOAT32) -> None:

@@ -27,6 +27,7 @@ class TorchKernels:
     name = "torch"
     exact = False
     captures = False
+    keeps_codes = False
     torch_threads: int | None = None
     activations = FLOAT32
 

@@ -43,7 +43,7 @@ class TritonKernels:
     activations = FLOAT32
 
     def __init__(self, device: torch.device) -> None:
-        self.workspace = Workspace(device)
+        self.workspace, self.keeps_codes = Workspace(device), keeps_codes(device)
         self._last_work: tuple[PassPlan | None, Work | None] = (None, None)
 
     def pack(self, weight: Tensor | StoredWeight | Sequence[StoredWeight], bias: Tensor | None = None) -> Linear:
@@ -59,7 +59,7 @@ class TritonKernels:
     def _codes(self, stored: Sequence[StoredWeight]) -> StoredWeight:
         found = [as_codes(part) if part.kind.is_blocks else part for part in stored]
         codes = [part for part in found if part is not None and part.kind.has_scales]
-        if len(codes) == len(stored) and alike(codes) and fits(codes) and keeps_codes(stored[0].data.device):
+        if len(codes) == len(stored) and alike(codes) and fits(codes) and self.keeps_codes:
             return laid_out(joined(codes))
         _warn_expanded(", ".join(sorted({part.kind.label for part in stored})))
         return in_one_kind(stored)

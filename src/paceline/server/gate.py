@@ -91,9 +91,9 @@ class Gate:
     def _refusal(self, path: str, headers: Headers) -> Unauthorised | None:
         if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return None
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode()
-        matches = [hmac.compare_digest(given, key) for key in self._keys]  # every key is compared
-        if any(matches):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]  # every key is compared
+        if scheme.lower() == "bearer" and any(matches):
             return None
         return Unauthorised("the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
