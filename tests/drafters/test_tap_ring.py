@@ -1,4 +1,4 @@
-"""The ring of hidden states: native code and numpy write what a plain loop writes."""
+"""The ring of hidden states: native code and torch write what a plain loop writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unread(generator: torch.Generator, batch: int, most: int) -> tuple[UnreadVer
     return verdict, torch.randn(batch * most, *WIDTH, generator=generator)
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize(("batch", "most"), [(1, 1), (3, 1), (1, 5), (4, 6)])
 def test_the_ring_holds_what_is_committed(native: bool, batch: int, most: int) -> None:
     generator, ring = torch.Generator().manual_seed(batch + most), TapRing(capacity=8)

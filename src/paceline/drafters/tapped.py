@@ -45,8 +45,7 @@ class TapRing:
         assert unread.node_row is not None
         assert unread.seat is not None
         states = self._room(taps, seats)
-        if taps.is_cpu:
-            self._store_on_host(unread, taps)
+        if taps.is_cpu and self._native is not None and self._store_natively(self._native, states, unread, taps):
             return
         step = torch.arange(unread.most, device=taps.device)
         rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)
@@ -55,33 +54,10 @@ class TapRing:
         states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # padding copies any row
         self._tokens[at] = unread.tokens.flatten()
 
-    def _store_on_host(self, unread: UnreadVerdict, taps: Tensor) -> None:
-        """The same where the verdict can be read: one native call, or numpy, which takes a fraction of torch's time."""
-        assert self._states is not None
-        if self._native is not None and self._store_natively(self._native, self._states, unread, taps):
-            return
-        columns = (unread.length, unread.node_row, unread.seat, unread.num_accepted, unread.path, unread.tokens)
-        length, node_row, seat, accepted, path, tokens = (part.numpy() for part in columns if part is not None)
-        states, written, given = self._states.numpy(), self._tokens.numpy(), taps.numpy()
-        begin, first, row = (
-            seat * self.capacity,
-            length - 1,
-            node_row - 1,
-        )  # each row's last committed token comes first
-        for step in range(unread.most):
-            if step:
-                kept = accepted >= step
-                if not kept.any():
-                    break
-                begin, first, tokens, path = begin[kept], first[kept], tokens[kept], path[kept]
-                accepted, node_row = accepted[kept], node_row[kept]
-                row = node_row + path[:, step - 1]
-            at = begin + (first + step) % self.capacity
-            states[at], written[at] = given[row], tokens[:, step]
-
     def _store_natively(
         self, store: Callable[[int], None], states: Tensor, unread: UnreadVerdict, taps: Tensor
     ) -> bool:
+        """The same in one call; False where the tensors are not as native code reads them."""
         parts = (unread.length, unread.node_row, unread.seat, unread.num_accepted, unread.path, unread.tokens)
         tensors = [part for part in parts if part is not None]
         if taps.dtype is not torch.float32 or not taps.is_contiguous() or any(part.stride(-1) != 1 for part in tensors):
