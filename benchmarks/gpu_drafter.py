@@ -24,7 +24,7 @@ from paceline import SamplingParams, build
 from paceline.config import AUTO, NONE, EngineConfig, SpeculationConfig
 from paceline.drafters.dspark import DSparkDrafter, draft_ids, head_rows
 from paceline.drafters.dspark_checkpoint import read
-from paceline.drafters.packaged import SHIPPED
+from paceline.drafters.methods import SHIPPED
 from paceline.engine.engine import Engine
 from paceline.models.weights import Dtypes
 

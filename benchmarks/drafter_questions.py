@@ -1,0 +1,180 @@
+"""Three questions about training a drafter, each answered by short trainings on the tokens that train_smollm2.py made:
+what tuning on a domain brings, whether the mix of data matters more than its amount, and whether a drafter's
+perplexity says anything about its speed-up.
+
+    python benchmarks/drafter_questions.py --work W --target T --steps 400
+
+Every training has the same number of steps and rows, and starts from the same random weights; those that tune continue
+from `synthetic`. τ is walked over the target's answers to mt_bench and gsm8k, which are in no training; the perplexity
+is exp of the cross-entropy between target and drafter over all positions of blocks in the same answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import finish
+from train_smollm2 import ANSWERS, TARGET, Costs, opened, say
+
+from paceline.training.batch import DeviceRows
+from paceline.training.data import draft_vocabulary
+from paceline.training.dspark import DSparkOptions, DSparkTrainee
+from paceline.training.loop import Loop, LoopConfig
+from paceline.training.rows import RowSampler, held_out, packed
+from paceline.training.run import HELD_OUT
+from paceline.training.store import Sequences, TokenStore
+from paceline.training.walk import tau, walk
+
+GENERAL, DOMAIN = "synthetic", "gsm8k_train"
+SHAPES = {"chain 7": (7, True), "tree 60": (60, False)}
+
+
+@dataclass(frozen=True)
+class Training:
+    name: str
+    mix: Mapping[str, float]  # source -> its share of a step's rows
+    part: float = 1.0  # of the sequences of each source
+    after: str | None = None  # the training whose weights it continues from
+
+
+TRAININGS = (
+    Training("synthetic", {GENERAL: 1.0}),
+    Training("a quarter of it", {GENERAL: 1.0}, part=1 / 4),
+    Training("a sixteenth of it", {GENERAL: 1.0}, part=1 / 16),
+    Training("10 % gsm8k_train", {GENERAL: 0.9, DOMAIN: 0.1}),
+    Training("50 % gsm8k_train", {GENERAL: 0.5, DOMAIN: 0.5}),
+    Training("gsm8k_train alone", {DOMAIN: 1.0}),
+    Training("tuned on gsm8k_train", {DOMAIN: 1.0}, after="synthetic"),
+    Training("tuned on both", {GENERAL: 0.5, DOMAIN: 0.5}, after="synthetic"),
+    Training("synthetic, twice as long", {GENERAL: 1.0}, after="synthetic"),
+)
+
+
+def perplexity(trainee: DSparkTrainee, parameters: Mapping[str, torch.Tensor], rows: DeviceRows) -> float:
+    """exp of -sum p log q over the draft vocabulary, all positions of a block alike."""
+    kept = trainee.options, trainee.parameters
+    trainee.options = replace(trainee.options, ce=1.0, tv=0.0, confidence=0.0, temperature=1.0, decay=math.inf)
+    trainee.parameters = dict(parameters)
+    total = weight = 0.0
+    try:
+        with torch.no_grad():
+            for start in range(0, len(rows.tokens), 16):
+                which = torch.arange(start, min(start + 16, len(rows.tokens)), device=rows.tokens.device)
+                found = trainee.loss(rows.batch(which, trainee.target, trainee.taps, (0, start)))
+                total, weight = total + float(found.loss), weight + float(found.weight)
+    finally:
+        trainee.options, trainee.parameters = kept
+    return math.exp(total / weight)
+
+
+def rank_correlation(first: list[float], second: list[float]) -> float:
+    """Spearman's, of figures without ties."""
+    ranks = [np.argsort(np.argsort(each)) for each in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--steps", type=int, default=400, help="of each training")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no training begins after this long")
+    parser.add_argument("--limit", type=int, default=80, help="answers of each set that are walked")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    target = opened(args, Costs())
+    store = TokenStore(args.work / "tokens", target.config.vocab_size)
+    sequences = store.read()
+    learnt = sequences.chosen(~held_out(sequences, HELD_OUT))
+    vocabulary = torch.from_numpy(
+        draft_vocabulary(learnt, 16_384, target.config.vocab_size, target.config.eos_token_ids)
+    )
+    answers = {
+        name: [(prompt, text) for prompt, text in each[: args.limit]]
+        for name, each in json.loads((args.work / ANSWERS).read_text()).items()
+    }
+    measured = {
+        name: DeviceRows.of(packed(Sequences.of(each, target.config.vocab_size), args.length), target.device)
+        for name, each in answers.items()
+    }
+    options = DSparkOptions(layers=args.layers, temperature=0.7)
+    compiled = target.device.type == "cuda" and args.compile
+    trainee = DSparkTrainee(target, options, vocabulary, seed=0, name=TARGET, compiled=compiled)
+    first = {name: one.detach().clone() for name, one in trainee.parameters.items()}
+    ended: dict[str, dict[str, torch.Tensor]] = {}
+    results: list[dict[str, Any]] = []
+
+    for training in TRAININGS:
+        if time.perf_counter() - began > args.seconds or (training.after and training.after not in ended):
+            say(f"{training.name}: not run, the time is over")
+            continue
+        part = np.random.default_rng(1).random(len(learnt)) < training.part
+        used = np.isin(learnt.source, [store.sources.index(name) for name in training.mix])
+        chosen = learnt.chosen(part & used)
+        rows = packed(chosen, args.length)
+        weights = {store.sources.index(name): share for name, share in training.mix.items()}
+        given = ended[training.after] if training.after else first
+        with torch.no_grad():
+            for name, one in trainee.parameters.items():
+                one.copy_(given[name])
+        config = LoopConfig(
+            rows=args.rows,
+            steps=args.steps,
+            lr=args.lr,
+            warmup=min(100, args.steps // 4),
+            ema=0.99,
+            optimizer="muon",
+            log_s=1e9,
+            save_s=1e9,
+        )
+        loop = Loop(
+            trainee,
+            target,
+            DeviceRows.of(rows, target.device),
+            RowSampler(rows.source, weights, 0),
+            config,
+            args.work / "questions",
+            report=lambda _: None,
+        )
+        started = time.perf_counter()
+        loop.run()
+        row: dict[str, Any] = {
+            "training": training.name,
+            "answer_tokens": int(chosen.answer.sum()),
+            "passes": loop.sampler.epochs,
+            "seconds": time.perf_counter() - started,
+        }
+        parameters = {name: one.clone() for name, one in loop.averaged().items()}
+        ended[training.name] = parameters
+        for name, each in answers.items():
+            for shape, (nodes, chain) in SHAPES.items():
+                row[f"{name}, {shape}"] = tau(walk(trainee, each, nodes, chain=chain, parameters=parameters))
+            row[f"{name}, perplexity"] = perplexity(trainee, parameters, measured[name])
+        results.append(row)
+        say("  ".join(f"{key} {one:.3f}" if isinstance(one, float) else f"{key} {one}" for key, one in row.items()))
+
+    ranks = {}
+    for name in answers if len(results) > 2 else ():
+        ppl = [row[f"{name}, perplexity"] for row in results]
+        ranks[name] = {shape: rank_correlation(ppl, [row[f"{name}, {shape}"] for row in results]) for shape in SHAPES}
+    say(f"rank correlation of perplexity and τ: {ranks}")
+    finish("drafter_questions", {"rows": results, "rank_correlation": ranks, "steps": args.steps})
+
+
+if __name__ == "__main__":
+    main()
