@@ -102,9 +102,15 @@ class Draft:
         )
 
     @staticmethod
-    def device_trees(tokens: Tensor, parents: Tensor, num_nodes: Tensor, depth_bound: int) -> Draft:
+    def device_trees(
+        tokens: Tensor, parents: Tensor, num_nodes: Tensor, depth_bound: int, depth: Tensor | None = None
+    ) -> Draft:
         """Trees whose tokens and shape (B, N) only the device knows; the host knows each row's number of nodes, and a
-        bound on their depth. Such rows are deterministic: a sampled tree's shape is fixed before any token is drawn."""
+        bound on their depth. Such rows are deterministic: a sampled tree's shape is fixed before any token is drawn.
+
+        `depth` (B, N): the drafter vouches for tokens of the vocabulary and for trees within the bound; without it they
+        are made so on the device.
+        """
         used = np.arange(tokens.shape[1]) < num_nodes.numpy()[:, None]
         return Draft(
             tokens=tokens,
@@ -113,6 +119,7 @@ class Draft:
             num_nodes=num_nodes,
             unseen=True,
             device_parents=parents,
+            device_depth=depth,
             depth_bound=depth_bound,
         )
 

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from paceline.draft import Draft
 from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.device_tree import PART, _grow, device_trees, serves
 from tests.interpreter import require_interpreter
@@ -36,6 +37,26 @@ def test_the_trees_of_torch(batch, depth, vocab, rank, nodes, beam, count, part)
     wanted = grow(lattice(logits, before, w1, w2, count), nodes, beam)
     found = device_trees(logits, anchors, anchor_rows, w1, w2, ids, nodes, beam, count=count, part=part)
     assert found.tolist() == torch.stack((ids[wanted.tokens], wanted.parents, wanted.depth)).tolist()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 3.0])
+def test_trees_are_sound_whatever_the_scores(wrong) -> None:
+    """Verification and the pass take a tree as it is: parents before children, a level apart."""
+    require_interpreter()
+    depth, beam, count, nodes, vocab = 3, 4, 8, 30, 40
+    noise = torch.Generator().manual_seed(5)
+    child = torch.randint(0, count, (3, depth, count, beam), generator=noise, dtype=torch.int32)
+    scores = -torch.rand(3, depth, count, beam, generator=noise)
+    scores[torch.rand(scores.shape, generator=noise) < 0.3] = wrong
+    tokens = torch.randint(0, vocab, (3, depth, count), generator=noise, dtype=torch.int32)
+    scratch = [torch.empty(3, 64, dtype=kind) for kind in (torch.float32, *[torch.int32] * 3)]
+    drafts = torch.empty(3, 3, nodes, dtype=torch.int64)
+    sizes = {"DEPTH": depth, "COUNT": count, "WIDE": beam, "ALL": 64, "CHOSEN": 32}
+    _grow[(3,)](tokens, child, scores, torch.arange(vocab), *scratch, drafts, 3, nodes, **sizes)
+    found, parents, depths = drafts
+    draft = Draft(tokens=found, parents=parents, depth=depths, num_nodes=torch.full((3,), nodes))
+    draft.validate(vocab)
+    assert int(depths.max()) <= depth
 
 
 def test_a_lane_without_a_node_reads_no_token(monkeypatch) -> None:

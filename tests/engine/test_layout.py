@@ -218,6 +218,7 @@ def test_a_tree_known_on_the_device_alone_is_placed_as_the_host_would(seed, num_
     expected, layout = lay_out(batch, sound, BLOCK), lay_out(batch, unknown, BLOCK)
     assert layout.plan.max_len >= expected.plan.max_len
     assert torch.equal(filled_in(layout.tokens, draft.tokens.flatten()), expected.tokens)
+    assert layout.unseen == (layout.plan.trees is None)
     placed = placed_on_the_device(layout.plan)
     nodes = [row for row in range(len(expected.tokens)) if row not in layout.begin.tolist()]
     if expected.is_tree:
@@ -234,12 +235,11 @@ def placed_on_the_device(plan):
     trees = plan.trees
     if trees is None:
         return plan
-    used = trees.at >= 0
     _, parents, depth = clamp_trees(trees.parents, trees.parents, 1, trees.max_depth)
-    parents, depth = parents[trees.rows], depth[trees.rows] * used
     path = ancestors(parents, depth, trees.max_depth)
-    for tree, node in used.nonzero().tolist():
-        row, deep = int(trees.at[tree, node]), int(depth[tree, node])
-        plan.positions[row], plan.reach[row] = trees.length[tree] - 1 + deep, trees.length[tree] + deep
-        plan.path[row, :deep] = trees.slots[tree, path[tree, node, :deep]].int()
+    for tree, first, count, length in trees.numbers.tolist():
+        for node in range(count):
+            row, deep = first + node, int(depth[tree, node])
+            plan.positions[row], plan.reach[row] = length - 1 + deep, length + deep
+            plan.path[row, :deep] = plan.slots[first + path[tree, node, :deep]]
     return plan

@@ -392,7 +392,7 @@ def tree_plans(parents: list[int], claimed: list[int], length: int = 21) -> tupl
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
-    tables, nodes, most = torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.arange(len(parents)), max(depths)
+    tables, most = torch.tensor([[2, 0, 1]], dtype=torch.int32), max(depths)
     stored = torch.arange(length - 1, length + len(parents))
     slots = (tables[0, stored // 16] * 16 + stored % 16).int()
     at = ints([length - 1, *(length - 1 + depth for depth in depths)])
@@ -409,10 +409,8 @@ def tree_plans(parents: list[int], claimed: list[int], length: int = 21) -> tupl
         reach=known.reach.clamp(max=length + 1),
         path=torch.full_like(path, -1),
         trees=DeviceTrees(
-            rows=torch.tensor([1]),
-            at=1 + nodes[None],
-            slots=slots[1:].long()[None],
-            length=torch.tensor([length]),
+            numbers=np.array([[1, 1, len(parents), length]], np.int32),
+            tokens=torch.tensor([[0] * len(parents), list(range(1, 1 + len(parents)))]),
             parents=torch.tensor([[-1] * len(parents), claimed]),
             max_depth=most,
         ),
@@ -433,10 +431,10 @@ def test_a_tree_known_on_the_device_alone_is_placed_as_one_known_on_the_host(ker
     assert decoder.graphs is not None
     placed = []
     for plan in tree_plans(parents, claimed):
-        of = decoder.graphs.place(torch.arange(10), plan, cache.layers, torch.arange(10))
-        placed.append(
-            [getattr(of.plan, name)[:10].clone() for name in ("positions", "prefix", "slots", "reach", "path")]
-        )
+        tokens = torch.arange(10) if plan.trees is None else torch.tensor([0, *[-1] * 9])
+        of = decoder.graphs.place(tokens, plan, cache.layers, torch.arange(10))
+        parts = [getattr(of.plan, name)[:10] for name in ("positions", "prefix", "slots", "reach", "path")]
+        placed.append([part.clone() for part in (*parts, of.tokens[:10])])
     width = max(plan.path.shape[1] for plan in tree_plans(parents, claimed))
     for known, unknown in zip(*placed, strict=True):
         assert torch.equal(*(part[..., :width] if part.dim() == 2 else part for part in (known, unknown)))

@@ -5,7 +5,8 @@
 3. `_transitions`: for each candidate of a position, its likeliest children in the next, with the Markov head.
 4. `_grow`: level by level the best nodes have children; the likeliest of all become the tree.
 
-Sorting is by one integer of a score and an index, so ties go to the lower index.
+Sorting is by one integer of a score and an index, so ties go to the lower index. No child scores more than its parent,
+whatever the logits hold: trees are sound without being checked.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -41,6 +42,12 @@ def _score(key):
 @triton.jit
 def _index(key):
     return (key & LAST).to(tl.int32) * -1 + LAST
+
+
+@triton.jit
+def _log_share(x):
+    """The log of a probability: none is above 0, and NaN is none at all."""
+    return tl.where(x <= 0, x, tl.where(x > 0, 0.0, float("-inf")))
 
 
 @triton.jit
@@ -132,13 +139,13 @@ def _grow(tokens, child, child_score, ids, scores, places, parents, ranks, draft
     tl.store(places + every, tl.zeros((ALL,), tl.int32))
     tl.debug_barrier()
     first = sequence * DEPTH * COUNT * WIDE + wide
-    score, place, node = tl.load(child_score + first) - STEP, tl.load(child + first), wide
+    score, place, node = _log_share(tl.load(child_score + first)) - STEP, tl.load(child + first), wide
     tl.store(scores + wide, score)
     tl.store(places + wide, place)
     begin = WIDE
     for level in range(1, DEPTH):
         rows = ((sequence * DEPTH + level) * COUNT + place[:, None]) * WIDE + wide[None, :]
-        scored = score[:, None] + tl.load(child_score + rows) - STEP
+        scored = score[:, None] + _log_share(tl.load(child_score + rows)) - STEP
         at = wide[:, None] * WIDE + wide[None, :]
         tl.store(scores + begin + at, scored)
         tl.store(places + begin + at, tl.load(child + rows))

@@ -175,7 +175,7 @@ class DSparkDrafter(TappedDrafter):
         if self._beam == 1:
             return Draft.chains(tokens, counts, unseen=not tokens.is_cpu)
         if not tokens.is_cpu:
-            return Draft.device_trees(tokens, parents, counts, self.config.depth)
+            return Draft.device_trees(tokens, parents, counts, self.config.depth, depth if self._tree_kernels else None)
         if len(rows) == 1:
             return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=counts)
         used = torch.arange(width) < counts[:, None]
@@ -208,13 +208,19 @@ class DSparkDrafter(TappedDrafter):
         if isinstance(native := self._decoder.kernels, NativeKernels):
             return native.block_trees(positions, anchors, self._markov, self._ids, nodes, self._beam, CANDIDATES)
         anchor_rows, w1, w2 = self._markov or (None, None, None)
-        kernels = _device_tree() if logits.is_cuda else None
-        if kernels is not None and kernels.serves(depth, positions.shape[-1], self._beam, nodes):
+        if (kernels := self._tree_kernels) is not None:
             found: Tensor = kernels.device_trees(positions, anchors, anchor_rows, w1, w2, self._ids, nodes, self._beam)
             return found, None
         before = None if anchor_rows is None else anchor_rows[anchors]
         tree = grow(lattice(positions, before, w1, w2, CANDIDATES), nodes, self._beam)
-        return torch.stack((self._ids[tree.tokens], tree.parents, tree.depth)), tree.score
+        return torch.stack((self._ids[tree.tokens], tree.parents, tree.depth)), tree.score if logits.is_cpu else None
+
+    @functools.cached_property
+    def _tree_kernels(self) -> ModuleType | None:
+        """None: trees are grown by torch."""
+        kernels, size = _device_tree() if self.device.type == "cuda" else None, self.config.draft_vocab_size
+        serves = kernels is not None and kernels.serves(self.config.depth, size, self._beam, self._most)
+        return kernels if serves else None
 
 
 @functools.cache

@@ -39,6 +39,7 @@ class PromptRows(NamedTuple):
 @dataclass
 class Layout:
     tokens: Tensor  # (M,); -1 - u: token u of those the host has not seen
+    unseen: bool  # such codes are left to fill in, beside those of trees that only the device knows
     plan: PassPlan
     logit_rows: Tensor  # rows whose logits are verified: each sampling sequence's last token and all its nodes
     logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1 = padding
@@ -74,6 +75,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
         each[SLOT][stored < np.array([sequence.num_cached for sequence in batch.sequences])[owner]] = -1
     each[TOKEN][of.own] = _own_tokens(batch)
     path, trees, device_trees = np.empty((len(owner), 0), np.int32), None, None
+    unseen = draft.unseen and draft.width > 0
     if draft.width:
         drafted = -1 - np.arange(used.size) if draft.unseen else draft.tokens.numpy().reshape(-1)
         each[TOKEN][of.nodes] = drafted[used.reshape(-1)]
@@ -85,13 +87,15 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
             path = _place_trees(each, draft, used & branching[:, None], at, length)
             trees = torch.from_numpy(np.column_stack((np.flatnonzero(branching), each[SLOT][at[branching]])))
             if draft.device_parents is not None:
-                device_trees = _device_trees(draft, at, length, each[SLOT])
-                unknown = device_trees.rows.numpy()
+                device_trees = _device_trees(draft, at, length)
+                unknown = device_trees.numbers[:, 0]
                 depths[sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
+                unseen = len(unknown) < int(np.count_nonzero(in_draft))
     host = HostPlan(each, path, batch.tables, tokens := torch.from_numpy(each[TOKEN]))
     longest = int(each[REACH].max(initial=0)) + (0 if device_trees is None else device_trees.max_depth)
     return Layout(
         tokens=tokens,
+        unseen=unseen,
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
         logit_rows=of.logit_rows,
         logit_row_of=of.logit_row_of,
@@ -189,18 +193,12 @@ def _place_trees(each: Int32s, draft: Draft, used: Bools, at: Ints, length: Ints
     return path
 
 
-def _device_trees(draft: Draft, at: Ints, length: Ints, slots: Int32s) -> DeviceTrees:
+def _device_trees(draft: Draft, at: Ints, length: Ints) -> DeviceTrees:
     """Of the rows of the draft whose tree only the device knows."""
     assert draft.device_parents is not None
-    (rows,) = np.nonzero((draft.parents.numpy() == UNKNOWN).any(1))
-    return DeviceTrees(
-        rows=torch.from_numpy(rows),
-        at=torch.from_numpy(at[rows]),
-        slots=torch.from_numpy(np.where(at[rows] >= 0, slots[at[rows]], -1).astype(np.int64)),
-        length=torch.from_numpy(length[rows]),
-        parents=draft.device_parents,
-        max_depth=draft.max_depth,
-    )
+    rows = np.flatnonzero(draft.parents.numpy()[:, 0] == UNKNOWN)
+    numbers = np.column_stack((rows, at[rows, 0], draft.num_nodes.numpy()[rows], length[rows])).astype(np.int32)
+    return DeviceTrees(numbers, draft.tokens, draft.device_parents, draft.max_depth)
 
 
 def _logit_row_of(used: Bools) -> Ints:

@@ -155,7 +155,7 @@ class Runner:
         """`after`: rows of the batch take tokens from its unread verdict."""
         draft = self._soundly(draft)
         layout = lay_out(batch, draft, self.cache.block_size)
-        unseen = draft.tokens.flatten() if draft.unseen and draft.width else None
+        unseen = draft.tokens.flatten() if layout.unseen else None
         if after is not None and after.unread is not None:
             unseen = after.unread.tokens[:, 0].clamp_min(0)  # draft.INVALID is no token
         if unseen is not None:

@@ -50,7 +50,9 @@ class Placed:
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
         sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)}
-        sizes |= {"logit_rows": bucket.logits, "path": bucket.rows * bucket.path, "tables": self.table_ints}
+        sizes |= {"logit_rows": bucket.logits, "path": bucket.rows * bucket.path}
+        # Four numbers for each tree that only the device knows; it has two rows at least.
+        sizes |= {"trees": 2 * bucket.rows if bucket.path else 0, "tables": self.table_ints}
         self.at: dict[str, slice] = {}
         end = 0
         for name, size in sizes.items():
@@ -67,6 +69,7 @@ class Placed:
         self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
         self.kernels = bucket.kernels(self.division.direct, self.division.tails)
         self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
+        self.tree_numbers = view["trees"]
         self.inputs = self.tokens
         if bucket.from_hidden:
             width, dtype = decoder.config.hidden_size, decoder.dtypes.compute
@@ -102,6 +105,8 @@ class Placed:
             stage.logit_rows[: len(logit_rows)] = logit_rows.numpy()
         if self.bucket.path:
             stage.path[:rows, : path.shape[1]] = path
+        if plan.trees is not None:
+            stage.trees[: plan.trees.numbers.size] = plan.trees.numbers.reshape(-1)
         stage.tables[: tables.size] = tables.reshape(-1)
         staging.send(buffer, self.device_ints, self.at["tables"].start + tables.size)
         if on_device:
@@ -109,7 +114,7 @@ class Placed:
         if plan.trees is not None:
             from paceline.models.triton.place import place_trees
 
-            place_trees(self.plan, plan.trees)
+            place_trees(self.plan, self.tokens, self.tree_numbers, plan.trees)
 
 
 class _StagingViews:
@@ -123,7 +128,7 @@ class _StagingViews:
         # All row fields have the same width: the rows, and the alignment of the next field.
         self.rows = ints[at["positions"].start : at["logit_rows"].start].reshape(len(ROW_FIELDS) + 1, -1)
         self.logit_rows, self.path = ints[at["logit_rows"]], ints[at["path"]].reshape(rows, -1)
-        self.tables = ints[at["tables"]]
+        self.trees, self.tables = ints[at["trees"]], ints[at["tables"]]
 
 
 class PassGraphs:
@@ -203,7 +208,7 @@ class PassGraphs:
             if (with_paths := next((placed for placed in passes if placed.bucket.path), None)) is not None:
                 from paceline.models.triton.place import compile_place
 
-                compile_place(with_paths.plan)
+                compile_place(with_paths.plan, with_paths.tokens, with_paths.tree_numbers)
         with self.starting():
             for placed, content in passes.items():
                 if placed.kernels not in self._compiled:

@@ -35,12 +35,11 @@ def padded_tables(blocks: Sequence[Sequence[int]]) -> Tensor:
 
 
 class DeviceTrees(NamedTuple):
-    """Drafts of a pass whose shape only the device knows; T trees of at most N nodes."""
+    """Drafts of a pass that only the device knows; T trees of at most N nodes, each in rows of the pass that follow one
+    another."""
 
-    rows: Tensor  # (T,) of `parents`
-    at: Tensor  # (T, N) rows of the pass, -1: no node
-    slots: Tensor  # (T, N) that the nodes are written to
-    length: Tensor  # (T,) of the sequences
+    numbers: Ints  # (T, 4) row of `parents`, first row of the pass, number of nodes, length of the sequence
+    tokens: Tensor  # (B, N) int64 on the device
     parents: Tensor  # (B, N) int64 on the device, not checked yet
     max_depth: int
 
