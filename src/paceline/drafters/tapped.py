@@ -10,6 +10,7 @@ a drafter may lag behind the target.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -301,3 +302,13 @@ class TappedDrafter:
 
     def close(self) -> None:
         pass
+
+
+def likely_nodes(scores: Tensor, rows: SequenceOf[DraftRow], counts: Tensor) -> Tensor:
+    """(B,) how many of the first `counts` nodes are as likely as their row asks for, and at least one. `scores` (B, N)
+    are log probabilities, the highest first."""
+    if not any(row.least for row in rows):
+        return counts
+    least = [math.log(row.least) if row.least else -math.inf for row in rows]
+    likely = (scores.numpy() >= np.array(least)[:, None]).sum(1)
+    return torch.from_numpy(np.clip(likely, np.minimum(counts.numpy(), 1), counts.numpy()))
