@@ -61,7 +61,7 @@ class Draft:
         """N: an upper bound on every row's nodes, and on its depth."""
         return self.tokens.shape[1]
 
-    @property
+    @functools.cached_property
     def max_depth(self) -> int:
         """A bound on every node's depth, known on the host."""
         deepest = int(self.depth.numpy().max()) if self.width and self.depth.is_cpu else self.width

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import collections
 import random
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter
+from paceline.rng import Lane, coin_of
 from paceline.testing import toy_config
 from tests.drafters.contract_toys import (
     AHEAD,
@@ -179,41 +182,88 @@ SAMPLED = {
     + [(AHEAD, "filters")],
 )
 def test_unseeded_output_is_distributed_as_the_target(method, wish):
-    """The joint of five tokens (three steps at least) of many answers; a false alarm once in a million times."""
-    vocab, length, answered = 3, 5, 1200
-    prompt = [0, 1, 2, 0, 1, 2, 0, 1]
-    config = toy_config(vocab)
-    drafter = make_drafter(method, config)
+    """A false alarm once in a million times."""
+    drafter = make_drafter(method, toy_config(3))
     if method == AHEAD:
         drafter._model.most_rows = 100
+    assert likelihood(drafter, SAMPLED[wish], ahead=method == AHEAD) > FALSE_ALARM
+    if method == AHEAD:
+        assert drafter._model.picked > 5
+        assert len(drafter._model.ahead) > 5
+
+
+def likelihood(drafter, wish, *, k=2, least=0.0, ahead=False):
+    """The joint of five tokens (three steps at least) of many answers against the target's own, all of it and each pair
+    of neighbours, in which a small bias gathers in fewer cells: the lowest p-value. `least`: as in `Policy`."""
+    vocab, length, answered = 3, 5, 1200
+    prompt, policy = [0, 1, 2, 0, 1, 2, 0, 1], ByRequest({}, Choice(drafter.name, k))
+    policy.least = least
     engine = make_engine(
         [drafter],
-        k=2,
-        ahead=method == AHEAD,
-        model=FunctionModel(repeating, config),
+        policy=policy,
+        ahead=ahead,
+        model=FunctionModel(repeating, toy_config(vocab)),
         num_blocks=600,
         max_num_seqs=100,
         max_num_batched_tokens=512,
     )
-    wanted = params(max_tokens=length, **SAMPLED[wish])
+    wanted = params(max_tokens=length, **wish)
     sequences = [engine.add_request(str(i), prompt, wanted)[0] for i in range(answered)]
+    nodes = collections.Counter()
     while engine.has_work:
-        engine.step()
+        nodes.update(drafted for _, drafted, *_ in engine.step().drafts.values())
     assert engine.drafters.failures == 0
     assert exercised(sequences)
-    if method == AHEAD:
-        assert drafter._model.picked > 5
-        assert len(drafter._model.ahead) > 5
+    if least:
+        assert sum(seen > 100 for seen in nodes.values()) > 1, "trees of several sizes"
     exact = exact_joint(repeating, vocab, prompt, wanted, length)
     seen_outputs = collections.Counter(tuple(sequence.output_tokens) for sequence in sequences)
-    assert g_test(seen_outputs, exact) > FALSE_ALARM
-    for first in range(length - 1):  # pairs gather a small bias in fewer cells
+    found = [g_test(seen_outputs, exact)]
+    for first in range(length - 1):
         pairs, expected = collections.Counter(), collections.defaultdict(float)
         for tokens, count in seen_outputs.items():
             pairs[tokens[first : first + 2]] += count
         for tokens, mass in exact.items():
             expected[tokens[first : first + 2]] += mass
-        assert g_test(pairs, expected) > FALSE_ALARM, first
+        found.append(g_test(pairs, expected))
+    return min(found)
+
+
+CUT = {"dspark": 0.2, "eagle3": 0.2}  # methods whose trees are cut by their own scores, and where
+
+
+@pytest.mark.parametrize("method", CUT)
+def test_trees_that_are_cut_where_the_drafter_is_unsure_keep_the_distribution(method):
+    drafter = make_drafter(method, toy_config(3))
+    assert likelihood(drafter, SAMPLED["temperature"], k=4, least=CUT[method]) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("method", CUT)
+def test_trees_that_are_cut_change_no_greedy_or_seeded_answer(method):
+    samplings, drafted = [{}, {"temperature": 0.7, "seed": 3}], {}
+    requests = every([(prompt_of(i, 9), params(max_tokens=40, **one)) for i, one in enumerate(samplings)])
+    for least in (0.0, CUT[method], 1.0):
+        policy = ByRequest({}, Choice(method, 6))
+        policy.least = least
+        stats = [one.stats for one in check(method, requests, policy=policy)[0].values()]
+        drafted[least] = sum(one.num_draft_tokens for one in stats) / sum(one.num_drafts for one in stats)
+    assert drafted[0.0] > drafted[CUT[method]] > drafted[1.0] == 1, "nodes are left out, but never the likeliest"
+
+
+@pytest.mark.parametrize("method", CUT)
+def test_a_cut_that_looks_at_the_targets_draw_is_noticed(method, monkeypatch):
+    """It leaves a node out where the coin behind it is high: tokens behind nodes that stay come of low coins alone."""
+
+    def by_coin(scores, rows, counts):
+        def kept(row, count):
+            given = row.sequence.noise_key, len(row.sequence.tokens)
+            return next((node for node in range(count) if coin_of(Lane.WALK, *given, node) > 0.5), count)
+
+        return torch.tensor([kept(row, count) for row, count in zip(rows, counts.tolist(), strict=True)])
+
+    drafter = make_drafter(method, toy_config(3))
+    monkeypatch.setattr(sys.modules[type(drafter).__module__], "likely_nodes", by_coin)
+    assert likelihood(drafter, SAMPLED["temperature"], k=4, least=CUT[method]) < FALSE_ALARM
 
 
 def test_the_distribution_test_would_notice_a_bias():

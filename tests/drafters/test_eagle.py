@@ -132,7 +132,7 @@ def test_logits_of_every_node_are_those_of_its_path(kind, decoder, monkeypatch):
 
 
 def explicit_tree(logits, nodes, ids, shape):
-    """EAGLE-2 in plain Python, from logits by path: the paths kept, best first."""
+    """EAGLE-2 in plain Python, from logits by path: the paths kept and their log probabilities, best first."""
     width = min(width_of(nodes), shape.width)
     kept, frontier = [], [((), 0.0)]
     for _ in range(shape.depth):
@@ -148,7 +148,7 @@ def explicit_tree(logits, nodes, ids, shape):
             ]
         kept += children
         frontier = sorted(children, key=lambda one: -one[1])[:width]
-    return [path for path, _ in sorted(kept, key=lambda one: -one[1])[:nodes]]
+    return zip(*sorted(kept, key=lambda one: -one[1])[:nodes], strict=True)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
@@ -166,7 +166,9 @@ def test_trees_hold_the_likeliest_paths_in_order(kind, decoder, monkeypatch):
                 assert parent < len(paths)
                 paths.append((*(paths[parent] if parent >= 0 else ()), token))
             assert len(set(paths[:count])) == count, "siblings differ"
-            assert paths[:count] == explicit_tree(spy.logits(row, call), count, reference.ids, shape)
+            told, scores = explicit_tree(spy.logits(row, call), count, reference.ids, shape)
+            assert paths[:count] == list(told)
+            assert proposed.scores[row, :count].tolist() == pytest.approx(scores, abs=1e-4)
             checked += 1
     assert checked > 8
 
@@ -191,7 +193,7 @@ def test_ties_never_place_a_child_before_its_parent():
         each = logits[:, None].expand(-1, nodes.tokens.shape[1], -1)
         return each, nodes.features
 
-    tokens, parents = grow(logits, torch.zeros(2, 4), budgets, shape, expand, lambda ids: ids)
+    tokens, parents, _ = grow(logits, torch.zeros(2, 4), budgets, shape, expand, lambda ids: ids)
     assert (parents < torch.arange(parents.shape[1])).all()
     assert tokens[:, :DEPTH].tolist() == [[3] * DEPTH] * 2
     assert parents[:, :DEPTH].tolist() == [list(range(-1, DEPTH - 1))] * 2

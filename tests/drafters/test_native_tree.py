@@ -9,7 +9,7 @@ import torch
 
 from paceline.drafters.base import DraftRow
 from paceline.drafters.block_tree import grow, lattice
-from paceline.drafters.dspark import likely_nodes
+from paceline.drafters.tapped import likely_nodes
 from paceline.models.native_kernels import NativeKernels, open_library, runnable_variants
 
 

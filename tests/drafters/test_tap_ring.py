@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.draft import UnreadVerdict
+from paceline.draft import Draft, UnreadVerdict
 from paceline.drafters.tapped import TapRing
+from paceline.verify.host import walk_on_host
 
 WIDTH = 2, 3  # taps of a row, and components of each
 
@@ -53,3 +54,18 @@ def test_the_ring_holds_what_is_committed(native: bool, batch: int, most: int) -
         found, after = ring.load(torch.tensor([seat]), torch.tensor([position]), torch.arange(WIDTH[0]))
         assert torch.equal(found[0], states)
         assert int(after[0]) == token
+
+
+def test_a_plain_step_of_a_cpu_is_stored_by_native_code() -> None:
+    """Its verdict has a path without nodes, whose strides say nothing."""
+    ring = TapRing(capacity=8)
+    if ring._native is None:
+        pytest.skip("no native library")
+    verdict = walk_on_host(Draft.empty(2), torch.eye(2, 5), torch.tensor([[0], [1]]), 0, None)
+    columns = {name: torch.tensor([3, 5]) for name in ("length", "node_row", "seat")}
+    parts = {name: getattr(verdict, name) for name in ("tokens", "num_accepted", "path")}
+    unread, taps = UnreadVerdict(**parts, **columns, rows=range(2)), torch.randn(6, *WIDTH)
+    assert ring._store_natively(ring._native, ring._room(taps, 6), unread, taps)
+    found, after = ring.load(columns["seat"], columns["length"] - 1, torch.arange(WIDTH[0]))
+    assert torch.equal(found, taps[columns["node_row"] - 1])
+    assert after.tolist() == verdict.tokens.flatten().tolist()

@@ -2,6 +2,7 @@
 that only the device knows are made sound."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -151,7 +152,7 @@ def test_a_bound_of_the_depth_may_exceed_it():
             draft, rows, row_of = steps.step(kind, 3, 4, torch.empty(15, 40), 0, generator)
             sequences = steps.sequences_of(asked, 3)
             tight = sampler.verify(sequences, draft, rows, row_of)
-            wide = Draft(**{**vars(draft), "depth_bound": 4})
+            wide = replace(draft, depth_bound=4)
             loose = sampler.verify(sequences, wide, rows, row_of)
             assert loose.path.shape[1] == 4
             assert steps.unlike(tight, loose) == []

@@ -231,9 +231,9 @@ def check_random_trees(walks):
     [
         ("parents[child] != node", "parents[child] > node"),
         ("drafted[child] == wanted", "drafted[child] != wanted"),
-        ("best[at[node + 1]]", "best[at[node]]"),
+        ("values[at[node + 1]]", "values[at[node]]"),
         ("drawn(child, depth + 1)", "drawn(node, depth + 1)"),
-        ("best[at[node + 1]]", "best[node + 1]"),
+        ("values[at[node + 1]]", "values[node + 1]"),
         ("is_leaf = False", "is_leaf = True"),
         ("wanted = child, depth + 1, True,", "wanted = child, depth + 1, False,"),
         ("num_accepted[row] = depth", "num_accepted[row] = count"),

@@ -9,14 +9,12 @@ Proposals are deterministic, so any target distribution is kept. On a GPU both h
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +28,7 @@ from paceline.drafters.block_passes import BlockPasses, BlockRows
 from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import MASKS, W1, W2, DSparkConfig, check_target
-from paceline.drafters.tapped import TapBatch, TappedDrafter
+from paceline.drafters.tapped import TapBatch, TappedDrafter, likely_nodes
 from paceline.errors import InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Kernels, Packed
@@ -231,16 +229,6 @@ def _device_tree() -> ModuleType | None:
     except ImportError:  # no Triton that works here
         return None
     return device_tree
-
-
-def likely_nodes(scores: Tensor, rows: SequenceOf[DraftRow], counts: Tensor) -> Tensor:
-    """(B,) how many of the first `counts` nodes are as likely as their row asks for, and at least one. `scores` (B, N)
-    are log probabilities, the highest first."""
-    if not any(row.least for row in rows):
-        return counts
-    least = [math.log(row.least) if row.least else -math.inf for row in rows]
-    likely = (scores.numpy() >= np.array(least)[:, None]).sum(1)
-    return torch.from_numpy(np.clip(likely, np.minimum(counts.numpy(), 1), counts.numpy()))
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

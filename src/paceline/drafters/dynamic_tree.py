@@ -56,6 +56,7 @@ class Frontier(NamedTuple):
 class Proposed(NamedTuple):
     tokens: Tensor  # (B, N)
     parents: Tensor  # (B, N) -1: the root
+    scores: Tensor  # (B, N) log probabilities of their paths, the highest first
 
 
 Expand = Callable[[Frontier], tuple[Tensor, Tensor]]  # (B, W, Vd) logits behind the nodes, (B, W, h) their outputs
@@ -103,8 +104,9 @@ def _taken(values: Tensor, which: Tensor) -> Tensor:
 
 def _ranked(scores: Tensor, tokens: Tensor, parents: Tensor, count: int) -> Proposed:
     """The best candidates in order, with parents counted in that order."""
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    ranked, order = (part[:, :count] for part in scores.sort(dim=1, descending=True, stable=True))
     rank = torch.zeros_like(tokens)
     rank.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
     above = parents.gather(1, order)
-    return Proposed(tokens.gather(1, order), torch.where(above < 0, -1, rank.gather(1, above.clamp_min(0))))
+    parents = torch.where(above < 0, -1, rank.gather(1, above.clamp_min(0)))
+    return Proposed(tokens.gather(1, order), parents, ranked)

@@ -23,7 +23,7 @@ from paceline.drafters.base import DrafterContext, DraftRow
 from paceline.drafters.dynamic_tree import DEPTH, TOP_K, Frontier, Proposed, TreeShape, grow
 from paceline.drafters.eagle_checkpoint import read
 from paceline.drafters.eagle_layer import EagleLayer
-from paceline.drafters.tapped import TapBatch, TappedDrafter
+from paceline.drafters.tapped import TapBatch, TappedDrafter, likely_nodes
 from paceline.errors import InvalidParameter
 from paceline.models.kernels import Kernels
 from paceline.models.kv_cache import LayerCache
@@ -146,8 +146,10 @@ class EagleDrafter(TappedDrafter):
         nodes = next((count for count in NODES if count >= most), most) if self._graphs else most
         shape = self._shape(nodes)
         counts = torch.tensor([shape.most(row.budget) for row in rows])
-        width = int(counts.max())
         proposed = self._proposed(self._inputs(rows, seats, lengths), shape)
+        if proposed.scores.is_cpu:  # a device's are not waited for
+            counts = likely_nodes(proposed.scores, rows, counts)
+        width = int(counts.max())
         tokens, parents = proposed.tokens[:, :width], proposed.parents[:, :width]
         return Draft.device_trees(tokens, parents, counts, min(shape.depth, width))
 
@@ -178,8 +180,7 @@ class EagleDrafter(TappedDrafter):
         places.budgets[count:] = 0  # rows that are padding write nothing
         places.lengths[count:], places.starts[count:] = 2, 1
         graph.replay()
-        tokens, parents = graph.result
-        return Proposed(tokens[:count].clone(), parents[:count].clone())  # the next replay writes them again
+        return Proposed(*(part[:count].clone() for part in graph.result))  # the next replay writes them again
 
     def _grow(self, inputs: Inputs, shape: TreeShape) -> Proposed:
         layer, cache = self._layer, self._cache

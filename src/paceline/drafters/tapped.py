@@ -10,6 +10,7 @@ a drafter may lag behind the target.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -60,12 +61,13 @@ class TapRing:
         """The same in one call; False where the tensors are not as native code reads them."""
         parts = (unread.length, unread.node_row, unread.seat, unread.num_accepted, unread.path, unread.tokens)
         tensors = [part for part in parts if part is not None]
-        if taps.dtype is not torch.float32 or not taps.is_contiguous() or any(part.stride(-1) != 1 for part in tensors):
+        lies_in_rows = all(part.stride(-1) == 1 or not part.numel() for part in tensors)  # an empty one has any stride
+        if taps.dtype is not torch.float32 or not taps.is_contiguous() or not lies_in_rows:
             return False
         view = RingView(
-            *(part.data_ptr() for part in (states, self._tokens, taps, *tensors)),
-            *(len(unread.num_accepted), unread.path.stride(0), unread.tokens.stride(0)),
-            *(self.capacity, states[0].numel()),
+            *[part.data_ptr() for part in (states, self._tokens, taps, *tensors)],
+            *(unread.num_accepted.shape[0], unread.path.stride(0), unread.tokens.stride(0)),
+            *(self.capacity, states.stride(0)),
         )
         store(ctypes.addressof(view))
         return True
@@ -80,7 +82,7 @@ class TapRing:
         return self._tokens[seats * self.capacity + positions % self.capacity]
 
     def _room(self, taps: Tensor, seats: int) -> Tensor:
-        have = 0 if self._states is None else (len(self._states) - 1) // self.capacity
+        have = 0 if self._states is None else (self._states.shape[0] - 1) // self.capacity
         if self._states is None or seats > have:
             size = max(seats, 2 * have) * self.capacity + 1
             states = taps.new_zeros(size, *taps.shape[1:])
@@ -300,3 +302,13 @@ class TappedDrafter:
 
     def close(self) -> None:
         pass
+
+
+def likely_nodes(scores: Tensor, rows: SequenceOf[DraftRow], counts: Tensor) -> Tensor:
+    """(B,) how many of the first `counts` nodes are as likely as their row asks for, and at least one. `scores` (B, N)
+    are log probabilities, the highest first."""
+    if not any(row.least for row in rows):
+        return counts
+    least = [math.log(row.least) if row.least else -math.inf for row in rows]
+    likely = (scores.numpy() >= np.array(least)[:, None]).sum(1)
+    return torch.from_numpy(np.clip(likely, np.minimum(counts.numpy(), 1), counts.numpy()))

@@ -75,6 +75,16 @@ def _rates_of_trees(record: Floats, guess: Floats) -> Floats:
     return rates
 
 
+def _shares_of(record: Floats | None) -> Floats:
+    if record is None:
+        return np.ones(MAX_K)
+    share, shares = 1.0, list[float]()
+    for tried, drafted in zip(_by_band(record[TRIED]).tolist(), _by_band(record[DRAFTED]).tolist(), strict=True):
+        share = min(share, (drafted + TREE_POOL * share) / (tried + TREE_POOL))
+        shares.append(share)
+    return np.repeat(shares, BAND_SIZES)
+
+
 def _by_band(nodes: Floats) -> Floats:
     return np.add.reduceat(nodes, BANDS[:-1])
 
@@ -84,7 +94,9 @@ class Acceptance:
         self._records: dict[Key, Floats] = {}  # (3, depths), of trees (3, nodes): TRIED, HIT, DRAFTED
         self._promises: dict[str, tuple[float, float]] = {}  # by method: tokens promised and kept, fading
         self._fresh: set[str] = set()  # methods tried since the last `fade`
-        self._by_key: dict[Key, Floats] = {}  # survival by the records, until they change
+        # Survival by the records, and shares, until the records of their method change.
+        self._by_key: dict[Key, Floats] = {}
+        self._shares: dict[Key, Floats] = {}
 
     def survival(self, method: str, sampled: bool, evidence: int, *, tree: bool = False) -> Floats:
         """(DEEPEST,) that the first 1, 2, ... tokens of a draft are all accepted; (MAX_K,) that each node of a tree is,
@@ -98,14 +110,10 @@ class Acceptance:
 
     def shares(self, method: str, sampled: bool, evidence: int) -> Floats:
         """(MAX_K,) of drafts that are trees: the share in which each node is drafted, if so many are asked for."""
-        record = self._records.get((method, sampled, bucket(evidence)))
-        if record is None:
-            return np.ones(MAX_K)
-        share, shares = 1.0, list[float]()
-        for tried, drafted in zip(_by_band(record[TRIED]).tolist(), _by_band(record[DRAFTED]).tolist(), strict=True):
-            share = min(share, (drafted + TREE_POOL * share) / (tried + TREE_POOL))
-            shares.append(share)
-        return np.repeat(shares, BAND_SIZES)
+        key = method, sampled, bucket(evidence)
+        if key not in self._shares:
+            self._shares[key] = _shares_of(self._records.get(key))
+        return self._shares[key]
 
     def _by_record(self, key: Key, tree: bool) -> Floats:
         if key not in self._by_key:
@@ -158,7 +166,7 @@ class Acceptance:
 
     def end_step(self, methods: AbstractSet[str]) -> None:
         """A step with drafts by these was noted: older promises count less."""
-        self._by_key.clear()
+        self._changed(methods)
         for method in methods & self._promises.keys():
             promised, kept = self._promises[method]
             self._promises[method] = promised * (1 - 1 / WINDOW), kept * (1 - 1 / WINDOW)
@@ -172,13 +180,18 @@ class Acceptance:
             promised, kept = self._promises[method]
             self._promises[method] = promised / 2, kept / 2
         self._fresh.clear()
-        self._by_key.clear()
+        self._changed({key[0] for key in self._records})
 
     def forget(self, method: str) -> None:
         """Its record no longer holds: it is met anew."""
         self._records = {key: record for key, record in self._records.items() if key[0] != method}
         self._promises.pop(method, None)
-        self._by_key.clear()
+        self._changed({method})
+
+    def _changed(self, methods: AbstractSet[str]) -> None:
+        for made in (self._by_key, self._shares):
+            for key in [key for key in made if key[0] in methods]:
+                del made[key]
 
     def state(self) -> list[dict[str, Any]]:
         return [

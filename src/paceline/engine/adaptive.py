@@ -475,30 +475,35 @@ def _best(
 
     A node's survival is never more than that of the one before it, so the best so many are drafts without gaps.
     """
-    width = max(offer.worth.shape[1] for offer in offers)
-    worth, end = np.zeros((sum(len(offer.rows) for offer in offers), width)), 0
-    shares = np.ones_like(worth)
-    for offer in offers:
-        start, end = end, end + len(offer.rows)
-        worth[start:end, : offer.worth.shape[1]] = offer.worth
-        if offer.shares is not None and not explore:  # where more nodes are tried none is left out
-            shares[start:end, : offer.worth.shape[1]] = offer.shares
-    order = np.argsort(-worth, axis=None, kind="stable")[: min(np.count_nonzero(worth >= LEAST), len(with_nodes))]
+    worth = _stacked([offer.worth for offer in offers])
+    flat = worth.ravel()
+    order = np.argsort(-flat, kind="stable")[: min(np.count_nonzero(flat >= LEAST), len(with_nodes))]
     if not len(order):
         return NOTHING
-    row, depth = np.divmod(order, width)
-    nodes_by_then = shares.ravel()[order].cumsum()
-    seconds, end = np.interp(nodes_by_then, np.arange(1, len(with_nodes) + 1), with_nodes), 0
+    row, depth = np.divmod(order, worth.shape[1])
+    nodes_by_then, seconds, end = np.arange(1, len(order) + 1), with_nodes[: len(order)], 0
+    if not explore and any(offer.shares is not None for offer in offers):  # where more nodes are tried none is left out
+        given = [np.ones_like(offer.worth) if offer.shares is None else offer.shares for offer in offers]
+        nodes_by_then = _stacked(given).ravel()[order].cumsum()
+        seconds = np.interp(nodes_by_then, np.arange(1, len(with_nodes) + 1), with_nodes)
     for offer in offers:
         start, end = end, end + len(offer.rows)
         deepest = np.maximum.accumulate(np.where((start <= row) & (row < end), 1 if offer.at_once else depth + 1, 0))
-        seconds += np.where(deepest > 0, offer.line[0] + offer.line[1] * deepest, 0.0)
-    rates = (num_sequences + np.cumsum(worth.ravel()[order])) / seconds
+        seconds = seconds + np.where(deepest > 0, offer.line[0] + offer.line[1] * deepest, 0.0)
+    rates = (num_sequences + np.cumsum(flat[order])) / seconds
     best = int(rates.argmax())
     if explore:
         best = int(np.flatnonzero(rates >= (1 - RISK) * rates[best])[-1])
     nodes: list[int] = np.bincount(row[: best + 1], minlength=len(worth)).tolist()
     return float(rates[best]), nodes, float(nodes_by_then[best])
+
+
+def _stacked(parts: SequenceOf[Floats]) -> Floats:
+    """Below each other; zeros beyond the end of a shorter row."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
 
 
 def _slope(with_nodes: Floats, nodes: int) -> float:

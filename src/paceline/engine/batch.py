@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ class Batch:
             return []
         return [int(index) for index in np.flatnonzero(~self.samples | (self.count > 1))]
 
-    @property
+    @functools.cached_property
     def sampled_lengths(self) -> Ints:
         """Committed lengths at the start of the step, of rows that sample."""
         ends = self.first + self.count

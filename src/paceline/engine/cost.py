@@ -77,11 +77,9 @@ class StepTimes:
 
     def _spread(self) -> None:
         """Numbers of rows share what is known: one never seen is as far off the prior as its neighbours."""
-        known, weight = self._near @ (self._seen * self._factor).T, self._near @ self._seen.T  # (points, 2)
-        known[:, 1] += OTHER_KIND * known[:, 0]
-        self._plain_seen = weight[:, 0].copy()
-        weight[:, 1] += OTHER_KIND * weight[:, 0]
-        self._smooth: Floats = (known / np.maximum(weight, 1e-12)).T
+        parts = np.concatenate((self._seen * self._factor, self._seen)) @ self._near  # (2 + 2, points)
+        parts[1::2] += OTHER_KIND * parts[::2]
+        self._plain_seen, self._smooth = parts[2], parts[:2] / np.maximum(parts[2:], 1e-12)
 
     def seconds(self, rows: int) -> float:
         """Of a plain step."""

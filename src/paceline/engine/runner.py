@@ -150,7 +150,6 @@ class Runner:
         graphs = getattr(self.model, "graphs", None)
         return self.sampler.captured_late + (0 if graphs is None else graphs.captured_late)
 
-    @torch.inference_mode()
     def launch(self, batch: Batch, draft: Draft, after: Flight | None = None) -> Flight:
         """`after`: rows of the batch take tokens from its unread verdict."""
         draft = self._soundly(draft)

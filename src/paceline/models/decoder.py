@@ -122,7 +122,7 @@ class Decoder:
         if self.graphs is not None:
             return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
         device = self.device
-        chosen = None if len(logit_rows) == len(tokens) else logit_rows.to(device)
+        chosen = None if logit_rows.shape[0] == tokens.shape[0] else logit_rows.to(device)
         return self.run(self.embed(tokens.to(device)), plan.to(device), caches, chosen, taps)
 
     @torch.inference_mode()
@@ -182,8 +182,7 @@ class Decoder:
         assert len(set(taps)) == len(taps), "taps must not repeat"
         stack = self.stack(caches, plan.max_len)
         if taps and out_taps is None:
-            out_taps = residual.new_empty(len(residual), len(taps), residual.shape[1])
-        tapped = {} if out_taps is None else {tap: out_taps[:, at] for at, tap in enumerate(taps)}
+            out_taps = residual.new_empty(residual.shape[0], len(taps), residual.shape[1])
         added: Tensor | None = None  # output of the last layer, not yet added to the residual stream
         if out_taps is not None and isinstance(stack, NativeStack):
             layers = [-1 if tap == FINAL else tap for tap in taps]
@@ -193,15 +192,16 @@ class Decoder:
             for last in self._stops(taps):
                 if last > first:
                     added = stack.run(first, last, added, residual, plan)
-                if last in tapped:
-                    tapped[last].copy_(residual) if added is None else torch.add(residual, added, out=tapped[last])
+                if out_taps is not None and last in taps:
+                    out_tap = out_taps[:, taps.index(last)]
+                    out_tap.copy_(residual) if added is None else torch.add(residual, added, out=out_tap)
                 first = last
-        if FINAL not in tapped and logit_rows is not None and added is not None:
+        if FINAL not in taps and logit_rows is not None and added is not None:
             added, residual = added[logit_rows], residual[logit_rows]
             logit_rows = None
         final = self._norm(added, residual)
-        if FINAL in tapped:
-            tapped[FINAL].copy_(final)
+        if out_taps is not None and FINAL in taps:
+            out_taps[:, taps.index(FINAL)].copy_(final)
         rows = final if logit_rows is None else final[logit_rows]
         return ModelOutput(self.kernels.logits(rows, self.head, out), out_taps)
 
@@ -212,7 +212,7 @@ class Decoder:
         """
         config = self.config
         length = min(length, config.max_positions)
-        if self._shape is None or len(self._shape.cos) < length:
+        if self._shape is None or self._shape.cos.shape[0] < length:
             length = min(max(1 << (length - 1).bit_length(), LEAST_POSITIONS), config.max_positions)
             cos, sin = rope_tables(config.rope, config.head_dim, length, self.device)
             self._shape = Shape(cos, sin, config.rms_norm_eps, 1 / math.sqrt(config.head_dim), config.num_heads)

@@ -249,7 +249,7 @@ class NativeStack:
     ) -> Tensor:
         _check_in_place(residual)
         out = torch.empty_like(residual) if added is None else _fp32(added).clone()
-        view = self._kernels.view(plan, len(residual))
+        view = self._kernels.view(plan, residual.shape[0])
         status = self._kernels.layers(
             ctypes.addressof(view),
             ctypes.addressof(self._heads),
@@ -266,7 +266,7 @@ class NativeStack:
 
     def absorb(self, taps: Tensor, plan: PassPlan, join: PackedWeight, norm: Tensor, kv: PackedWeight) -> None:
         """Keys and values of all layers from the target's hidden states (M, T * H), into their caches."""
-        taps, view = _fp32(taps), self._kernels.view(plan, len(taps))
+        taps, view = _fp32(taps), self._kernels.view(plan, taps.shape[0])
         status = self._kernels.absorb(
             ctypes.addressof(view),
             ctypes.addressof(self._heads),

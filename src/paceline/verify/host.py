@@ -41,7 +41,8 @@ class TokenSampler:
     def draw(self, logits: Row, node: int, depth: int, native: NativeDraw | None = None) -> int:
         """The token at a node of the draft with that depth; -1 and 0 at the root."""
         if self.temperature == 0:
-            return int(first_highest(logits[None])[0])
+            best = int(logits.argmax())
+            return best if math.isfinite(logits[best]) else INVALID
         info = np.finfo(logits.dtype)
         temperature = min(max(self.temperature, float(info.tiny)), float(info.max))
         coin, key = -1.0, 0
@@ -72,6 +73,9 @@ class TokenSampler:
         return tempered
 
 
+GREEDY = TokenSampler(temperature=0.0, key=0, committed=0, seeded=False)
+
+
 def walk_on_host(
     draft: Draft,
     logits: Tensor,
@@ -86,17 +90,16 @@ def walk_on_host(
     """
     values, batch = logits.numpy(), draft.batch
     native = native if values.dtype == np.float32 and values.flags.c_contiguous else None
-    best = first_highest(values) if samplers is None else None
     num_accepted = np.zeros(batch, np.int64)
-    if not draft.width and not max_depth and best is not None:
+    if not draft.width and not max_depth and samplers is None:
         kinds = np.full((batch, 1), int(Kind.BONUS), np.uint8)
-        return _verdict(best[row_of.numpy()], num_accepted, np.empty((batch, 0), np.int64), kinds)
+        return _verdict(first_highest(values)[row_of.numpy()], num_accepted, np.empty((batch, 0), np.int64), kinds)
     tokens = np.full((batch, max_depth + 1), -1, np.int64)
     kinds = np.full((batch, max_depth + 1), int(Kind.PAD), np.uint8)
     path = np.full((batch, max_depth), -1, np.int64)
     drafts = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.num_nodes.tolist(), strict=True)
     for row, (at, (drafted, parents, count)) in enumerate(zip(row_of.tolist(), drafts, strict=True)):
-        drawn = _tokens_by_node(values, at, best, None if samplers is None else samplers[row], native)
+        drawn = _tokens_by_node(values, at, GREEDY if samplers is None else samplers[row], native)
         node, depth, is_leaf, wanted = -1, 0, True, drawn(-1, 0)
         for child in range(count):  # nodes come after their parents
             if parents[child] != node:
@@ -112,12 +115,9 @@ def walk_on_host(
 
 
 def _tokens_by_node(
-    values: Row, at: Sequence[int], best: Row | None, sampler: TokenSampler | None, native: NativeDraw | None
+    values: Row, at: Sequence[int], sampler: TokenSampler, native: NativeDraw | None
 ) -> Callable[[int, int], int]:
     """A function that draws the token at a node of a given depth; `at`: each slot's row of logits."""
-    if sampler is None:
-        assert best is not None
-        return lambda node, depth: int(best[at[node + 1]])
     return lambda node, depth: sampler.draw(values[at[node + 1]], node, depth, native)
 
 
