@@ -48,14 +48,14 @@ class Training:
 
 TRAININGS = (
     Training("synthetic", {GENERAL: 1.0}),
-    Training("a quarter of it", {GENERAL: 1.0}, part=1 / 4),
-    Training("a sixteenth of it", {GENERAL: 1.0}, part=1 / 16),
-    Training("10 % gsm8k_train", {GENERAL: 0.9, DOMAIN: 0.1}),
     Training("50 % gsm8k_train", {GENERAL: 0.5, DOMAIN: 0.5}),
-    Training("gsm8k_train alone", {DOMAIN: 1.0}),
+    Training("a quarter of synthetic", {GENERAL: 1.0}, part=1 / 4),
     Training("tuned on gsm8k_train", {DOMAIN: 1.0}, after="synthetic"),
-    Training("tuned on both", {GENERAL: 0.5, DOMAIN: 0.5}, after="synthetic"),
     Training("synthetic, twice as long", {GENERAL: 1.0}, after="synthetic"),
+    Training("gsm8k_train alone", {DOMAIN: 1.0}),
+    Training("a sixteenth of synthetic", {GENERAL: 1.0}, part=1 / 16),
+    Training("10 % gsm8k_train", {GENERAL: 0.9, DOMAIN: 0.1}),
+    Training("tuned on both", {GENERAL: 0.5, DOMAIN: 0.5}, after="synthetic"),
 )
 
 
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seconds", type=float, default=1e9, help="no training begins after this long")
     parser.add_argument("--limit", type=int, default=80, help="answers of each set that are walked")
+    parser.add_argument("--sets", nargs="+", help='of answers, as "mt_bench T 0.7"; all of them if unset')
     args = parser.parse_args()
     began = time.perf_counter()
     target = opened(args, Costs())
@@ -107,6 +108,7 @@ def main() -> None:
     answers = {
         name: [(prompt, text) for prompt, text in each[: args.limit]]
         for name, each in json.loads((args.work / ANSWERS).read_text()).items()
+        if args.sets is None or name in args.sets
     }
     measured = {
         name: DeviceRows.of(packed(Sequences.of(each, target.config.vocab_size), args.length), target.device)

@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--groups", type=int, default=20, help="prompts answered one at a time")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="plain is always among them")
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--tiny", action="store_true", help="a small size, to try the script on a CPU")
     args = parser.parse_args()
@@ -140,13 +141,13 @@ def main() -> None:
             for way in WAYS.values():  # compiles and captures what is not yet
                 answer(engine, groups[0][: 2 * batch], way, temperature, 16, batch)
             alone: dict[int, list[list[int]]] = {}
-            for name, way in WAYS.items():
+            for name, way in ((name, way) for name, way in WAYS.items() if name == "plain" or name in args.ways):
                 if batch > 16 and name in ("tree 15", "tree 60"):
                     continue
                 if time.perf_counter() > deadline:
                     break
                 late = engine.runner.captured_late
-                made, spent, same, passes, committed, methods = 0, 0.0, True, 0, 0, {}
+                made, spent, same, passes, committed, nodes, methods = 0, 0.0, True, 0, 0, 0, {}
                 for at, group in enumerate(groups):
                     tokens, took, sequences = answer(engine, group, way, temperature, args.max_tokens, batch)
                     made, spent = made + tokens, spent + took
@@ -156,6 +157,7 @@ def main() -> None:
                     same &= texts == alone[at]
                     passes += sum(one.stats.num_target_passes for one in sequences)
                     committed += sum(one.stats.num_committed_tokens for one in sequences)
+                    nodes += sum(one.stats.num_draft_tokens for one in sequences)
                     for one in sequences:
                         for method, drafts in one.stats.drafts_by_method.items():
                             methods[method] = methods.get(method, 0) + drafts
@@ -164,11 +166,13 @@ def main() -> None:
                     base = mean
                 row = {"temperature": temperature, "batch": batch, "way": name, "tokens_s": mean}
                 row |= {"speedup": mean / base, "tau": committed / passes, "same_tokens": same, "drafts": methods}
+                row["nodes"] = nodes / max(sum(methods.values()), 1)
                 row["captured_late"] = engine.runner.captured_late - late
                 results.append(row)
                 print(
                     f"T {temperature} batch {batch:3} {name:8} {mean:8.0f} tokens/s {mean / base:.2f}x "
-                    f"tau {row['tau']:.2f} {'same' if same else 'DIFFERENT'} {methods} late {row['captured_late']}",
+                    f"tau {row['tau']:.2f} {'same' if same else 'DIFFERENT'} {methods} of {row['nodes']:.1f} nodes "
+                    f"late {row['captured_late']}",
                     flush=True,
                 )
     found = {"device": subject.device_name, "draft_ms": drafts, "rows": results}
