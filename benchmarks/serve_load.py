@@ -26,14 +26,19 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """Its seed is its own: no drafter of an engine has seen its answer before."""
+    """Its seed is its own: no drafter of an engine has seen its answer before. So is its length, whatever it says."""
 
     prompt: Prompt
     seed: int
     max_tokens: int
 
     def given(self, mode: str) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, "seed": self.seed, "temperature": TEMPERATURE, "speculation": mode}
+        return {**self.wish(), "speculation": mode}
+
+    def wish(self) -> dict[str, Any]:
+        """As any server understands it. Answers that end by themselves make arms of the same prompts unequal work."""
+        length = {"max_tokens": self.max_tokens, "ignore_eos": True}
+        return {**length, "seed": self.seed, "temperature": TEMPERATURE}
 
     def params(self, mode: str) -> SamplingParams:
         return SamplingParams(**self.given(mode)).resolve({})
