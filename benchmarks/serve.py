@@ -45,6 +45,7 @@ from serve_load import (
     full_pass_s,
     latencies,
     make_jobs,
+    over_http,
     served,
     show_head,
     show_line,
@@ -62,11 +63,6 @@ NEEDED = ("zmq", "msgspec", "fastapi", "uvicorn", "prometheus_client")
 VLLM_START_S = 240.0
 PARTNER = {f"server {AUTO}": f"engine {NONE}", f"server {NONE}": f"engine {AUTO}"}  # arms with the same jobs
 AGAIN = f"engine {NONE} again"
-
-
-def over_http(server: Server, mode: str) -> Send:
-    extra = {"stream": True, "return_token_ids": True}
-    return lambda job: ask(server.host, server.port, {"prompt": job.prompt, **job.given(mode), **extra})
 
 
 def over_peer(url: str, model: str) -> Send:
