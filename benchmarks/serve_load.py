@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common import timed
-from serve_client import Answer, percentiles
+from serve_client import Answer, Server, ask, percentiles
 
 from paceline import SamplingParams
 from paceline.config import NONE
@@ -26,14 +26,19 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """Its seed is its own: no drafter of an engine has seen its answer before."""
+    """Its seed is its own: no drafter of an engine has seen its answer before. So is its length, whatever it says."""
 
     prompt: Prompt
     seed: int
     max_tokens: int
 
     def given(self, mode: str) -> dict[str, Any]:
-        return {"max_tokens": self.max_tokens, "seed": self.seed, "temperature": TEMPERATURE, "speculation": mode}
+        return {**self.wish(), "speculation": mode}
+
+    def wish(self) -> dict[str, Any]:
+        """As any server understands it. Answers that end by themselves make arms of the same prompts unequal work."""
+        length = {"max_tokens": self.max_tokens, "ignore_eos": True}
+        return {**length, "seed": self.seed, "temperature": TEMPERATURE}
 
     def params(self, mode: str) -> SamplingParams:
         return SamplingParams(**self.given(mode)).resolve({})
@@ -51,10 +56,14 @@ class Run:
     busy_until: float = 0.0  # when a client first found no job left
 
     @property
+    def tokens(self) -> int:
+        """While all clients had work."""
+        return sum(count for _, answer in self.answers for at, count in answer.arrivals if at <= self.busy_until)
+
+    @property
     def rate(self) -> float:
         """Tokens per second, while all clients had work."""
-        tokens = sum(count for _, answer in self.answers for at, count in answer.arrivals if at <= self.busy_until)
-        return tokens / (self.busy_until - self.began)
+        return self.tokens / (self.busy_until - self.began)
 
     def take(self, jobs: Iterator[Job]) -> Job | None:
         job = next(jobs, None)
@@ -118,8 +127,14 @@ def alone(engine: Engine, jobs: Sequence[Job], mode: str, clients: int) -> Run:
     return run
 
 
-async def served(jobs: Sequence[Job], clients: int, send: Send) -> Run:
-    run, left = Run(), iter(jobs)
+def over_http(server: Server, mode: str) -> Send:
+    extra = {"stream": True, "return_token_ids": True}
+    return lambda job: ask(server.host, server.port, {"prompt": job.prompt, **job.given(mode), **extra})
+
+
+async def served(jobs: Sequence[Job], clients: int, send: Send, run: Run | None = None) -> Run:
+    """`run`: where it is noted."""
+    run, left = Run() if run is None else run, iter(jobs)
 
     async def client() -> None:
         while (job := run.take(left)) is not None:

@@ -326,6 +326,9 @@ def test_an_address_that_cannot_be_listened_on_is_named(paceline: Callable[..., 
         unnamed = paceline("serve", "--host", name)
         assert unnamed.err.startswith("error: host: cannot listen on '")
         assert unnamed.err.endswith(": it is not the name of a host\n")
+    for nothing in ("", " "):
+        refused = paceline("serve", "--host", nothing)
+        assert (refused.code, refused.err) == (1, "error: host: it is empty; to listen on every address give 0.0.0.0\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert paceline("serve", "--port", port).err.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")

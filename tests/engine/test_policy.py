@@ -540,6 +540,18 @@ def test_prompts_beside_them_do_not_make_drafts_longer():
     assert 0 < max(choice.budget for choice in beside) <= max(choice.budget for choice in alone) + 1
 
 
+def test_prompts_beside_them_do_not_make_drafts_cheaper():
+    drafter, sequences = Lookup("g", 0.5), [sequence(f"s{i}") for i in range(16)]
+    policy = AdaptivePolicy([drafter], "auto")
+    for _ in range(30):  # a machine whose drafted steps take a little less than they should beside its plain ones
+        policy._times[False].observe(16, 0.1, drafted=False)
+        policy._times[False].observe(17, 0.095, drafted=True)
+    policy.plan(sequences, 0, False)
+    alone = policy.expected_gain
+    policy.plan([sequence(f"t{i}") for i in range(16)], 400, False)
+    assert policy.expected_gain <= 1.1 * alone
+
+
 def test_sequences_that_ended_are_forgotten():
     drafter = Lookup("g", 0.9)
     policy, sequences = AdaptivePolicy([drafter], "auto"), [sequence(f"s{i}", room=40, job="j") for i in range(3)]

@@ -162,6 +162,8 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
 
 def listen(host: str, port: int) -> socket.socket:
     """Before the model is loaded: a port that is taken is noticed at once."""
+    if not host.strip():  # to a socket that is every address
+        raise InvalidParameter("host", "it is empty; to listen on every address give 0.0.0.0")
     try:
         host.encode("idna")  # as sockets do; they raise a TypeError of two words
     except UnicodeError as error:

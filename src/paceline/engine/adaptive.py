@@ -208,11 +208,13 @@ class AdaptivePolicy:
         )
 
     def _choose(self, step: _Step, open_rows: list[_Open], choices: list[Choice]) -> None:
-        # Prompts beside them are read whatever is drafted, so their time does not count.
         number, rows, times = len(step.sequences), step.base + step.other_rows, step.times
         plain_s = times.seconds(step.base)
         most = min(len(open_rows) * MAX_K, MAX_NODES)
-        with_nodes = times.seconds_with(rows, most) - times.seconds(rows) + plain_s
+        # Prompts beside them are read whatever is drafted, so their time does not count, only that of more nodes.
+        # Between plain and drafted steps the tables differ by more, with many rows, than a plain step takes.
+        with_nodes = times.seconds_with(rows, most)
+        with_nodes += times.seconds_with(step.base, 1) - with_nodes[0]
         chosen, considered = list[_Offer](), list[_Offer]()
         wishes = dict.fromkeys(row.method for row in open_rows)
         for asked in wishes:
