@@ -87,6 +87,21 @@ def test_the_gated_product_is_silu_of_the_gate_times_up(kernels: TritonKernels, 
     assert_close(got, REFERENCE.silu_mul(x.double() @ weight.double().T + bias.double()))
 
 
+@pytest.mark.parametrize("kind", ["gated", "rotary"])
+def test_a_deep_and_narrow_weight_is_gated_and_rotated_as_any_other(kernels, monkeypatch, kind: str) -> None:
+    rows, q_heads, kv_heads, dim = 5, 3, 1, 32
+    width = (q_heads + 2 * kv_heads) * dim
+    weight, x = kernels.pack(torch.randn(width, 256) / 16, torch.randn(width)), torch.randn(rows, 256)
+    (cos, sin), at = rotary_tables(dim, rows), ints(list(range(rows)))
+    results = []
+    for segments in (1, 2):
+        monkeypatch.setattr(linear_module, "segments_of", lambda n, k, segments=segments: segments)
+        cache = LayerCache(*torch.zeros(2, rows, kv_heads, dim))
+        rotary = Rotary(at, at, cos, sin, cache.k, cache.v) if kind == "rotary" else None
+        results.append((linear(x, weight, gated=kind == "gated", rotary=rotary), cache.k, cache.v))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_in_segments_is_one_sum_in_order_for_few_rows_and_many(kernels, monkeypatch, biased) -> None:
     monkeypatch.setattr(linear_module, "segments_of", lambda n, k: 4)

@@ -82,7 +82,8 @@ def linear(
     n, inputs = weight.weight.shape
     if k != inputs:
         raise ValueError(f"a linear layer of {inputs} inputs was given {k}")
-    segments = segments_of(n, k)
+    # Sums of segments are added by a kernel that neither gates nor rotates.
+    segments = 1 if gated or rotary is not None else segments_of(n, k)
     x = x if x.is_contiguous() else x.contiguous()
     dim, kv_heads = (1, 0) if rotary is None else (rotary.k_cache.shape[2], rotary.k_cache.shape[1])
     width = n // 2 if gated else n - 2 * kv_heads * dim
