@@ -1,7 +1,8 @@
 """Processor time of a step at one row on a CPU, beside the model's pass: the engine's own share, and the drafters'.
 
 A real model, one sequence, one thread, so that a thread's processor time is the whole of it whatever else the machine
-runs. A step is split in three: the pass of the target, what the drafters spend, and the rest.
+runs. A step is split in three: the pass of the target, what the drafters spend, and the rest. With `auto` steps that
+draft stand apart from those that do not: how many of them do is chance.
 
     python benchmarks/engine_time.py [--steps 200] [--lines 25]
 """
@@ -23,6 +24,7 @@ from paceline.engine.engine import Engine
 
 PROMPT = "Write a short story about a lighthouse keeper who finds a letter, and tell what the letter says."
 CELLS = {"plain, greedy": ("none", 0.0), "plain, T 0.7": ("none", 0.7), "auto, greedy": ("auto", 0.0)}
+KINDS = {"plain": False, "drafted": True}
 
 
 class Parts:
@@ -51,22 +53,23 @@ class Parts:
 
         setattr(owner, name, watched)
 
-    def step(self, engine: Engine) -> dict[str, float]:
+    def step(self, engine: Engine) -> tuple[bool, dict[str, float]]:
+        """Whether it drafted, and its parts."""
         self.spent = dict.fromkeys(self.spent, 0.0)
         begun = time.thread_time()
-        engine.step()
+        outputs = engine.step()
         whole = time.thread_time() - begun
         parts = self.spent | {"engine": whole - sum(self.spent.values())}
-        return {name: 1e3 * seconds for name, seconds in parts.items()}
+        return bool(outputs.drafts), {name: 1e3 * seconds for name, seconds in parts.items()}
 
 
-def measure(method: str, temperature: float, activations: str, steps: int, lines: int) -> dict[str, dict[str, float]]:
+def measure(method: str, temperature: float, activations: str, steps: int, lines: int) -> dict[str, Any]:
     with LLM("smollm2", device="cpu", threads=1, method=method, activations=activations, kv_cache_bytes=1 << 27) as llm:
         prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])
         seed = 7 if temperature else None
         given = SamplingParams(temperature=temperature, seed=seed, max_tokens=1500, ignore_eos=True).resolve({})
 
-        def on_the_engines_thread(engine: Engine) -> list[dict[str, float]]:
+        def on_the_engines_thread(engine: Engine) -> list[tuple[bool, dict[str, float]]]:
             parts = Parts(engine)
             engine.add_request("measured", prompt, given)
             for _ in range(40):
@@ -74,7 +77,7 @@ def measure(method: str, temperature: float, activations: str, steps: int, lines
             profiler = cProfile.Profile(time.thread_time)
             if lines:
                 profiler.enable()
-            measured = [parts.step(engine) for _ in range(steps)]
+            measured = [parts.step(engine) for _ in range(steps) if engine.has_work]
             profiler.disable()
             if lines:
                 pstats.Stats(profiler).sort_stats("cumtime").print_stats(lines)
@@ -82,8 +85,13 @@ def measure(method: str, temperature: float, activations: str, steps: int, lines
             return measured
 
         measured = llm.call(on_the_engines_thread)
-    parts = {part: [step[part] for step in measured] for part in measured[0]}
-    return {part: {"median_ms": statistics.median(ms), "best_ms": min(ms)} for part, ms in parts.items()}
+    return {name: summary([ms for drafted, ms in measured if drafted == kind]) for name, kind in KINDS.items()}
+
+
+def summary(steps: list[dict[str, float]]) -> dict[str, Any]:
+    parts = {part: [step[part] for step in steps] for part in steps[0]} if steps else {}
+    found = {part: {"median_ms": statistics.median(ms), "best_ms": min(ms)} for part, ms in parts.items()}
+    return {"steps": len(steps), **found}
 
 
 def main() -> None:
@@ -96,7 +104,9 @@ def main() -> None:
     found = {}
     for cell in args.cells:
         found[cell] = measure(*CELLS[cell], args.activations, args.steps, args.lines)
-        print(cell, {part: f"{ms['median_ms']:.2f} ms" for part, ms in found[cell].items()}, flush=True)
+        for kind, parts in found[cell].items():
+            medians = {part: f"{ms['median_ms']:.2f} ms" for part, ms in parts.items() if part != "steps"}
+            print(f"{cell}, {parts['steps']} {kind} steps: {medians}", flush=True)
     finish("engine_time", {"activations": args.activations, "steps": args.steps, "cells": found})
 
 

@@ -160,8 +160,11 @@ class Acceptance:
         record = self._records.setdefault(key, np.zeros((3, width)))
         record[TRIED, :tried] += 1
         record[DRAFTED, :drafted] += 1
-        record[HIT, [at for at in hits if at < tried]] += 1
-        record[:, record[TRIED] > MEMORY] /= 2
+        for at in hits:
+            if at < tried:
+                record[HIT, at] += 1
+        if record[TRIED].max() > MEMORY:
+            record[:, record[TRIED] > MEMORY] /= 2
         self._fresh.add(key[0])
 
     def end_step(self, methods: AbstractSet[str]) -> None:

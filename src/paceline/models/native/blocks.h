@@ -190,7 +190,15 @@ struct Scale {  // of one group, for VL columns
         offset = load((const half*)(unit + F::M_AT) + column);
         if (F::SCALED) offset = -(offset * load_bytes(unit + F::MINIMA_AT + group * NT + column));
     }
-    vec weight(uvec codes) const { return madd(__builtin_convertvector((ivec)codes, vec), scale, offset); }
+    // The weights whose codes are byte B of each lane. A code that stays in its place is 256^B times as large, and its scale
+    // is divided by as much: exact both, and a shift less where registers are left for more scales.
+    template <int B>
+    vec weight(uvec codes) const {
+        if constexpr (VL == 16 && (B == 1 || B == 2))
+            return expanded(codes & 255u << 8 * B, scale * splat(1.0f / (1 << 8 * B)));
+        return expanded(B == 3 ? codes >> 24 : codes >> 8 * B & 255u, scale);
+    }
+    vec expanded(uvec codes, vec by) const { return madd(__builtin_convertvector((ivec)codes, vec), by, offset); }
 };
 
 // The weights of one block, k after k, for both halves of the panel: use(k, low, high).
@@ -201,14 +209,15 @@ inline __attribute__((always_inline)) void each_weight(const uint8_t* unit, long
 #pragma GCC unroll 2
     for (long part = 0; part < PARTS; part++) {
         const Scale<F> low(unit, block * PARTS + part, 0), high(unit, block * PARTS + part, VL);
+        const auto quad = [&](long k, uvec first, uvec second) __attribute__((always_inline)) {
+            use(k, low.template weight<0>(first), high.template weight<0>(second));
+            use(k + 1, low.template weight<1>(first), high.template weight<1>(second));
+            use(k + 2, low.template weight<2>(first), high.template weight<2>(second));
+            use(k + 3, low.template weight<3>(first), high.template weight<3>(second));
+        };
         for (int i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++) {
             const Quads<F> first(words, 0, i), second(words, VL, i);
-#pragma GCC unroll 4
-            for (int b = 0; b < 4; b++)
-                use(8 * i + b, low.weight(first.even >> 8 * b & 255u), high.weight(second.even >> 8 * b & 255u));
-#pragma GCC unroll 4
-            for (int b = 0; b < 4; b++)
-                use(8 * i + 4 + b, low.weight(first.odd >> 8 * b & 255u), high.weight(second.odd >> 8 * b & 255u));
+            quad(8 * i, first.even, second.even), quad(8 * i + 4, first.odd, second.odd);
         }
     }
 }

@@ -203,6 +203,17 @@ void pack(const T* weight, T* panels, long N, long K, int threads) {
     });
 }
 
+// Items in one claim: about four claims for each thread, and of such sizes the one with the least for the busiest thread.
+inline long claim_size(long items, int threads) {
+    const long from = items / (4 * threads) > 1 ? items / (4 * threads) : 1;
+    long best = from, least = items + 1;
+    for (long size = from; size <= 2 * from; size += 1 + from / 8) {
+        const long claims = (items + size - 1) / size, most = (claims + threads - 1) / threads * size;
+        if (most < least) best = size, least = most;
+    }
+    return best;
+}
+
 // Every panel once for every chunk of rows: body(panel, first row, rows, where their outputs go).
 template <class F>
 void over_panels(const Product& product, float* out, long M, int threads, const F& body) {
@@ -219,7 +230,7 @@ void over_panels(const Product& product, float* out, long M, int threads, const 
         body(p, row, M - row < chunk ? M - row : chunk, to);
     };
     // Neighbouring panels in one claim: the prefetch at a panel's end is then for the thread's own next panel.
-    const long items = num_panels * num_chunks, run = items / (4 * threads) > 1 ? items / (4 * threads) : 1;
+    const long items = num_panels * num_chunks, run = claim_size(items, threads);
     parallel((items + run - 1) / run, threads, [=](long claim, int) {
         for (long item = claim * run; item < (claim + 1) * run && item < items; item++) compute(item);
     });
