@@ -60,6 +60,7 @@ def test_there_are_commands_to_check() -> None:
         "curl",
         "docker",
         "serve",
+        "vllm",
     }
     for name, page in PAGES.items():
         assert not fenced(page, ""), f"{name}: name the language, or no test reads the block"
