@@ -174,3 +174,29 @@ def test_the_public_names_are_all_there() -> None:
         assert name in dir(paceline)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         _ = paceline.Nonsense
+
+
+def names_of(module: str) -> set[str]:
+    """What a module defines or imports at its top level, and the modules of a package."""
+    path = SOURCE.parent / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found = {one.stem for one in path.glob("*")} if path.is_dir() else set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.alias(name=name, asname=other):
+                found.add(other or name)
+    return found
+
+
+@pytest.mark.parametrize("script", sorted((SOURCE.parents[1] / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_from_the_package_is_there(script: Path) -> None:
+    """Scripts for a GPU are run by no test."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.partition(".")[0] == "paceline":
+            public = set(paceline.__all__) if node.module == "paceline" else set()
+            missing = {alias.name for alias in node.names} - names_of(node.module) - public
+            assert not missing, f"{script.name}: {node.module} has no {', '.join(sorted(missing))}"
