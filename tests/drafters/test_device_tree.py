@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from paceline.draft import Draft
+from paceline.draft import INVALID, Draft
 from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.device_tree import PART, _grow, device_trees, serves
 from tests.interpreter import require_interpreter
@@ -57,6 +57,21 @@ def test_trees_are_sound_whatever_the_scores(wrong) -> None:
     draft = Draft(tokens=found, parents=parents, depth=depths, num_nodes=torch.full((3,), nodes))
     draft.validate(vocab)
     assert int(depths.max()) <= depth
+
+
+def test_a_last_token_that_is_none_reads_no_row_before_the_first() -> None:
+    """Logits of the target that are not numbers yield `INVALID`, from which a draft may be begun before it is read."""
+    generator, vocab, rank = torch.Generator().manual_seed(4), 40, 6
+    logits, rows, w1, w2 = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in
+                            ((2, 3, vocab), (51, rank), (vocab, rank), (vocab, rank)))  # fmt: skip
+    rows[0] *= 100  # what lies before the rows of tokens
+    sizes = {"nodes": 13, "beam": 4, "count": 8, "part": 16}
+    ids = torch.arange(vocab, device=DEVICE)
+    found, first = (
+        device_trees(logits, torch.tensor([token, 7], device=DEVICE), rows[1:], w1, w2, ids, **sizes)
+        for token in (INVALID, 0)
+    )
+    assert found.tolist() == first.tolist()
 
 
 def test_a_lane_without_a_node_reads_no_token(monkeypatch) -> None:

@@ -8,18 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters import packaged
 from paceline.drafters.block_tree import DEEPER, grow, lattice
 from paceline.drafters.dspark import head_rows
-from paceline.drafters.dspark_checkpoint import write
+from paceline.drafters.dspark_checkpoint import read, write
 from paceline.drafters.methods import DFLASH, DSPARK, packaged_folders
 from paceline.drafters.speculators import TargetShape
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
-from paceline.errors import InvalidParameter
+from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.kernels import kernels_for
 from paceline.models.plan import slots_of
 from paceline.models.torch_kernels import TorchKernels
@@ -337,6 +338,22 @@ def test_a_folder_of_another_method_or_target_is_refused(folders, tmp_path):
     save_tiny("llama-tied", tmp_path / "other")  # of the same sizes
     with pytest.raises(InvalidParameter, match="trained for tiny, whose embeddings are not this model's"):
         LLM(str(tmp_path / "other"), device="cpu", drafter=str(drafters[DSPARK]))
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_folder_that_drafts_tokens_the_model_does_not_have_is_refused(folders, tmp_path, token):
+    """Trees of a GPU are taken as they are: nothing later would notice."""
+    model, drafters = folders
+    config, tensors = read(drafters[DSPARK])
+    shutil.copytree(drafters[DSPARK], tmp_path / "drafter")
+    for path in (tmp_path / "drafter").glob("*.safetensors"):
+        stored = load_file(path)
+        if "d2t" in stored:
+            stored["d2t"][5] = token - 5
+            save_file(stored, path)
+    assert "d2t" in tensors
+    with pytest.raises(BrokenModel, match=f"drafts token {token}, and the vocabulary has {config.body.vocab_size}"):
+        LLM(str(model), device="cpu", drafter=str(tmp_path / "drafter"))
 
 
 def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import MASKS, W1, W2, DSparkConfig, check_target
 from paceline.drafters.tapped import TapBatch, TappedDrafter, likely_nodes
-from paceline.errors import InvalidParameter
+from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import LayerCache
@@ -118,7 +118,10 @@ class DSparkDrafter(TappedDrafter):
             raise InvalidParameter("drafter", f"{folder} was trained for {name}, whose embeddings are not this model's")
         config = replace(config, body=replace(config.body, max_positions=context.config.max_positions))
         head = context.embedding if context.config.tie_embeddings else None
-        ids = draft_ids(config, tensors).to(context.device)
+        ids, size = draft_ids(config, tensors), context.config.vocab_size
+        if len(wrong := ids[(ids < 0) | (ids >= size)]):  # trees of a GPU are not looked at again
+            raise BrokenModel(f"{folder} drafts token {int(wrong[0])}, and the vocabulary has {size}")
+        ids = ids.to(context.device)
         # On a CPU int8 products are fastest, and a drafter may round as it likes; a GPU has the target's own dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)
         kernels, dtypes = context.kernels, Dtypes.of(stored, context.device)

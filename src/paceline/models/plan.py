@@ -40,7 +40,7 @@ class DeviceTrees(NamedTuple):
 
     numbers: Ints  # (T, 4) row of `parents`, first row of the pass, number of nodes, length of the sequence
     tokens: Tensor  # (B, N) int64 on the device
-    parents: Tensor  # (B, N) int64 on the device, not checked yet
+    parents: Tensor  # (B, N) int64 on the device
     max_depth: int
 
 
