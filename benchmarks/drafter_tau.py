@@ -2,8 +2,8 @@
 
     python benchmarks/drafter_tau.py --target smollm2 --drafter W/eagle3 --answers W/answers.json --nodes 60 [--chain]
 
-The engine answers the prompts itself; greedy answers are compared with the plain ones of the file. `--chain`: an EAGLE
-drafts chains instead of trees.
+The engine answers the prompts itself; greedy answers are compared with the plain ones of the file. `--chain`: chains
+instead of trees, by EAGLE and block drafters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from common import finish
 
 from paceline import SamplingParams, build
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.engine.engine import Engine
 from paceline.outputs import SpeculationStats
@@ -29,8 +30,11 @@ def make_engine(args: argparse.Namespace, method: str) -> Engine:
     speculation = SpeculationConfig(method=method, k=args.nodes, drafter=str(args.drafter))
     drafters = build.make_drafters(loaded, speculation)
     for drafter in drafters:
+        # Before the engine binds it: it captures drafts of this width.
         if args.chain and isinstance(drafter, EagleDrafter):
-            drafter.top_k = 1  # before the engine binds it: it captures the drafts of this width
+            drafter.top_k = 1
+        elif args.chain and isinstance(drafter, DSparkDrafter):
+            drafter._beam, drafter._most = 1, drafter.depth
     config = EngineConfig(
         max_num_seqs=args.rows,
         max_num_batched_tokens=max(1024, 2 * (args.nodes + 1) * args.rows),  # drafts may have half of them
