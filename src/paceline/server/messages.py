@@ -17,8 +17,6 @@ from paceline.outputs import SpeculationStats
 class Settings(msgspec.Struct, frozen=True):
     """Everything a worker is started with; a restarted one gets the same."""
 
-    commands: str  # address of the socket that receives commands
-    events: str
     model: str
     load: dict[str, Any]  # keywords of build.load
     engine: EngineConfig
