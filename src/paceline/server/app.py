@@ -114,10 +114,9 @@ def _add_routes(app: FastAPI, state: State) -> None:
         state.metrics.up.set(state.client.down is None)
         return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    def model() -> dict[str, Any]:
         info = state.client.info
-        entry = {
+        return {
             "id": state.name,
             "object": "model",
             "created": int(state.started),
@@ -126,7 +125,15 @@ def _add_routes(app: FastAPI, state: State) -> None:
             "methods": info.get("methods", []),
             "captured": state.capture is not None,
         }
-        return _json({"object": "list", "data": [entry]})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        state.check_model(name)
+        return _json(model())
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:

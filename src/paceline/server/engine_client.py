@@ -26,6 +26,7 @@ from paceline.server.engine_process import EngineSettings as EngineSettings
 log = logging.getLogger("paceline.server")
 RESTARTS = 3  # within RESTART_WINDOW_S; after that the server stays down, and /health says why
 RESTART_WINDOW_S = 600.0
+STOPPING = "the server is shutting down"
 _PARAM_FIELDS = [each.name for each in fields(SamplingParams)]
 
 
@@ -114,12 +115,16 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the engine; open requests fail."""
-        self._closing, self.down = True, "the server is shutting down"
+        self._closing, self.down = True, STOPPING
         await asyncio.gather(*(process.stop() for process in self._processes))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail(list(self._streams.values()), self.down)
+        self.fail_open()
+
+    def fail_open(self) -> None:
+        """Requests that are not answered yet: the server stops."""
+        self._fail(list(self._streams.values()), STOPPING)
 
     # -- processes
 
