@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from paceline.errors import InvalidParameter
 from paceline.server.answers import KINDS, Generation, TimeLimit
 from paceline.server.engine_client import Stream
 from paceline.server.gate import Gate
+from paceline.server.logs import OWN, log_level, logs_json, set_up_logs
 from paceline.server.protocol import ChatRequest, CompletionRequest
 from tests.server.conftest import Server, start_server, wait_until
 
@@ -405,6 +407,20 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
             read_keys(bad)
 
 
+def test_the_engine_process_logs_as_its_server_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger(OWN)
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    for as_json in (True, False):
+        set_up_logs(as_json=as_json, text="engine: %(message)s", levels={OWN: logging.INFO})
+        assert (logs_json(), log_level()) == (as_json, logging.INFO)
+        logging.getLogger("paceline.server").info("hello")
+        written = capsys.readouterr().err
+        assert (json.loads(written)["message"] if as_json else written) == ("hello" if as_json else "engine: hello\n")
+
+
 def test_a_port_that_is_taken_is_named_once() -> None:
     with listen("127.0.0.1", 0) as taken, pytest.raises(InvalidParameter) as refused:
         listen("127.0.0.1", port := taken.getsockname()[1])
@@ -491,7 +507,7 @@ def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path)
         assert server.stop() == 0
         thread.join(30)
         assert last[0][0] == 200
-        assert json.loads(server.log[-1])["level"]
+        assert all(json.loads(line)["level"] for line in server.log)
     finally:
         server.process.kill()
 

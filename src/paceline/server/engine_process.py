@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, PacelineError
 from paceline.server import messages as m
 from paceline.server.channel import Inbox, framed
+from paceline.server.logs import log_level, logs_json
 
 STOP_S = 10.0  # for the engine to store its state
 WORKER = [sys.executable, "-m", "paceline.server.worker"]  # the number of its socket follows
@@ -52,7 +52,7 @@ class EngineProcess:
         try:
             self._transport, _ = await loop.create_unix_connection(lambda: Inbox(self._take), sock=own)
             each = self.settings
-            settings = m.Settings(each.model, each.load, each.engine, each.speculation, _log_level())
+            settings = m.Settings(each.model, each.load, each.engine, each.speculation, log_level(), logs_json())
             self._transport.write(framed(msgspec.json.encode(settings)))
             await asyncio.wait((self.gone, self._first), return_when=asyncio.FIRST_COMPLETED)
             if not self._first.done():
@@ -103,7 +103,3 @@ class EngineProcess:
     def exit(self) -> str:
         code = self._process.poll()
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-
-
-def _log_level() -> str:
-    return logging.getLevelName(logging.getLogger("paceline").getEffectiveLevel())

@@ -6,6 +6,7 @@ the engine's process is started by the HTTP process.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -21,7 +22,8 @@ class Settings(msgspec.Struct, frozen=True):
     load: dict[str, Any]  # keywords of build.load
     engine: EngineConfig
     speculation: SpeculationConfig
-    log_level: str = "WARNING"
+    log_level: int = logging.WARNING
+    log_json: bool = False
 
 
 # -- to the engine

@@ -7,12 +7,11 @@ import logging
 import math
 import signal
 import socket
-import sys
 
 import uvicorn
 
 from paceline.server.app import create_app
-from paceline.server.gate import JsonFormatter
+from paceline.server.logs import OWN, set_up_logs
 from paceline.server.state import ServerSettings, State
 
 log = logging.getLogger("paceline.server")
@@ -37,7 +36,8 @@ class Server(uvicorn.Server):
 
 
 def run(settings: ServerSettings, listener: socket.socket, *, log_json: bool = False) -> int:
-    set_up_logs(log_json)
+    levels = {OWN: logging.INFO, "uvicorn.error": logging.WARNING}
+    set_up_logs(as_json=log_json, text="%(asctime)s %(levelname)s %(message)s", levels=levels)
     return asyncio.run(_serve(settings, listener))
 
 
@@ -69,12 +69,3 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         signal.signal(number, lambda *_: None)  # uvicorn sends the signal again once it has stopped
     await Server(config, state).serve(sockets=[listener])
     return 0
-
-
-def set_up_logs(as_json: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("paceline", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if name == "paceline" else logging.WARNING)

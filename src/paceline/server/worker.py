@@ -35,6 +35,7 @@ from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.server import messages as m
 from paceline.server.channel import Channel
+from paceline.server.logs import OWN, set_up_logs
 
 log = logging.getLogger("paceline")
 GAUGES_EVERY_S = 0.25
@@ -238,7 +239,8 @@ def main() -> None:
     if message is None:
         sys.exit(1)
     settings = msgspec.json.decode(message, type=m.Settings)
-    logging.basicConfig(level=settings.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    text = "%(asctime)s %(levelname)s engine: %(message)s"
+    set_up_logs(as_json=settings.log_json, text=text, levels={OWN: settings.log_level})
     try:
         target = load(settings.model, **settings.load)
         built = build(target, settings.engine, settings.speculation)
