@@ -30,6 +30,7 @@ from paceline.models.hub import resolve
 from paceline.tokenizer import Tokenizer
 
 TICKS = os.sysconf("SC_CLK_TCK")
+DRAFTS = "drafts", "draft_tokens", "accepted_tokens"
 ORDERS = (AUTO, NONE, NONE, AUTO), (NONE, AUTO, AUTO, NONE)
 
 
@@ -69,6 +70,7 @@ def measure(server: Server, prompts: list[Prompt], clients: int, args: argparse.
 
     for mode in (AUTO, NONE):  # warm-up
         run(mode, 99, mode == AUTO, 6)
+    drafts = {name: server.metric(f"spec_decode_num_{name}_total") for name in DRAFTS}
     for block in range(args.blocks):
         began = time.perf_counter()
         if block and began + longest > until:
@@ -80,7 +82,9 @@ def measure(server: Server, prompts: list[Prompt], clients: int, args: argparse.
         longest = max(longest, time.perf_counter() - began)
     tokens = 2 * 2 * clients * args.max_tokens  # of a mode in a block
     print(f"\n{clients} clients, {len(spent['clock'][AUTO])} blocks of 4 x {tokens // 2} tokens")
-    result: dict[str, Any] = {"blocks": len(spent["clock"][AUTO])}
+    drafts = {name: server.metric(f"spec_decode_num_{name}_total") - before for name, before in drafts.items()}
+    result: dict[str, Any] = {"blocks": len(spent["clock"][AUTO]), **drafts}
+    print(", ".join(f"{name.replace('_', ' ')}: {count:.0f}" for name, count in drafts.items()))
     for how, times in spent.items():
         result[f"{how}: ms a token"] = {mode: 1e3 * statistics.median(each) / tokens for mode, each in times.items()}
         result[f"{how}: auto / none"] = ratio(times[NONE], times[AUTO])
