@@ -484,6 +484,19 @@ def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monk
     assert "rows=16" in caplog.messages[0]
 
 
+def test_a_chunk_of_a_prompt_that_goes_on_computes_no_logits_of_all_its_rows(kernels: TritonKernels) -> None:
+    """The buffer of logits would grow to the rows of a chunk, and verification is captured with the first buffer."""
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    cache = KVCache(decoder.kv_specs, num_blocks=6, block_size=16, dtype=torch.float32, device=CPU)
+    decoder.prepare(cache.layers, 16, (), [PassShape((1,))])
+    before, plan = decoder.logits_buffer, plan_of(list(range(80)), torch.arange(6, dtype=torch.int32)[None])
+    with torch.inference_mode():
+        output = decoder.forward(torch.arange(80) % 7, plan, cache.layers, torch.arange(0))
+        assert output.logits.shape[0] == 0
+        decoder.forward(torch.arange(80) % 7, plan, cache.layers, torch.tensor([79]))
+    assert decoder.logits_buffer.data_ptr() == before.data_ptr()
+
+
 def test_the_warmup_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)

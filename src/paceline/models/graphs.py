@@ -238,8 +238,9 @@ class PassGraphs:
             config = self._decoder.config
             tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
             rows, num_tiles = plan.each.shape[1], up(len(begin), TILES)
-            # Compare unpadded numbers: padded ones may be equal although not every row has logits.
-            logits = 0 if wanted == rows else up(wanted)
+            # Compare unpadded numbers: padded ones may be equal although not every row has logits. Where none is
+            # wanted, as of a prompt that goes on, one row has them: a head over all rows is slow, its buffer large.
+            logits = 0 if wanted == rows else up(max(wanted, 1))
             tiles = np.zeros((2, num_tiles), np.int32)
             tiles[0, : len(begin)], tiles[1, : len(begin)] = begin, count
             if len(self._known) == KNOWN:
