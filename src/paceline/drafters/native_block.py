@@ -1,5 +1,5 @@
-"""A block drafter's draft on a CPU in one native call (native/block_draft.h): hidden states of new positions are absorbed,
-the block is run, and trees are grown. What does not change between drafts is prepared once."""
+"""A block drafter's draft on a CPU in one native call (native/block_draft.h): new hidden states are absorbed, the block
+is run, and trees are grown. What does not change between drafts is prepared once."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ inline ivec dot(ivec acc, uvec codes, ivec x) {
 #else
     if (BITS == 8) {  // or, less 128, is a sign: two products of at most 128 by 127 fit too
         const __m256i weights = (__m256i)(codes ^ 0x80808080u);
-        return dot<7>(acc, (uvec)_mm256_abs_epi8(weights), (ivec)_mm256_sign_epi8((__m256i)x, weights));
+        acc = dot<7>(acc, (uvec)_mm256_abs_epi8(weights), (ivec)_mm256_sign_epi8((__m256i)x, weights));
+        asm("" : "+x"(acc));  // added at once: GCC would keep the products of many rows first, in memory
+        return acc;
     }
 #endif
 #if defined(__AVX512F__)
