@@ -4,6 +4,7 @@ depend on that row alone. What only a GPU can show (its rounding) is checked by 
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
 from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
-from paceline.models.triton.division import tiles_of
+from paceline.models.triton.division import NARROW, TILE, Division, tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import FastKernels, TritonKernels
 from paceline.models.warmup import PassShape
@@ -284,6 +285,16 @@ def test_where_the_work_is_cut_does_not_matter(kernels, monkeypatch, programs, w
     results.append(kernels.attention(q, state.branch(rows, [70, 5]), state.cache, 0.2, window))
     assert all(torch.equal(result, results[0]) for result in results)
     assert_close(results[0], reference_attention(q, plan, state.cache, 0.2, window))
+
+
+@pytest.mark.parametrize("tile", [NARROW, TILE, 2 * TILE])
+@pytest.mark.parametrize("longest", [64, 2600, 4096, 5200, 8192, 40_000])
+def test_no_pass_has_more_partial_results_than_its_scratch_holds(tile: int, longest: int) -> None:
+    """The scratch of a division is sized for the longest context, and a shorter one may be divided more finely."""
+    for num_tiles, path_width in itertools.product((1, 2, 3, 4, 5, 8, 16, 64), (0, 64)):
+        divided = Division.of(num_tiles, tile, path_width, 2, longest)
+        units = [divided.header(length, 1)[2] for length in range(1, longest + 1, 31)]
+        assert divided.direct or max(units) <= divided.units
 
 
 def test_tiles_are_runs_of_one_sequence_cut_to_fit() -> None:
