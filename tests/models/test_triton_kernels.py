@@ -340,6 +340,23 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
         assert_close(ours, theirs, 1e-4)
 
 
+def test_tables_of_more_sequences_than_a_bucket_was_made_for_find_room(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.models.graphs.SEQUENCES", 2)
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    cache = KVCache(decoder.kv_specs, num_blocks=24, block_size=16, dtype=torch.float32, device=CPU)
+    assert decoder.graphs is not None
+    at, placed = torch.arange(5), []
+    for width in (1, 8, 8):  # blocks of each sequence; the context has 8
+        tables = torch.arange(5 * width, dtype=torch.int32).view(5, width) % 24
+        plan = PassPlan.in_order(at, at - 20, at, tables, 16, 100)
+        placed.append(decoder.graphs.place(at, plan, cache.layers, at))
+        assert torch.equal(placed[-1].plan.block_tables[: tables.numel()], tables.flatten())
+    assert placed[1] is not placed[0]
+    assert placed[2] is placed[1]
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_rows_that_lie_side_by_side_are_staged_as_one_by_one(kernels: TritonKernels, rows: int) -> None:
     decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
