@@ -442,13 +442,15 @@ class AdaptivePolicy:
         # A drafter that had to catch up is not timed, and its step is no measure of such steps.
         whole = len(outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
         # One that reads prompts is none either: on a machine unlike the prior it would pass for a slow plain step.
-        whole &= report.rows <= report.num_sequences + sum(nodes for _, nodes, *_ in outputs.drafts.values())
-        taken = report.step_s - sum(seconds for _, seconds in report.draft_s.values())
+        whole &= report.rows <= report.num_sequences + sum([draft[1] for draft in outputs.drafts.values()])
+        taken = report.step_s - sum([seconds for _, seconds in report.draft_s.values()])
         if not (report.warm and whole and taken > 0):
             return
         if plan.drafts and plan.plain_s:
-            worth = [plan.values.get(sequence.key, 1.0) for sequence in outputs.sequences]
-            tokens = sum(len(each) * value for each, value in zip(outputs.tokens, worth, strict=True))
+            tokens = float(outputs.num_tokens)
+            if plan.values:
+                worth = [plan.values.get(sequence.key, 1.0) for sequence in outputs.sequences]
+                tokens = sum([len(each) * value for each, value in zip(outputs.tokens, worth, strict=True)])
             saved = tokens / report.num_sequences - report.step_s / plan.plain_s
             for method in drafted:
                 self._guards[method].note(report.num_sequences, max(saved, WORST))

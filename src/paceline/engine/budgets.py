@@ -174,9 +174,10 @@ def mixed(offers: SequenceOf[Offer]) -> list[Offer]:
             if row not in promise or promised[kind] > promise[row]:
                 promise[row] = promised[kind]
     method_of = {row: which for row, (_, which) in promise.items()}
-    parts = [_part(offer, [method_of[row] == which for row in offer.rows]) for which, offer in enumerate(offers)]
-    parts = [part for part in parts if part.rows]
-    return parts if len(parts) > 1 else []
+    used = set(method_of.values())
+    if len(used) < 2:
+        return []
+    return [_part(offers[which], [method_of[row] == which for row in offers[which].rows]) for which in sorted(used)]
 
 
 def _part(offer: Offer, kept: list[bool]) -> Offer:
