@@ -374,12 +374,12 @@ class UnreadVerdict:
 
 
 def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """int64 tensors of the host on a device, in one copy: a copy's overhead exceeds its transfer.
+    """int64 tensors of the host on a device, contiguous, in one copy: a copy's overhead exceeds its transfer.
 
     Each is aligned to 16 bytes: Triton compiles kernels anew for unaligned pointers.
     """
     if device.type == "cpu":
-        return list(tensors)
+        return [tensor.contiguous() for tensor in tensors]  # columns of numpy's nonzero are not
     odd = torch.zeros(1, dtype=torch.int64)
     sizes = [tensor.numel() for tensor in tensors]
     padded = (
