@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -24,186 +23,69 @@ import tempfile
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from unittest.mock import patch
 
 ROWS = (1, 4, 16, 64)
-NARROW = ("qkv", "o", "down")
+TRIED = (1, 16, 64)
 HERE = pathlib.Path(__file__).resolve()
 
 
-@dataclass(frozen=True)
-class Trial:
-    family: str  # "base", "nofence", "boxed", "direct"
-    n: int = 64
-    unroll: int = 8  # of direct: steps held in registers
-    stages: int = 4
-    warps: int = 4
-    lag: int = 1
-    early: bool = True
-    special: bool = False
-    without: str = ""
-    cache: str = ""
-    m: int = 0  # 0: as the rows need
-
-    def __str__(self) -> str:
-        """base: b, nofence: f, boxed: t (by the copy engine), special: s (with a warp of its own), direct: d."""
-        letter = {"base": "b", "nofence": "f", "boxed": "t", "direct": "d"}[self.family]
-        name = f"{'s' if self.special else letter}{self.n} {self.unroll}x{self.stages}"
-        name += f" w{self.warps}" * (self.warps != 4) + f" lag{self.lag}" * (self.lag != 1) + " late" * (not self.early)
-        return name + f" m{self.m}" * bool(self.m) + self.cache + f" -{self.without}" * bool(self.without)
+def named(ring) -> str:
+    if ring is None:
+        return "default"
+    return f"{ring.n} {ring.unroll}x{ring.stages} w{ring.warps} p{ring.programs}"
 
 
-def trials(family: str, kind: str, shape: str, rows: int) -> list[Trial]:
-    """`family`: of a process."""
-    wide, many, fp8 = shape == "gate_up", rows > 16, kind == "fp8"
-    few = rows <= 8
-    if family == "base":
-        if many:
-            return [Trial("base", 128, 2, 4), Trial("base", 64, 4, 3)][:1 if wide else 2]
-        if wide:
-            size, other = (128, 2 if fp8 else 4, 4), Trial("base", 128, 4, 4, 8, m=8 if few else 16)
-        else:
-            size, other = (64, 8, 3 if fp8 else 4), Trial("base", 64, 4, 4, m=8 if few else 16)
-        return [Trial("base", *size, m=8 if few else 16), Trial("nofence", *size), other]
-    if family == "direct":
-        if many:
-            return []
-        depth = 8 if fp8 else 16
+def trials(kind: str, shape: str, rows: int) -> list:
+    from paceline.models.triton.codes import Ring
+
+    wide, fp8 = shape == "gate_up", kind == "fp8"
+    if rows > 16:
         if wide:
             return [
-                Trial("direct", 128, depth // 2), Trial("direct", 128, depth, warps=8),
-                Trial("direct", 128, depth // 2, warps=8), Trial("direct", 256, depth // 2, warps=8),
-            ]  # fmt: skip
-        found = [Trial("direct", 64, depth), Trial("direct", 64, depth, cache=".cg"), Trial("direct", 64, depth // 2)]
-        return [*found, Trial("direct", 64, depth, without="products")] if rows == 1 else found
-    special = family == "special"
-    if many != (family == "many") and not special:
-        return []
-    if many:
-        sizes = [(64, 2, 6, 4), (64, 4, 3, 4)] if not wide else [(128, 2, 4, 8), (256, 2, 3, 8)]
-        sizes += [(128, 2, 4, 4), (128, 1, 6, 4), (64, 1, 10, 4)]
-    elif wide:
-        sizes = [(128, 4, 3, 8), (128, 2, 6, 8), (128, 2, 6, 4), (256, 4, 3, 8), (256, 2, 6, 8)]
-        sizes += [(64, 4, 3, 4)] if fp8 else [(128, 4, 4, 4), (64, 4, 4, 4), (128, 8, 3, 8)]
-    elif fp8:
-        sizes = [(64, 4, 4, 4), (64, 4, 6, 4), (64, 2, 8, 4), (64, 8, 3, 4)]
-    else:
-        sizes = [(64, 8, 4, 4), (64, 4, 6, 4), (64, 4, 8, 4), (64, 2, 12, 4), (64, 8, 3, 4)]
-    if special:
-        return [Trial("boxed", *size, special=True) for size in sizes[: 2 if many else 4]]
-    first = sizes[0]
-    if family == "ablate":
-        parts = ("expansion", "products", "both")
-        return [Trial("boxed", *first, without=part) for part in parts] if rows == 1 else []
-    found = [Trial("boxed", *size) for size in sizes]
-    if few and shape != "o":
-        found += [Trial("boxed", *first, lag=0), Trial("boxed", *first, lag=2), Trial("boxed", *first, early=False)]
-    elif many:
-        found += [Trial("boxed", *first, lag=0)]
-    if many and shape in ("gate_up", "down"):
-        found += [Trial("boxed", *first, without=part) for part in ("expansion", "products", "both")]
-    return found
-
-
-def launcher():
-    """What stands in for `launch_streamed`: `ring` may be a Trial; without one BEST has a say."""
-    import torch
-    import triton
-    from gpu_weights_trials_kernels import boxed, direct
-    from triton.experimental.gluon.language._layouts import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from paceline.models.triton import codes
-    from paceline.models.triton.codes import Ring
-    from paceline.models.triton.launch import unfused
-    from paceline.models.weights import WeightKind
-
-    plain, fences = codes.launch_streamed, {}
-
-    def without_fence():
-        if not fences:
-            from paceline.models.triton import streamed
-
-            text = pathlib.Path(streamed.__file__).read_text().replace("        fence_async_shared()", "        pass")
-            folder = pathlib.Path(tempfile.mkdtemp())
-            (folder / "streamed_nofence.py").write_text(text)
-            spec = importlib.util.spec_from_file_location("streamed_nofence", folder / "streamed_nofence.py")
-            fences["module"] = importlib.util.module_from_spec(spec)
-            sys.modules["streamed_nofence"] = fences["module"]
-            spec.loader.exec_module(fences["module"])
-        return fences["module"]
-
-    def launch(x, weight, into, ring, rotary, **options):
-        rows, k = x.shape
-        stored = weight.weight
-        n, kind = stored.shape[0], stored.kind
-        trial = ring
-        if ring is None:
-            bucket = next((count for count in ROWS if rows <= count), 0)
-            trial = BEST.get((kind.label, n, k, bucket))
-        if not isinstance(trial, Trial):
-            return plain(x, weight, into, trial, rotary, **options)
-        m = trial.m or max(8, triton.next_power_of_2(rows))
-        if trial.family in ("base", "nofence"):
-            ring = Ring(max(m, 16) if not trial.m else m, trial.n, trial.unroll, trial.stages, trial.warps)
-            if trial.family == "base":
-                return plain(x, weight, into, ring, rotary, **options)
-            kept, codes.streamed = codes.streamed, without_fence()
-            try:
-                return plain(x, weight, into, ring, rotary, **options)
-            finally:
-                codes.streamed = kept
-        gated, dim, kv_heads = options["GATED"], options["DIM"], options["KV_HEADS"]
-        segments, apart = options["SEGMENTS"], options["APART"]
-        nibbles = kind is WeightKind.INT4
-        group = k // len(stored.scales) if nibbles else 0
-        bias = x if weight.bias is None else weight.bias
-        shared = {
-            "KIND": 2 if nibbles else 0, "GROUP": group, "BM": m, "BN": trial.n, "GATED": gated, "DIM": dim,
-            "KV_HEADS": kv_heads, "BIASED": options["BIASED"], "APART": apart, "WARPS": trial.warps,
-            "OVERLAP": options["OVERLAP"], "LAG": trial.lag, "WITHOUT": trial.without, "num_warps": trial.warps,
-            **unfused(),
-        }  # fmt: skip
-        if "launch_pdl" in options:
-            shared["launch_pdl"] = options["launch_pdl"]
-        grid = (triton.cdiv(rows, m) * triton.cdiv(n, trial.n), segments if apart else 1)
-        if trial.family == "direct":
-            assert rows <= m
-            scales = stored.scales.view(torch.int32) if nibbles else stored.scales
-            direct[grid](
-                x, stored.data.view(torch.int32), scales, bias, into, rows, n, k, *(rotary or (x,) * 6),
-                DEPTH=trial.unroll, LENGTH=k // segments, CACHE=trial.cache, PIN=4 if nibbles else 2, **shared,
-            )  # fmt: skip
-            return None
-        unit = 64 if nibbles else 32
-        parts, strips = trial.unroll * (64 // unit), trial.n // 16
-        inner = n // 32 if gated else dim // 32 if kv_heads else n // 16
-        two = 2 if gated or kv_heads else 1
-        x_box = TensorDescriptor(
-            x, [k // 64, rows, 64], [64, k, 1], [trial.unroll, m, 64], NVMMASharedLayout(128, 16, 3)
+                Ring(64, 256, 2, 3, 8),
+                Ring(64, 128, 2, 3, 4, 2),
+                Ring(64, 128, 2, 4, 4, 1),
+                Ring(64, 128, 2, 3, 8, 1),
+                Ring(64, 256, 1, 5, 8),
+            ]
+        return [
+            Ring(64, 64, 2, 6, 4, 2),
+            Ring(64, 64, 4, 3),
+            Ring(64, 64, 2, 4, 4, 2),
+            Ring(64, 64, 2, 3, 4, 2),
+            Ring(64, 64, 4, 3, 4, 2),
+        ]
+    m = 8 if rows <= 8 else 16
+    if wide:
+        found = [(256, 2, 5, 8, 1), (128, 4, 3, 4, 2), (128, 2, 6, 4, 2), (128, 4, 3, 4, 3), (64, 4, 3, 4, 3)]
+        found += (
+            [(256, 4, 2, 8, 1)] if fp8 else [(256, 4, 3, 8, 1), (128, 4, 4, 4, 2), (64, 4, 4, 4, 3), (128, 8, 2, 4, 2)]
         )
-        code_box = TensorDescriptor(
-            stored.data.view(torch.int8), [k // unit, n // 16 // inner, inner, 4, 128],
-            [512, inner * (k // unit) * 512, k // unit * 512, 128, 1], [parts, two, strips // two, 4, 128],
-            NVMMASharedLayout(128, 8, 5),
-        )  # fmt: skip
-        scale_box = stored.scales
-        if nibbles:
-            scale_box = TensorDescriptor(
-                stored.scales, [k // group, n // 16 // inner, inner, 2, 8], [n, inner * 16, 16, 8, 1],
-                [max(trial.unroll * 64 // group, 1), two, strips // two, 2, 8], NVMMASharedLayout(0, 16, 5),
-            )  # fmt: skip
-        boxed[grid](
-            x_box, code_box, scale_box, stored.scales, bias, into, rows, n, k, *(rotary or (x,) * 6),
-            UNROLL=trial.unroll, STAGES=trial.stages, SEGMENTS=segments, EARLY=trial.early, SPECIAL=trial.special,
-            **shared,
-        )  # fmt: skip
-        return None
+    elif fp8:
+        found = [
+            (64, 4, 4, 4, 1),
+            (64, 4, 4, 4, 2),
+            (64, 4, 5, 4, 2),
+            (64, 2, 8, 4, 2),
+            (64, 8, 2, 4, 2),
+            (64, 8, 3, 4, 1),
+        ]
+        found += [(64, 4, 3, 4, 3)]
+    else:
+        found = [
+            (64, 8, 4, 4, 1),
+            (64, 8, 4, 4, 2),
+            (64, 4, 6, 4, 2),
+            (64, 4, 8, 4, 2),
+            (64, 8, 3, 4, 2),
+            (64, 8, 2, 4, 3),
+        ]
+        found += [(64, 4, 6, 4, 1)]
+    return [Ring(m, *each) for each in found]
 
-    return launch
 
-
-BEST: dict[tuple[str, int, int, int], Trial] = {}
+BEST: dict = {}
 
 
 @contextlib.contextmanager
@@ -228,13 +110,11 @@ def child(family: str, kind: str, folder: pathlib.Path) -> None:
     import torch
     from gpu_weights import LINEARS, SIZE, made, uses
 
-    from paceline.models.triton import linear as products
     from paceline.models.triton.linear import linear
     from paceline.models.triton.parallel_compile import parallel_compile
     from paceline.models.triton_kernels import TritonKernels
     from paceline.models.weights import Linear
 
-    products.launch_streamed = launcher()
     torch.manual_seed(0)
     before = [row for row in lines_of(folder) if row.get("family") == family and row["kind"] == kind]
     finished = {row["finished"] for row in before if "finished" in row}
@@ -254,7 +134,7 @@ def child(family: str, kind: str, folder: pathlib.Path) -> None:
         kernels, work = TritonKernels(device), []
         if work == []:
             for shape, (n, k) in LINEARS.items():
-                if shape in finished:
+                if shape != family or shape in finished:
                     continue
                 first = kernels.pack(made(kind, n, k)).weight
                 copies = math.ceil(200e6 / first.nbytes)
@@ -264,18 +144,18 @@ def child(family: str, kind: str, folder: pathlib.Path) -> None:
                     several.append(type(first)(first.kind, data, first.shape, first.scales.clone(), None, None))
                 weights = [Linear(each, None) for each in several]
                 x = torch.randn(64, k, device=device).to(torch.bfloat16)
-                for rows in ROWS:
+                for rows in TRIED:
                     use = dict(uses(LINEARS, SIZE.head_dim, SIZE.kv_heads, rows))[shape]
                     given = x[:rows].contiguous()
-                    ways = [None] if family == "base" else []
-                    for trial in [*ways, *trials(family, kind, shape, rows)]:
-                        if f"{shape}|{rows}|{trial or 'default'}" in crashed:
+                    for trial in [None, *trials(kind, shape, rows)]:
+                        if f"{shape}|{rows}|{named(trial)}" in crashed:
                             continue
 
                         def run(each, trial=trial, given=given, use=use):
                             return linear(given, each, **use, in_segments=True, ring=trial)
 
                         work.append((shape, rows, trial, run, weights, use))
+
         def outputs(run, weight, use) -> list:
             if "rotary" not in use:
                 return [run(weight).clone()]
@@ -285,26 +165,25 @@ def child(family: str, kind: str, folder: pathlib.Path) -> None:
             return [run(weight).clone(), *(cache.clone() for cache in caches)]
 
         failed = 0
-        for now in ("down", "qkv", "gate_up", "o"):
+        for now in (family,):
             expected, graphs = {}, {}
             try:
                 with parallel_compile():
                     for shape, _, _, run, weights, _ in work:
                         if shape == now:
                             run(weights[0])
-                            run(weights[0], trial=None)
             except Exception as problem:  # compiled again, one at a time, below
                 tell(note=f"together: {str(problem)[-200:]}")
             for at, (shape, rows, trial, run, weights, use) in enumerate(work):
                 if shape != now:
                     continue
-                name = str(trial or "default")
+                name = named(trial)
                 tell(trying=f"{shape}|{rows}|{name}")
                 try:
                     with gpu(folder):
                         if (shape, rows) not in expected:
-                            default = lambda each, run=run: run(each, trial=None)  # noqa: E731
-                            expected[shape, rows] = outputs(default, weights[1], use)
+                            with patch("paceline.models.triton.linear.streams", lambda *_: False):  # expanded
+                                expected[shape, rows] = outputs(run, weights[1], use)
                         got = outputs(run, weights[1], use)
                         torch.cuda.synchronize()
                         same = all(map(torch.equal, got, expected[shape, rows]))
@@ -334,21 +213,11 @@ def child(family: str, kind: str, folder: pathlib.Path) -> None:
                 shape, rows, trial, _, weights, _ = work[at]
                 us = statistics.median(times[at])
                 tell(
-                    shape=shape, rows=rows, trial=str(trial or "default"), us=us, same=same, least=min(times[at]),
+                    shape=shape, rows=rows, trial=named(trial), us=us, same=same, least=min(times[at]),
                     gbs=1e-3 * weights[0].nbytes / us, fields=None if trial is None else trial.__dict__,
                 )  # fmt: skip
             if graphs:
                 tell(finished=now)
-        if family == "base" and kind == "int4":  # would the other tensor core instruction give the same bits?
-            from paceline.models.triton.linear import Tile
-
-            n, k = LINEARS["o"]
-            plain = kernels.pack(torch.randn(n, k, device=device).to(torch.bfloat16))
-            x = torch.randn(16, k, device=device).to(torch.bfloat16)
-            with gpu(folder):
-                ours = linear(x, plain, in_segments=True)
-                other = linear(x, plain, in_segments=True, tile=Tile(16, 64, 128, 4, 3))
-                tell(note=f"mma.sync has wgmma's bits: {torch.equal(ours, other)}")
     tell(note=f"done after {time.perf_counter() - started:.0f} s, {failed} failed")
 
 
@@ -361,7 +230,8 @@ def passes(kind: str, folder: pathlib.Path) -> None:
     from paceline.models.decoder import Decoder
     from paceline.models.graphs import PassGraphs
     from paceline.models.kernels import kernels_for
-    from paceline.models.triton import linear as products
+    from paceline.models.triton import codes
+    from paceline.models.triton.codes import Ring
     from paceline.models.weights import Dtypes
 
     device, started = torch.device("cuda"), time.perf_counter()
@@ -391,9 +261,16 @@ def passes(kind: str, folder: pathlib.Path) -> None:
         while not (folder / "best.json").exists():
             time.sleep(0.2)
         for key, fields in json.loads((folder / "best.json").read_text()).items():
-            label, n, k, rows = key.split()
-            BEST[label, int(n), int(k), int(rows)] = Trial(**fields)
-        products.launch_streamed = launcher()
+            _, n, k, rows = key.split()
+            BEST[int(n), int(k), int(rows)] = Ring(**fields)
+        plain = codes.ring_for
+
+        def best(rows, n, k, kind, group):
+            bucket = next((count for count in TRIED if rows <= max(count, 8)), 0)
+            found = BEST.get((n, k if n != 4096 else 2 * k, bucket))
+            return found or plain(rows, n, k, kind, group)
+
+        codes.ring_for = best
         graphs = {"default": decoder.graphs, "best": PassGraphs(decoder)}
         decoder.graphs = graphs["best"]
         with gpu(folder):
@@ -439,14 +316,13 @@ def show(rows: list[dict], kinds: list[str]) -> dict[str, dict]:
                 mark = "" if row.get("same") else "!" if row["us"] else ""
                 text = f"{row['us']:.1f}{mark}" if row["us"] else "fail"
                 cells.setdefault(row["trial"], {})[row["rows"]] = text
-            print(f"{kind} {shape} {n} x {k}; us at {ROWS} rows; !: other bits")
+            print(f"{kind} {shape} {n} x {k}; us at {TRIED} rows; !: other bits")
             order = sorted(cells, key=lambda name: (name != "default", min(
                 (row["us"] or 1e9 for row in here if row["trial"] == name), default=1e9)))  # fmt: skip
             for name in order:
-                print(f"  {name:<22}" + "".join(f"{cells[name].get(count, '.'):>7}" for count in ROWS))
-            for count in ROWS:
+                print(f"  {name:<22}" + "".join(f"{cells[name].get(count, '.'):>7}" for count in TRIED))
+            for count in TRIED:
                 fit = [row for row in here if row["rows"] == count and row.get("same") and row["us"]]
-                fit = [row for row in fit if row["fields"] is None or row["fields"]["family"] != "nofence"]
                 winner = min(fit, key=lambda row: row["us"], default=None)
                 if winner is not None and winner["fields"] is not None:
                     best[f"{kind} {n} {k} {count}"] = winner["fields"]
@@ -457,7 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=140)
     parser.add_argument("--kinds", nargs="+", default=["int4", "fp8"])
-    parser.add_argument("--families", nargs="+", default=["base", "boxed", "many", "ablate", "special", "direct"])
+    parser.add_argument("--families", nargs="+", default=["qkv", "o", "gate_up", "down"])
     parser.add_argument("--child", nargs=3)
     args = parser.parse_args()
     sys.path.insert(0, str(HERE.parent))
@@ -487,7 +363,7 @@ def main() -> None:
 
     def wait_for(which, until: float) -> None:
         while time.perf_counter() - started < until and any(
-            children[name].poll() is None or children[name].poll() and again[name] < 3 for name in which
+            children[name].poll() is None or (children[name].poll() and again[name] < 3) for name in which
         ):
             for name in which:
                 if children[name].poll() and again[name] < 3:  # without the variant that ended it
@@ -504,7 +380,7 @@ def main() -> None:
     best = show(lines_of(folder), args.kinds[::-1])  # the first kind is nearest to the end
     (folder / "best.part").write_text(json.dumps(best))
     (folder / "best.part").rename(folder / "best.json")
-    print("best:", {key: str(Trial(**fields)) for key, fields in best.items()}, flush=True)
+    print("best:", {key: named(argparse.Namespace(**fields)) for key, fields in best.items()}, flush=True)
     wait_for([name for name in children if name[0] == "passes"], args.seconds)
     for process in children.values():
         if process.poll() is None:

@@ -28,11 +28,14 @@ FORMS = [  # kind, what is beside scales, group, dtype of scales, shape
     ("fp8", "none", 192, torch.float32, (64, 4096)),  # in two segments
     ("int8", "none", 64, BF16, (192, 192)),
     ("int8", "offsets", 32, torch.float16, (192, 192)),
+    ("int8", "zeros", 1024, BF16, (80, 1024)),  # a scale a row; strips that do not fill a tile
     ("int4", "none", 64, BF16, (192, 192)),
+    ("int4", "none", 128, BF16, (224, 1536)),  # more stages than the ring has
+    ("int4", "none", 192, BF16, (192, 384)),  # groups that a stage of 128 columns would not divide
     ("int4", "zeros", 32, torch.float16, (64, 4096)),
     ("int4", "offsets", 32, torch.float32, (192, 192)),
 ]
-ROWS = (1, 40, 130, 300)  # one for each choice of tiles
+ROWS = (1, 9, 17, 40, 130, 300)  # one for each choice of tiles
 
 
 def coded(kind: str, n: int, k: int, group: int, shift: str, dtype: torch.dtype, seed: int = 0) -> StoredWeight:
@@ -71,6 +74,40 @@ def test_a_product_with_codes_has_the_bits_of_the_expanded_weight_in_any_pass(ki
     sums = uses(x, kernels.pack(weight.data.to(BF16)))[1]
     tolerance = 1e-5 * float(sums.abs().max())
     torch.testing.assert_close(every[1], sums * weight.scales[:, 0] + bias.float(), rtol=1e-6, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_heads_of_any_size_are_rotated_as_with_the_expanded_weight(kind, dim):
+    from paceline.models.triton.linear import Rotary, linear
+
+    heads, kv_heads, k, rows = 3, 1, 256, 17
+    n = (heads + 2 * kv_heads) * dim
+    kernels, angles = kernels_for(DEVICE), torch.rand(64, dim // 2, device=DEVICE)
+    packed = kernels.pack(coded(kind, n, k, 64, "none", BF16), torch.randn(n, device=DEVICE).to(BF16))
+    x = torch.randn(rows, k, device=DEVICE).to(BF16)
+    order = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+
+    def run() -> list[Tensor]:
+        caches = [torch.zeros(rows, kv_heads, dim, device=DEVICE, dtype=BF16) for _ in "kv"]
+        slots = torch.where(order % 5 == 4, -1, order)
+        return [linear(x, packed, rotary=Rotary(order * 3, slots, angles.cos(), angles.sin(), *caches)), *caches]
+
+    found = run()
+    with mock.patch("paceline.models.triton.linear.streams", return_value=False):
+        expected = run()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_large_scales_are_multiplied_exactly():
+    kernels = kernels_for(DEVICE)
+    weight = coded("int4", 64, 256, 64, "none", BF16)
+    assert weight.scales is not None
+    weight = replace(weight, scales=weight.scales + 3.0)
+    x = torch.randn(5, 256, device=DEVICE).to(BF16)
+    packed, plain = kernels.pack(weight), kernels.pack(weight.numbers().to(BF16))
+    for given, expected in zip(uses(x, packed), uses(x, plain), strict=True):
+        assert torch.equal(given, expected)
 
 
 def logits(decoder: Decoder, tokens: list[int], chunks: list[int]) -> Tensor:

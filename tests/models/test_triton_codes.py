@@ -4,6 +4,7 @@ have the bits of products with the weights expanded beforehand. `streamed` needs
 
 from __future__ import annotations
 
+import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -123,11 +124,13 @@ def test_blocks_as_codes_are_the_same_numbers(kernels: TritonKernels, kind: Weig
 @pytest.mark.parametrize("kind", [WeightKind.FP8, WeightKind.INT8, WeightKind.INT4])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 7168), (192, 192), (576, 64)])
 def test_a_ring_divides_the_columns_and_is_one_for_rows_that_are_captured_alike(kind, n, k) -> None:
-    for rows in range(1, MOST_ROWS + 1):
-        ring = ring_for(rows, n, k, kind)
-        assert k % (64 * ring.unroll) == 0
+    for rows, group in itertools.product(range(1, MOST_ROWS + 1), (0,) if kind is WeightKind.FP8 else (32, 64, k)):
+        ring = ring_for(rows, n, k, kind, group)
+        columns = 64 * ring.unroll
+        assert k % columns == 0
+        assert group == 0 or columns % group == 0 or group % columns == 0
         assert ring.n % (16 * ring.warps) == 0
-        assert ring == ring_for(alike(rows), n, k, kind)
+        assert ring == ring_for(alike(rows), n, k, kind, group)
 
 
 def test_passes_with_codes_grow_sooner_with_their_rows() -> None:
