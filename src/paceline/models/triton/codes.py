@@ -45,12 +45,11 @@ class Ring:
     unroll: int  # steps of 64 columns in a stage
     stages: int
     warps: int = 4  # that expand and multiply
-    programs: int = 1  # that registers must suffice for on a multiprocessor
 
     @property
     def registers(self) -> int:
         """For each thread; four warps' worth are set aside for the one that copies."""
-        return min(65536 // (32 * (self.warps + 4) * self.programs) // 8 * 8, 248)
+        return min(65536 // (32 * (self.warps + 4)) // 8 * 8, 248)
 
 
 def fits(parts: Sequence[StoredWeight]) -> bool:
@@ -161,7 +160,7 @@ def ring_for(rows: int, n: int, k: int, kind: WeightKind, group: int = 0) -> Rin
         else:  # one program a multiprocessor, whose turns must be long
             ring = Ring(m, 64, 8, 4) if nibbles else Ring(m, 64, 4, 4)
     elif m <= 64:
-        ring = Ring(m, 256, 2, 3, 8) if wide else Ring(m, 64, 2, 6)
+        ring = Ring(m, 256, 2, 3, 8) if wide else Ring(m, 64, 4, 3) if nibbles else Ring(m, 64, 2, 6)
     else:
         ring = Ring(m, 128 if wide else 64, 2, 3)
     return replace(ring, unroll=_divisor(ring.unroll, k, group))
@@ -185,8 +184,9 @@ def launch_streamed(
     segments, gated, dim = options["SEGMENTS"], options["GATED"], options["DIM"]
     _, codes = arguments(weight.weight)
     ring = ring or ring_for(rows, n, k // segments, weight.weight.kind, codes["GROUP"])
-    if dim > 1:  # a tile does not leave its head
-        ring = replace(ring, n=max(min(ring.n, int(triton.next_power_of_2(dim))), 16 * ring.warps))
+    if dim > 1:  # a tile does not leave its head, and with many rows registers must suffice to rotate its sums
+        most = int(triton.next_power_of_2(dim)) if ring.m <= 64 else 64
+        ring = replace(ring, n=max(min(ring.n, most), 16 * ring.warps))
         tiles = n // dim * triton.cdiv(dim, ring.n)
     else:
         tiles = triton.cdiv(n, ring.n)
