@@ -29,9 +29,10 @@ from paceline.training.batch import DeviceRows
 from paceline.training.data import draft_vocabulary
 from paceline.training.dspark import DSparkOptions, DSparkTrainee
 from paceline.training.loop import Loop, LoopConfig
-from paceline.training.rows import RowSampler, held_out, packed
+from paceline.training.rows import Rows, RowSampler, held_out, packed
 from paceline.training.run import HELD_OUT
 from paceline.training.store import Sequences, TokenStore
+from paceline.training.trainees import Answers
 from paceline.training.walk import tau, walk
 
 GENERAL, DOMAIN = "synthetic", "gsm8k_train"
@@ -76,14 +77,52 @@ def perplexity(trainee: DSparkTrainee, parameters: Mapping[str, torch.Tensor], r
     return math.exp(total / weight)
 
 
+def short_training(trainee: DSparkTrainee, rows: Rows, weights: Mapping[int, float], args: argparse.Namespace) -> Loop:
+    """`args.steps` steps of `args.rows` rows each, from the trainee's parameters on; weights are by source."""
+    config = LoopConfig(
+        rows=args.rows,
+        steps=args.steps,
+        lr=args.lr,
+        warmup=min(100, args.steps // 4),
+        ema=0.99,
+        optimizer="muon",
+        log_s=1e9,
+        save_s=1e9,
+    )
+    target, sampler = trainee.target, RowSampler(rows.source, weights, 0)
+    device_rows, folder = DeviceRows.of(rows, target.device), args.work / "questions"
+    loop = Loop(trainee, target, device_rows, sampler, config, folder, report=lambda _: None)
+    loop.run()
+    return loop
+
+
+def walked(
+    trainee: DSparkTrainee, parameters: Mapping[str, torch.Tensor], name: str, answers: Answers
+) -> dict[str, float]:
+    """τ of each shape over a set of answers."""
+    return {
+        f"{name}, {shape}": tau(walk(trainee, answers, nodes, chain=chain, parameters=parameters))
+        for shape, (nodes, chain) in SHAPES.items()
+    }
+
+
+def chosen_answers(args: argparse.Namespace) -> dict[str, Answers]:
+    return {
+        name: [(prompt, text) for prompt, text in each[: args.limit]]
+        for name, each in json.loads((args.work / ANSWERS).read_text()).items()
+        if args.sets is None or name in args.sets
+    }
+
+
 def rank_correlation(first: list[float], second: list[float]) -> float:
     """Spearman's, of figures without ties."""
     ranks = [np.argsort(np.argsort(each)) for each in (first, second)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def common_options(description: str | None) -> argparse.ArgumentParser:
+    """What scripts of short trainings have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--device", default="auto")
@@ -91,11 +130,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of each training")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seconds", type=float, default=1e9, help="no training begins after this long")
     parser.add_argument("--limit", type=int, default=80, help="answers of each set that are walked")
     parser.add_argument("--sets", nargs="+", help='of answers, as "mt_bench T 0.7"; all of them if unset')
+    return parser
+
+
+def main() -> None:
+    parser = common_options(__doc__)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no training begins after this long")
     args = parser.parse_args()
     began = time.perf_counter()
     target = opened(args, Costs())
@@ -105,11 +149,7 @@ def main() -> None:
     vocabulary = torch.from_numpy(
         draft_vocabulary(learnt, 16_384, target.config.vocab_size, target.config.eos_token_ids)
     )
-    answers = {
-        name: [(prompt, text) for prompt, text in each[: args.limit]]
-        for name, each in json.loads((args.work / ANSWERS).read_text()).items()
-        if args.sets is None or name in args.sets
-    }
+    answers = chosen_answers(args)
     measured = {
         name: DeviceRows.of(packed(Sequences.of(each, target.config.vocab_size), args.length), target.device)
         for name, each in answers.items()
@@ -134,27 +174,8 @@ def main() -> None:
         with torch.no_grad():
             for name, one in trainee.parameters.items():
                 one.copy_(given[name])
-        config = LoopConfig(
-            rows=args.rows,
-            steps=args.steps,
-            lr=args.lr,
-            warmup=min(100, args.steps // 4),
-            ema=0.99,
-            optimizer="muon",
-            log_s=1e9,
-            save_s=1e9,
-        )
-        loop = Loop(
-            trainee,
-            target,
-            DeviceRows.of(rows, target.device),
-            RowSampler(rows.source, weights, 0),
-            config,
-            args.work / "questions",
-            report=lambda _: None,
-        )
         started = time.perf_counter()
-        loop.run()
+        loop = short_training(trainee, rows, weights, args)
         row: dict[str, Any] = {
             "training": training.name,
             "answer_tokens": int(chosen.answer.sum()),
@@ -164,8 +185,7 @@ def main() -> None:
         parameters = {name: one.clone() for name, one in loop.averaged().items()}
         ended[training.name] = parameters
         for name, each in answers.items():
-            for shape, (nodes, chain) in SHAPES.items():
-                row[f"{name}, {shape}"] = tau(walk(trainee, each, nodes, chain=chain, parameters=parameters))
+            row |= walked(trainee, parameters, name, each)
             row[f"{name}, perplexity"] = perplexity(trainee, parameters, measured[name])
         results.append(row)
         say("  ".join(f"{key} {one:.3f}" if isinstance(one, float) else f"{key} {one}" for key, one in row.items()))

@@ -2,7 +2,8 @@
 
     python benchmarks/drafter_tau.py --target smollm2 --drafter W/eagle3 --answers W/answers.json --nodes 60 [--chain]
 
-The engine answers the prompts itself. `--chain`: an EAGLE drafts chains instead of trees.
+The engine answers the prompts itself; greedy answers are compared with the plain ones of the file. `--chain`: chains
+instead of trees, by EAGLE and block drafters.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from common import finish
 
 from paceline import SamplingParams, build
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.engine.engine import Engine
 from paceline.outputs import SpeculationStats
@@ -28,8 +30,11 @@ def make_engine(args: argparse.Namespace, method: str) -> Engine:
     speculation = SpeculationConfig(method=method, k=args.nodes, drafter=str(args.drafter))
     drafters = build.make_drafters(loaded, speculation)
     for drafter in drafters:
+        # Before the engine binds it: it captures drafts of this width.
         if args.chain and isinstance(drafter, EagleDrafter):
-            drafter.top_k = 1  # before the engine binds it: it captures the drafts of this width
+            drafter.top_k = 1
+        elif args.chain and isinstance(drafter, DSparkDrafter):
+            drafter._beam, drafter._most = 1, drafter.depth
     config = EngineConfig(
         max_num_seqs=args.rows,
         max_num_batched_tokens=max(1024, 2 * (args.nodes + 1) * args.rows),  # drafts may have half of them
@@ -39,7 +44,10 @@ def make_engine(args: argparse.Namespace, method: str) -> Engine:
     return build.make_engine(loaded, config, drafters, build.make_policy(loaded, drafters, speculation))
 
 
-def measured(engine: Engine, prompts: list[list[int]], way: dict[str, Any], temperature: float, tokens: int) -> Any:
+def measured(
+    engine: Engine, prompts: list[list[int]], way: dict[str, Any], temperature: float, tokens: int
+) -> tuple[SpeculationStats, list[list[int]]]:
+    """What drafting did, and the answers."""
     seed = 7 if temperature else None
     given = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=seed, max_tokens=tokens, speculation=way)
     params, sequences, total = given.resolve({}), [], SpeculationStats()
@@ -49,7 +57,7 @@ def measured(engine: Engine, prompts: list[list[int]], way: dict[str, Any], temp
         engine.step()
     for one in sequences:
         total.merge(one.stats)
-    return total
+    return total, [one.output_tokens for one in sequences]
 
 
 def main() -> None:
@@ -72,11 +80,16 @@ def main() -> None:
     for name, answers in json.loads(args.answers.read_text()).items():
         temperature = float(name.rpartition(" T ")[2])
         prompts = [prompt for prompt, _ in answers[: args.limit]]
-        stats = measured(engine, prompts, {"method": method, "k": args.nodes}, temperature, args.max_tokens)
+        way = {"method": method, "k": args.nodes}
+        stats, given = measured(engine, prompts, way, temperature, args.max_tokens)
         found[name] = stats.mean_acceptance_length
         shares = [round(each / stats.num_drafts, 3) for each in stats.accepted_per_position]
         each = 1 + stats.num_accepted_tokens / stats.num_drafts
         print(f"{name}: τ {found[name]:.2f}, {each:.2f} a drafted pass, accepted to each depth {shares}", flush=True)
+        if not temperature:
+            plain = [answer[: args.max_tokens] for _, answer in answers[: args.limit]]
+            same = sum(one == other for one, other in zip(given, plain, strict=True))
+            print(f"{name}: {same} of {len(plain)} answers are the plain ones", flush=True)
     finish("drafter_tau", {"method": method, "nodes": args.nodes, "chain": args.chain, "tau": found})
 
 

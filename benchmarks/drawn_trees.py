@@ -184,6 +184,7 @@ class Way:
             "cpu_ms_a_token": 1e3 * self.cpu_s / self.tokens,
             "cpu_ms_a_pass": 1e3 * self.cpu_s / self.passes,
             "tokens": self.tokens,
+            "passes": self.passes,
             "failures": self.engine.drafters.failures,
         }
 
@@ -197,11 +198,13 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--nodes", type=int, nargs="*", default=[7, 15], help="none: the policy decides")
+    parser.add_argument("--part", type=int, nargs=2, default=[0, 1], help="of the prompts: the third of ten is 2 10")
+    parser.add_argument("--threads", type=int)
     args = parser.parse_args()
-    target = build.load(args.model, device="cpu")
+    target = build.load(args.model, device="cpu", threads=args.threads)
     lines = [json.loads(line) for line in Path(args.prompts).read_text().splitlines() if line.strip()]
     texts = [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
-    texts = texts[:: max(1, len(texts) // args.count)][: args.count]
+    texts = texts[:: max(1, len(texts) // args.count)][: args.count][args.part[0] :: args.part[1]]
     params = SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=0, max_tokens=args.max_tokens)
     results: dict[str, dict[str, Any]] = {}
     for nodes in args.nodes or [None]:

@@ -59,7 +59,7 @@ from paceline.engine.engine import Engine
 from paceline.models.hub import cache_home, resolve
 
 MODES = (AUTO, NONE)
-NEEDED = ("zmq", "msgspec", "fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("msgspec", "fastapi", "uvicorn", "prometheus_client")
 VLLM_START_S = 240.0
 PARTNER = {f"server {AUTO}": f"engine {NONE}", f"server {NONE}": f"engine {AUTO}"}  # arms with the same jobs
 AGAIN = f"engine {NONE} again"

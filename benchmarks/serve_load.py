@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import timed
 from serve_client import Answer, Server, ask, percentiles
 
 from paceline import SamplingParams
@@ -21,6 +20,9 @@ from paceline.engine.engine import Engine
 
 TEMPERATURE = 0.8
 OWN_TOKENS = 3  # that a prompt begins with
+ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, temperature=TEMPERATURE, seed=1, speculation=NONE).resolve(
+    {}
+)
 Prompt = tuple[int, ...]
 
 
@@ -165,14 +167,35 @@ def latencies(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def full_pass_s(engine: Engine, length: int, rounds: int = 5) -> float:
-    """Seconds of the longest step that reads a part of such a prompt: the last full one."""
+    """Seconds of the longest pass that reads a part of such a prompt, which is the last full one: the longest time
+    between two tokens of one sequence that decodes beside it. (A step that samples nothing waits for no device.)"""
     noise, longest = random.Random(7), []
-    params = SamplingParams(max_tokens=1, temperature=0, speculation=NONE).resolve({})
+    reads = SamplingParams(max_tokens=1, temperature=0, speculation=NONE).resolve({})
     for at in range(rounds):
-        engine.add_request(f"full-{at}", list(random_prompt(length, noise)), params)
-        times = [timed(engine.step) for _ in iter(lambda: engine.has_work, False)]
-        longest.append(max(times))
+        (beside,) = engine.add_request(f"beside-{at}", list(random_prompt(8, noise)), ENDLESS)
+        while len(beside.tokens) < 12:
+            engine.step()
+        (reading,) = engine.add_request(f"full-{at}", list(random_prompt(length, noise)), reads)
+        times = []
+        while not reading.finished:
+            engine.step()
+            times.append(time.perf_counter())
+        engine.cancel(f"beside-{at}")
+        longest.append(max(late - early for early, late in itertools.pairwise(times)))
     return statistics.median(longest[1:])
+
+
+def plain_step_s(engine: Engine, clients: int) -> float:
+    """Seconds of a step in which so many sequences decode."""
+    noise, times = random.Random(8), []
+    for at in range(clients):
+        (last,) = engine.add_request(f"plain-{at}", list(random_prompt(8, noise)), ENDLESS)
+    while len(last.tokens) < 64:
+        engine.step()
+        times.append(time.perf_counter())
+    for at in range(clients):
+        engine.cancel(f"plain-{at}")
+    return statistics.median(late - early for early, late in itertools.pairwise(times))
 
 
 def show_head(clients: int, what: str = "") -> None:

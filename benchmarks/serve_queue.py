@@ -6,7 +6,8 @@
 
 Tokens per second through `EngineClient` over those of the same engine stepped in this process, plainly, on the same
 seeded jobs, whose tokens must be equal. Then times between the deliveries of one answer while long prompts arrive,
-beside the time of a full pass and of a plain step. The engine's process makes the yardstick itself.
+beside the time of a full pass at the end of such a prompt and of a plain step, and what the longest passes of the
+engine alone were. The engine's process makes the yardstick itself. Of what serving needs only msgspec is used.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from serve_load import (
     full_pass_s,
     latencies,
     make_jobs,
+    plain_step_s,
     random_prompt,
     show_head,
     show_line,
@@ -93,6 +95,52 @@ def over_queue(client: EngineClient) -> Send:
     return send
 
 
+class PassLog:
+    """What the passes of an engine were, by the time between two that were read."""
+
+    def __init__(self, engine: Any) -> None:
+        self.passes: list[dict[str, Any]] = []
+        self._engine, self._observe, self._last = engine, engine._observe, 0.0
+        engine._observe = self._note
+
+    def _note(self, flight: Any, *rest: Any) -> Any:
+        now, batch = time.perf_counter(), flight.batch
+        about = {"ms": 1e3 * (now - self._last), "rows": flight.layout.tokens.shape[0], "sequences": len(batch)}
+        about |= {"chunk": int(batch.count.max()), "context": int((batch.first + batch.count).max())}
+        if (batch.count == 1).any():  # else nobody waits between two tokens
+            self.passes.append({**about, "ahead": flight.ahead, "warm": flight.warm})
+        self._last = now
+        return self._observe(flight, *rest)
+
+    def show(self, clients: int) -> dict[str, Any]:
+        """The longest, and medians by size of full passes and of plain ones with all sequences."""
+        known = self.passes
+        for each in sorted(known, key=lambda one: -one["ms"])[:12]:
+            print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in each.items()), flush=True)
+        most = max(each["rows"] for each in known)
+        full = [each for each in known if each["rows"] == most]
+        late = max(each["context"] for each in full)
+        parts = {
+            "full": full,
+            "full, first half of the prompt": [each for each in full if each["context"] <= late / 2],
+            "full, second half": [each for each in full if each["context"] > late / 2],
+            "plain": [each for each in known if each["chunk"] == 1 and each["sequences"] > clients * 3 / 4],
+            "not launched ahead": [each for each in known if not each["ahead"]],
+            "not captured": [each for each in known if not each["warm"]],
+        }
+        found = {}
+        for name, some in parts.items():
+            times = sorted(each["ms"] for each in some)
+            found[name] = {"passes": len(some), "median_ms": statistics.median(times) if some else None}
+            if some:
+                print(f"  {name}: {len(some)} passes, median {statistics.median(times):.2f} ms, most {times[-1]:.2f}")
+        return found
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace, engine: Any, send: Send) -> None:
         self.args, self.engine, self.send = args, engine, send
@@ -106,7 +154,7 @@ class Bench:
         return await served_by(jobs, clients, self.send), alone(self.engine, jobs, NONE, clients)
 
     async def level(self, clients: int, **given: Any) -> dict[str, Any]:
-        await self.pair(clients, 99, count=clients + 4)  # warm-up
+        await self.pair(clients, 99, **{**given, "count": clients + 4})  # warm-up
         pairs = [await self.pair(clients, 0, **given)]
         while len(pairs) < self.args.rounds and time.perf_counter() < self.until:
             pairs.append(await self.pair(clients, len(pairs), **given))
@@ -129,15 +177,20 @@ class Bench:
     async def long(self, clients: int) -> dict[str, Any]:
         """Times between deliveries while long prompts arrive, over a full pass and over a plain step."""
         full = full_pass_s(self.engine, self.args.long)
-        _, calm = await self.pair(clients, 50)
-        step = latencies([calm])["inter_token"]["p50"]
+        step = plain_step_s(self.engine, clients)
+        log, late = PassLog(self.engine), self.engine.runner.captured_late
         found = await self.level(clients, long=self.args.long, count=6 * clients)
-        worst = found["queue"]["inter_token"]["p99"]
-        found |= {"full_pass_s": full, "plain_step_s": step, "p99_over_full_pass_s": worst - full}
-        found["p99_in_plain_steps"] = worst / step
-        times = [f"{1e3 * each:.2f} ms" for each in (worst, full, step)]
-        print(f"p99 inter-token {times[0]}; the longest pass of such a prompt alone takes {times[1]}", flush=True)
-        print(f"a plain step of {clients} rows takes {times[2]}: {worst / step:.2f} of them", flush=True)
+        print(f"captured after start-up: {late} before and {self.engine.runner.captured_late - late} among these:")
+        found["passes"] = log.show(clients)
+        found |= {"full_pass_s": full, "plain_step_s": step}
+        for name in ("queue", "engine"):
+            worst = found[name]["inter_token"]["p99"]
+            found |= {f"{name}_p99_over_full_pass_s": worst - full, f"{name}_p99_in_plain_steps": worst / step}
+            print(
+                f"{name}: p99 between tokens {1e3 * worst:.2f} ms, the last full pass of such a prompt takes "
+                f"{1e3 * full:.2f} ms, a plain step of {clients} rows {1e3 * step:.2f}: {worst / step:.2f} of them",
+                flush=True,
+            )
         return found
 
 

@@ -39,6 +39,12 @@ class Proposal:
             return self.probs
         return self.probs.new_zeros(self.probs.shape[0], vocab_size).index_copy_(1, self.ids, self.probs)
 
+    def to(self, device: torch.device, row_of: Tensor) -> Proposal:
+        """The same on the device, where `row_of` is already."""
+        return Proposal(
+            probs=self.probs.to(device), row_of=row_of, ids=None if self.ids is None else self.ids.to(device)
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
@@ -190,16 +196,15 @@ class Draft:
 
     def to(self, device: torch.device) -> Draft:
         """The whole draft on the device, its numbers in one copy; trees that only the device knows are filled in."""
+        q = self.q
         if self.parents.device.type == device.type and self.device_parents is None:
             if self.num_nodes.device.type == device.type:
                 return self
-            return replace(self, num_nodes=packed_to(device, self.num_nodes)[0])
+            num_nodes, row_of = packed_to(device, self.num_nodes, self.num_nodes if q is None else q.row_of)
+            return replace(self, num_nodes=num_nodes, q=None if q is None else q.to(device, row_of))
         parts = [self.num_nodes if self.unseen else self.tokens, self.parents, self.depth, self.num_nodes]
-        q = self.q
         (tokens, parents, depth, num_nodes, row_of) = packed_to(device, *parts, parts[3] if q is None else q.row_of)
-        if q is not None:
-            ids = None if q.ids is None else q.ids.to(device)
-            q = Proposal(probs=q.probs.to(device), row_of=row_of, ids=ids)
+        q = None if q is None else q.to(device, row_of)
         if self.unseen:  # the tokens are there already
             tokens = self.tokens
         if self.device_parents is not None:

@@ -64,27 +64,50 @@ class Checked:
 
     def __init__(self, drafter, tensors, decoder):
         self.drafter, self.tensors, self.decoder = drafter, tensors, decoder
-        self.compared, self.worst, self._draft, passes = 0, 0.0, drafter.draft, drafter._passes
-        self._finish, passes._finish, drafter.draft = passes._finish, self.finish, self.draft
+        self.compared, self.worst, self._propose = 0, 0.0, drafter.propose
+        watch_logits(drafter, self.look)
+        drafter.propose = self.propose
 
-    def finish(self, logits, anchors, nodes):
-        self.logits = logits.view(len(anchors), self.drafter.config.block_size, -1).clone()
-        return self._finish(logits, anchors, nodes)
+    def look(self, logits):
+        self.logits = logits
 
-    def draft(self, rows, seats, lengths):
-        draft, config = self._draft(rows, seats, lengths), self.drafter.config
-        for row, length, logits in zip(rows, lengths.tolist(), self.logits, strict=True):
-            if self.drafter.absorbed(row.sequence)[0] or length > len(row.sequence.tokens):
+    def propose(self, rows, after=None):
+        draft, config = self._propose(rows, after), self.drafter.config
+        for row, logits in zip(rows, self.logits, strict=True):
+            tokens = row.sequence.tokens
+            if self.drafter.absorbed(row.sequence)[0] or after is not None:
                 continue
-            tokens = row.sequence.tokens[:length]
             room = len(row.sequence.blocks) * SIZES.block_size
-            if length - 1 + config.block_size <= room:  # else the block is cut off, at the end of an answer
+            if len(tokens) - 1 + config.block_size <= room:  # else the block is cut off, at the end of an answer
                 taps = taps_of(self.decoder, tokens[:-1], config.taps)
                 embedding = self.decoder.embedding.float()
                 expected = unary_logits(config, self.tensors, embedding, taps, tokens[-1])
-                off = (expected - logits[config.block_size - config.depth :]).abs().max()
+                off = (expected[: len(logits)] - logits).abs().max()
                 self.worst, self.compared = max(self.worst, float(off)), self.compared + 1
         return draft
+
+
+def watch_logits(drafter, look):
+    """Hand the logits of every draft to `look`: of each row, those of the first positions that draft."""
+    config = drafter.config
+    if (native := drafter._native) is None:
+        finish = drafter._passes._finish
+
+        def watched(logits, anchors, nodes):
+            look(logits.view(len(anchors), config.block_size, -1)[:, config.block_size - config.depth :].clone())
+            return finish(logits, anchors, nodes)
+
+        drafter._passes._finish = watched
+    else:
+        draft, tile = native.draft, 8 if "avx512" in drafter._decoder.kernels.name else 4  # rounded.h's RT
+
+        def watched(rows, tables, asked, ring, nodes):
+            found = draft(rows, tables, asked, ring, nodes)
+            levels = min(config.depth, nodes, tile if len(rows) > 1 else nodes, len(native.logits))
+            look(native.logits[: len(rows) * levels].view(len(rows), levels, -1))
+            return found
+
+        native.draft = watched
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["torch", "own kernels"])
@@ -142,13 +165,8 @@ def test_blocks_without_the_drafters_own_cache_are_left_out(decoder):
     for cache in drafter._passes._caches:
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))
-    finite, finish = [], drafter._passes._finish
-
-    def looked(logits, anchors, nodes):
-        finite.append(bool(logits.isfinite().all()))
-        return finish(logits, anchors, nodes)
-
-    drafter._passes._finish = looked
+    finite = []
+    watch_logits(drafter, lambda logits: finite.append(bool(logits.isfinite().all())))
     wanted = params(max_tokens=12, ignore_eos=True)
     run(engine, [(0, "plain", PROMPTS[1], params(max_tokens=2, speculation="none"))])
     sequence = run(engine, [(0, "later", PROMPTS[1], wanted)])[0]["later"]

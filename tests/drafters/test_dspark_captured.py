@@ -1,5 +1,6 @@
 # ruff: noqa: E402
-"""DSpark as on a GPU, drafts and absorbing captured, through Triton's interpreter: a replay runs what was captured."""
+"""DSpark as on a GPU, drafts and absorbing captured, through Triton's interpreter: a replay runs what was captured; and
+by native code, in one call."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from paceline.drafters import absorbing, block_passes
 from paceline.drafters.base import DraftRow
 from paceline.drafters.tapped import TapRing
 from paceline.models.kv_cache import KVCache
+from paceline.models.native_kernels import NativeKernels, open_library, runnable_variants
 from paceline.models.triton_kernels import TritonKernels
 from paceline.models.weights import Dtypes
 from paceline.sequence import Sequence
@@ -29,6 +31,7 @@ from tests.test_cuda import CONFIG as TINY
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BLOCK, CPU = 16, torch.device("cpu")
 CONFIG = replace(TINY, hidden_size=32, vocab_size=48)
+VARIANTS = runnable_variants()
 
 
 class Repeats:
@@ -57,7 +60,7 @@ def scene(kernels, recorder, lengths, monkeypatch):
         layer.v.fill_(float("nan"))
     drafter.bind(cache.layers, BLOCK)
     ring = TapRing()
-    drafter.bind_taps(ring, [0, 1])
+    drafter.bind_taps(ring, [2, 0])
     sequences = []
     generator = torch.Generator().manual_seed(4)
     for seat, length in enumerate(lengths):
@@ -65,7 +68,7 @@ def scene(kernels, recorder, lengths, monkeypatch):
         sequence = Sequence(str(seat), tokens.tolist(), params(max_tokens=9), max_len=100)
         sequence.seat, sequence.blocks = seat, [3 * seat + 2, 3 * seat, 3 * seat + 1][: -(-(length + 6) // BLOCK)]
         drafter.admit(sequence, 0, 0)
-        taps = torch.randn(length - 1, 2, CONFIG.hidden_size, generator=generator)
+        taps = torch.randn(length - 1, 3, CONFIG.hidden_size, generator=generator)
         for at in range(length - 1):
             nothing = torch.zeros(1, 0, dtype=torch.int64)
             one = torch.tensor([seat])
@@ -78,10 +81,15 @@ def scene(kernels, recorder, lengths, monkeypatch):
     return drafter, sequences
 
 
-def test_captured_drafts_are_those_of_the_reference_kernels(monkeypatch):
-    """Three sequences, drafted for in two parts, the second padded; their hidden states absorbed in two as well."""
+OTHERS = {"captured": lambda: (TritonKernels(CPU), Repeats())}
+OTHERS |= {variant: lambda variant=variant: (NativeKernels(open_library(variant), 2), None) for variant in VARIANTS}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_captured_and_native_drafts_are_those_of_the_reference_kernels(other, monkeypatch):
+    """Three sequences; captured, they are drafted for in two parts, the second padded, and absorbed in two as well."""
     drafts, caches, lengths = [], [], [5, 18, 8]
-    for kernels, recorder in ((None, None), (TritonKernels(CPU), Repeats())):
+    for kernels, recorder in ((None, None), OTHERS[other]()):
         drafter, sequences = scene(kernels, recorder, lengths, monkeypatch)
         assert bool(drafter._passes._captured) == bool(drafter._absorbing._graphs) == (recorder is not None)
         budgets = [5 + 7 * at for at in range(len(sequences))]

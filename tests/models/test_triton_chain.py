@@ -15,7 +15,7 @@ from tests.interpreter import require_interpreter
 require_interpreter()
 
 from paceline.config import ModelConfig
-from paceline.draft import UnreadVerdict
+from paceline.draft import INVALID, UnreadVerdict
 from paceline.models.chain import READ, ChainRow
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights
@@ -24,7 +24,16 @@ from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
 from paceline.models.torch_kernels import TorchKernels
 from paceline.models.triton.greedy_chain import CUT as DEFAULT_CUT
-from paceline.models.triton.greedy_chain import LOOK_EVERY, MOST_HELD, MOST_TAG, ChainFailed, Cut, Share, TritonChain
+from paceline.models.triton.greedy_chain import (
+    HEADER,
+    LOOK_EVERY,
+    MOST_HELD,
+    MOST_TAG,
+    ChainFailed,
+    Cut,
+    Share,
+    TritonChain,
+)
 from paceline.models.triton_kernels import TritonKernels
 from paceline.models.weights import Dtypes
 from tests.models.random_llama import llama, random_weights
@@ -139,6 +148,19 @@ def test_it_goes_on_behind_what_only_the_device_knows(by_passes: bool) -> None:
         start = row.start + READ - more - len(before)
         known.append(replace(row, tokens=[0] * (READ - len(before)) + before, start=start - READ + len(before)))
     scene.check(rows, known, UnreadVerdict(tokens=after, num_accepted=accepted, path=after[:, 1:], rows=[2, 0, 3]))
+
+
+def test_what_is_no_token_is_taken_for_the_first_one() -> None:
+    """Behind logits that are no numbers: its embedding would lie before all others, where nothing may be read."""
+    scene = Scene()
+    rows, drafted = [scene.row(12, 1, 3)], []
+    for last in (INVALID, 0):
+        tokens = torch.tensor([[5, last]])
+        after = UnreadVerdict(tokens=tokens, num_accepted=torch.tensor([1]), path=tokens[:, :1], rows=[0])
+        drafted.append(scene.chain.draft(rows, after))
+        given = scene.chain._buffers.state[scene.chain._buffers._out + HEADER + 3 * CUT.rows :][:READ]
+        assert given.tolist() == [5, 0]
+    assert torch.equal(*drafted)
 
 
 def test_tokens_may_be_picked_between_passes() -> None:

@@ -4,6 +4,7 @@ depend on that row alone. What only a GPU can show (its rounding) is checked by 
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
 from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
-from paceline.models.triton.division import tiles_of
+from paceline.models.triton.division import NARROW, TILE, Division, tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import FastKernels, TritonKernels
 from paceline.models.warmup import PassShape
@@ -286,6 +287,16 @@ def test_where_the_work_is_cut_does_not_matter(kernels, monkeypatch, programs, w
     assert_close(results[0], reference_attention(q, plan, state.cache, 0.2, window))
 
 
+@pytest.mark.parametrize("tile", [NARROW, TILE, 2 * TILE])
+@pytest.mark.parametrize("longest", [64, 2600, 4096, 5200, 8192, 40_000])
+def test_no_pass_has_more_partial_results_than_its_scratch_holds(tile: int, longest: int) -> None:
+    """The scratch of a division is sized for the longest context, and a shorter one may be divided more finely."""
+    for num_tiles, path_width in itertools.product((1, 2, 3, 4, 5, 8, 16, 64), (0, 64)):
+        divided = Division.of(num_tiles, tile, path_width, 2, longest)
+        units = [divided.header(length, 1)[2] for length in range(1, longest + 1, 31)]
+        assert divided.direct or max(units) <= divided.units
+
+
 def test_tiles_are_runs_of_one_sequence_cut_to_fit() -> None:
     tile, begin, count = tiles_of(np.array([0] * 40 + [1] + [2] * 3), group=4)
     assert (tile, begin.tolist(), count.tolist()) == (128, [0, 32, 40, 41], [32, 8, 1, 3])
@@ -327,6 +338,23 @@ def test_a_padded_pass_gives_what_the_torch_kernels_give_and_writes_no_other_slo
         results.append((kept, rest.logits, rest.taps))
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, 1e-4)
+
+
+def test_tables_of_more_sequences_than_a_bucket_was_made_for_find_room(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.models.graphs.SEQUENCES", 2)
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    cache = KVCache(decoder.kv_specs, num_blocks=24, block_size=16, dtype=torch.float32, device=CPU)
+    assert decoder.graphs is not None
+    at, placed = torch.arange(5), []
+    for width in (1, 8, 8):  # blocks of each sequence; the context has 8
+        tables = torch.arange(5 * width, dtype=torch.int32).view(5, width) % 24
+        plan = PassPlan.in_order(at, at - 20, at, tables, 16, 100)
+        placed.append(decoder.graphs.place(at, plan, cache.layers, at))
+        assert torch.equal(placed[-1].plan.block_tables[: tables.numel()], tables.flatten())
+    assert placed[1] is not placed[0]
+    assert placed[2] is placed[1]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
@@ -482,6 +510,19 @@ def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monk
     assert graphs.captured == 4
     assert len(caplog.messages) == 1
     assert "rows=16" in caplog.messages[0]
+
+
+def test_a_chunk_of_a_prompt_that_goes_on_computes_no_logits_of_all_its_rows(kernels: TritonKernels) -> None:
+    """The buffer of logits would grow to the rows of a chunk, and verification is captured with the first buffer."""
+    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    cache = KVCache(decoder.kv_specs, num_blocks=6, block_size=16, dtype=torch.float32, device=CPU)
+    decoder.prepare(cache.layers, 16, (), [PassShape((1,))])
+    before, plan = decoder.logits_buffer, plan_of(list(range(80)), torch.arange(6, dtype=torch.int32)[None])
+    with torch.inference_mode():
+        output = decoder.forward(torch.arange(80) % 7, plan, cache.layers, torch.arange(0))
+        assert output.logits.shape[0] == 0
+        decoder.forward(torch.arange(80) % 7, plan, cache.layers, torch.tensor([79]))
+    assert decoder.logits_buffer.data_ptr() == before.data_ptr()
 
 
 def test_the_warmup_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:

@@ -16,7 +16,7 @@ attention = pytest.importorskip("paceline.models.triton.attention", reason="need
 def bucket(counts: list[int], group: int, logits: int | None = None, path: int = 0) -> Bucket:
     tile, begin, _ = attention.tiles_of(np.arange(len(counts)).repeat(counts), group)
     rows = sum(counts)
-    wanted = 0 if logits in (None, rows) else up(logits)
+    wanted = 0 if logits in (None, rows) else up(max(logits, 1))
     return Bucket(up(rows), up(len(begin), TILES), tile, path_up(path), wanted, ())
 
 
@@ -51,9 +51,19 @@ def test_every_pass_of_a_draft_model_is_warmed_up() -> None:
     assert len(known) < 130
 
 
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize(("sequences", "most_rows"), [(1, 256), (64, 256), (64, 512), (64, 2048), (128, 2048), (8, 8)])
+def test_a_long_prompt_that_fills_passes_alone_or_beside_decodes_is_warmed_up(
+    sequences: int, most_rows: int, group: int
+) -> None:
+    known = warmed_up(list(verifying(sequences, most_rows, 0)), group)
+    for decodes in (*range(min(sequences, most_rows, 64)), *range(64, sequences, 8)):
+        assert bucket([1] * decodes + [most_rows - decodes], group, decodes) in known
+
+
 def test_plain_decoding_asks_for_few_shapes_and_drafts_for_not_too_many() -> None:
     assert len(warmed_up(list(verifying(64, 512, 0)), 4)) < 40
-    assert len(warmed_up(list(verifying(128, 2048, 16)), 4)) < 220
+    assert len(warmed_up(list(verifying(128, 2048, 16)), 4)) < 225
 
 
 def test_rows_beyond_the_largest_bucket_are_padded_in_steps() -> None:

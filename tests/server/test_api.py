@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,13 +22,15 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.serve_client import Answer, ask
 from paceline import LLM, SamplingParams
-from paceline.cli.serve import read_keys
+from paceline.cli.serve import listen, read_keys
 from paceline.draft import Kind
 from paceline.errors import InvalidParameter
 from paceline.server.answers import KINDS, Generation, TimeLimit
 from paceline.server.engine_client import Stream
 from paceline.server.gate import Gate
+from paceline.server.logs import OWN, log_level, logs_json, set_up_logs
 from paceline.server.protocol import ChatRequest, CompletionRequest
 from tests.server.conftest import Server, start_server, wait_until
 
@@ -212,6 +215,12 @@ def test_a_malformed_body_is_a_400(server: Server, body: bytes) -> None:
     assert post(server, "/v1/completions", body)[0] == 400
 
 
+def test_a_body_of_another_content_type_is_refused_with_the_right_one(server: Server) -> None:
+    status, answer = post(server, "/v1/completions", {"prompt": "a"}, {"Content-Type": "text/plain"})
+    assert status == 400
+    assert "Content-Type: application/json" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("item", ["null", "0.5", "[null]", "{}"])
 def test_a_long_list_of_wrong_items_has_few_problems(item: str) -> None:
     """To name each of a million takes the event loop a minute."""
@@ -274,6 +283,12 @@ def test_other_refusals(server: Server) -> None:
     assert post(server, "/v1/chat/completions", {"messages": image})[0] == 400
     status, answer = post(server, "/v1/completions", {"prompt": "a" * (5 << 20)})
     assert (status, answer["error"]["code"]) == (413, "BodyTooLarge")
+
+
+def test_one_model_is_found_by_its_name(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.models.retrieve("gpt-9")
 
 
 def test_tokenize_round_trip(server: Server) -> None:
@@ -392,6 +407,27 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
             read_keys(bad)
 
 
+def test_the_engine_process_logs_as_its_server_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger(OWN)
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    for as_json in (True, False):
+        set_up_logs(as_json=as_json, text="engine: %(message)s", levels={OWN: logging.INFO})
+        assert (logs_json(), log_level()) == (as_json, logging.INFO)
+        logging.getLogger("paceline.server").info("hello")
+        written = capsys.readouterr().err
+        assert (json.loads(written)["message"] if as_json else written) == ("hello" if as_json else "engine: hello\n")
+
+
+def test_a_port_that_is_taken_is_named_once() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(InvalidParameter) as refused:
+        listen("127.0.0.1", port := taken.getsockname()[1])
+    told = f"port: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port"
+    assert str(refused.value) == told
+
+
 @pytest.mark.parametrize(
     ("header", "passes"),
     [
@@ -471,9 +507,29 @@ def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path)
         assert server.stop() == 0
         thread.join(30)
         assert last[0][0] == 200
-        assert json.loads(server.log[-1])["level"]
+        assert all(json.loads(line)["level"] for line in server.log)
     finally:
         server.process.kill()
+
+
+def test_requests_that_outlast_the_grace_period_are_told_that_the_server_stops(tiny_model: Path) -> None:
+    server = start_server(tiny_model, "--grace", "0.2")
+    host, port = server.url.removeprefix("http://").split(":")
+    body = {"prompt": "Go on", "max_tokens": 1900, "temperature": 1.5, "n": 32, **LONG}
+
+    async def stopped() -> list[Answer]:
+        asked = [asyncio.create_task(ask(host, int(port), {**body, "stream": stream})) for stream in (True, False)]
+        await asyncio.to_thread(wait_until, lambda: server.metric("num_requests_running") == 64)
+        server.process.terminate()
+        return list(await asyncio.gather(*asked))
+
+    streamed, whole = asyncio.run(stopped())
+    assert server.stop() == 0
+    for answer, status in ((streamed, 200), (whole, 503)):
+        assert answer.status == status
+        assert answer.error is not None
+        assert "shutting down" in answer.error
+    assert "Traceback" not in "".join(server.log)
 
 
 def test_structured_answers_validate(client: openai.OpenAI) -> None:

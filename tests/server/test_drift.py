@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
-from paceline.config import EngineConfig, SpeculationConfig
-from paceline.engine import loop
 from paceline.outputs import SpeculationStats
 from paceline.server import messages as m
 from paceline.server.app import _on_drift
+from paceline.server.channel import Channel, framed
 from paceline.server.drift import DROP, LEARN, THRESHOLD, DriftMonitor, Watch
 from paceline.server.metrics import Metrics
 from paceline.server.worker import Worker
@@ -94,21 +92,18 @@ def test_an_alarm_is_counted_and_the_engine_is_told() -> None:
     assert b'paceline:drafter_drift_total{method="suffix"} 1.0' in metrics.render()
 
 
-def test_the_engine_process_has_the_policy_measure_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_watch_parent", lambda self: None)
-    address, told = f"ipc://{tmp_path}/commands", threading.Event()
-    methods: list[str] = []
+def test_the_engine_process_has_the_policy_measure_again_and_ends_with_its_commands() -> None:
+    told, methods = threading.Event(), list[str]()
     policy = SimpleNamespace(relearn=lambda method: (methods.append(method), told.set()))
     built: Any = SimpleNamespace(engine=SimpleNamespace(has_work=False), policy=policy, keep=lambda: None)
     outbox: Any = SimpleNamespace(put=lambda event: None, flush=lambda: None)
-    with zmq.Context.instance().socket(zmq.PUSH) as socket:
-        socket.bind(address)
-        worker = Worker(m.Settings(address, "", "", {}, EngineConfig(), SpeculationConfig()), built)
-        thread = threading.Thread(target=worker.run, args=(outbox,))
+    own, its = socket.socketpair()
+    with own, its:
+        thread = threading.Thread(target=Worker(Channel(its), built).run, args=(outbox,))
         thread.start()
-        socket.send(m.encode([m.Relearn("suffix")]))
+        own.sendall(framed(m.encode([m.Relearn("suffix")])))
         assert told.wait(10)
-        worker._commands.put(loop.Close())
+        own.shutdown(socket.SHUT_WR)
         thread.join(10)
     assert methods == ["suffix"]
     assert not thread.is_alive()

@@ -23,7 +23,6 @@ import pytest
 from benchmarks.malformed_requests import BY_HAND, malformed
 from benchmarks.serve_client import Answer, ask, is_openai, leave, send_raw
 from paceline import LLM, SamplingParams
-from paceline.config import EngineConfig, SpeculationConfig
 from paceline.engine import loop
 from paceline.errors import InvalidParameter, QueueFull
 from paceline.server import messages as m
@@ -32,6 +31,7 @@ from tests.server.conftest import Server, start_server, wait_until
 
 PROMPTS = [f"Tell me about the number {number}." for number in range(24)]
 STUCK_S = 60.0
+NO_CHANNEL: Any = None  # commands are handed over by the test
 
 
 def address(server: Server) -> tuple[str, int]:
@@ -147,6 +147,14 @@ def test_an_engine_killed_under_load_and_again_while_loading_comes_back(tiny_mod
         assert server.stop() == 0
 
 
+def test_an_engine_ends_when_its_server_was_killed(tiny_model: Path) -> None:
+    server = start_server(tiny_model)
+    worker = server.worker_pid
+    server.process.kill()
+    wait_until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
+    assert server.stop() == -signal.SIGKILL
+
+
 def _worker(server: Server) -> int | None:
     try:
         return server.worker_pid
@@ -197,7 +205,7 @@ def test_bounded_schemas_validate_beside_other_requests_under_speculation(server
 
 
 def test_a_grammar_that_takes_too_long_to_compile_is_refused_and_holds_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     go_on = threading.Event()
 
@@ -209,7 +217,7 @@ def test_a_grammar_that_takes_too_long_to_compile_is_refused_and_holds_up_no_oth
 
     monkeypatch.setattr("paceline.server.worker.COMPILE_S", 0.1)
     built: Any = SimpleNamespace(engine=SimpleNamespace(grammars=SimpleNamespace(compile=compile)))
-    worker = Worker(m.Settings(f"ipc://{tmp_path}/commands", "", "", {}, EngineConfig(), SpeculationConfig()), built)
+    worker = Worker(NO_CHANNEL, built)
     threading.Thread(target=worker._compile, daemon=True).start()
 
     def grammar(regex: str) -> Any:
@@ -228,7 +236,7 @@ def test_a_grammar_that_takes_too_long_to_compile_is_refused_and_holds_up_no_oth
     assert grammar("quick") == "compiled"
 
 
-def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request(tmp_path: Path) -> None:
+def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request() -> None:
     compiling, go_on, compiled = threading.Event(), threading.Event(), []
 
     def compile(wanted: dict[str, Any]) -> None:
@@ -237,8 +245,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_up_no_plain_request(tmp_path
         compiled.append(wanted["regex"])
 
     built: Any = SimpleNamespace(engine=SimpleNamespace(grammars=SimpleNamespace(compile=compile)))
-    settings = m.Settings(f"ipc://{tmp_path}/commands", "", "", {}, EngineConfig(), SpeculationConfig())
-    worker = Worker(settings, built)
+    worker = Worker(NO_CHANNEL, built)
     threading.Thread(target=worker._compile, daemon=True).start()
 
     def submit(name: str, wanted: dict[str, Any] | None) -> None:

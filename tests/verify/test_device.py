@@ -121,6 +121,21 @@ def test_rows_of_all_kinds_are_judged_as_on_the_host(kernels_alone):
     assert host.num_accepted.unique().numel() > 3
 
 
+def test_drafts_that_are_parts_of_wider_tensors_are_judged_as_on_the_host(kernels_alone):
+    """A drafter on the device cuts its drafts out of a buffer as wide as its largest: rows are further apart."""
+    draft, *rest = mixed_batch(24, 11, seed=5)
+    for q in (draft.q, None):
+        cut = replace(draft, q=q, **{name: wider(getattr(draft, name)) for name in ("tokens", "parents", "depth")})
+        host, device = both((cut, *rest), max_depth=4)
+        assert_same(host, device)
+        assert host.num_accepted.any()
+
+
+def wider(part):
+    """The same numbers, as the first columns of a larger tensor."""
+    return torch.cat((part, torch.full((len(part), 3), 7)), 1)[:, :-3]
+
+
 def test_rows_of_several_splits_are_judged_as_on_the_host_by_routes_it_knows(kernels_alone, small_splits):
     given = mixed_batch(60, 40, seed=3, dtype=torch.float32)
     assert_same(*both(given, max_depth=4, routes=route(given[0], given[5])))

@@ -606,6 +606,25 @@ def test_merging_drafts_keeps_every_row_and_every_q():
     assert alone.q.ids is ids
 
 
+@pytest.mark.parametrize("placed", [False, True], ids=["at once", "trees first"])
+def test_all_of_a_draft_goes_to_the_device_where_trees_of_the_device_stand_beside_chains_with_a_q(placed):
+    """Where verification is captured, trees are filled in on the device first and the rest stays on the host."""
+    device = torch.device("meta")
+    ints = torch.zeros(1, 3, dtype=torch.int64, device=device)
+    q = Proposal(probs=torch.rand(2, 5, device=device), row_of=torch.tensor([[0, 1, -1]]))
+    trees = Draft.device_trees(ints, ints, torch.tensor([3]), 2, depth=ints)
+    chain = Draft.chains(ints[:, :2], torch.tensor([2]), q, unseen=True)
+    draft = Draft.merge([([0], trees), ([1], chain)], batch=2, vocab_size=5)
+    if placed:
+        draft = draft.placed(device)
+        assert draft.is_planned is False
+        assert draft.num_nodes.is_cpu
+        assert draft.q.row_of.is_cpu
+    there = draft.to(device)
+    parts = (there.tokens, there.parents, there.depth, there.num_nodes, there.q.row_of, there.q.probs)
+    assert {part.device for part in parts} == {device}
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

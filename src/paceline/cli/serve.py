@@ -173,5 +173,6 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         field = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
-        problem = f"cannot listen on {host}:{port}: {error.strerror}; choose another --{field}"
+        reason = str(error.strerror).partition(" (while")[0]  # the socket module adds the address once more
+        problem = f"cannot listen on {host}:{port}: {reason}; choose another --{field}"
         raise InvalidParameter(field, problem) from error

@@ -19,7 +19,7 @@ from paceline.drafters.tapped import TapBatch
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Rope
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_kernels import NativeStack
+from paceline.models.native_kernels import AbsorbedView, NativeKernels, NativeStack
 from paceline.models.parallel import compile_together
 from paceline.models.plan import PassPlan
 
@@ -45,6 +45,11 @@ class Absorbing:
         names = [f"layers.{layer}.self_attn.{part}_proj.weight" for layer in layers for part in "kv"]
         self._kv = kernels.pack([store(tensors[name]) for name in names])
         self._tap_norm = vector(TAP_NORM) if config.tap_norm else None
+        self.view: AbsorbedView | None = None  # points into the tensors above
+        if isinstance(kernels, NativeKernels):
+            tap_norm = None if self._tap_norm is None else self._tap_norm.data_ptr()
+            pointers = tap_norm, self._norm.data_ptr()
+            self.view = AbsorbedView(*pointers, self._fc.view, self._kv.view, len(config.taps))
         self._graphs: dict[int, CudaGraph] = {}
         self._kept: list[Tensor] = []
         self._taps = self._at = torch.empty(0)  # (positions, T, H) and (2, positions), what graphs read
@@ -116,7 +121,8 @@ class Absorbing:
         )
         stack = self._decoder.stack(self._caches, end)
         if isinstance(stack, NativeStack):
-            stack.absorb(self._normed(taps).flatten(1), plan, self._fc, self._norm, self._kv)
+            assert self.view is not None
+            stack.absorb(taps, plan, self.view)
             return
         kv = kernels.linear(self.joined(taps), self._kv).view(len(taps), len(layers), -1)
         each = kv.transpose(0, 1).contiguous()  # (layers, A, 2 kv)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.config import MAX_K
 from paceline.cuda_graph import GraphRecorder
-from paceline.draft import Draft
+from paceline.draft import Draft, UnreadVerdict
 from paceline.drafters import checkpoint
 from paceline.drafters.absorbing import Absorbing
 from paceline.drafters.base import DrafterContext, DraftRow, digest
@@ -28,15 +28,17 @@ from paceline.drafters.block_passes import BlockPasses, BlockRows
 from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import MASKS, W1, W2, DSparkConfig, check_target
+from paceline.drafters.native_block import BlockRow, NativeBlocks
 from paceline.drafters.tapped import TapBatch, TappedDrafter, likely_nodes
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import LayerCache
-from paceline.models.native_kernels import NativeKernels
+from paceline.models.native_kernels import NativeKernels, NativeStack
 from paceline.models.quantize import quantize
 from paceline.models.torch_kernels import TorchKernels
 from paceline.models.weights import BLOCKS, Dtypes, StoredWeight, WeightKind
+from paceline.sequence import Sequence
 from paceline.triton_support import require_triton
 
 PART = 64  # components of hidden states whose head weights are read at once
@@ -85,6 +87,8 @@ class DSparkDrafter(TappedDrafter):
         self.kv_layers = self._decoder.kv_specs
         self._absorbing = Absorbing(config, tensors, self._decoder, store)
         self._embedding, self._passes = embedding, None  # type: tuple[Tensor, BlockPasses | None]
+        self._caches: SequenceOf[LayerCache] = ()
+        self._native: NativeBlocks | None = None  # None: drafts are passes like any other
 
         def placed(tensor: Tensor) -> Tensor:
             return tensor.to(self.device, dtypes.compute)
@@ -145,12 +149,33 @@ class DSparkDrafter(TappedDrafter):
     @torch.inference_mode()
     def bind(self, caches: SequenceOf[LayerCache], block_size: int) -> None:
         super().bind(caches, block_size)
+        self._caches = caches
         recorder, size = self._recorder(), self.config.block_size
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             self._absorbing.bind(caches, recorder)
             self._passes = BlockPasses(
                 self._decoder, caches, block_size, size, self._block, self._trees, self._most, recorder
             )
+        if isinstance(kernels := self._decoder.kernels, NativeKernels):
+            self._native = self._native_blocks(kernels, block_size)
+
+    def _native_blocks(self, kernels: NativeKernels, block_size: int) -> NativeBlocks:
+        assert self._absorbing.view is not None
+        return NativeBlocks(
+            kernels,
+            self._absorbing.view,
+            masks=self._masks[0].contiguous(),
+            norm=self._decoder.final_norm,
+            head=self._decoder.head,
+            embedding=self._embedding,
+            ids=self._ids,
+            markov=self._markov,
+            beam=self._beam,
+            count=CANDIDATES,
+            first_row=self.config.block_size - self.config.depth,
+            max_positions=self.config.body.max_positions,
+            block_size=block_size,
+        )
 
     def _recorder(self) -> GraphRecorder | None:
         """None: nothing is captured."""
@@ -162,13 +187,41 @@ class DSparkDrafter(TappedDrafter):
         self._absorbing(batch)
 
     @torch.inference_mode()
+    def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
+        width = min(max(row.budget for row in rows), self._most)
+        if self._native is None or not width:
+            return super().propose(rows, after)
+        sequences, given = [row.sequence for row in rows], []
+        for sequence, seat, length in zip(sequences, *self._places(sequences, after), strict=True):
+            waiting = self._in_ring(sequence, length - len(sequence.tokens))
+            given.append(BlockRow(seat, length, waiting.start, waiting.stop, *self._keys(sequence)))
+        stack = self._decoder.stack(self._caches, max(row.end for row in given))
+        assert isinstance(stack, NativeStack)
+        self._native.bind(stack, self._columns)
+        found, scores = self._native.draft(given, [one.blocks for one in sequences], rows, self._ring.stored, width)
+        if after is None:
+            self._caught_up(sequences)
+        return self._shaped(rows, found, scores)
+
+    def _places(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[list[int], list[int]]:
+        """Seats and lengths, which on a CPU the host knows."""
+        if after is None:
+            return [one.seat for one in sequences], [len(one.tokens) for one in sequences]
+        seats, lengths = self._where(sequences, after)
+        return seats.tolist(), lengths.tolist()
+
+    @torch.inference_mode()
     def draft(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> Draft:
         assert self._passes is not None, "bind comes first"
-        counts = torch.tensor([min(row.budget, self._most) for row in rows])
-        width = int(counts.max())
+        width = min(max(row.budget for row in rows), self._most)
         if not width:
             return Draft.empty(len(rows))
-        found, scores = self._passes.run(self._rows(rows, seats, lengths), width)
+        return self._shaped(rows, *self._passes.run(self._rows(rows, seats, lengths), width))
+
+    def _shaped(self, rows: SequenceOf[DraftRow], found: Tensor, scores: Tensor | None) -> Draft:
+        """From tokens, parents and depths (3, B, nodes), in order of their probability, what the rows asked for."""
+        counts = torch.tensor([min(row.budget, self._most) for row in rows])
+        width = int(counts.max())
         if scores is not None:
             counts = likely_nodes(scores, rows, counts)
             width = int(counts.max())
@@ -183,17 +236,17 @@ class DSparkDrafter(TappedDrafter):
         return Draft(tokens=tokens * used, parents=torch.where(used, parents, -1), depth=depth * used, num_nodes=counts)
 
     def _rows(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> BlockRows:
-        """Blocks whose K/V are not the drafter's own are left out: keys have their positions in them already."""
-        size, most = self._block_size, self.config.body.max_positions
-        starts, ends, tables = [], [], []
-        for sequence, *_ in rows:
-            start, end = self.absorbed(sequence)
-            known = max(end, len(sequence.tokens) - 1)
-            first = min(-(-start // size), known // size)
-            starts.append(first * size)
-            ends.append(min(len(sequence.blocks) * size, most))
-            tables.append(sequence.blocks[first:])
+        keys = [self._keys(row.sequence) for row in rows]
+        starts, ends = [first * self._block_size for first, _ in keys], [end for _, end in keys]
+        tables = [row.sequence.blocks[first:] for row, (first, _) in zip(rows, keys, strict=True)]
         return BlockRows(self.last_tokens(seats, lengths), lengths, starts, ends, tables)
+
+    def _keys(self, sequence: Sequence) -> tuple[int, int]:
+        """The first block of a sequence whose keys are seen, and the positions that its blocks have slots for. Blocks
+        whose K/V are not the drafter's own are left out: keys have their positions in them already."""
+        size, (start, end) = self._block_size, self.absorbed(sequence)
+        known = max(end, len(sequence.tokens) - 1)
+        return min(-(-start // size), known // size), min(len(sequence.blocks) * size, self.config.body.max_positions)
 
     def _block(self, anchors: Tensor) -> Tensor:
         """(B * block, H): embeddings of the last tokens, each with its masks behind it."""
@@ -206,8 +259,6 @@ class DSparkDrafter(TappedDrafter):
         positions = logits.view(len(anchors), self.config.block_size, -1)
         depth = min(self.config.depth, nodes)
         positions = positions[:, self.config.block_size - self.config.depth :][:, :depth]
-        if isinstance(native := self._decoder.kernels, NativeKernels):
-            return native.block_trees(positions, anchors, self._markov, self._ids, nodes, self._beam, CANDIDATES)
         anchor_rows, w1, w2 = self._markov or (None, None, None)
         if (kernels := self._tree_kernels) is not None:
             found: Tensor = kernels.device_trees(positions, anchors, anchor_rows, w1, w2, self._ids, nodes, self._beam)

@@ -78,6 +78,12 @@ class TapRing:
         at = seats * self.capacity + positions % self.capacity
         return self._states[at].index_select(-2, columns), self._tokens[at]
 
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, int]:
+        """Hidden states (S * R + 1, T, H) and tokens (S * R + 1,) of all seats, and R, the positions of each."""
+        assert self._states is not None
+        return self._states, self._tokens, self.capacity
+
     def tokens_after(self, seats: Tensor, positions: Tensor) -> Tensor:
         return self._tokens[seats * self.capacity + positions % self.capacity]
 

@@ -13,10 +13,9 @@ it finds unlikely. Others are chains, one node per depth.
 from __future__ import annotations
 
 import functools
-import itertools
+from collections import Counter, defaultdict
 from collections.abc import Sequence as SequenceOf
-from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +29,7 @@ GUESS_TRIALS = 16.0  # tries that the first guess counts for, and promised token
 POOL_TRIALS = 4.0  # tries that it counts for at all depths together, where one speaks for the others
 TREE_POOL = 8.0  # accepted nodes that it counts for of trees: they come several at once or not at all
 BANDS = (0, 1, 2, 4, 8, 16, 32, MAX_K)  # nodes of a tree whose records are taken together
-BAND_SIZES = tuple(end - begin for begin, end in itertools.pairwise(BANDS))
+BEGINS, BAND_SIZES = np.array(BANDS[:-1]), np.diff(BANDS)
 HIGHEST = 0.99  # that a rate may be: nothing is sure
 EVEN = 3.0  # tokens of context at which a lookup is right every second time
 SUREST = 0.9  # that a first guess may be
@@ -42,6 +41,8 @@ BUCKETS = (1, 2, 3, 4, 6, 9, 16)  # evidence from which one record ends and the 
 
 COLUMNS = ("tried", "hit", "drafted")  # of a record
 TRIED, HIT, DRAFTED = range(3)
+
+NOTHING_TRIED = [[0.0] * DEEPEST] * 3
 
 Key = tuple[str, bool, int]
 
@@ -65,114 +66,138 @@ def first_guess_of_trees() -> Floats:
     return np.asarray(FIRST_NODE * (1 + np.arange(MAX_K) / 2) ** -FALL)
 
 
-def _rates_of_trees(record: Floats, guess: Floats) -> Floats:
+class Outlook(NamedTuple):
+    """What the next draft promises."""
+
+    survival: Floats  # of depths, or of a tree's nodes
+    shares: Floats | None  # of drafts in which a node of a tree is there, if so many are asked for
+    promised: float  # tokens, of a whole draft
+
+
+def _of_trees(record: Floats | None) -> Outlook:
     """The guess as a whole by what the record says of all nodes, and then band by band. Single late nodes are accepted
     so seldom that the lowest of their rates would be chance, and no later node may have more."""
-    hit, expected = record[HIT], record[TRIED] * guess
-    better = (hit.sum() + TREE_POOL) / (expected.sum() + TREE_POOL)
-    band = (_by_band(hit) + TREE_POOL) / (better * _by_band(expected) + TREE_POOL)
-    rates: Floats = np.minimum(guess * better * band.repeat(BAND_SIZES), HIGHEST)
-    return rates
-
-
-def _shares_of(record: Floats | None) -> Floats:
+    guess = first_guess_of_trees()
     if record is None:
-        return np.ones(MAX_K)
-    share, shares = 1.0, list[float]()
-    for tried, drafted in zip(_by_band(record[TRIED]).tolist(), _by_band(record[DRAFTED]).tolist(), strict=True):
-        share = min(share, (drafted + TREE_POOL * share) / (tried + TREE_POOL))
+        return Outlook(guess, np.ones(MAX_K), guess.sum().item())
+    tried, hit, drafted = np.add.reduceat(record, BEGINS, axis=1).tolist()
+    expected = np.add.reduceat(record[TRIED] * guess, BEGINS).tolist()
+    better, share = (sum(hit) + TREE_POOL) / (sum(expected) + TREE_POOL), 1.0
+    factors, shares = list[float](), list[float]()
+    for band_tried, band_hit, band_drafted, band_expected in zip(tried, hit, drafted, expected, strict=True):
+        factors.append(better * (band_hit + TREE_POOL) / (better * band_expected + TREE_POOL))
+        share = min(share, (band_drafted + TREE_POOL * share) / (band_tried + TREE_POOL))
         shares.append(share)
-    return np.repeat(shares, BAND_SIZES)
+    rates = np.minimum(guess * np.array(factors).repeat(BAND_SIZES), HIGHEST)
+    survival = np.minimum.accumulate(rates)
+    return Outlook(survival, np.array(shares).repeat(BAND_SIZES), survival.sum().item())
 
 
-def _by_band(nodes: Floats) -> Floats:
-    return np.add.reduceat(nodes, BANDS[:-1])
+def _of_chains(record: Floats | None, evidence: int) -> Outlook:
+    """By depth, that a token holds behind those that did."""
+    guess: list[float] = first_guess(evidence).tolist()
+    tried, hit, _ = NOTHING_TRIED if record is None else record.tolist()
+    if evidence >= LEARNED:  # depths are alike: those seldom reached are as good as the others
+        expected = sum([tries * rate for tries, rate in zip(tried, guess, strict=True)])
+        better = (sum(hit) + POOL_TRIALS) / (expected + POOL_TRIALS)
+        guess = [min(rate * better, HIGHEST) for rate in guess]
+    held, survival = 1.0, list[float]()
+    for tries, hits, rate in zip(tried, hit, guess, strict=True):
+        held *= (hits + GUESS_TRIALS * rate) / (tries + GUESS_TRIALS)
+        survival.append(held)
+    return Outlook(np.array(survival), None, sum(survival))
+
+
+def _count(column: Floats, numbers: SequenceOf[int]) -> None:
+    """Add to each place how many of the numbers go that far."""
+    for number, count in Counter(numbers).items():
+        column[:number] += count
 
 
 class Acceptance:
     def __init__(self) -> None:
         self._records: dict[Key, Floats] = {}  # (3, depths), of trees (3, nodes): TRIED, HIT, DRAFTED
-        self._promises: dict[str, tuple[float, float]] = {}  # by method: tokens promised and kept, fading
+        self._promises: dict[str, tuple[float, float]] = {}  # by method of chains: tokens promised and kept, fading
         self._fresh: set[str] = set()  # methods tried since the last `fade`
-        # Survival by the records, and shares, until the records of their method change.
-        self._by_key: dict[Key, Floats] = {}
-        self._shares: dict[Key, Floats] = {}
+        # Drafts of the step that is being noted: depth and accepted nodes; of trees nodes asked for, drafted, accepted.
+        self._chains: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)
+        self._trees: defaultdict[Key, list[tuple[int, int, SequenceOf[int]]]] = defaultdict(list)
+        # Until the records change:
+        self._outlooks: dict[Key, Outlook] = {}
+        self._tried: dict[str, bool] = {}
+
+    def outlook(self, method: str, sampled: bool, evidence: int, *, tree: bool = False) -> Outlook:
+        found = self._by_record((method, sampled, bucket(evidence)), tree)
+        promised, kept = self._promises.get(method, (0.0, 0.0))
+        if kept >= promised:  # so it is of trees: all have one record, none of many was chosen for being high
+            return found
+        trust = (kept + GUESS_TRIALS) / (promised + GUESS_TRIALS)
+        return Outlook(trust * found.survival, None, trust * found.promised)
+
+    def _by_record(self, key: Key, tree: bool) -> Outlook:
+        found = self._outlooks.get(key)
+        if found is None:
+            record = self._records.get(key)
+            found = self._outlooks[key] = _of_trees(record) if tree else _of_chains(record, key[2])
+        return found
 
     def survival(self, method: str, sampled: bool, evidence: int, *, tree: bool = False) -> Floats:
         """(DEEPEST,) that the first 1, 2, ... tokens of a draft are all accepted; (MAX_K,) that each node of a tree is,
         which no node has more of than the one before."""
-        by_record = self._by_record((method, sampled, bucket(evidence)), tree)
-        if tree:  # one record for all of its drafts: none of many estimates was chosen for being high
-            return by_record
-        promised, kept = self._promises.get(method, (0.0, 0.0))
-        trust = min((kept + GUESS_TRIALS) / (promised + GUESS_TRIALS), 1.0)
-        return trust * by_record
-
-    def shares(self, method: str, sampled: bool, evidence: int) -> Floats:
-        """(MAX_K,) of drafts that are trees: the share in which each node is drafted, if so many are asked for."""
-        key = method, sampled, bucket(evidence)
-        if key not in self._shares:
-            self._shares[key] = _shares_of(self._records.get(key))
-        return self._shares[key]
-
-    def _by_record(self, key: Key, tree: bool) -> Floats:
-        if key not in self._by_key:
-            rates = self._rates(key, first_guess_of_trees() if tree else first_guess(key[2]))
-            self._by_key[key] = np.asarray(np.minimum.accumulate(rates) if tree else np.cumprod(rates), np.float64)
-        return self._by_key[key]
-
-    def _rates(self, key: Key, guess: Floats) -> Floats:
-        """That a token holds behind those that did, by depth; of a tree's nodes, that they hold."""
-        record = self._records.get(key)
-        if record is None:
-            return guess
-        if len(guess) == MAX_K:
-            return _rates_of_trees(record, guess)
-        tried, hit = record[TRIED], record[HIT]
-        if key[2] >= LEARNED:  # depths are alike: those seldom reached are as good as the others
-            better = (hit.sum() + POOL_TRIALS) / ((tried * guess).sum() + POOL_TRIALS)
-            guess = np.minimum(guess * better, HIGHEST)
-        rates: Floats = (hit + GUESS_TRIALS * guess) / (tried + GUESS_TRIALS)
-        return rates
+        return self.outlook(method, sampled, evidence, tree=tree).survival
 
     def is_tried(self, method: str) -> bool:
         """Its record weighs more than the first guess."""
-        tries = [float(record[TRIED, 0]) for (name, *_), record in self._records.items() if name == method]
-        return sum(tries) >= GUESS_TRIALS
+        if method not in self._tried:
+            tries = [float(record[TRIED, 0]) for (name, *_), record in self._records.items() if name == method]
+            self._tried[method] = sum(tries) >= GUESS_TRIALS
+        return self._tried[method]
 
     def note(self, method: str, sampled: bool, evidence: int, depth: int, accepted: int) -> None:
-        """A draft `depth` deep was accepted so far; what it promised is by the records of the steps before."""
-        tried = min(depth, accepted + 1, DEEPEST)
-        self._note((method, sampled, bucket(evidence)), depth, tried, tried, range(accepted), DEEPEST)
+        """A draft `depth` deep was accepted so far."""
+        self._chains[method, sampled, bucket(evidence)].append((min(depth, DEEPEST), accepted))
 
     def note_tree(
         self, method: str, sampled: bool, evidence: int, asked: int, nodes: int, path: SequenceOf[int]
     ) -> None:
         """A tree of so many nodes was judged where `asked` might have been drafted; `path`: its accepted nodes."""
-        asked = min(max(asked, nodes), MAX_K)
-        self._note((method, sampled, bucket(evidence)), asked, asked, nodes, path, MAX_K)
+        self._trees[method, sampled, bucket(evidence)].append((min(max(asked, nodes), MAX_K), nodes, path))
 
-    def _note(self, key: Key, size: int, tried: int, drafted: int, hits: SequenceOf[int], width: int) -> None:
-        """A draft of which `size` depths or nodes were promised and the first `tried` were put to the test."""
-        promised, kept = self._promises.get(key[0], (0.0, 0.0))
-        told = float(self._by_record(key, width == MAX_K)[:size].sum())
-        self._promises[key[0]] = promised + told, kept + len(hits)
-        record = self._records.setdefault(key, np.zeros((3, width)))
-        record[TRIED, :tried] += 1
-        record[DRAFTED, :drafted] += 1
-        for at in hits:
-            if at < tried:
-                record[HIT, at] += 1
+    def end_step(self) -> None:
+        """All drafts of a step were noted: learn from them. Older promises count less."""
+        for key, chains in self._chains.items():
+            promised, kept = self._promises.get(key[0], (0.0, 0.0))
+            told = [0.0, *self._by_record(key, False).survival.cumsum().tolist()]  # by the steps before
+            promised += sum([told[depth] for depth, _ in chains])
+            self._promises[key[0]] = promised, kept + sum([accepted for _, accepted in chains])
+            record = self._record(key, DEEPEST)
+            _count(record[TRIED], [min(depth, accepted + 1) for depth, accepted in chains])
+            _count(record[HIT], [accepted for _, accepted in chains])
+            record[DRAFTED] = record[TRIED]
+            self._noted(key, record)
+        for method in {key[0] for key in self._chains}:
+            promised, kept = self._promises[method]
+            self._promises[method] = promised * (1 - 1 / WINDOW), kept * (1 - 1 / WINDOW)
+        for key, trees in self._trees.items():
+            record = self._record(key, MAX_K)
+            _count(record[TRIED], [asked for asked, _, _ in trees])
+            _count(record[DRAFTED], [nodes for _, nodes, _ in trees])
+            record[HIT] += np.bincount([node for *_, path in trees for node in path], minlength=MAX_K)
+            self._noted(key, record)
+        self._chains.clear()
+        self._trees.clear()
+
+    def _record(self, key: Key, width: int) -> Floats:
+        if key not in self._records:
+            self._records[key] = np.zeros((3, width))
+        return self._records[key]
+
+    def _noted(self, key: Key, record: Floats) -> None:
         if record[TRIED].max() > MEMORY:
             record[:, record[TRIED] > MEMORY] /= 2
         self._fresh.add(key[0])
-
-    def end_step(self, methods: AbstractSet[str]) -> None:
-        """A step with drafts by these was noted: older promises count less."""
-        self._changed(methods)
-        for method in methods & self._promises.keys():
-            promised, kept = self._promises[method]
-            self._promises[method] = promised * (1 - 1 / WINDOW), kept * (1 - 1 / WINDOW)
+        self._outlooks.pop(key, None)
+        self._tried.pop(key[0], None)
 
     def fade(self) -> None:
         """Called now and then: methods that were not tried since the last time are on their way to a second chance."""
@@ -183,18 +208,17 @@ class Acceptance:
             promised, kept = self._promises[method]
             self._promises[method] = promised / 2, kept / 2
         self._fresh.clear()
-        self._changed({key[0] for key in self._records})
+        self._changed()
 
     def forget(self, method: str) -> None:
         """Its record no longer holds: it is met anew."""
         self._records = {key: record for key, record in self._records.items() if key[0] != method}
         self._promises.pop(method, None)
-        self._changed({method})
+        self._changed()
 
-    def _changed(self, methods: AbstractSet[str]) -> None:
-        for made in (self._by_key, self._shares):
-            for key in [key for key in made if key[0] in methods]:
-                del made[key]
+    def _changed(self) -> None:
+        self._outlooks.clear()
+        self._tried.clear()
 
     def state(self) -> list[dict[str, Any]]:
         return [

@@ -52,17 +52,17 @@ class Batch:
         self.behind = behind
         self.num_drafted = sum([budget for _, budget in self.drafts.values()])  # nodes, at the most
         self.num_tokens = int(count.sum()) + self.num_drafted  # of the target pass at the most
-        self.all_sample = bool(samples.all())
-        self.sampling: Ints = np.flatnonzero(samples)  # rows that yield a token
+        self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token
+        self.all_sample = len(self.sampling) == len(sequences)
         self.seats = np.array([one.seat for one in sequences], np.int64) if seats is None else seats
         self.changes = -1  # the scheduler's count of sequences that joined or left, when it was made
 
     @staticmethod
     def of(rows: SequenceOf[Row], tables: Tables) -> Batch:
-        columns = np.array([(row.first, row.count, row.samples) for row in rows], np.int64).reshape(-1, 3)
+        first, count = np.array([row.first for row in rows], np.int64), np.array([row.count for row in rows], np.int64)
+        samples = np.array([row.samples for row in rows], np.bool_)
         drafts = {index: (row.method, row.budget) for index, row in enumerate(rows) if row.budget}
-        first, count = np.ascontiguousarray(columns[:, 0]), np.ascontiguousarray(columns[:, 1])
-        return Batch([row.sequence for row in rows], first, count, columns[:, 2] > 0, tables, drafts=drafts)
+        return Batch([row.sequence for row in rows], first, count, samples, tables, drafts=drafts)
 
     def __len__(self) -> int:
         return len(self.sequences)

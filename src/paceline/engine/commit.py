@@ -133,7 +133,7 @@ class Committer:
         filled = (batch.first + batch.count) // size > batch.first // size
         if batch.drafts:
             filled[list(batch.drafts)] = True
-        return [batch.sequences[index] for index in np.flatnonzero(filled) if not batch.sequences[index].finished]
+        return [batch.sequences[index] for index in filled.nonzero()[0] if not batch.sequences[index].finished]
 
     def _look_closer(self, landed: Landed, at: int, sequence: Sequence) -> None:
         outputs, reading = landed.outputs, landed.flight.reading

@@ -23,6 +23,7 @@ from paceline.models.pass_prior import CPU, PassPrior
 # Rows that steps are told apart by where passes are not padded.
 GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
 MOST_ROWS = 4096  # beyond, a step costs what it costs there
+MAX_NODES = 1024  # of one step: passes beyond are as dear as they are long
 SCALE_RATE = 0.2  # share of a surprise that the scale takes: other work slows a machine down for seconds
 FACTOR_RATE = 0.05  # the same of a factor, once seen often: shapes do not change while a machine runs
 OUTLIER = 1.5  # times off: a step further off says no more than this (a capture, a collection of garbage)
@@ -41,6 +42,9 @@ PASS_GUESS, LOOKUP_GUESS = 0.1, 0.01  # of a step of one row: a token ahead befo
 RIDGE = 0.1  # spread of depths (squared) below which a draft's time is taken to grow in proportion to its depth
 FEWER = 0.8  # of a draft's time for twice as many sequences, before one for so few was timed
 
+# Plain and drafted steps, of what they are told by: those of the first kind have a say in the second.
+KINDS = np.kron(np.eye(2), [[1.0, 0.0], [OTHER_KIND, 1.0]])
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -53,7 +57,7 @@ def size_of(count: int) -> int:
 @functools.cache
 def _shape(prior: PassPrior) -> tuple[Floats, Ints, int]:
     """By rows: the prior's time against one row, and the place in the grid; and the size of that."""
-    grid, rows = np.array(prior.padded_to or GRID), np.arange(MOST_ROWS + 1)
+    grid, rows = np.array(prior.padded_to or GRID), np.minimum(np.arange(MOST_ROWS + MAX_NODES + 1), MOST_ROWS)
     above = np.minimum(np.searchsorted(grid, rows), len(grid) - 1)
     below = np.maximum(above - 1, 0)
     point = above if prior.padded_to else np.where(rows - grid[below] < grid[above] - rows, below, above)
@@ -71,40 +75,45 @@ class StepTimes:
         self.scale: float | None = None  # seconds of a plain step of one row
         self._steep, self._doubt = 0.0, STEEP_DOUBT  # log of the steepness, and its variance
         self._factor = np.zeros((2, points))  # logs, of plain and of drafted steps, at the numbers of rows seen
-        self._seen = np.zeros((2, points))
+        self._told = np.zeros((4, points))  # each of these factors times how often it was seen, and how often
+        self._seen = self._told[2:]
         self._near = NEIGHBOUR ** np.abs(np.arange(points)[:, None] - np.arange(points))
         self._spread()
 
     def _spread(self) -> None:
         """Numbers of rows share what is known: one never seen is as far off the prior as its neighbours."""
-        parts = np.concatenate((self._seen * self._factor, self._seen)) @ self._near  # (2 + 2, points)
-        parts[1::2] += OTHER_KIND * parts[::2]
+        np.multiply(self._seen, self._factor, out=self._told[:2])
+        parts = KINDS @ self._told @ self._near  # (2 + 2, points)
         self._plain_seen, self._smooth = parts[2], parts[:2] / np.maximum(parts[2:], 1e-12)
 
     def seconds(self, rows: int) -> float:
         """Of a plain step."""
         rows = min(rows, MOST_ROWS)
-        shape = 1 + math.exp(self._steep) * (float(self._share[rows]) - 1)
-        return (self.scale or 1.0) * shape * math.exp(self._smooth[0, self._point[rows]])
+        shape = 1 + math.exp(self._steep) * (self._share.item(rows) - 1)
+        return (self.scale or 1.0) * shape * math.exp(self._smooth.item(0, self._point.item(rows)))
 
     def seconds_with(self, base: int, nodes: int) -> Floats:
         """Of steps with 1, 2, ..., nodes drafted nodes on top of `base` rows; no more rows ever cost less."""
-        rows = np.minimum(np.arange(base + 1, base + nodes + 1), MOST_ROWS)
-        shape = 1 + math.exp(self._steep) * (self._share[rows] - 1)
-        seconds: Floats = (self.scale or 1.0) * shape * np.exp(self._smooth[1])[self._point[rows]]
-        return np.maximum.accumulate(seconds)
+        steep, scale = math.exp(self._steep), self.scale or 1.0
+        first, end = min(base, MOST_ROWS) + 1, min(base, MOST_ROWS) + 1 + nodes
+        seconds = self._share[first:end] * (scale * steep)
+        seconds += scale * (1 - steep)
+        seconds *= np.exp(self._smooth[1])[self._point[first:end]]
+        return np.maximum.accumulate(seconds, out=seconds)
 
     def plain_known(self, rows: int) -> bool:
-        return bool(self._plain_seen[self._point[min(rows, MOST_ROWS)]] >= KNOWN)
+        seen: float = self._plain_seen.item(self._point.item(min(rows, MOST_ROWS)))
+        return seen >= KNOWN
 
     def observe(self, rows: int, seconds: float, *, drafted: bool) -> float:
         """Returns the log of what it took over what was expected."""
         rows, kind = min(rows, MOST_ROWS), int(drafted)
-        grows = math.exp(self._steep) * (float(self._share[rows]) - 1)
+        grows = math.exp(self._steep) * (self._share.item(rows) - 1)
         if self.scale is None:
             self.scale = seconds / (1 + grows)
-        point = self._point[rows]
-        expected = self.scale * (1 + grows) * math.exp(self._smooth[kind, point])
+        point = self._point.item(rows)
+        smooth = self._smooth.item(kind, point)
+        expected = self.scale * (1 + grows) * math.exp(smooth)
         surprise = off = math.log(min(max(seconds / expected, 1 / OUTLIER), OUTLIER))
         # The filter: how much of a surprise is the steepness's, by how much of the time it decides.
         weight = grows / (1 + grows)
@@ -112,10 +121,9 @@ class StepTimes:
         self._steep += gain * off
         self._doubt += STEEP_DRIFT - gain * weight * self._doubt
         off *= 1 - gain * weight
-        seen = self._seen[kind, point] = min(self._seen[kind, point] + 1, 1 / FACTOR_RATE)
-        if seen == 1:
-            self._factor[kind, point] = self._smooth[kind, point]
-        self._factor[kind, point] += off / seen
+        seen = min(self._seen.item(kind, point) + 1, 1 / FACTOR_RATE)
+        self._seen[kind, point] = seen
+        self._factor[kind, point] = (smooth if seen == 1 else self._factor.item(kind, point)) + off / seen
         self._spread()
         self.scale *= math.exp(SCALE_RATE * off * (1 - 1 / seen))
         return surprise
@@ -140,7 +148,7 @@ class StepTimes:
             raise ValueError("step times of another form")
         made.scale = None if state["scale"] is None else scale
         made._steep, made._doubt, made._factor = numbers[0], numbers[1], factor
-        made._seen = np.minimum(seen, REMEMBERED)
+        made._seen[:] = np.minimum(seen, REMEMBERED)
         made._spread()
         return made
 
@@ -158,6 +166,7 @@ class DraftTimes:
     def __init__(self) -> None:
         self._sums: dict[str, dict[int, tuple[float, ...]]] = {}  # by method and size, of timed drafts
         self._skipped: dict[tuple[str, int], int] = {}
+        self._lines: dict[tuple[str, int], tuple[float, float]] = {}  # by method and size, until one is timed
 
     def line(self, method: str, sequences: int, guess: float) -> tuple[float, float]:
         """a and b of a draft for so many; `guess` seconds a token ahead while nothing is known."""
@@ -165,10 +174,12 @@ class DraftTimes:
         if not known:
             return 0.0, guess
         size = size_of(sequences)
-        near = min(known, key=lambda one: (abs(one - size), one))
-        a, b = _fit(known[near])
-        less = FEWER ** max(near - size, 0)
-        return a * less, b * less
+        if (method, size) not in self._lines:
+            near = min(known, key=lambda one: (abs(one - size), one))
+            a, b = _fit(known[near])
+            less = FEWER ** max(near - size, 0)
+            self._lines[method, size] = a * less, b * less
+        return self._lines[method, size]
 
     def observe(self, method: str, sequences: int, depth: int, seconds: float, *, skip: int = 0) -> None:
         """`skip`: first timings of a size that are not believed."""
@@ -182,7 +193,8 @@ class DraftTimes:
             seconds = min(max(seconds, (a + b * depth) / DRAFT_OUTLIER), (a + b * depth) * DRAFT_OUTLIER)
         new = (1, depth, depth * depth, seconds, seconds * depth)
         old = sums.get(size, (0.0,) * 5)
-        sums[size] = tuple(DRAFTS_FADE * before + now for before, now in zip(old, new, strict=True))
+        sums[size] = tuple([DRAFTS_FADE * before + now for before, now in zip(old, new, strict=True)])
+        self._lines.clear()
 
     def fade(self) -> None:
         """No step drafted for long: what was timed once is halved, to be put to the test again."""
@@ -190,6 +202,7 @@ class DraftTimes:
             for size, (one, d, dd, s, sd) in sizes.items():
                 half = max(0.5, one * NOTHING_S / s)
                 sizes[size] = one, d, dd, s * half, sd * half
+        self._lines.clear()
 
     def state(self) -> list[list[Any]]:
         return [[method, size, *sums] for method, sizes in self._sums.items() for size, sums in sizes.items()]

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -239,13 +238,11 @@ class DrafterSet:
                 chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
         working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
         for drafter in working if chunks else ():
-            with self._guarded(drafter):
-                drafter.read_chunks(chunks, taps)
+            self._safely(drafter, drafter.read_chunks, chunks, taps)
         if unread is not None:
             sequences = batch.sampled_sequences
             for drafter in working:
-                with self._guarded(drafter):
-                    drafter.before_store(sequences, unread.most)
+                self._safely(drafter, drafter.before_store, sequences, unread.most)
             self._ring.store(unread, taps, 1 + max(sequence.seat for sequence in sequences))
 
     def landed(self, batch: Batch, sequences: SequenceOf[Sequence]) -> None:
@@ -265,8 +262,8 @@ class DrafterSet:
             behind = self._begun.get(name)
             begun = [] if behind is None else [sequence for sequence in sequences if sequence.key in behind.rows]
             if mine or begun:
-                with self._guarded(drafter):
-                    drafter.landed([Judged(sequence, sequence.num_computed) for sequence in mine], begun)
+                judged = [Judged(sequence, sequence.num_computed) for sequence in mine]
+                self._safely(drafter, drafter.landed, judged, begun)
 
     def note(self, method: str, right: bool) -> None:
         """A draft of a method on trial was verified; `right`: its first node, the likeliest token, was accepted. A
@@ -285,44 +282,45 @@ class DrafterSet:
     def mark(self, sequences: SequenceOf[Sequence]) -> None:
         """Note which blocks of these sequences hold a drafter's own K/V too."""
         for drafter in self._on_device.values():
-            if drafter.kv_layers and drafter.name not in self.retired:
-                with self._guarded(drafter):
-                    for sequence in sequences:
-                        self._blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
+            if sequences and drafter.kv_layers and drafter.name not in self.retired:
+                self._safely(drafter, self._mark, drafter, sequences)
+
+    def _mark(self, drafter: DeviceDrafter, sequences: SequenceOf[Sequence]) -> None:
+        for sequence in sequences:
+            self._blocks.mark(sequence, drafter.version, *drafter.absorbed(sequence))
 
     def read_prompts(self, batch: Batch) -> None:
         """Chunks of prompts were computed: host drafters index them, so that this is spread over the chunks."""
+        chunks = batch.chunks
+        if not chunks:
+            return
         reading = [drafter for drafter in self._working() if isinstance(drafter, HostDrafter)]
-        for index in batch.chunks if reading else ():
+        for index in chunks:
             sequence, end = batch.sequences[index], int(batch.first[index] + batch.count[index])
             for drafter in reading if not sequence.finished else ():
-                with self._guarded(drafter):
-                    drafter.read_prompt(sequence, min(end, sequence.num_prompt))
+                self._safely(drafter, drafter.read_prompt, sequence, min(end, sequence.num_prompt))
 
     def admit(self, sequence: Sequence) -> None:
         """A sequence enters with a prefix of cached blocks: each drafter may use those marked for it."""
         for drafter in self._working():
-            with self._guarded(drafter):
-                start = sequence.num_cached
-                if drafter.kv_layers:
-                    start = self._blocks.marked_from(sequence, drafter.version)
-                drafter.admit(sequence, start, sequence.num_cached)
+            start = sequence.num_cached
+            if drafter.kv_layers:
+                start = self._blocks.marked_from(sequence, drafter.version)
+            self._safely(drafter, drafter.admit, sequence, start, sequence.num_cached)
 
     def release(self, sequence: Sequence) -> None:
         for begun in self._begun.values():
             begun.rows.pop(sequence.key, None)
         for drafter in self._working():
-            with self._guarded(drafter):
-                drafter.release(sequence)
+            self._safely(drafter, drafter.release, sequence)
 
     def _working(self) -> list[Drafter]:
         return [drafter for drafter in self.drafters if drafter.name not in self.retired]
 
-    @contextmanager
-    def _guarded(self, drafter: Drafter) -> Iterator[None]:
+    def _safely(self, drafter: Drafter, work: Callable[..., None], *args: Any) -> None:
         """A drafter that fails at bookkeeping no longer knows where its sequences stand: it drafts no more."""
         try:
-            yield
+            work(*args)
         except Exception as problem:
             self.failures += 1
             self.retired |= {drafter.name}

@@ -26,6 +26,7 @@ class DrafterEvidence:
         self.drafters = {drafter.name: drafter for drafter in drafters}
         self._method = method
         self._warned: set[tuple[str, type]] = set()
+        self._models = {name for name, drafter in self.drafters.items() if _runs_model(drafter)}
         self.retire(frozenset())
 
     def retire(self, names: frozenset[str]) -> None:
@@ -37,22 +38,26 @@ class DrafterEvidence:
         for host in hosts:
             host.idle = self._method == AUTO and host.name in covered
         self._auto = tuple(drafter.name for drafter in working if drafter.name not in covered)
+        self._allowed: dict[str, tuple[str, ...]] = {AUTO: self._auto}
 
     def allowed(self, method: str) -> tuple[str, ...]:
         """Drafters that may draft for a request that asks for this method, or for one of them by its own name."""
-        if method == AUTO:
-            return self._auto
-        return tuple(name for name in self.drafters if is_called(name, method) and name not in self.retired)
+        if method not in self._allowed:
+            named = [name for name in self.drafters if is_called(name, method) and name not in self.retired]
+            self._allowed[method] = tuple(named)
+        return self._allowed[method]
 
     def runs_model(self, method: str) -> bool:
         """Each token ahead takes a pass: the drafter is no lookup, or has something to read before it drafts."""
-        drafter = self.drafters[method]
-        own_lag: object = type(drafter).lag
-        return not isinstance(drafter, HostDrafter) or own_lag is not HostDrafter.lag
+        return method in self._models
 
     def makes_trees(self, method: str) -> bool:
         """The first n nodes of its drafts are the best tree of n, all made at once."""
         return self.drafters[method].trees
+
+    def depth(self, method: str) -> int:
+        """That no draft of it exceeds."""
+        return self.drafters[method].depth
 
     def most_nodes(self, method: str, room: int) -> int:
         """Of a draft where `room` more tokens may be committed: the last comes from the target itself. A tree that is
@@ -76,17 +81,23 @@ class DrafterEvidence:
                     return found
             except Exception as problem:  # one sequence may be the cause: ask for each alone
                 self._warn(method, problem)
-        return [self._of_one(sequence, drafter) for sequence in sequences]
-
-    def _of_one(self, sequence: Sequence, drafter: Drafter) -> int:
-        try:
-            if sequence.num_output >= FIRST_TOKENS or drafter.lag(sequence) <= SMALL_LAG:
-                return drafter.evidence(sequence)
-        except Exception as problem:
-            self._warn(drafter.name, problem)
-        return 0
+        found = []
+        for sequence in sequences:
+            evidence = 0
+            try:
+                if len(sequence.tokens) - sequence.num_prompt >= FIRST_TOKENS or drafter.lag(sequence) <= SMALL_LAG:
+                    evidence = drafter.evidence(sequence)
+            except Exception as problem:
+                self._warn(method, problem)
+            found.append(evidence)
+        return found
 
     def _warn(self, method: str, problem: Exception) -> None:
         if (method, type(problem)) not in self._warned:  # once: it may fail at every step
             log.warning("drafter %s failed to say what it knows: %r", method, problem)
             self._warned.add((method, type(problem)))
+
+
+def _runs_model(drafter: Drafter) -> bool:
+    own_lag: object = type(drafter).lag
+    return not isinstance(drafter, HostDrafter) or own_lag is not HostDrafter.lag

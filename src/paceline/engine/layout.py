@@ -163,6 +163,8 @@ def _own_tokens(batch: Batch) -> Any:
     behind = batch.behind
     if behind is not None and batch.only_decodes and behind.min() >= 0:
         return -1 - behind
+    if behind is None and batch.only_decodes:
+        return [sequence.tokens[-1] for sequence in batch.sequences]
     codes = [-1] * len(batch) if behind is None else behind.tolist()
     parts = zip(batch.sequences, batch.first.tolist(), batch.count.tolist(), codes, strict=True)
     return list(

@@ -41,14 +41,17 @@ ALIGNED = 4  # ints: every view starts at 16 bytes, for vector loads
 class Placed:
     """A bucket's buffers, and its graph once it is captured."""
 
-    def __init__(self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int) -> None:
+    def __init__(
+        self, bucket: Bucket, decoder: Decoder, caches: Sequence[LayerCache], block_size: int, table_ints: int
+    ) -> None:
+        """`table_ints`: of the block tables of the pass it is made for, which later ones rarely exceed."""
         from paceline.models.triton.division import HEADER, Division, Work
 
         self.bucket = bucket
         self.graph: CudaGraph | None = None
         self.kept: list[object] = []  # tensors the graph points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
-        self.table_ints = min(bucket.rows, SEQUENCES) * -(-longest // block_size)
+        self.table_ints = max(min(bucket.rows, SEQUENCES) * -(-longest // block_size), table_ints)
         sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)}
         sizes |= {"logit_rows": bucket.logits, "path": bucket.rows * bucket.path}
         # Four numbers for each tree that only the device knows; it has two rows at least.
@@ -238,8 +241,9 @@ class PassGraphs:
             config = self._decoder.config
             tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
             rows, num_tiles = plan.each.shape[1], up(len(begin), TILES)
-            # Compare unpadded numbers: padded ones may be equal although not every row has logits.
-            logits = 0 if wanted == rows else up(wanted)
+            # Compare unpadded numbers: padded ones may be equal although not every row has logits. Where none is
+            # wanted, as of a prompt that goes on, one row has them: a head over all rows is slow, its buffer large.
+            logits = 0 if wanted == rows else up(max(wanted, 1))
             tiles = np.zeros((2, num_tiles), np.int32)
             tiles[0, : len(begin)], tiles[1, : len(begin)] = begin, count
             if len(self._known) == KNOWN:
@@ -264,7 +268,8 @@ class PassGraphs:
         bucket, tiles = self._bucket(host, logit_rows.shape[0], taps, from_hidden)
         placed = self._passes.get(bucket)
         if placed is None or host.block_tables.size > placed.table_ints:
-            placed = self._passes[bucket] = Placed(bucket, self._decoder, caches, plan.block_size)
+            placed = Placed(bucket, self._decoder, caches, plan.block_size, host.block_tables.size)
+            self._passes[bucket] = placed
             while len(self._passes) > MAX_GRAPHS:
                 self._passes.popitem(last=False)
         self._passes.move_to_end(bucket)

@@ -26,7 +26,7 @@ from paceline.models.native_weights import CPU, PackedRows, PackedWeight, Produc
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight, joined
 
-ABI = 6  # native/plan.h
+ABI = 7  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
@@ -43,8 +43,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
     "store_in_ring": (None, [c_void_p]),
-    "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 4 + [c_int]),
-    "block_trees": (None, [c_void_p, c_int]),
+    "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
+    "draft_blocks": (c_int, [c_void_p] * 2 + [c_int]),
     "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
     "ngram_extend": (None, [c_void_p] * 2 + [c_long]),
     "ngram_index": (None, [c_void_p, c_long]),
@@ -160,10 +160,10 @@ class HeadsView(ctypes.Structure):
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor, q_heads: int, cache: LayerCache, eps: float, scale: float) -> HeadsView:
-        num_slots, kv_heads, dim = _check_in_place(cache.k)
-        _check_in_place(cache.v)
+        num_slots, kv_heads, dim = check_in_place(cache.k)
+        check_in_place(cache.v)
         for table in (cos, sin):  # C keeps pointers to them, so they must not be copies
-            _check_in_place(table)
+            check_in_place(table)
         return cls(cos.data_ptr(), sin.data_ptr(), q_heads, kv_heads, dim, cos.shape[0], num_slots, eps, scale)
 
 
@@ -179,23 +179,13 @@ class LayerView(ctypes.Structure):
         norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
         for norm in norms:
             if norm is not None:
-                _check_in_place(norm)
+                check_in_place(norm)
         products = (layer.qkv, layer.output, layer.gate_up, layer.down)
         return cls(
             *(None if norm is None else norm.data_ptr() for norm in norms),
             *(cache.k.data_ptr(), cache.v.data_ptr(), layer.window or 0),
             *(product.view for product in products),
         )
-
-
-class ForestView(ctypes.Structure):
-    """Trees to be grown from the logits of a block drafter (native/block_tree.h)."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "anchors", "ids", "anchor_rows", "w1", "w2")),
-        *((name, c_void_p) for name in ("tokens", "parents", "depths", "scores")),
-        *((name, c_int64) for name in ("batch", "sequence_stride", "depth", "vocab", "rank", "nodes", "beam", "count")),
-    )
 
 
 class TapsView(ctypes.Structure):
@@ -205,6 +195,16 @@ class TapsView(ctypes.Structure):
 
 
 NO_TAPS = TapsView()
+
+
+class AbsorbedView(ctypes.Structure):
+    """How hidden states become keys and values of a block drafter's layers (native/block_draft.h)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("tap_norm", "norm")),
+        *((name, ProductView) for name in ("join", "kv")),
+        ("taps", c_int64),
+    )
 
 
 class RingView(ctypes.Structure):
@@ -236,7 +236,7 @@ class NativeStack:
 
     def run_tapped(self, residual: Tensor, plan: PassPlan, taps: Sequence[int], out: Tensor) -> Tensor:
         """All layers; tap j is the residual stream before layer taps[j] (-1: none), written to out[:, j]."""
-        _check_in_place(out)
+        check_in_place(out)
         layers = (c_int64 * len(taps))(*taps)
         view = TapsView(ctypes.addressof(layers), out.data_ptr(), len(taps))
         return self._run(0, len(self._layers), None, residual, plan, view)
@@ -247,7 +247,7 @@ class NativeStack:
     def _run(
         self, first: int, last: int, added: Tensor | None, residual: Tensor, plan: PassPlan, taps: TapsView
     ) -> Tensor:
-        _check_in_place(residual)
+        check_in_place(residual)
         out = torch.empty_like(residual) if added is None else _fp32(added).clone()
         view = self._kernels.view(plan, residual.shape[0])
         status = self._kernels.layers(
@@ -261,24 +261,23 @@ class NativeStack:
             ctypes.addressof(taps),
             self._kernels.threads,
         )
-        _check_status(status)
+        check_status(status)
         return out
 
-    def absorb(self, taps: Tensor, plan: PassPlan, join: PackedWeight, norm: Tensor, kv: PackedWeight) -> None:
-        """Keys and values of all layers from the target's hidden states (M, T * H), into their caches."""
+    def absorb(self, taps: Tensor, plan: PassPlan, by: AbsorbedView) -> None:
+        """Keys and values of all layers from the target's hidden states (M, T, H), into their caches."""
         taps, view = _fp32(taps), self._kernels.view(plan, taps.shape[0])
+        heads, layers, count = self.addresses
         status = self._kernels.absorb(
-            ctypes.addressof(view),
-            ctypes.addressof(self._heads),
-            ctypes.addressof(self._layers),
-            len(self._layers),
-            ctypes.addressof(join.view),
-            norm.data_ptr(),
-            ctypes.addressof(kv.view),
-            taps.data_ptr(),
+            *(ctypes.addressof(view), heads, layers, count, ctypes.addressof(by), taps.data_ptr()),
             self._kernels.threads,
         )
-        _check_status(status)
+        check_status(status)
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of what all layers share, of the layers, and how many there are."""
+        return ctypes.addressof(self._heads), ctypes.addressof(self._layers), len(self._layers)
 
 
 class NativeKernels:
@@ -298,7 +297,7 @@ class NativeKernels:
         self._rope_and_store = library.function("rope_and_store")
         self._attention = library.function("attention")
         self.layers, self.absorb = library.function("layers"), library.function("absorb")
-        self._block_trees = library.function("block_trees")
+        self.draft_blocks = library.function("draft_blocks")
         self._last_plan: tuple[PassPlan | None, PlanView] = (None, PlanView())
 
     @property
@@ -346,7 +345,7 @@ class NativeKernels:
             raise ValueError(f"a linear layer of {k} inputs was given {inputs}")
         x = _fp32(x)
         out = x.new_empty((rows, n))
-        _check_status(self._linear(ctypes.addressof(weight.view), x.data_ptr(), out.data_ptr(), rows, self.threads))
+        check_status(self._linear(ctypes.addressof(weight.view), x.data_ptr(), out.data_ptr(), rows, self.threads))
         return out
 
     def logits(self, x: Tensor, weight: PackedWeight, out: Tensor | None = None) -> Tensor:
@@ -362,7 +361,7 @@ class NativeKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = _fp32(x), _fp32(weight)
-        _check_in_place(residual)
+        check_in_place(residual)
         rows, hidden = x.shape
         out = torch.empty_like(x)
         self._rms_norm(
@@ -389,7 +388,7 @@ class NativeKernels:
             None if k_norm is None else k_norm.data_ptr(),
             self.threads,
         )
-        _check_status(status)
+        check_status(status)
         return q
 
     def attention(self, q: Tensor, plan: PassPlan, cache: LayerCache, scale: float, window: int | None) -> Tensor:
@@ -408,39 +407,11 @@ class NativeKernels:
             window or 0,
             self.threads,
         )
-        _check_status(status)
+        check_status(status)
         return out
 
     def stack(self, layers: Sequence[Layer], caches: Sequence[LayerCache], shape: Shape) -> Stack:
         return NativeStack(self, layers, caches, shape)
-
-    def block_trees(
-        self,
-        logits: Tensor,
-        anchors: Tensor,
-        markov: tuple[Tensor, Tensor, Tensor] | None,
-        ids: Tensor,
-        nodes: int,
-        beam: int,
-        count: int,
-    ) -> tuple[Tensor, Tensor]:
-        """(3, B, nodes) tokens, parents and depths, and (B, nodes) log probabilities of their paths, as
-        `drafters.block_tree` defines them. `logits` (B, D, V): any stride between sequences; `markov`: rows of W1 for
-        the target's vocabulary, W1 and W2 for the draft vocabulary."""
-        batch, depth, vocab = logits.shape
-        if logits.stride()[1:] != (vocab, 1) or logits.dtype is not torch.float32:
-            raise TypeError("trees are grown from float32 logits whose rows are contiguous")
-        tree, scores = torch.empty(3, batch, nodes, dtype=torch.int64), torch.empty(batch, nodes)
-        rows = [None] * 3 if markov is None else [_check_in_place(part) and part.data_ptr() for part in markov]
-        rank = 0 if markov is None else markov[2].shape[1]
-        forest = ForestView(
-            *(logits.data_ptr(), anchors.data_ptr(), ids.data_ptr(), *rows),
-            *(part.data_ptr() for part in tree),
-            scores.data_ptr(),
-            *(batch, logits.stride(0), depth, vocab, rank, nodes, beam, min(count, vocab)),
-        )
-        self._block_trees(ctypes.addressof(forest), self.threads)
-        return tree, scores
 
     def greedy_chain(
         self, weights: Weights, shape: Shape, caches: Sequence[LayerCache], block_size: int, config: ModelConfig
@@ -474,14 +445,14 @@ def _optional(x: Tensor | None) -> Tensor | None:
     return None if x is None else _fp32(x)
 
 
-def _check_in_place(x: Tensor) -> torch.Size:
+def check_in_place(x: Tensor) -> torch.Size:
     """A tensor written through its pointer must not be a copy: contiguous float32 only."""
     if x.dtype is not torch.float32 or not x.is_contiguous():
         raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
     return x.shape
 
 
-def _check_status(status: int) -> None:
+def check_status(status: int) -> None:
     if status == 1:
         raise DeviceError("not enough memory for this pass; use a shorter context or fewer sequences at once")
     if status:

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.models.buckets import PATHS, STEPS, TILES, up
 from paceline.models.plan import PassPlan
 
+FEW, APART = 64, 8  # decodes beside a long prompt: any number below this, from there one in so many
 CHAIN = 64  # rows of a single sequence
 LAG = 8  # tokens a draft model has to read of a sequence for which another method drafted
 TREES = 512  # rows of a pass with trees: attention keeps partial results of each row
@@ -27,6 +28,7 @@ class PassShape(NamedTuple):
     counts: tuple[int, ...]  # rows of each sequence
     tree: bool = False
     last: bool = False  # logits of each sequence's last row, not of all
+    unfinished: bool = False  # none of the last sequence, whose prompt goes on
 
     @property
     def rows(self) -> int:
@@ -49,6 +51,7 @@ def verifying(sequences: int, most_rows: int, nodes: int, tree_nodes: int = 0) -
         yield from (PassShape((rows,)) for rows in STEPS if 1 + nodes < rows <= min(CHAIN, most_rows))
     yield from reading(sequences, most_rows)
     yield from joining(sequences, most_rows)
+    yield from filled(sequences, most_rows)
 
 
 def joining(sequences: int, most_rows: int) -> Iterator[PassShape]:
@@ -58,6 +61,13 @@ def joining(sequences: int, most_rows: int) -> Iterator[PassShape]:
             for prompts in {1, max(count // 16, 1)}:
                 decodes = count - prompts
                 yield PassShape((1,) * decodes + _spread(prompts, rows - decodes, rows)[0], last=True)
+
+
+def filled(sequences: int, most_rows: int) -> Iterator[PassShape]:
+    """A long prompt that goes on, alone or beside sequences that decode, and takes what is left of a pass."""
+    most = min(sequences, most_rows)
+    for decodes in (*range(min(most, FEW)), *range(FEW, most, APART)):
+        yield PassShape((1,) * decodes + (most_rows - decodes,), last=True, unfinished=True)
 
 
 def drafting(sequences: int, most_rows: int) -> Iterator[PassShape]:
@@ -116,4 +126,6 @@ def warmup_pass(shape: PassShape, block_size: int) -> tuple[Tensor, PassPlan, Te
         max_len=2,
     )
     logit_rows = counts.cumsum(0) - 1 if shape.last else torch.arange(shape.rows)
+    if shape.unfinished:
+        logit_rows = logit_rows[:-1]
     return torch.zeros(shape.rows, dtype=torch.int64), plan, logit_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ _ERRORS: dict[str, type[PacelineError]] = {
 }
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """New text of one answer."""
 
@@ -93,24 +93,24 @@ class Generation:
                 raise
         return self
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        while True:
-            event = await self._next()
-            if isinstance(event, m.Ended):
-                self._end(event)
-                return
-            assert isinstance(event, m.Delta)
-            texts = self._decode(event)
-            yield Piece(
-                event.index,
-                event.text if self.params.stop else "".join(texts),
-                texts,
-                event.tokens,
-                event.kinds,
-                event.finish_reason,
-                event.logprobs,
-                event.draft,
-            )
+    async def piece(self) -> Piece | None:
+        """What comes next; None: the answer is complete."""
+        event = await self._next()
+        if isinstance(event, m.Ended):
+            self._end(event)
+            return None
+        assert isinstance(event, m.Delta)
+        texts = self._decode(event)
+        return Piece(
+            event.index,
+            event.text if self.params.stop else "".join(texts),
+            texts,
+            event.tokens,
+            event.kinds,
+            event.finish_reason,
+            event.logprobs,
+            event.draft,
+        )
 
     async def answers(self) -> list[m.Answer]:
         """Of a request that is not streamed."""

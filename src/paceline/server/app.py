@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
+from starlette.types import Message, Send
 
 from paceline import __version__
 from paceline.errors import (
@@ -113,10 +114,9 @@ def _add_routes(app: FastAPI, state: State) -> None:
         state.metrics.up.set(state.client.down is None)
         return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    def model() -> dict[str, Any]:
         info = state.client.info
-        entry = {
+        return {
             "id": state.name,
             "object": "model",
             "created": int(state.started),
@@ -125,7 +125,15 @@ def _add_routes(app: FastAPI, state: State) -> None:
             "methods": info.get("methods", []),
             "captured": state.capture is not None,
         }
-        return _json({"object": "list", "data": [entry]})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        state.check_model(name)
+        return _json(model())
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -169,7 +177,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
                 running.callback(generations[-1].cancel)
             if streamed:
                 running.pop_all()
-                return _sse(completions.chunks(generations, body, state.name), generations)
+                return EventStream(completions.chunks(generations, body, state.name), generations)
             gathered = asyncio.gather(*(each.answers() for each in generations))
             answers = await _unless_gone(request, gathered)
             return _json(completions.completion(generations, answers, body, state.name))
@@ -184,7 +192,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
             keep = None if variables else functools.partial(Capture.chat, messages=conversation)  # the prompt has more
             generation = await state.start(prompt, params, body, streamed=streamed, prefix="chatcmpl", keep=keep)
             if streamed:
-                return _sse(chat.chunks(generation, body, state.name), [generation])
+                return EventStream(chat.chunks(generation, body, state.name), [generation])
             try:
                 answers = await _unless_gone(request, generation.answers())
             finally:
@@ -200,7 +208,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
         keep = functools.partial(Capture.chat, messages=conversation)
         generation = await state.start(prompt, params, body, streamed=streamed, prefix="resp", keep=keep)
         if streamed:
-            return _sse(responses.events(generation, body, state.name), [generation], named=True)
+            return EventStream(responses.events(generation, body, state.name), [generation], named=True)
         try:
             (answer,) = await _unless_gone(request, generation.answers())
         finally:
@@ -245,29 +253,37 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def _sse(
-    chunks: AsyncIterator[dict[str, Any]], generations: list[Generation], *, named: bool = False
-) -> StreamingResponse:
+class EventStream(StreamingResponse):
     """Server-sent events; an error after the first one is an event too, since the status is already sent.
 
     `named`: each event is named by its type, and none follows the last.
     """
 
-    async def events() -> AsyncIterator[bytes]:
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, Any]], generations: list[Generation], *, named: bool = False
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__((), media_type="text/event-stream", headers=headers)
+        self._chunks, self._generations, self._named = chunks, generations, named
+
+    async def stream_response(self, send: Send) -> None:
         try:
-            async for chunk in chunks:
-                name = b"event: " + chunk["type"].encode() + b"\n" if named else b""
-                yield name + b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-            if not named:
-                yield b"data: [DONE]\n\n"
-        except PacelineError as error:
-            yield b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for chunk in self._chunks:
+                    name = b"event: " + chunk["type"].encode() + b"\n" if self._named else b""
+                    await send(_part(name + b"data: " + msgspec.json.encode(chunk) + b"\n\n"))
+                last = b"" if self._named else b"data: [DONE]\n\n"
+            except PacelineError as error:
+                last = b"data: " + msgspec.json.encode(body_of(error)) + b"\n\n"
+            await send(_part(last, more=False))
         finally:
-            for generation in generations:
+            for generation in self._generations:
                 generation.cancel()
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+def _part(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
 
 
 def _on_drift(client: EngineClient, method: str, rate: float) -> None:

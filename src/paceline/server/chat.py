@@ -58,7 +58,7 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
         delta: dict[str, Any] = {"role": "assistant", "content": ""}
         yield {**base, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
     parsers = [ToolParser() for _ in range(generation.params.n)] if request.offered_tools else []
-    async for piece in generation.pieces():
+    while (piece := await generation.piece()) is not None:
         delta = (
             _parsed(piece, parsers[piece.index], request) if parsers else {"content": piece.text} if piece.text else {}
         )

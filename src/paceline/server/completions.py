@@ -55,14 +55,14 @@ async def chunks(
 async def _merged(generations: list[Generation]) -> AsyncIterator[tuple[int, Piece]]:
     """Pieces of several prompts, as they arrive."""
     if len(generations) == 1:
-        async for piece in generations[0].pieces():
+        while (piece := await generations[0].piece()) is not None:
             yield 0, piece
         return
     arrived: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
 
     async def read(at: int, generation: Generation) -> None:
         try:
-            async for piece in generation.pieces():
+            while (piece := await generation.piece()) is not None:
                 arrived.put_nowait((at, piece))
             arrived.put_nowait((at, None))
         except Exception as problem:

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
-
-import zmq.asyncio
 
 from paceline.errors import EngineDied, PacelineError
 from paceline.models.hub import resolve
@@ -30,6 +26,7 @@ from paceline.server.engine_process import EngineSettings as EngineSettings
 log = logging.getLogger("paceline.server")
 RESTARTS = 3  # within RESTART_WINDOW_S; after that the server stays down, and /health says why
 RESTART_WINDOW_S = 600.0
+STOPPING = "the server is shutting down"
 _PARAM_FIELDS = [each.name for each in fields(SamplingParams)]
 
 
@@ -39,16 +36,17 @@ class Stream:
     def __init__(self, request_id: str, process: EngineProcess) -> None:
         self.request_id, self.process = request_id, process
         self._events: deque[m.Event] = deque()
-        self._arrived = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # of the one reader
 
     def put(self, event: m.Event) -> None:
         self._events.append(event)
-        self._arrived.set()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def get(self) -> m.Event:
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
+        if not self._events:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         return self._events.popleft()
 
 
@@ -70,8 +68,6 @@ class EngineClient:
         self._process: EngineProcess | None = None  # that takes new requests
         self._processes: set[EngineProcess] = set()  # with those that finish their last requests
         self._failures: deque[float] = deque()  # when processes ended by themselves
-        self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
-        self._context = zmq.asyncio.Context()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = self._closing = False
 
@@ -119,20 +115,22 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the engine; open requests fail."""
-        self._closing, self.down = True, "the server is shutting down"
+        self._closing, self.down = True, STOPPING
         await asyncio.gather(*(process.stop() for process in self._processes))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail(list(self._streams.values()), self.down)
-        self._context.destroy(linger=0)
-        self._folder.cleanup()
+        self.fail_open()
+
+    def fail_open(self) -> None:
+        """Requests that are not answered yet: the server stops."""
+        self._fail(list(self._streams.values()), STOPPING)
 
     # -- processes
 
     async def _launch(self, settings: EngineSettings) -> None:
         self.starts += 1
-        process = EngineProcess(settings, self._context, Path(self._folder.name) / str(self.starts))
+        process = EngineProcess(settings, self._take)
         self._processes.add(process)
         try:
             ready = await process.start()
@@ -143,24 +141,22 @@ class EngineClient:
             self._spawn(self._retire(self._process))
         self._process, self.info, self.down = process, ready.info, None
         self._observe(ready)
-        self._spawn(self._receive(process))
         self._spawn(self._watch(process))
 
-    async def _receive(self, process: EngineProcess) -> None:
-        while True:
-            for event in await process.receive():
-                match event:
-                    case m.Accepted() | m.Delta():
-                        stream = self._streams.get(event.request_id)
-                    case m.Ended() | m.Failed():
-                        stream = self._streams.pop(event.request_id, None)
-                    case m.Gauges() if process is not self._process:
-                        continue
-                    case _:
-                        stream = None
-                self._observe(event)
-                if stream is not None:
-                    stream.put(event)
+    def _take(self, process: EngineProcess, events: list[m.Event]) -> None:
+        for event in events:
+            match event:
+                case m.Accepted() | m.Delta():
+                    stream = self._streams.get(event.request_id)
+                case m.Ended() | m.Failed():
+                    stream = self._streams.pop(event.request_id, None)
+                case m.Gauges() if process is not self._process:
+                    continue
+                case _:
+                    stream = None
+            self._observe(event)
+            if stream is not None:
+                stream.put(event)
 
     async def _retire(self, process: EngineProcess) -> None:
         while any(stream.process is process for stream in self._streams.values()):

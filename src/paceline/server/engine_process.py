@@ -1,26 +1,26 @@
-"""One process of the engine: its start, its two sockets and its end. `worker` is the other side."""
+"""One process of the engine: its start, its socket and its end. `worker` is the other side."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import EngineDied, PacelineError
 from paceline.server import messages as m
+from paceline.server.channel import Inbox, framed
+from paceline.server.logs import log_level, logs_json
 
 STOP_S = 10.0  # for the engine to store its state
-WORKER = [sys.executable, "-m", "paceline.server.worker"]
+WORKER = [sys.executable, "-m", "paceline.server.worker"]  # the number of its socket follows
 
 
 @dataclass(frozen=True)
@@ -32,42 +32,46 @@ class EngineSettings:
 
 
 class EngineProcess:
-    def __init__(self, settings: EngineSettings, context: zmq.asyncio.Context, folder: Path) -> None:
-        """`folder` holds its sockets and is its own: no message of another process arrives."""
-        self.settings = settings
-        folder.mkdir()
-        self._addresses = f"ipc://{folder}/commands", f"ipc://{folder}/events"
+    def __init__(self, settings: EngineSettings, take: Callable[[EngineProcess, list[m.Event]], None]) -> None:
+        """`take` is called with the events of each message after the first."""
+        self.settings, self._on_events = settings, take
         self._unsent: list[msgspec.Raw] = []
-        self._commands, self._events = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        for socket, address in zip((self._commands, self._events), self._addresses, strict=True):
-            socket.set(zmq.LINGER, 0)
-            socket.set_hwm(0)
-            socket.bind(address)
+        self._transport: asyncio.Transport | None = None
 
     async def start(self) -> m.Ready:
         """Returns once the model is loaded; raises PacelineError with the reason where it cannot be."""
-        each = self.settings
-        settings = m.Settings(*self._addresses, each.model, each.load, each.engine, each.speculation, _log_level())
-        self._process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, start_new_session=True)
+        loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[list[m.Event]] = loop.create_future()
+        own, its = socket.socketpair()
+        with its:
+            number = its.fileno()
+            self._process = subprocess.Popen(
+                [*WORKER, str(number)], stdin=subprocess.DEVNULL, pass_fds=[number], start_new_session=True
+            )
         self.gone = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
-        receive = asyncio.ensure_future(self._events.recv())
         try:
-            assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it is gone already
-                self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
-                self._process.stdin.flush()
-            await asyncio.wait((self.gone, receive), return_when=asyncio.FIRST_COMPLETED)
-            if not receive.done():
+            self._transport, _ = await loop.create_unix_connection(lambda: Inbox(self._take), sock=own)
+            each = self.settings
+            settings = m.Settings(each.model, each.load, each.engine, each.speculation, log_level(), logs_json())
+            self._transport.write(framed(msgspec.json.encode(settings)))
+            await asyncio.wait((self.gone, self._first), return_when=asyncio.FIRST_COMPLETED)
+            if not self._first.done():
                 raise EngineDied(f"the engine's process ended while loading the model, with {self.exit}")
-            (first,) = m.decode_events(receive.result())
+            (first,) = self._first.result()
             if isinstance(first, m.LoadFailed):
                 raise PacelineError(first.error)
             assert isinstance(first, m.Ready)
             return first
         except BaseException:
-            receive.cancel()
             await self.stop()
             raise
+
+    def _take(self, message: bytes) -> None:
+        events = m.decode_events(message)
+        if self._first.done():
+            self._on_events(self, events)
+        else:
+            self._first.set_result(events)
 
     def send(self, command: m.Command) -> None:
         """Commands of one turn of the event loop are one message. Raises where the command cannot be encoded."""
@@ -77,16 +81,13 @@ class EngineProcess:
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
-        if not self._commands.closed:
-            self._commands.send(m.encode(unsent))  # in order, once the socket takes it
-
-    async def receive(self) -> list[m.Event]:
-        return m.decode_events(await self._events.recv())
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(framed(m.encode(unsent)))  # in order, once the socket takes it
 
     async def stop(self) -> None:
-        """It ends when its stdin does; harmless where it has ended."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        """It ends when its commands do; harmless where it has ended."""
+        if self._transport is not None:
+            self._transport.write_eof()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(self.gone), STOP_S)
         if not self.gone.done():
@@ -95,14 +96,10 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        for socket in (self._commands, self._events):
-            socket.close(0)
+        if self._transport is not None:
+            self._transport.abort()
 
     @property
     def exit(self) -> str:
         code = self._process.poll()
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-
-
-def _log_level() -> str:
-    return logging.getLevelName(logging.getLogger("paceline").getEffectiveLevel())

@@ -16,6 +16,7 @@ RETRY_AFTER_S = 1
 _FORM = re.compile(
     r"(str|int|float|bool|list|dict|literal|constrained|function)\b.*|[A-Z]\w*"
 )  # as pydantic names them
+_NO_OBJECT = ("missing", "model_attributes_type")  # also of a body with another content type, which is not read as JSON
 
 
 class Unauthorised(PacelineError):
@@ -79,6 +80,8 @@ def from_validation(error: RequestValidationError) -> InvalidParameter:
         return InvalidParameter(".".join(named), "is not supported here; leave it out")
     if found["type"] == "json_invalid":
         return InvalidParameter("body", f"is not valid JSON: {found.get('ctx', {}).get('error', found['msg'])}")
+    if not named and found["type"] in _NO_OBJECT:
+        return InvalidParameter("body", "must be a JSON object, sent with Content-Type: application/json")
     return InvalidParameter(".".join(named) or "body", found["msg"])
 
 

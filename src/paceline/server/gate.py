@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import time
 import uuid
@@ -100,11 +99,3 @@ class Gate:
 
 def error_response(error: PacelineError) -> Response:
     return Response(msgspec.json.encode(body_of(error)), status_of(error), headers_of(error), "application/json")
-
-
-class JsonFormatter(logging.Formatter):
-    """One object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {"time": self.formatTime(record), "level": record.levelname, "message": record.getMessage()}
-        return json.dumps(entry | getattr(record, "fields", {}))

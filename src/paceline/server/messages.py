@@ -6,6 +6,7 @@ the engine's process is started by the HTTP process.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -17,13 +18,12 @@ from paceline.outputs import SpeculationStats
 class Settings(msgspec.Struct, frozen=True):
     """Everything a worker is started with; a restarted one gets the same."""
 
-    commands: str  # address of the socket that receives commands
-    events: str
     model: str
     load: dict[str, Any]  # keywords of build.load
     engine: EngineConfig
     speculation: SpeculationConfig
-    log_level: str = "WARNING"
+    log_level: int = logging.WARNING
+    log_json: bool = False
 
 
 # -- to the engine

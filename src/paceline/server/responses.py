@@ -64,7 +64,7 @@ async def events(generation: Generation, request: ResponseRequest, model: str) -
     yield event("output_item.added", output_index=0, item=item | {"content": []})
     yield event("content_part.added", **at, part=_part(""))
     text, reason = "", "stop"
-    async for piece in generation.pieces():
+    while (piece := await generation.piece()) is not None:
         reason = piece.finish_reason or reason
         text += piece.text
         if piece.text:

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
-import sys
 
 import uvicorn
 
 from paceline.server.app import create_app
-from paceline.server.gate import JsonFormatter
+from paceline.server.logs import OWN, set_up_logs
 from paceline.server.state import ServerSettings, State
 
 log = logging.getLogger("paceline.server")
+LAST_S = 5  # after the grace period, for the last answers to be sent
+
+
+class Server(uvicorn.Server):
+    """Requests that are open when the grace period ends are told so: uvicorn would cut their connections."""
+
+    def __init__(self, config: uvicorn.Config, state: State) -> None:
+        super().__init__(config)
+        self._state = state
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._state.stopping, client = True, self._state.client
+        log.info("stopping: %d requests have %g s to finish", client.num_open, self._state.settings.grace_s)
+        end = asyncio.get_running_loop().call_later(self._state.settings.grace_s, client.fail_open)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            end.cancel()
 
 
 def run(settings: ServerSettings, listener: socket.socket, *, log_json: bool = False) -> int:
-    set_up_logs(log_json)
+    levels = {OWN: logging.INFO, "uvicorn.error": logging.WARNING}
+    set_up_logs(as_json=log_json, text="%(asctime)s %(levelname)s %(message)s", levels=levels)
     return asyncio.run(_serve(settings, listener))
 
 
@@ -43,19 +62,10 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         app,
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=max(1, round(settings.grace_s)),
+        timeout_graceful_shutdown=math.ceil(settings.grace_s) + LAST_S,
         timeout_keep_alive=30,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # uvicorn sends the signal again once it has stopped
-    await uvicorn.Server(config).serve(sockets=[listener])
+    await Server(config, state).serve(sockets=[listener])
     return 0
-
-
-def set_up_logs(as_json: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("paceline", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if name == "paceline" else logging.WARNING)

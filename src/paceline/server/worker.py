@@ -1,7 +1,8 @@
-"""The engine's process: builds the engine, steps it, and talks to the HTTP process over two ZeroMQ sockets.
+"""The engine's process: builds the engine, steps it, and talks to the HTTP process over one socket.
 
-Settings come as one line of JSON on stdin, which stays open: when it ends the HTTP process is gone, and this one ends
-too. One thread receives commands; the main thread owns the engine and sends the events of a step as one message.
+The socket's number is the only argument, and the first message on it the settings. When it ends the HTTP process wants
+this one to stop, or is gone. One thread receives commands; the main thread owns the engine and sends the events of a
+step as one message.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -21,7 +23,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
-import zmq
 
 from paceline.build import Built, Target, build, load
 from paceline.engine import loop
@@ -33,7 +34,8 @@ from paceline.grammar import FIELD
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.server import messages as m
-from paceline.server.messages import Settings
+from paceline.server.channel import Channel
+from paceline.server.logs import OWN, set_up_logs
 
 log = logging.getLogger("paceline")
 GAUGES_EVERY_S = 0.25
@@ -45,8 +47,8 @@ SWITCH_S = 0.0005  # a command waits so long at most for a step's Python code to
 class Outbox:
     """Events of the loop, converted and kept until `flush`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], built: Built) -> None:
-        self._socket, self._built = socket, built
+    def __init__(self, channel: Channel, built: Built) -> None:
+        self._channel, self._built = channel, built
         self._pending: list[m.Event] = []
         self._gauges_at, self._trimmed_at = 0.0, time.perf_counter()
 
@@ -75,19 +77,16 @@ class Outbox:
                 if event.ended is not None:
                     self._pending.append(_ended(event.ended))
 
-    def post(self, event: m.Event) -> None:
-        self._pending.append(event)
-
     def flush(self) -> None:
-        now = time.perf_counter()
-        if now - self._gauges_at >= GAUGES_EVERY_S or not self._built.engine.has_work:
+        now, idle = time.perf_counter(), not self._built.engine.has_work
+        if idle or now - self._gauges_at >= GAUGES_EVERY_S:
             self._gauges_at = now
             self._pending.append(_gauges(self._built))
         if now - self._trimmed_at >= TRIM_EVERY_S:
             self._trimmed_at = now
             trim_heap()
         if self._pending:
-            self._socket.send(m.encode(self._pending))
+            self._channel.send(m.encode(self._pending), wait=idle)
             self._pending.clear()
 
 
@@ -142,10 +141,8 @@ def _gauges(built: Built) -> m.Gauges:
 
 
 class Worker:
-    def __init__(self, settings: Settings, built: Built) -> None:
-        self._built = built
-        self._incoming: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._incoming.connect(settings.commands)
+    def __init__(self, channel: Channel, built: Built) -> None:
+        self._channel, self._built = channel, built
         self._commands: SimpleQueue[loop.Command] = SimpleQueue()
         self._structured: SimpleQueue[Request] = SimpleQueue()  # their grammars are compiled first
         self._uncompiled: set[str] = set()  # of these, the ones that were not cancelled
@@ -156,7 +153,6 @@ class Worker:
     def run(self, outbox: Outbox) -> None:
         threading.Thread(target=self._receive, name="paceline-commands", daemon=True).start()
         threading.Thread(target=self._compile, name="paceline-grammars", daemon=True).start()
-        threading.Thread(target=self._watch_parent, name="paceline-parent", daemon=True).start()
         engine_loop = EngineLoop(self._built.engine, self._commands, outbox)
         engine_loop.run()
         engine_loop.abandon(EngineClosed("the server is shutting down"))
@@ -164,9 +160,11 @@ class Worker:
         self._built.keep()
 
     def _receive(self) -> None:
-        while True:
-            for command in m.decode_commands(self._incoming.recv()):
+        """Until the HTTP process closes its end to stop this one, or is gone."""
+        while (message := self._channel.receive()) is not None:
+            for command in m.decode_commands(message):
                 self._take(command)
+        self._commands.put(loop.Close())
 
     def _take(self, command: m.Command) -> None:
         match command:
@@ -231,27 +229,26 @@ class Worker:
     def _relearn(self, method: str, _: Engine) -> None:
         self._built.policy.relearn(method)
 
-    def _watch_parent(self) -> None:
-        """Until stdin ends: the HTTP process closes it to stop this one, or is gone."""
-        sys.stdin.buffer.read()
-        self._commands.put(loop.Close())
-
 
 def main() -> None:
     sys.setswitchinterval(SWITCH_S)
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
-    logging.basicConfig(level=settings.log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-    socket.set(zmq.LINGER, 2000)
-    socket.connect(settings.events)
+    own = socket.socket(fileno=int(sys.argv[1]))
+    own.set_inheritable(False)
+    channel = Channel(own)
+    message = channel.receive()
+    if message is None:
+        sys.exit(1)
+    settings = msgspec.json.decode(message, type=m.Settings)
+    text = "%(asctime)s %(levelname)s engine: %(message)s"
+    set_up_logs(as_json=settings.log_json, text=text, levels={OWN: settings.log_level})
     try:
         target = load(settings.model, **settings.load)
         built = build(target, settings.engine, settings.speculation)
     except PacelineError as error:
-        socket.send(m.encode([m.LoadFailed(str(error))]))
+        channel.send(m.encode([m.LoadFailed(str(error))]), wait=True)
         sys.exit(1)
-    socket.send(m.encode([m.Ready(_info(target, built))]))
-    Worker(settings, built).run(Outbox(socket, built))
+    channel.send(m.encode([m.Ready(_info(target, built))]), wait=True)
+    Worker(channel, built).run(Outbox(channel, built))
 
 
 def _info(target: Target, built: Built) -> dict[str, Any]:

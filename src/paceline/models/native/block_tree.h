@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -15,13 +16,12 @@ namespace block_tree {
 constexpr float DEEPER = 1e-4f;  // block_tree.DEEPER: a node's score is less than its parent's
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-struct Forest {  // native_kernels.ForestView
-    const float* logits;  // of the first position of the first sequence
-    const int64_t *anchors, *ids;  // last tokens (batch,); the target's ids of draft tokens
+struct Forest {  // native_block.ForestView
+    const int64_t* ids;  // the target's ids of draft tokens
     const float *anchor_rows, *w1, *w2;  // (target's vocabulary, rank), (vocab, rank) twice; rank 0: no Markov head
+    int64_t vocab, rank, beam, count, nodes;
     int64_t *tokens, *parents, *depths;  // out: (batch, nodes)
     float* scores;  // out: (batch, nodes) log probabilities of paths
-    int64_t batch, sequence_stride, depth, vocab, rank, nodes, beam, count;
 };
 
 struct Scored {
@@ -74,10 +74,14 @@ inline float dot(const float* a, const float* b, long n) {
     long i = 0;
     for (; i + VL <= n; i += VL) sum = madd(load(a + i), load(b + i), sum);
     if (i < n) sum = madd(load_n(a + i, n - i), load_n(b + i, n - i), sum);
-#if defined(__AVX512F__)  // by hand: sum_lanes keeps an order that no draft depends on, at three times the cost
+#if defined(__AVX512F__) || defined(__AVX2__)  // by hand: sum_lanes takes three times as long
+#if defined(__AVX512F__)
     __m256 halves[2];
     memcpy(halves, &sum, sizeof halves);
     const __m256 eight = _mm256_add_ps(halves[0], halves[1]);
+#else
+    const __m256 eight = (__m256)sum;
+#endif
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
@@ -86,15 +90,15 @@ inline float dot(const float* a, const float* b, long n) {
 #endif
 }
 
-// log of the sum of e to the scores, given their maximum.
-inline float log_sum(const float* scores, long n, float peak) {
+// The sum of e to the scores less their maximum.
+inline double sum_of_exps(const float* scores, long n, float peak) {
     vec sum{};
     const vec shift = splat(peak);
     long i = 0;
     for (; i + VL <= n; i += VL) sum += vexp(load(scores + i) - shift);
     double total = sum_lanes(sum);
     for (; i < n; i++) total += vexp(scores[i] - peak);
-    return peak + (float)log(total);
+    return total;
 }
 
 // The candidates of one position, and what their log probabilities are made of.
@@ -103,10 +107,9 @@ struct Position {
     float others;  // log of what tokens that are no candidates weigh
 };
 
-inline void find(const Forest& f, long sequence, long level, Position& position) {
-    const float* logits = f.logits + sequence * f.sequence_stride + level * f.vocab;
+inline void find(const Forest& f, const float* logits, Position& position) {
     highest(logits, f.vocab, f.count, position.best);
-    const float peak = position.best[0].score, total = log_sum(logits, f.vocab, peak);
+    const float peak = position.best[0].score, total = peak + (float)log(sum_of_exps(logits, f.vocab, peak));
     double among = 0;
     for (const Scored& one : position.best) among += vexp(one.score - peak);
     const double share = std::min(among * vexp(peak - total), 1 - 1e-6);
@@ -121,9 +124,7 @@ inline void behind(const Forest& f, const Position& position, const float* row, 
         scores[c] = one.score + (f.rank ? dot(row, f.w2 + one.at * f.rank, f.rank) : 0.0f);
         peak = scores[c] > peak ? scores[c] : peak;
     }
-    double sum = vexp(position.others - peak);
-    for (long c = 0; c < f.count; c++) sum += vexp(scores[c] - peak);
-    const float total = peak + (float)log(sum);
+    const float total = peak + (float)log(sum_of_exps(scores, f.count, peak) + vexp(position.others - peak));
     for (long c = 0; c < f.count; c++) scores[c] -= total;
 }
 
@@ -132,28 +133,55 @@ struct Node {
     int32_t token, parent, depth;  // token of the draft vocabulary; parent among all nodes, or -1
 };
 
-inline void grow(const Forest& f, long sequence, const Position* positions) {
+// The tree of one sequence, level by level: in each the likeliest nodes have children.
+struct Tree {
+    int64_t anchor;  // the sequence's last token
+    float least;     // log of the least probability of a node that is asked for
     std::vector<Node> nodes;
-    std::vector<Scored> children, level, frontier{{0.0f, -1}};  // of the frontier: scores, and which nodes they are
-    std::vector<float> scores(f.count);
-    for (long depth = 0; depth < f.depth; depth++) {
-        const Position& position = positions[depth];
-        level.clear();
-        for (const Scored& parent : frontier) {
-            const float* rows = parent.at < 0 ? f.anchor_rows : f.w1;
-            const int64_t token = parent.at < 0 ? f.anchors[sequence] : nodes[parent.at].token;
-            behind(f, position, f.rank ? rows + token * f.rank : nullptr, scores.data());
-            highest(scores.data(), f.count, std::min(f.beam, f.count), children);
-            for (const Scored& child : children) {
-                const float score = parent.score + child.score - DEEPER;
-                level.push_back({score, (int32_t)nodes.size()});
-                nodes.push_back({score, position.best[child.at].at, parent.at, (int32_t)depth + 1});
-            }
-        }
-        const size_t wide = std::min((size_t)f.beam, level.size());
-        std::partial_sort(level.begin(), level.begin() + wide, level.end(), likelier);
-        frontier.assign(level.begin(), level.begin() + wide);
+    std::vector<Scored> frontier{{0.0f, -1}};  // scores of nodes that have children, and which they are
+    int32_t depth = 0;
+};
+
+// Once the tree has its nodes, what scores no more than the last of them has no descendant in it.
+inline void leave_out_unlikely(const Forest& f, Tree& tree) {
+    float last = LOWEST;
+    const bool full = tree.nodes.size() >= (size_t)f.nodes;
+    if (full) {
+        std::vector<float> scores;
+        for (const Node& node : tree.nodes) scores.push_back(node.score);
+        std::nth_element(scores.begin(), scores.begin() + f.nodes - 1, scores.end(), std::greater<float>());
+        last = scores[f.nodes - 1];
     }
+    while (!tree.frontier.empty() && ((full && tree.frontier.back().score <= last) || tree.frontier.back().score < tree.least))
+        tree.frontier.pop_back();
+}
+
+// One level more, from the candidates of its position.
+inline void grow(const Forest& f, const Position& position, Tree& tree) {
+    std::vector<Scored> children, level;
+    std::vector<float> scores(f.count);
+    const long wide = std::min(f.beam, f.nodes);  // of more, the last would not be among the likeliest nodes
+    tree.depth++;
+    for (const Scored& parent : tree.frontier) {
+        const float* rows = parent.at < 0 ? f.anchor_rows : f.w1;
+        const int64_t token = parent.at < 0 ? tree.anchor : tree.nodes[parent.at].token;
+        behind(f, position, f.rank ? rows + token * f.rank : nullptr, scores.data());
+        highest(scores.data(), f.count, std::min(wide, (long)f.count), children);
+        for (const Scored& child : children) {
+            const float score = parent.score + child.score - DEEPER;
+            level.push_back({score, (int32_t)tree.nodes.size()});
+            tree.nodes.push_back({score, position.best[child.at].at, parent.at, tree.depth});
+        }
+    }
+    const size_t kept = std::min((size_t)wide, level.size());
+    std::partial_sort(level.begin(), level.begin() + kept, level.end(), likelier);
+    tree.frontier.assign(level.begin(), level.begin() + kept);
+    leave_out_unlikely(f, tree);
+}
+
+// The likeliest nodes of a tree that is grown.
+inline void write(const Forest& f, long sequence, const Tree& tree) {
+    const std::vector<Node>& nodes = tree.nodes;
     std::vector<Scored> chosen;
     for (const Node& node : nodes) chosen.push_back({node.score, (int32_t)chosen.size()});
     const long size = std::min((long)chosen.size(), (long)f.nodes);
@@ -168,12 +196,6 @@ inline void grow(const Forest& f, long sequence, const Position* positions) {
         f.depths[at] = node ? node->depth : 0;
         f.scores[at] = node ? node->score : LOWEST;
     }
-}
-
-inline void grow_all(const Forest& f, int threads) {
-    std::vector<Position> positions(f.batch * f.depth);
-    parallel(f.batch * f.depth, threads, [&](long at, int) { find(f, at / f.depth, at % f.depth, positions[at]); });
-    parallel(f.batch, threads, [&](long sequence, int) { grow(f, sequence, &positions[sequence * f.depth]); });
 }
 
 }  // namespace block_tree

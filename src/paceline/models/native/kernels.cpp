@@ -5,7 +5,7 @@
 // keys lie in the cache. So every sum has one order, fixed by logical index alone; tiles and threads only choose which
 // rows are computed together.
 
-#include "block_tree.h"
+#include "block_draft.h"
 #include "layers.h"
 #include "lookup.h"
 #include "sampling.h"
@@ -67,16 +67,18 @@ EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* la
     return run_layers(*plan, *heads, layers, count, residual, added, first, *taps, threads);
 }
 
-// -- drafters that read hidden states: see layers.h and block_tree.h
+// -- drafters that read hidden states: see layers.h and block_draft.h
 
 EXPORT void paceline_store_in_ring(const Ring* ring) { store_in_ring(*ring); }
 
-EXPORT int paceline_absorb(const Plan* plan, const Heads* heads, const Layer* layers, long count, const Product* join,
-                           const float* norm, const Product* kv, const float* taps, int threads) {
-    return absorb(*plan, *heads, layers, count, *join, norm, *kv, taps, threads);
+EXPORT int paceline_absorb(const Plan* plan, const Heads* heads, const Layer* layers, long count, const Absorbed* by,
+                           const float* taps, int threads) {
+    return absorb(*plan, *heads, layers, count, *by, taps, threads);
 }
 
-EXPORT void paceline_block_trees(const block_tree::Forest* forest, int threads) { block_tree::grow_all(*forest, threads); }
+EXPORT int paceline_draft_blocks(const BlockDrafter* by, Drafting* drafting, int threads) {
+    return draft_blocks(*by, *drafting, threads);
+}
 
 // The token drawn from a row of V logits, or UNDECIDED; see sampling.h.
 EXPORT long paceline_draw_token(const float* logits, long V, float temperature, float least, long top_k, double top_p, double coin,

@@ -69,28 +69,6 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
     return status;
 }
 
-// Keys and values of a block drafter's layers from hidden states of the target (rows, taps): joined and normed by one
-// product, then one product for the keys and values of all layers. Nothing attends.
-int absorb(const Plan& plan, const Heads& heads, const Layer* layers, long count, const Product& join, const float* norm,
-           const Product& kv, const float* taps, int threads) {
-    const long M = plan.rows, H = join.outputs, each = 2 * heads.kv_heads * heads.dim, all = kv.stride;
-    float* memory = (float*)malloc(M * (2 * H + all + each) * sizeof(float));
-    if (!memory) return 1;
-    float *joined = memory, *normed = joined + M * H, *states = normed + M * H, *part = states + M * all;
-    Heads without_queries = heads;
-    without_queries.q_heads = 0;
-    int status = multiply(taps, join, joined, M, threads);
-    rms_norm(joined, nullptr, norm, normed, M, H, heads.eps, threads);
-    status |= multiply(normed, kv, states, M, threads);
-    for (long layer = 0; layer < count && !status; layer++) {
-        for (long row = 0; row < M; row++) memcpy(part + row * each, states + row * all + layer * each, each * sizeof(float));
-        const Layer& to = layers[layer];
-        status = rope_and_store(plan, without_queries, part, to.keys, to.values, nullptr, nullptr, to.k_norm, threads);
-    }
-    free(memory);
-    return status;
-}
-
 // The ring of hidden states of committed positions, by seat (`paceline.drafters.tapped.TapRing`).
 struct Ring {  // native_kernels.RingView
     float* states;  // (seats * capacity + 1, width)

@@ -17,6 +17,11 @@ constexpr int RT = 8;  // rows of a tile: float sums of two halves and integer s
 #else
 constexpr int RT = 4;
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool SIGNED = true;  // `dot` takes codes of 8 bits less their ZERO, 128
+#else
+constexpr bool SIGNED = false;
+#endif
 constexpr long SUM_GROUP = 16;  // the finest group of weights with a scale of its own
 
 #if !defined(__AVX512VNNI__)
@@ -29,8 +34,17 @@ inline ivec four_bytes(const int8_t* at) {
 template <int BITS>
 inline ivec dot(ivec acc, uvec codes, ivec x) {
 #if defined(__AVX512F__) || defined(__AVX2__)
-    // Pairs are summed in 16 bits, which two products of 7 bits by 8 just fit: an eighth bit is taken apart.
-    if (BITS == 8) return dot<7>(dot<7>(acc, codes & 0x7f7f7f7fu, x), codes & 0x80808080u, x);
+    // Pairs are summed in 16 bits, which two products of 7 bits by 8 just fit.
+#if defined(__AVX512F__)
+    if (BITS == 8) return dot<7>(dot<7>(acc, codes & 0x7f7f7f7fu, x), codes & 0x80808080u, x);  // an eighth is taken apart
+#else
+    if (BITS == 8) {  // or, less 128, is a sign: two products of at most 128 by 127 fit too
+        const __m256i weights = (__m256i)(codes ^ 0x80808080u);
+        acc = dot<7>(acc, (uvec)_mm256_abs_epi8(weights), (ivec)_mm256_sign_epi8((__m256i)x, weights));
+        asm("" : "+x"(acc));  // added at once: GCC would keep the products of many rows first, in memory
+        return acc;
+    }
+#endif
 #if defined(__AVX512F__)
     const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
     return acc + (ivec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
@@ -112,6 +126,7 @@ struct Rounded {  // the rows of a product: block after block, in each its rows
 template <int M, class F>
 void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool first, const Output& to) {
     constexpr long PARTS = BLOCK / F::GROUP;
+    constexpr bool STARTS = F::ZERO && !(SIGNED && F::BITS == 8);
     Sums<M> sums(to);
     for (long k = 0; k < K; k += BLOCK) {
         const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
@@ -126,7 +141,7 @@ void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool
                 asm volatile("" : "+r"(rows));  // read anew for each half: GCC would keep all of it, and spill sums for it
                 ivec dots[M];
 #pragma GCC unroll 8
-                for (int m = 0; m < M; m++) dots[m] = F::ZERO ? ivec{} + rows[m].starts[part] : ivec{};
+                for (int m = 0; m < M; m++) dots[m] = STARTS ? ivec{} + rows[m].starts[part] : ivec{};
 #pragma GCC unroll 4
                 for (int i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++) {
                     const Quads<F> quads(words, h * VL, i);

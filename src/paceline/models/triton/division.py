@@ -44,7 +44,7 @@ class Division:
         """`max_len`: the longest context for which these grids and their scratch are sized."""
         blocks = max(-(-max_len // KEYS), 1)
         direct = path_width == 0 and num_tiles * kv_heads >= PROGRAMS // 4
-        units = 1 if direct else max(chunks_of(blocks), min(blocks, SPLIT_BLOCKS // max(num_tiles * tile // 64, 1)))
+        units = 1 if direct else max(chunks_of(blocks), min(blocks, most_by_block(num_tiles * tile)))
         tails = -(-(KEYS - 1 + path_width) // KEYS) if path_width else 0
         splits = 1 if direct else max(min(PROGRAMS // max(num_tiles * kv_heads, 1), MOST_SPLITS), 1)
         return Division(tile, num_tiles, direct, units, tails, splits)
@@ -52,8 +52,13 @@ class Division:
     def header(self, max_len: int, table_width: int) -> list[int]:
         """HEADER ints that the kernels read beside the tiles."""
         blocks = -(-max_len // KEYS)
-        by_block = blocks * self.num_tiles * self.tile // 64 <= SPLIT_BLOCKS
+        by_block = blocks <= most_by_block(self.num_tiles * self.tile)
         return [table_width, int(by_block), blocks if by_block else chunks_of(blocks), 0]
+
+
+def most_by_block(q_rows: int) -> int:
+    """Blocks of a context up to which a pass of so many q rows in tiles is divided block by block."""
+    return ((SPLIT_BLOCKS + 1) * TILE - 1) // max(q_rows, 1)
 
 
 def chunks_of(blocks: int) -> int:

@@ -255,7 +255,7 @@ def _begin(committed, width, accepted, known, rows, state, ROWS: tl.constexpr, R
         behind = more + 1 - READ + at
         token = tl.load(committed + which * width + behind - 1, mask=behind > 0, other=0)
         token = tl.where(behind > 0, token, tl.load(known + 2 * rows + row))
-        tl.store(state + 3 * ROWS + row * READ + at, token.to(tl.int32))
+        tl.store(state + 3 * ROWS + row * READ + at, tl.maximum(token, 0).to(tl.int32))  # draft.INVALID is no token
 
 
 def _offset(tensor: Tensor, base: Tensor) -> int:

@@ -56,8 +56,10 @@ def draw_tokens(target: TargetDistribution, draws: Draws, nodes: Nodes, source: 
 def walk(draft: Draft, drawn: Tensor, row_of: Tensor, rows: Tensor | None, verdict: Verdict) -> None:
     """Fill in the rows (B',; -1: skipped) of the verdict; None: all."""
     count = draft.batch if rows is None else rows.shape[0]
+    # A draft may be cut out of wider tensors; the kernel takes its rows to lie one behind the other.
+    tokens, parents, num_nodes = (one.contiguous() for one in (draft.tokens, draft.parents, draft.num_nodes))
     _walk[(programs(count),)](
-        draft.tokens, draft.parents, draft.num_nodes, drawn, row_of, rows,
+        tokens, parents, num_nodes, drawn, row_of.contiguous(), rows,
         verdict.tokens, verdict.num_accepted, verdict.path, verdict.kinds,
         count, draft.width, verdict.path.shape[1],
         tiles.ROWS, tiles.steps(draft.width), tiles.steps(verdict.tokens.shape[1]),

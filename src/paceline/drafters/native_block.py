@@ -1,0 +1,157 @@
+"""A block drafter's draft on a CPU in one native call (native/block_draft.h): new hidden states are absorbed, the block
+is run, and trees are grown. What does not change between drafts is prepared once."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence as SequenceOf
+from ctypes import c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.drafters.base import DraftRow
+from paceline.models.native_kernels import AbsorbedView, NativeKernels, NativeStack, check_in_place, check_status
+from paceline.models.native_weights import PackedRows, PackedWeight, ProductView
+from paceline.models.weights import WeightKind
+
+
+class DrafterView(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("heads", "layers", "absorbed", "columns", "masks", "norm")),
+        *((name, ProductView) for name in ("embedding", "head")),
+        *((name, c_int64) for name in ("num_layers", "first_row", "max_positions", "block_size")),
+    )
+
+
+class ForestView(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("ids", "anchor_rows", "w1", "w2")),
+        *((name, c_int64) for name in ("vocab", "rank", "beam", "count", "nodes")),
+        *((name, c_void_p) for name in ("tokens", "parents", "depths", "scores")),
+    )
+
+
+class DraftingView(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("states", "tokens")),
+        *((name, c_int64) for name in ("capacity", "ring_width")),
+        *((name, c_void_p) for name in ("rows", "tables", "least", "logits")),
+        *((name, c_int64) for name in ("batch", "table_width", "size", "depth", "looked_at")),
+        ("forest", ForestView),
+    )
+
+
+class BlockRow(NamedTuple):
+    """A sequence to draft for, as native code reads it."""
+
+    seat: int
+    length: int
+    absorb_from: int  # positions whose hidden states are absorbed
+    absorb_to: int
+    first_block: int  # where its keys begin
+    end: int  # positions that its blocks have slots for
+    token: int = 0  # its last, which native code reads off the ring
+
+
+class NativeBlocks:
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        absorbed: AbsorbedView,
+        *,
+        masks: Tensor,
+        norm: Tensor,
+        head: PackedWeight,
+        embedding: Tensor | PackedRows,
+        ids: Tensor,
+        markov: tuple[Tensor, Tensor, Tensor] | None,
+        beam: int,
+        count: int,
+        first_row: int,
+        max_positions: int,
+        block_size: int,
+    ) -> None:
+        """`masks` (block - 1, H); `markov`: rows of W1 for the target's vocabulary, W1 and W2 for the draft vocabulary;
+        `first_row` of a block that drafts a token; `block_size` of the cache. As `block_tree`: `beam`, `count`."""
+        if isinstance(embedding, Tensor):
+            numbers = (torch.float32, torch.bfloat16, torch.float16)
+            embedding = (embedding if embedding.dtype in numbers else embedding.float()).contiguous()
+        self._kernels, self._rows = kernels, 1 + masks.shape[0]
+        self._kept = absorbed, masks, norm, head, embedding, ids, markov  # the views below point into these
+        self._first_row, self._stack, self._columns = first_row, None, None  # type: int, NativeStack | None, Tensor | None
+        for tensor in (masks, norm, *(markov or ())):
+            check_in_place(tensor)
+        self._view = DrafterView(
+            absorbed=ctypes.addressof(absorbed),
+            masks=masks.data_ptr(),
+            norm=norm.data_ptr(),
+            embedding=_rows_of(embedding),
+            head=head.view,
+            first_row=first_row,
+            max_positions=max_positions,
+            block_size=block_size,
+        )
+        self._vocab = head.shape[0]
+        rows = [None] * 3 if markov is None else [part.data_ptr() for part in markov]
+        rank = 0 if markov is None else markov[2].shape[1]
+        forest = ForestView(ids.data_ptr(), *rows, self._vocab, rank, beam, min(count, self._vocab))
+        self._drafting = DraftingView(forest=forest)
+        self.logits = torch.empty(
+            0
+        )  # (rows, V) of the last draft, in groups of a few levels, each sequence by sequence
+
+    def bind(self, stack: NativeStack, columns: Tensor) -> None:
+        """`columns` of the ring's taps are the drafter's."""
+        if stack is not self._stack or columns is not self._columns:
+            self._stack, self._columns = stack, columns
+            view = self._view
+            (view.heads, view.layers, view.num_layers), view.columns = stack.addresses, columns.data_ptr()
+
+    def draft(
+        self,
+        rows: SequenceOf[BlockRow],
+        tables: SequenceOf[SequenceOf[int]],
+        asked: SequenceOf[DraftRow],
+        ring: tuple[Tensor, Tensor, int],
+        nodes: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(3, B, nodes) tokens, parents and depths, and (B, nodes) log probabilities of their paths. `tables`: blocks
+        of the sequences; `ring`: its hidden states, tokens and positions of a sequence."""
+        states, tokens, capacity = ring
+        check_in_place(states)
+        batch, depth = len(rows), min(self._rows - self._first_row, nodes)
+        numbers = np.array(rows, np.int64)
+        blocks = np.array(_padded(tables), np.int32)
+        least = np.array([math.log(row.least) if row.least else -math.inf for row in asked], np.float32)
+        self.logits = torch.empty(batch * depth, self._vocab)
+        tree, scores = torch.empty(3, batch, nodes, dtype=torch.int64), torch.empty(batch, nodes)
+        given = self._drafting
+        given.states, given.tokens = states.data_ptr(), tokens.data_ptr()
+        given.capacity, given.ring_width = capacity, states.stride(0)
+        given.rows, given.tables, given.least = numbers.ctypes.data, blocks.ctypes.data, least.ctypes.data
+        given.logits, given.batch, given.table_width = self.logits.data_ptr(), batch, blocks.shape[1]
+        given.size, given.depth = self._rows, depth
+        forest, each = given.forest, batch * nodes * 8
+        forest.nodes, forest.tokens = nodes, tree.data_ptr()
+        forest.parents, forest.depths, forest.scores = forest.tokens + each, forest.tokens + 2 * each, scores.data_ptr()
+        kernels = self._kernels
+        check_status(kernels.draft_blocks(ctypes.addressof(self._view), ctypes.addressof(given), kernels.threads))
+        self.logits = self.logits[: given.looked_at]
+        return tree, scores
+
+
+def _rows_of(embedding: Tensor | PackedRows) -> ProductView:
+    """Numbers in rows are described as a product is."""
+    if isinstance(embedding, PackedRows):
+        return embedding.weight.view
+    outputs, inputs = embedding.shape
+    return ProductView(kind=WeightKind.of(embedding.dtype), panels=embedding.data_ptr(), inputs=inputs, outputs=outputs)
+
+
+def _padded(tables: SequenceOf[SequenceOf[int]]) -> Any:
+    width = max(map(len, tables))
+    return tables if len(tables) == 1 else [[*row, *[0] * (width - len(row))] for row in tables]

@@ -1,0 +1,183 @@
+// A draft of a block drafter in one call: hidden states of newly committed positions become keys and values, the block of
+// the last token and its masks is run, and trees are grown from its logits. The head is asked for a few positions of a
+// block at a time, and for no more once no tree can grow further.
+
+#pragma once
+
+#include "block_tree.h"
+#include "layers.h"
+#include "rounded.h"
+
+namespace {
+
+struct Absorbed {  // native_block.AbsorbedView: how hidden states become keys and values of all layers
+    const float *tap_norm, *norm;  // (taps, H) or null, (H,)
+    Product join, kv;
+    int64_t taps;
+};
+
+// From hidden states (rows, taps, H): normed, joined by one product and normed, then one product for the keys and values of
+// all layers. Nothing attends.
+int absorb(const Plan& plan, const Heads& heads, const Layer* layers, long count, const Absorbed& by, const float* taps,
+           int threads) {
+    const long M = plan.rows, H = by.join.outputs, width = by.join.inputs, all = by.kv.stride;
+    const long each = 2 * heads.kv_heads * heads.dim;
+    float* memory = (float*)malloc(M * (width + 2 * H + all + each) * sizeof(float));
+    if (!memory) return 1;
+    float *scaled = memory, *joined = scaled + M * width, *normed = joined + M * H;
+    float *states = normed + M * H, *part = states + M * all;
+    if (by.tap_norm)
+        parallel(M, M * width < SERIAL ? 1 : threads, [=](long row, int) {
+            for (long at = row * width, tap = 0; tap < by.taps; tap++, at += H)
+                rms_norm_row(taps + at, by.tap_norm + tap * H, scaled + at, H, heads.eps);
+        });
+    Heads without_queries = heads;
+    without_queries.q_heads = 0;
+    int status = multiply(by.tap_norm ? scaled : taps, by.join, joined, M, threads);
+    rms_norm(joined, nullptr, by.norm, normed, M, H, heads.eps, threads);
+    status |= multiply(normed, by.kv, states, M, threads);
+    for (long layer = 0; layer < count && !status; layer++) {
+        for (long row = 0; row < M; row++) memcpy(part + row * each, states + row * all + layer * each, each * sizeof(float));
+        const Layer& to = layers[layer];
+        status = rope_and_store(plan, without_queries, part, to.keys, to.values, nullptr, nullptr, to.k_norm, threads);
+    }
+    free(memory);
+    return status;
+}
+
+struct BlockDrafter {  // native_block.DrafterView: what all drafts share
+    const Heads* heads;
+    const Layer* layers;
+    const Absorbed* absorbed;
+    const int64_t* columns;  // of the ring's taps, those that are the drafter's
+    const float *masks, *norm;  // (masks, H), (H,)
+    Product embedding, head;  // the embedding's numbers lie in rows; blocks in panels
+    int64_t num_layers, first_row, max_positions, block_size;  // first_row: of a block, that drafts a token
+};
+
+struct RowToDraft {  // native_block.BlockRow: a sequence
+    int64_t seat, length;
+    int64_t absorb_from, absorb_to;  // positions whose hidden states are absorbed
+    int64_t first_block, end;  // its keys begin with this block; positions that its blocks have slots for
+    int64_t token;  // out: its last
+};
+
+struct Drafting {  // native_block.DraftingView: one draft
+    const float* states;  // of the ring
+    const int64_t* tokens;
+    int64_t capacity, ring_width;
+    RowToDraft* rows;
+    const int32_t* tables;  // (batch, table_width)
+    const float* least;  // (batch,) logs of probabilities
+    float* logits;  // out: (batch * depth, vocab), in the order in which they were computed
+    int64_t batch, table_width, size, depth;  // rows of a block, and of these how many draft
+    int64_t looked_at;  // out: rows of logits
+    block_tree::Forest forest;
+};
+
+// Rows of an embedding, whatever they are kept as.
+inline void embed(const Product& from, int64_t token, float* out) {
+    const long H = from.inputs;
+    if (from.kind == Kind::FLOAT32)
+        memcpy(out, (const float*)from.panels + token * H, H * sizeof(float));
+    else if (from.kind == Kind::BFLOAT16 || from.kind == Kind::FLOAT16) {
+        const uint16_t* row = (const uint16_t*)from.panels + token * H;
+        for (long i = 0; i < H; i += VL) {
+            uint16_t numbers[VL] = {};
+            const long n = H - i < VL ? H - i : VL;
+            memcpy(numbers, row + i, n * sizeof(uint16_t));
+            store_n(out + i, from.kind == Kind::BFLOAT16 ? load(numbers) : load((const half*)numbers), n);
+        }
+    } else
+        gather(from, &token, out, 1, 1);
+}
+
+int absorb_from_ring(const BlockDrafter& by, const Drafting& d, int threads) {
+    const long taps = by.absorbed->taps, H = by.absorbed->join.outputs;
+    std::vector<int32_t> positions, slots;
+    std::vector<float> states;
+    for (long b = 0; b < d.batch; b++) {
+        const RowToDraft& row = d.rows[b];
+        const int32_t* table = d.tables + b * d.table_width;
+        for (long at = row.absorb_from; at < row.absorb_to; at++) {
+            const float* from = d.states + (row.seat * d.capacity + at % d.capacity) * d.ring_width;
+            for (long tap = 0; tap < taps; tap++)
+                states.insert(states.end(), from + by.columns[tap] * H, from + (by.columns[tap] + 1) * H);
+            positions.push_back((int32_t)std::min((long)by.max_positions - 1, at));
+            slots.push_back((int32_t)(table[at / by.block_size] * by.block_size + at % by.block_size));
+        }
+    }
+    if (positions.empty()) return 0;
+    Plan plan{};
+    plan.positions = positions.data(), plan.slots = slots.data(), plan.rows = (int64_t)slots.size();
+    return absorb(plan, *by.heads, by.layers, by.num_layers, *by.absorbed, states.data(), threads);
+}
+
+// Hidden states (batch * size, H) of the blocks, behind the last norm. A row for which there is no slot is not stored, and
+// its tokens are arbitrary.
+int run_blocks(const BlockDrafter& by, Drafting& d, float* hidden, int threads) {
+    const long M = d.batch * d.size, H = by.head.inputs, W = d.table_width;
+    std::vector<int32_t> numbers(4 * M + d.batch * W);
+    int32_t *positions = numbers.data(), *slots = positions + M, *owner = slots + M, *reach = owner + M, *tables = reach + M;
+    std::vector<float> residual(M * H), added(M * H);
+    for (long b = 0; b < d.batch; b++) {
+        RowToDraft& row = d.rows[b];
+        const long start = row.first_block * by.block_size, first = row.length - 1;
+        memcpy(tables + b * W, d.tables + b * W + row.first_block, (W - row.first_block) * sizeof(int32_t));
+        for (long i = 0, m = b * d.size; i < d.size; i++, m++) {
+            const long position = std::max(std::min(first + i, (long)row.end - 1), 0L), at = std::max(position - start, 0L);
+            positions[m] = (int32_t)position, owner[m] = (int32_t)b;
+            const long slot = tables[b * W + at / by.block_size] * by.block_size + at % by.block_size;
+            slots[m] = first + i < row.end ? (int32_t)slot : -1;
+            reach[m] = (int32_t)std::max(std::min(first + (long)d.size, (long)row.end) - start, 1L);
+        }
+        row.token = d.tokens[row.seat * d.capacity + (row.length - 2) % d.capacity];
+        float* block = residual.data() + b * d.size * H;
+        embed(by.embedding, row.token, block);
+        memcpy(block + H, by.masks, (d.size - 1) * H * sizeof(float));
+    }
+    const Plan plan{positions, slots, owner, reach, reach, nullptr, tables, M, 0, W, by.block_size};
+    const int status =
+        run_layers(plan, *by.heads, by.layers, by.num_layers, residual.data(), added.data(), 1, Taps{}, threads);
+    rms_norm(added.data(), residual.data(), by.norm, hidden, M, H, by.heads->eps, threads);
+    return status;
+}
+
+// Returns 0, 1 when out of memory, 2 when a row names a slot outside the cache.
+int draft_blocks(const BlockDrafter& by, Drafting& d, int threads) {
+    const block_tree::Forest& forest = d.forest;
+    const long H = by.head.inputs;
+    std::vector<float> hidden(d.batch * d.size * H), rows;
+    int status = absorb_from_ring(by, d, threads);
+    if (!status) status = run_blocks(by, d, hidden.data(), threads);
+    std::vector<block_tree::Tree> trees(d.batch);
+    std::vector<long> growing;
+    for (long b = 0; b < d.batch; b++) {
+        trees[b].anchor = d.rows[b].token, trees[b].least = d.least[b];
+        growing.push_back(b);
+    }
+    d.looked_at = 0;
+    for (long level = 0; level < d.depth && !growing.empty() && !status;) {
+        const long levels = std::min(d.depth - level, (long)RT), count = (long)growing.size();
+        rows.clear();
+        for (const long b : growing) {
+            const float* first = hidden.data() + (b * d.size + by.first_row + level) * H;
+            rows.insert(rows.end(), first, first + levels * H);
+        }
+        float* logits = d.logits + d.looked_at * forest.vocab;
+        status = multiply(rows.data(), by.head, logits, count * levels, threads);
+        std::vector<block_tree::Position> positions(count * levels);
+        parallel(count * levels, threads, [&](long at, int) { find(forest, logits + at * forest.vocab, positions[at]); });
+        parallel(count, threads, [&](long at, int) {
+            block_tree::Tree& tree = trees[growing[at]];
+            for (long i = 0; i < levels && !tree.frontier.empty(); i++) grow(forest, positions[at * levels + i], tree);
+        });
+        d.looked_at += count * levels, level += levels;
+        growing.erase(std::remove_if(growing.begin(), growing.end(), [&](long b) { return trees[b].frontier.empty(); }),
+                      growing.end());
+    }
+    for (long b = 0; b < d.batch && !status; b++) write(forest, b, trees[b]);
+    return status;
+}
+
+}  // namespace

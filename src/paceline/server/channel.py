@@ -1,0 +1,69 @@
+"""The socket between the HTTP process and the engine's process: messages, each behind its length.
+
+`Channel` is the engine's end: one thread receives and may wait, the engine's own sends and does not. `Inbox` is the
+other end, called by the event loop as bytes arrive. Either end finds the other gone at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+HEAD = 4  # bytes of a message's length
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(HEAD, "little") + message
+
+
+class Channel:
+    def __init__(self, own: socket.socket) -> None:
+        self._socket, self._unsent = own, b""
+
+    def receive(self) -> bytes | None:
+        """The next message; None: the other end is closed."""
+        head = self._exactly(HEAD)
+        return None if head is None else self._exactly(int.from_bytes(head, "little"))
+
+    def send(self, message: bytes, *, wait: bool) -> None:
+        """What the socket does not take at once is sent with the next message, unless the caller can wait."""
+        data = self._unsent + framed(message)
+        try:
+            if wait:
+                self._socket.sendall(data)
+            sent = len(data) if wait else self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the other end is closed, which `receive` says
+            sent = len(data)
+        self._unsent = data[sent:]
+
+    def _exactly(self, count: int) -> bytes | None:
+        data = b""
+        while len(data) < count:
+            try:
+                more = self._socket.recv(count - len(data), socket.MSG_WAITALL)
+            except OSError:
+                more = b""
+            if not more:
+                return None
+            data += more
+        return data
+
+
+class Inbox(asyncio.Protocol):
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take, self._begun = take, b""
+
+    def data_received(self, data: bytes) -> None:
+        if self._begun:
+            data = self._begun + data
+        begin = 0
+        while (body := begin + HEAD) <= len(data):
+            end = body + int.from_bytes(data[begin:body], "little")
+            if end > len(data):
+                break
+            self._take(data[body:end])
+            begin = end
+        self._begun = data[begin:]
