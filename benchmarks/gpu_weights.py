@@ -128,16 +128,14 @@ def bits(kinds: list[str], tiny: bool) -> dict[str, Any]:
 
 
 def rings(rows: int, name: str) -> Iterator[Ring]:
-    if rows <= 16:
-        for unroll, stages in ((2, 6), (4, 3), (4, 4), (4, 6), (8, 3), (8, 4)):
-            yield Ring(16, 64, unroll, stages)
-        if name == "gate_up":
-            yield from (Ring(16, 128, 2, 4), Ring(16, 128, 4, 3), Ring(16, 128, 4, 4))
+    m, wide = max(8, int(triton.next_power_of_2(rows))), name == "gate_up"
+    if m <= 16:
+        narrow = ((64, 4, 4), (64, 4, 6), (64, 8, 3), (64, 8, 4))
+        found = ((256, 2, 5, 8), (256, 4, 2, 8), (256, 4, 3, 8), (128, 4, 3), (128, 2, 6)) if wide else narrow
     else:
-        yield from (Ring(rows, 64, 2, 3), Ring(rows, 64, 2, 4), Ring(rows, 64, 4, 3), Ring(rows, 128, 2, 3))
-        yield from (Ring(rows, 128, 2, 4), Ring(rows, 128, 4, 3, 8))
-        if name == "gate_up":
-            yield from (Ring(rows, 256, 2, 3, 8), Ring(rows, 256, 2, 4, 8), Ring(rows, 256, 4, 3, 8))
+        narrow = ((64, 2, 4), (64, 2, 6), (64, 4, 3))
+        found = ((256, 2, 3, 8), (256, 1, 5, 8), (128, 2, 4), (128, 2, 3, 8)) if wide else narrow
+    yield from (Ring(m, *each) for each in found)
 
 
 def tiles(kinds: list[str], tiny: bool) -> dict[str, Any]:
@@ -209,11 +207,12 @@ def _timed(work: Callable[[], Any], count: int) -> float:
     return 1e3 * device_ms(graph.replay, 12, 3) / count
 
 
-def best_ring(rows: int, n: int, k: int, kind: WeightKind) -> Ring:
+def best_ring(rows: int, n: int, k: int, kind: WeightKind, group: int = 0) -> Ring:
     """`k`: columns that one program sums."""
     shape = next(((n, whole) for whole in (k, 2 * k) if (n, whole) in LINEARS.values()), (0, 0))
     tried = BEST.get((kind, shape, 1 if rows <= 16 else 64)) if rows <= 16 or 32 < rows <= 64 else None
-    return tried or ring_for(rows, n, k, kind)
+    default = ring_for(rows, n, k, kind, group)
+    return default if tried is None else replace(tried, m=default.m)
 
 
 class Coded(Mapping[str, Tensor | StoredWeight]):

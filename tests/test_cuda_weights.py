@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import kernels_for
 from paceline.models.loader import expected_shapes
+from paceline.models.parallel import compile_together
 from paceline.models.weights import Dtypes, Linear, StoredWeight, WeightKind
 from paceline.testing import logits_of
 from tests.models.random_llama import llama
@@ -28,11 +29,20 @@ FORMS = [  # kind, what is beside scales, group, dtype of scales, shape
     ("fp8", "none", 192, torch.float32, (64, 4096)),  # in two segments
     ("int8", "none", 64, BF16, (192, 192)),
     ("int8", "offsets", 32, torch.float16, (192, 192)),
+    ("int8", "zeros", 1024, BF16, (80, 1024)),  # a scale a row; strips that do not fill a tile
     ("int4", "none", 64, BF16, (192, 192)),
+    ("int4", "none", 128, BF16, (224, 1536)),  # more stages than the ring has
+    ("int4", "none", 192, BF16, (192, 384)),  # groups that a stage of 128 columns would not divide
     ("int4", "zeros", 32, torch.float16, (64, 4096)),
     ("int4", "offsets", 32, torch.float32, (192, 192)),
 ]
-ROWS = (1, 40, 130, 300)  # one for each choice of tiles
+ROWS = (1, 9, 17, 40, 130, 300)  # one for each choice of tiles; expanded beforehand from 257 on
+FEW = (1, 40, 300)  # kernels take a second each to compile: all tiles for one form of each kind
+HEADS = [  # kind, q heads, dim, rows
+    *(("int4", 3, dim, 17) for dim in (32, 64, 96, 128, 256)),
+    *((kind, 3, 96, 17) for kind in ("fp8", "int8")),
+    *(("int4", 126, 128, rows) for rows in (17, 130)),  # weights of so many rows take other tiles
+]
 
 
 def coded(kind: str, n: int, k: int, group: int, shift: str, dtype: torch.dtype, seed: int = 0) -> StoredWeight:
@@ -58,8 +68,10 @@ def test_a_product_with_codes_has_the_bits_of_the_expanded_weight_in_any_pass(ki
     packed = kernels.pack(weight, bias)
     assert packed.weight.kind is weight.kind
     x = torch.randn(max(ROWS), k, device=DEVICE).to(BF16)
+    several = ROWS if shift == "none" and shape == (192, 192) else FEW
+    compile_together(DEVICE, [lambda rows=rows: uses(x[:rows].contiguous(), packed) for rows in several])
     every = uses(x, packed)
-    for rows in ROWS:
+    for rows in several:
         for some, whole in zip(uses(x[:rows].contiguous(), packed), every, strict=True):
             assert torch.equal(some, whole[:rows]), rows
     if weight.kind is not WeightKind.FP8:
@@ -73,6 +85,39 @@ def test_a_product_with_codes_has_the_bits_of_the_expanded_weight_in_any_pass(ki
     torch.testing.assert_close(every[1], sums * weight.scales[:, 0] + bias.float(), rtol=1e-6, atol=tolerance)
 
 
+@pytest.mark.parametrize(("kind", "heads", "dim", "rows"), HEADS)
+def test_heads_of_any_size_are_rotated_as_with_the_expanded_weight(kind, heads, dim, rows):
+    from paceline.models.triton.linear import Rotary, linear
+
+    kv_heads, k = 1, 256
+    n = (heads + 2 * kv_heads) * dim
+    kernels, angles = kernels_for(DEVICE), torch.rand(3 * rows, dim // 2, device=DEVICE)
+    packed = kernels.pack(coded(kind, n, k, 64, "none", BF16), torch.randn(n, device=DEVICE).to(BF16))
+    x = torch.randn(rows, k, device=DEVICE).to(BF16)
+    order = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+
+    def run() -> list[Tensor]:
+        caches = [torch.zeros(rows, kv_heads, dim, device=DEVICE, dtype=BF16) for _ in "kv"]
+        slots = torch.where(order % 5 == 4, -1, order)
+        return [linear(x, packed, rotary=Rotary(order * 3, slots, angles.cos(), angles.sin(), *caches)), *caches]
+
+    found = run()
+    with mock.patch("paceline.models.triton.linear.streams", return_value=False):
+        expected = run()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_large_scales_are_multiplied_exactly():
+    kernels = kernels_for(DEVICE)
+    weight = coded("int4", 64, 256, 64, "none", BF16)
+    assert weight.scales is not None
+    weight = replace(weight, scales=weight.scales + 3.0)
+    x = torch.randn(5, 256, device=DEVICE).to(BF16)
+    packed, plain = kernels.pack(weight), kernels.pack(weight.numbers().to(BF16))
+    for given, expected in zip(uses(x, packed), uses(x, plain), strict=True):
+        assert torch.equal(given, expected)
+
+
 def logits(decoder: Decoder, tokens: list[int], chunks: list[int]) -> Tensor:
     """Copied from every pass: the next one overwrites them."""
     forward = decoder.forward
@@ -80,8 +125,13 @@ def logits(decoder: Decoder, tokens: list[int], chunks: list[int]) -> Tensor:
         return logits_of(decoder, tokens, chunks, block_size=16)
 
 
-@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        *((kind, None) for kind in ("bf16", "fp8", "int8", "int4")),
+        *((kind, torch.float8_e4m3fn) for kind in ("bf16", "int4")),
+    ],
+)
 def test_a_token_has_the_same_logits_alone_and_in_any_pass(kind, cache):
     generator = torch.Generator().manual_seed(3)
 

@@ -1,7 +1,7 @@
 """The shapes that passes are padded to: few, since each is captured once, but close enough that padding costs little.
 
-Products take up to 16, 32, 64, 128 and 192 rows in one tile and more in several, so padding to the next of these costs
-almost nothing; attention skips tiles without rows, and the width of a tree's paths costs memory only.
+Products take up to 8 (with codes), 16, 32, 64, 128 and 192 rows in one tile and more in several, so padding to the next
+of these costs almost nothing; attention skips tiles without rows, and the width of a tree's paths costs memory only.
 """
 
 from __future__ import annotations
@@ -45,4 +45,4 @@ def path_up(width: int) -> int:
 
 def alike(rows: int) -> int:
     """The same number for all padded row counts that use the same kernels; above `FEW` each count has its own."""
-    return rows if rows > FEW or not rows else max(1 << (rows - 1).bit_length(), 16)
+    return rows if rows > FEW or not rows else max(1 << (rows - 1).bit_length(), 8)

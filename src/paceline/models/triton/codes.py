@@ -23,6 +23,9 @@ from paceline.models.triton.launch import INTERPRETED, unfused
 from paceline.models.weights import Linear, StoredWeight, WeightKind
 
 try:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     from paceline.models.triton import streamed
 except ImportError:  # a Triton without Gluon
     streamed = None  # type: ignore[assignment]
@@ -41,7 +44,12 @@ class Ring:
     n: int  # rows of the weight, a multiple of 16 * warps
     unroll: int  # steps of 64 columns in a stage
     stages: int
-    warps: int = 4
+    warps: int = 4  # that expand and multiply
+
+    @property
+    def registers(self) -> int:
+        """For each thread; four warps' worth are set aside for the one that copies."""
+        return min(65536 // (32 * (self.warps + 4)) // 8 * 8, 248)
 
 
 def fits(parts: Sequence[StoredWeight]) -> bool:
@@ -66,6 +74,8 @@ def laid_out(weight: StoredWeight) -> StoredWeight:
     shift = weight.offsets if weight.zeros is None else weight.zeros
     dtype = weight.scales.dtype
     if shift is not None and not torch.equal(shift.to(dtype).double(), shift.double()):
+        dtype = torch.float32
+    if dtype == torch.bfloat16 and not bool((weight.scales.abs() < 0.5).all()):  # as `expansion.FACTORS` needs it
         dtype = torch.float32
     if weight.kind is WeightKind.INT4:
         data, zero = _nibbles(weight.data, n, k), 0
@@ -140,18 +150,29 @@ MOST_ROWS = 256  # with more, a weight is expanded once for all of them
 
 
 @functools.cache
-def ring_for(rows: int, n: int, k: int, kind: WeightKind) -> Ring:
+def ring_for(rows: int, n: int, k: int, kind: WeightKind, group: int = 0) -> Ring:
     """`k`: columns that one program sums. As measured on an H200 up to 64 rows."""
-    m = min(max(int(triton.next_power_of_2(rows)), 16), 128)
+    m = min(max(int(triton.next_power_of_2(rows)), 8), 128)
     nibbles, wide = kind is WeightKind.INT4, n >= 16384
-    if m == 16:  # a narrow weight has one program a multiprocessor, whose turns must be long
-        ring = Ring(m, 128, 4 if nibbles else 2, 4) if wide else Ring(m, 64, 8, 4 if nibbles else 3)
+    if m <= 16:
+        if wide:
+            ring = Ring(m, 256, 4, 3, 8) if nibbles else Ring(m, 256, 2, 5, 8)
+        else:  # one program a multiprocessor, whose turns must be long
+            ring = Ring(m, 64, 8, 4) if nibbles else Ring(m, 64, 4, 4)
     elif m <= 64:
-        ring = Ring(m, 128, 2, 4 if nibbles else 3) if wide else Ring(m, 64, 4, 3)
+        ring = Ring(m, 256, 2, 3, 8) if wide else Ring(m, 64, 4, 3) if nibbles else Ring(m, 64, 2, 6)
     else:
-        ring = Ring(m, 128 if wide else 64, 2, 4)
-    unroll = next(count for count in (8, 4, 2, 1) if count <= ring.unroll and k % (STEP * count) == 0)
-    return replace(ring, unroll=unroll)
+        ring = Ring(m, 128 if wide else 64, 2, 3)
+    return replace(ring, unroll=_divisor(ring.unroll, k, group))
+
+
+def _divisor(most: int, k: int, group: int) -> int:
+    """Steps in a stage: stages divide k, and groups or are divided by them."""
+    for count in (8, 4, 2, 1):
+        columns = STEP * count
+        if count <= most and k % columns == 0 and (group == 0 or group % columns == 0 or columns % group == 0):
+            return count
+    raise AssertionError("`fits` does not let this weight pass")
 
 
 def launch_streamed(
@@ -160,16 +181,59 @@ def launch_streamed(
     """`options`: of `streamed`, but for those that the weight or the ring gives."""
     rows, k = x.shape
     n = weight.weight.shape[0]
-    segments = options["SEGMENTS"]
-    ring = ring or ring_for(rows, n, k // segments, weight.weight.kind)
-    tensors, codes = arguments(weight.weight)
-    data, scales, shifts = tensors
-    streamed.streamed[(triton.cdiv(rows, ring.m) * triton.cdiv(n, ring.n), segments if options["APART"] else 1)](
-        x, data.view(torch.int8), scales, shifts, x if weight.bias is None else weight.bias, into, rows, n, k,
-        *(rotary or (x,) * 6),
+    segments, gated, dim = options["SEGMENTS"], options["GATED"], options["DIM"]
+    _, codes = arguments(weight.weight)
+    ring = ring or ring_for(rows, n, k // segments, weight.weight.kind, codes["GROUP"])
+    if dim > 1:  # a tile does not leave its head, and with many rows registers must suffice to rotate its sums
+        most = int(triton.next_power_of_2(dim)) if ring.m <= 64 else 64
+        ring = replace(ring, n=max(min(ring.n, most), 16 * ring.warps))
+        tiles = n // dim * triton.cdiv(dim, ring.n)
+    else:
+        tiles = triton.cdiv(n, ring.n)
+    streamed.streamed[(triton.cdiv(rows, ring.m) * tiles, segments if options["APART"] else 1)](
+        *boxes_of(x, weight.weight, ring, gated, dim), weight.weight.scales, x if weight.bias is None else weight.bias,
+        into, rows, n, k, *(rotary or (x,) * 6),
         BM=ring.m, BN=ring.n, UNROLL=ring.unroll, STAGES=ring.stages, WARPS=ring.warps, num_warps=ring.warps,
-        **codes, **options, **unfused(),
+        maxnreg=ring.registers, **codes, **options, **unfused(),
     )  # fmt: skip
+
+
+def boxes_of(x: Tensor, weight: StoredWeight, ring: Ring, gated: bool, dim: int) -> list[Any]:
+    """What the copy engine brings in one stage, of x, codes, scales and shifts: (k, rows), or (k, spans of strips,
+    strips, 16 rows), where neighbouring spans are paired: gate and up, or the halves of a head. Outside are zeros."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    (data, *beside), codes = arguments(weight)
+    two = 2 if gated or dim > 1 else 1
+    inner = dim // 32 if dim > 1 else n // STRIP // two
+    outer, each = n // STRIP // inner, ring.n // STRIP // two
+    unit = STEP if weight.kind is WeightKind.INT4 else STEP // 2  # columns in 16 bytes of a lane
+    found: list[Any] = [
+        TensorDescriptor(x, [k // STEP, rows, STEP], [STEP, k, 1], [ring.unroll, ring.m, STEP], _shared(128, 2, 3)),
+        TensorDescriptor(
+            data.view(torch.int8), [k // unit, outer, inner, 4, 128],
+            [512, inner * (k // unit) * 512, k // unit * 512, 128, 1],
+            [ring.unroll * STEP // unit, two, each, 4, 128], _shared(128, 1, 5),
+        ),
+    ]  # fmt: skip
+    group = codes["GROUP"]
+    if group == 0:
+        return found + beside
+    for values in beside:
+        piece = 16 // values.element_size()
+        found.append(
+            TensorDescriptor(
+                values, [k // group, outer, inner, 16 // piece, piece], [n, inner * 16, 16, piece, 1],
+                [max(ring.unroll * STEP // group, 1), two, each, 16 // piece, piece],
+                _shared(0, values.element_size(), 5),
+            )
+        )  # fmt: skip
+    return found
+
+
+@functools.cache
+def _shared(swizzle: int, itemsize: int, rank: int) -> Any:
+    return NVMMASharedLayout(swizzle, 8 * itemsize, rank)
 
 
 @triton.jit
