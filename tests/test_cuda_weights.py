@@ -28,6 +28,7 @@ FORMS = [  # kind, what is beside scales, group, dtype of scales, shape
     ("fp8", "none", 192, torch.float32, (192, 192)),
     ("fp8", "none", 192, torch.float32, (64, 4096)),  # in two segments
     ("int8", "none", 64, BF16, (192, 192)),
+    ("int8", "none", 32, torch.float16, (16384, 576)),  # wide tiles, one step of k a turn
     ("int8", "offsets", 32, torch.float16, (192, 192)),
     ("int8", "zeros", 1024, BF16, (80, 1024)),  # a scale a row; strips that do not fill a tile
     ("int4", "none", 64, BF16, (192, 192)),
@@ -68,7 +69,7 @@ def test_a_product_with_codes_has_the_bits_of_the_expanded_weight_in_any_pass(ki
     packed = kernels.pack(weight, bias)
     assert packed.weight.kind is weight.kind
     x = torch.randn(max(ROWS), k, device=DEVICE).to(BF16)
-    several = ROWS if shift == "none" and shape == (192, 192) else FEW
+    several = ROWS if shift == "none" and shape in ((192, 192), (16384, 576)) else FEW
     compile_together(DEVICE, [lambda rows=rows: uses(x[:rows].contiguous(), packed) for rows in several])
     every = uses(x, packed)
     for rows in several:

@@ -20,7 +20,7 @@ from tests.drafters.contract_toys import ByRequest, Choosing, exercised, params,
 from tests.drafters.dspark_reference import knowing, make
 from tests.models.random_llama import llama, random_weights
 
-CONFIG = llama(vocab_size=256, max_positions=256)
+CONFIG = llama(vocab_size=128, max_positions=256)
 DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)]
 ASKED = {"greedy": {}, "seeded": {"temperature": 0.6}}
 LENGTH, OTHER = 24, 0.12  # the draft model is the target with so much of another one
@@ -42,7 +42,7 @@ def decoders(device):
 
 def requests_of(count, asked):
     """Of so many prompts; where they are sampled each has a seed."""
-    prompts = [[(7 * at + at * at * which) % 250 for at in range(8 + which % 16)] for which in range(count)]
+    prompts = [[(7 * at + at * at * which) % 120 for at in range(8 + which % 16)] for which in range(count)]
     return [
         (0, str(at), prompt, params(max_tokens=LENGTH, ignore_eos=True, **asked, **({"seed": at} if asked else {})))
         for at, prompt in enumerate(prompts)

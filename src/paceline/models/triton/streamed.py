@@ -229,7 +229,8 @@ def multiply(
             w = expanded(now, KIND, SHIFT, GROUP, S, WARPS, LEFT)
             columns = rings[0].index(slot).slice(nth * BM, BM, dim=0)
             acc = warpgroup_mma(w, columns.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            # The next `w` is written beside the one under way, unless a turn has but one.
+            acc = warpgroup_mma_wait(1 if UNROLL > 1 else 0, deps=(acc,))
             if nth == 0:  # the products of the stage before are done
                 barrier()
                 mbarrier.arrive(free.index(before), count=1, pred=turn > 0)
