@@ -176,7 +176,7 @@ def full_pass_s(engine: Engine, length: int, rounds: int = 5) -> float:
         while len(beside.tokens) < 12:
             engine.step()
         (reading,) = engine.add_request(f"full-{at}", list(random_prompt(length, noise)), reads)
-        times = []
+        times = [time.perf_counter()]
         while not reading.finished:
             engine.step()
             times.append(time.perf_counter())
