@@ -107,7 +107,7 @@ class PassLog:
         now, batch = time.perf_counter(), flight.batch
         about = {"ms": 1e3 * (now - self._last), "rows": flight.layout.tokens.shape[0], "sequences": len(batch)}
         about |= {"chunk": int(batch.count.max()), "context": int((batch.first + batch.count).max())}
-        if (batch.count == 1).any():  # else nobody waits between two tokens
+        if (batch.count == 1).any():  # else no sequence is between two tokens
             self.passes.append({**about, "ahead": flight.ahead, "warm": flight.warm})
         self._last = now
         return self._observe(flight, *rest)
