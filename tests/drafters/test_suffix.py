@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 import tracemalloc
 
 import numpy as np
@@ -33,7 +32,7 @@ from paceline.drafters.suffix_tree import (
 from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter
 from paceline.testing import toy_config
-from tests.drafters.toys import greedy_periodic, propose, run_engine, sequence_of
+from tests.drafters.toys import greedy_periodic, propose, run_engine, sequence_of, thread_seconds
 
 CLOSE = 1e-9
 texts = st.integers(0, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=44))
@@ -510,21 +509,21 @@ def test_sampled_output_with_a_seed_is_unchanged():
 
 
 def test_costs_do_not_grow_with_the_context():
-    """Measured 45 to 70 µs a row and 0.5 µs a prompt token; asserted seven times that. Others' time does not count."""
+    """A context of 8,000 words beside one of 400, on this machine and by turns; others' time does not count."""
     noise = random.Random(0)
     words = [[noise.randrange(49152) for _ in range(noise.randint(1, 4))] for _ in range(300)]
     tokens = [token for _ in range(8000) for token in words[int(noise.paretovariate(0.7)) % 300]]
-    drafter, sequence = make(vocab_size=49152), sequence_of(tokens)
+    drafter, read_s, times = make(vocab_size=49152), {}, {len(tokens) // 20: [], len(tokens): []}
+    short, long = times
     for number in range(20):
         answer(drafter, tokens[500 * number :][:800], str(number))
-    started = time.thread_time()
-    drafter.read_prompt(sequence, len(tokens))
-    assert (time.thread_time() - started) / len(tokens) < 20e-6
-    times = []
+    sequences = {length: sequence_of(tokens[:length], None, f"of {length}") for length in times}
+    for length, sequence in sequences.items():
+        read_s[length] = thread_seconds(lambda sequence=sequence: drafter.read_prompt(sequence, len(sequence.tokens)))
+    assert read_s[long] / long < 4 * read_s[short] / short
     for token in tokens[:200]:
-        sequence.tokens.append(token)
-        drafter.read_prompt(sequence, len(sequence.tokens) - 2 + 1)
-        started = time.thread_time()
-        drafter.propose([DraftRow(sequence, 8)])
-        times.append(time.thread_time() - started)
-    assert sorted(times)[len(times) // 2] < 500e-6
+        for length, sequence in sequences.items():
+            sequence.tokens.append(token)
+            drafter.read_prompt(sequence, len(sequence.tokens) - 2 + 1)
+            times[length].append(thread_seconds(lambda sequence=sequence: drafter.propose([DraftRow(sequence, 8)])))
+    assert sorted(times[long])[100] < 3 * sorted(times[short])[100]
