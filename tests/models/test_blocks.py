@@ -140,6 +140,24 @@ def test_rounded_activations_give_the_same_bits_from_every_variant_and_for_any_r
     torch.testing.assert_close(results[0], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("code", [0x00, 0xFF, 0x80, 0x7F])
+def test_rounded_activations_of_the_largest_codes_overflow_nowhere(kind: WeightKind, code: int) -> None:
+    """Codes all alike and activations all 127 or all -127: the largest sums, which some variants keep in 16 bits."""
+    layout = BLOCKS[kind]
+    raw = torch.full((N, layout.row_bytes(256)), code, dtype=torch.uint8)
+    for at in layout.halves:
+        raw.view(-1, layout.bytes)[:, at : at + 2] = torch.tensor([0.25]).half().view(torch.uint8)
+    weight, x = StoredWeight.of_blocks(kind, raw), torch.ones(6, 256)
+    x[1], x[2, ::2], x[3, 1::2], x[4, :128] = -1.0, -1.0, -1.0, -1.0
+    expected = rounded_product(x, weight)
+    for variant in runnable_variants():
+        kernels = native(variant, activations=INT8)
+        for rows in (1, 3, 6):
+            found = kernels.linear(x[:rows], kernels.pack(weight))
+            torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
 def test_rounded_activations_keep_what_is_not_a_number_in_its_row() -> None:
     weight = random_weight(WeightKind.Q4_1)
     for variant in runnable_variants():

@@ -143,6 +143,8 @@ int run_blocks(const BlockDrafter& by, Drafting& d, float* hidden, int threads) 
     return status;
 }
 
+constexpr long LEVELS = BOTH_HALVES;  // positions of a block that the head is asked for at once
+
 // Returns 0, 1 when out of memory, 2 when a row names a slot outside the cache.
 int draft_blocks(const BlockDrafter& by, Drafting& d, int threads) {
     const block_tree::Forest& forest = d.forest;
@@ -158,7 +160,7 @@ int draft_blocks(const BlockDrafter& by, Drafting& d, int threads) {
     }
     d.looked_at = 0;
     for (long level = 0; level < d.depth && !growing.empty() && !status;) {
-        const long levels = std::min(d.depth - level, (long)RT), count = (long)growing.size();
+        const long levels = std::min(d.depth - level, LEVELS), count = (long)growing.size();
         rows.clear();
         for (const long b : growing) {
             const float* first = hidden.data() + (b * d.size + by.first_row + level) * H;

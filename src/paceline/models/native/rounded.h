@@ -12,70 +12,93 @@
 
 namespace {
 
+// Rows of a tile. Up to BOTH_HALVES rows the registers hold the sums of a panel's two halves beside the dots of one.
 #if defined(__AVX512F__)
-constexpr int RT = 8;  // rows of a tile: float sums of two halves and integer sums of one fit the registers
+constexpr int RT = 8, BOTH_HALVES = 8;
+#elif defined(__AVX2__)
+constexpr int RT = 6, BOTH_HALVES = 4;
 #else
-constexpr int RT = 4;
+constexpr int RT = 4, BOTH_HALVES = 4;
 #endif
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool SIGNED = true;  // `dot` takes codes of 8 bits less their ZERO, 128
+constexpr bool SIGNED = true;  // a Dot takes codes of 8 bits less their ZERO, 128
 #else
 constexpr bool SIGNED = false;
 #endif
 constexpr long SUM_GROUP = 16;  // the finest group of weights with a scale of its own
 
-#if !defined(__AVX512VNNI__)
 inline ivec four_bytes(const int8_t* at) {
     int32_t four;
     memcpy(&four, at, 4);
     return ivec{} + four;
 }
 
-template <int BITS>
-inline ivec dot(ivec acc, uvec codes, ivec x) {
-#if defined(__AVX512F__) || defined(__AVX2__)
-    // Pairs are summed in 16 bits, which two products of 7 bits by 8 just fit.
-#if defined(__AVX512F__)
-    if (BITS == 8) return dot<7>(dot<7>(acc, codes & 0x7f7f7f7fu, x), codes & 0x80808080u, x);  // an eighth is taken apart
-#else
-    if (BITS == 8) {  // or, less 128, is a sign: two products of at most 128 by 127 fit too
-        const __m256i weights = (__m256i)(codes ^ 0x80808080u);
-        acc = dot<7>(acc, (uvec)_mm256_abs_epi8(weights), (ivec)_mm256_sign_epi8((__m256i)x, weights));
-        asm("" : "+x"(acc));  // added at once: GCC would keep the products of many rows first, in memory
-        return acc;
-    }
-#endif
-#if defined(__AVX512F__)
-    const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
-    return acc + (ivec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#else
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
-    return acc + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
-#elif defined(__SSE2__)
-    const __m128i c = (__m128i)codes, s = (__m128i)x;
-    const __m128i even = _mm_madd_epi16(_mm_and_si128(c, _mm_set1_epi16(255)), _mm_srai_epi16(_mm_slli_epi16(s, 8), 8));
-    const __m128i odd = _mm_madd_epi16(_mm_srli_epi16(c, 8), _mm_srai_epi16(s, 8));
-    return acc + (ivec)even + (ivec)odd;
-#else
-    for (int b = 0; b < 4; b++) acc += (ivec)(codes >> 8 * b & 255u) * (x << (24 - 8 * b) >> 24);
-    return acc;
-#endif
-}
-#endif
-
-// acc + the dot product of four unsigned and four signed bytes, in each lane; the signed ones are the four at `at`, for
-// all lanes. BITS: of the unsigned ones.
-template <int BITS>
-inline ivec dot(ivec acc, uvec codes, const int8_t* at) {
+// In each lane the dot product of unsigned codes of BITS bits and signed bytes, quad after quad: four codes of each lane
+// times the four bytes at `x`, which all lanes share.
 #if defined(__AVX512VNNI__)
-    // By hand: GCC would load the four bytes into a register first, and there is none to spare.
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(codes), "m"(*(const int8_t(*)[4])at));
-    return acc;
+template <int BITS>
+struct Dot {
+    ivec total;
+    void add(long, uvec codes, const int8_t* x) {
+        // By hand: GCC would load the four bytes into a register first, and there is none to spare.
+        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(codes), "m"(*(const int8_t(*)[4])x));
+    }
+};
+#elif defined(__AVX512F__)
+template <int BITS>
+struct Dot {
+    ivec total;
+    // Pairs are summed in 16 bits, which two products of 7 bits by 8 just fit; an eighth bit is taken apart.
+    void add(long, uvec codes, const int8_t* x) {
+        const __m512i bytes = (__m512i)four_bytes(x);
+        if (BITS == 8) add_pairs(codes & 0x80808080u, bytes);
+        add_pairs(BITS == 8 ? codes & 0x7f7f7f7fu : codes, bytes);
+    }
+    void add_pairs(uvec codes, __m512i bytes) {
+        total += (ivec)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)codes, bytes), _mm512_set1_epi16(1));
+    }
+};
+#elif defined(__AVX2__)
+template <int BITS>
+struct Dot {
+    // Quads whose products fit 16 bits in sum: two products a quad, each at most 2^BITS - 1 (128 of 8 bits) times 127.
+    static constexpr long SUMMED = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
+    ivec total;
+    __m256i pairs;
+    void add(long quad, uvec codes, const int8_t* x) {
+        __m256i weights = (__m256i)codes, bytes = (__m256i)four_bytes(x);
+        if (BITS == 8) {  // less 128 it is a sign and 7 bits
+            weights = (__m256i)(codes ^ 0x80808080u);
+            bytes = _mm256_sign_epi8(bytes, weights), weights = _mm256_abs_epi8(weights);
+        }
+        const __m256i products = _mm256_maddubs_epi16(weights, bytes);
+        pairs = quad % SUMMED ? _mm256_add_epi16(pairs, products) : products;
+        if (SUMMED > 1) asm("" : "+x"(pairs));  // added at once: GCC would keep the products of many rows first, in memory
+        if (quad % SUMMED < SUMMED - 1) return;
+        total += (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        asm("" : "+x"(total));
+    }
+};
+#elif defined(__SSE2__)
+template <int BITS>
+struct Dot {
+    ivec total;
+    void add(long, uvec codes, const int8_t* x) {
+        const __m128i c = (__m128i)codes, s = (__m128i)four_bytes(x);
+        total += (ivec)_mm_madd_epi16(_mm_and_si128(c, _mm_set1_epi16(255)), _mm_srai_epi16(_mm_slli_epi16(s, 8), 8));
+        total += (ivec)_mm_madd_epi16(_mm_srli_epi16(c, 8), _mm_srai_epi16(s, 8));
+    }
+};
 #else
-    return dot<BITS>(acc, codes, four_bytes(at));
+template <int BITS>
+struct Dot {
+    ivec total;
+    void add(long, uvec codes, const int8_t* x) {
+        const ivec bytes = four_bytes(x);
+        for (int b = 0; b < 4; b++) total += (ivec)(codes >> 8 * b & 255u) * (bytes << (24 - 8 * b) >> 24);
+    }
+};
 #endif
-}
 
 struct RoundedBlock {  // of one row
     int8_t codes[BLOCK];
@@ -123,41 +146,48 @@ struct Rounded {  // the rows of a product: block after block, in each its rows
     RoundedBlock* at(long block, long row) const { return (RoundedBlock*)(blocks + block * stride) + row; }
 };
 
+// One group of a block's weights, for VL columns of a panel from `column` on.
 template <int M, class F>
-void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool first, const Output& to) {
+inline __attribute__((always_inline)) void add_group(const RoundedBlock* rows, const uint8_t* unit, long block, long part,
+                                                     long column, vec (&sums)[M][2]) {
     constexpr long PARTS = BLOCK / F::GROUP;
     constexpr bool STARTS = F::ZERO && !(SIGNED && F::BITS == 8);
-    Sums<M> sums(to);
-    for (long k = 0; k < K; k += BLOCK) {
-        const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
-        const long block = k % F::SUPER / BLOCK;
-        const uint8_t* words = unit + F::WORDS_AT + block * F::BLOCK_BYTES;
-        if (first) prefetch_ahead<F>(words);
-#pragma GCC unroll 2
-        for (long part = 0; part < PARTS; part++) {
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) {
-                const RoundedBlock* rows = x.at(k / BLOCK, row);
-                asm volatile("" : "+r"(rows));  // read anew for each half: GCC would keep all of it, and spill sums for it
-                ivec dots[M];
+    asm volatile("" : "+r"(rows));  // read anew for each half: GCC would keep all of it, and spill sums for it
+    Dot<F::BITS> dots[M];
 #pragma GCC unroll 8
-                for (int m = 0; m < M; m++) dots[m] = STARTS ? ivec{} + rows[m].starts[part] : ivec{};
+    for (int m = 0; m < M; m++) dots[m].total = STARTS ? ivec{} + rows[m].starts[part] : ivec{};
 #pragma GCC unroll 4
-                for (int i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++) {
-                    const Quads<F> quads(words, h * VL, i);
+    for (long i = part * WORDS / PARTS; i < (part + 1) * WORDS / PARTS; i++) {
+        const Quads<F> quads(unit + F::WORDS_AT + block * F::BLOCK_BYTES, column, i);
 #pragma GCC unroll 8
-                    for (int m = 0; m < M; m++) dots[m] = dot<F::BITS>(dots[m], quads.even, rows[m].codes + 8 * i);
+        for (int m = 0; m < M; m++) dots[m].add(2 * i, quads.even, rows[m].codes + 8 * i);
 #pragma GCC unroll 8
-                    for (int m = 0; m < M; m++) dots[m] = dot<F::BITS>(dots[m], quads.odd, rows[m].codes + 8 * i + 4);
-                }
-                const Scale<F> weights(unit, block * PARTS + part, h * VL);
+        for (int m = 0; m < M; m++) dots[m].add(2 * i + 1, quads.odd, rows[m].codes + 8 * i + 4);
+    }
+    const Scale<F> weights(unit, block * PARTS + part, column);
 #pragma GCC unroll 8
-                for (int m = 0; m < M; m++) {
-                    vec& sum = sums.acc[m][h];
-                    sum = sum + __builtin_convertvector(dots[m], vec) * (weights.scale * splat(rows[m].scale));
-                    if (F::AFFINE) sum = sum + weights.offset * splat(rows[m].scaled_sum);
-                }
-            }
+    for (int m = 0; m < M; m++) {
+        vec& sum = sums[m][column / VL];
+        sum = sum + __builtin_convertvector(dots[m].total, vec) * (weights.scale * splat(rows[m].scale));
+        if (F::AFFINE) sum = sum + weights.offset * splat(rows[m].scaled_sum);
+    }
+}
+
+template <int M, class F>
+void rounded_tile(const Rounded& x, long row, long K, const uint8_t* panel, bool first, const Output& to) {
+    constexpr long COLUMNS = M > BOTH_HALVES ? VL : NT;  // of the panel, in one run over k
+    Sums<M> sums(to);
+#pragma GCC unroll 2
+    for (long from = 0; from < NT; from += COLUMNS) {
+        for (long k = 0; k < K; k += BLOCK) {
+            const uint8_t* unit = panel + k / F::SUPER * F::UNIT;
+            const long block = k % F::SUPER / BLOCK;
+            if (first && !from) prefetch_ahead<F>(unit + F::WORDS_AT + block * F::BLOCK_BYTES);
+#pragma GCC unroll 2
+            for (long part = 0; part < BLOCK / F::GROUP; part++)
+#pragma GCC unroll 2
+                for (long column = from; column < from + COLUMNS; column += VL)
+                    add_group<M, F>(x.at(k / BLOCK, row), unit, block, part, column, sums.acc);
         }
     }
     sums.store_to(to);
