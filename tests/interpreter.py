@@ -12,3 +12,23 @@ def require_interpreter() -> None:
         pytest.skip("triton's interpreter works with this numpy from 3.7 on", allow_module_level=True)
     if not triton.knobs.runtime.interpret:
         pytest.skip("where there is a CUDA device, nothing is interpreted", allow_module_level=True)
+    patch_language_once()
+
+
+def patch_language_once() -> None:
+    """The interpreter patches triton.language again at every call of a kernel or its helper: here once for all."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if interpreter._patch_lang.__module__ == __name__:
+        return
+    inside = {"tl": tl, "core": tl.core}
+    exec("def sees_the_language(): pass", inside)
+    interpreter._patch_lang(inside["sees_the_language"])
+    interpreter._patch_lang = _already_patched
+
+
+def _already_patched(fn: object) -> object:
+    from triton.runtime import interpreter
+
+    return interpreter._LangPatchScope()

@@ -20,6 +20,7 @@ from paceline.drafters.base import DraftRow
 from paceline.drafters.tapped import TapRing
 from paceline.models.kv_cache import KVCache
 from paceline.models.native_kernels import NativeKernels, open_library, runnable_variants
+from paceline.models.triton import division
 from paceline.models.triton_kernels import TritonKernels
 from paceline.models.weights import Dtypes
 from paceline.sequence import Sequence
@@ -48,6 +49,7 @@ class Repeats:
 def scene(kernels, recorder, lengths, monkeypatch):
     """A drafter whose sequences are absorbed up to their last token; (drafter, sequences, seats, lengths)."""
     monkeypatch.setattr(block_passes, "SEQUENCES", (2,))
+    monkeypatch.setattr(division, "PROGRAMS", 16)  # the interpreter runs one program after the other
     monkeypatch.setattr(absorbing, "POSITIONS", (16,))
     config = drafter_config(CONFIG, qk_norm=True, tap_norm=True, mask_embedding=True, draft_vocab_size=40, num_layers=1)
     embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=torch.Generator().manual_seed(3))

@@ -23,6 +23,7 @@ from paceline.models.kv_cache import KVCache
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import PassPlan
 from paceline.models.torch_kernels import TorchKernels
+from paceline.models.triton import division
 from paceline.models.triton.greedy_chain import CUT as DEFAULT_CUT
 from paceline.models.triton.greedy_chain import (
     HEADER,
@@ -45,6 +46,12 @@ CONFIG = llama(vocab_size=90, hidden_size=48, intermediate_size=80, num_heads=3,
                max_positions=96)  # fmt: skip
 SHALLOW = replace(CONFIG, num_layers=1)  # passes have tests of their own
 CUT = Cut(rows=3, keys=16, splits=4)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other: a grid for a small chip."""
+    monkeypatch.setattr(division, "PROGRAMS", 16)
 
 
 def weights_of(config: ModelConfig) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from tests.interpreter import require_interpreter
 
 require_interpreter()
 
+from paceline.config import ModelConfig
 from paceline.errors import DeviceError
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import LayerByLayer, Rope, kernels_for
@@ -309,8 +310,11 @@ def test_tiles_are_runs_of_one_sequence_cut_to_fit() -> None:
 CONFIG = llama(vocab_size=50, hidden_size=32, intermediate_size=48, head_dim=16, max_positions=128)
 
 
-def weights() -> dict[str, Tensor]:
-    return random_weights(CONFIG, 1.4)
+SHALLOW = replace(CONFIG, num_layers=1)  # where a pass is looked at from outside; others are held against torch
+
+
+def weights(config: ModelConfig = CONFIG) -> dict[str, Tensor]:
+    return random_weights(config, 1.4)
 
 
 def plan_of(positions: list[int], tables: Tensor) -> PassPlan:
@@ -375,12 +379,12 @@ def test_rows_that_lie_side_by_side_are_staged_as_one_by_one(kernels: TritonKern
 
 @pytest.mark.parametrize("rows", [70])
 def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows: int) -> None:
-    made, tokens = weights(), torch.randint(0, 50, (rows,))
+    made, tokens = weights(SHALLOW), torch.randint(0, 50, (rows,))
     plan = plan_of(list(range(rows)), torch.arange(5, dtype=torch.int32)[None])
     results = []
     for kernels in (FastKernels(CPU), REFERENCE):
         assert not kernels.exact
-        decoder = Decoder(CONFIG, made, kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+        decoder = Decoder(SHALLOW, made, kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
         cache = KVCache(decoder.kv_specs, num_blocks=5, block_size=16, dtype=torch.float32, device=CPU)
         results.append(decoder.forward(tokens, plan, cache.layers, torch.arange(rows)).logits)
     assert_close(*results, 1e-4)
@@ -388,7 +392,7 @@ def test_fast_numerics_give_the_same_numbers_and_do_not_claim_the_same_bits(rows
 
 @pytest.mark.parametrize(("chosen", "taps"), [([1, 3, 5], ()), ([5], (1,))])
 def test_logits_are_of_the_rows_asked_for_also_where_a_bucket_has_as_many_rows(kernels, chosen, taps) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
     plan, tokens = plan_of(list(range(6)), torch.zeros((1, 1), dtype=torch.int32)), torch.arange(6)
     every = decoder.forward(tokens, plan, cache.layers, torch.arange(6), taps).logits.clone()
@@ -418,7 +422,7 @@ def test_a_pass_from_hidden_states_gives_what_a_pass_from_their_tokens_gives(ker
 
 
 def test_all_passes_write_their_taps_into_one_buffer(kernels: TritonKernels) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=1, block_size=16, dtype=torch.float32, device=CPU)
     tables, tapped = torch.zeros((1, 1), dtype=torch.int32), []
     for count in (12, 3, 1):
@@ -491,7 +495,7 @@ class FakeRecorder:
 
 
 def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monkeypatch, caplog) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
     graphs = decoder.graphs
     assert graphs is not None
@@ -514,7 +518,7 @@ def test_graphs_captured_after_start_up_are_counted_and_named_once(kernels, monk
 
 def test_a_chunk_of_a_prompt_that_goes_on_computes_no_logits_of_all_its_rows(kernels: TritonKernels) -> None:
     """The buffer of logits would grow to the rows of a chunk, and verification is captured with the first buffer."""
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=6, block_size=16, dtype=torch.float32, device=CPU)
     decoder.prepare(cache.layers, 16, (), [PassShape((1,))])
     before, plan = decoder.logits_buffer, plan_of(list(range(80)), torch.arange(6, dtype=torch.int32)[None])
@@ -526,7 +530,7 @@ def test_a_chunk_of_a_prompt_that_goes_on_computes_no_logits_of_all_its_rows(ker
 
 
 def test_the_warmup_meets_the_shapes_of_steps_and_writes_no_slot(kernels: TritonKernels) -> None:
-    decoder = Decoder(CONFIG, weights(), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
+    decoder = Decoder(SHALLOW, weights(SHALLOW), kernels, device=CPU, dtypes=Dtypes.of(torch.float32, CPU))
     cache = KVCache(decoder.kv_specs, num_blocks=2, block_size=16, dtype=torch.float32, device=CPU)
     for layer in cache.layers:
         layer.k.fill_(7.0)

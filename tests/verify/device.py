@@ -1,14 +1,11 @@
 """The device's kernels for tests: interpreted on a CPU, the very source a GPU compiles, or compiled where there is one.
 
-Tests build their tensors on the CPU either way; what is handed to compiled kernels is moved there and back. The
-interpreter patches triton.language again at every call of a kernel's helper; here once, which is five times faster.
+Tests build their tensors on the CPU either way; what is handed to compiled kernels is moved there and back.
 """
 
-import contextlib
 import importlib.util
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from paceline.verify.seam import moved
@@ -42,25 +39,3 @@ def served(device):
         return lambda *given, **options: moved(function(*moved(given, "cuda"), **moved(options, "cuda")), "cpu")
 
     return SimpleNamespace(**{name: moving(getattr(device, name)) for name in NAMES})
-
-
-@contextlib.contextmanager
-def patched_once():
-    """Triton's language is patched for as long as this lasts, and not at every call."""
-    if not interpreted():
-        yield
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    real = interpreter._patch_lang
-    inside = {"tl": tl, "core": tl.core}
-    exec("def sees_the_language(): pass", inside)
-    scope = real(inside["sees_the_language"])
-    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-    try:
-        with np.errstate(all="ignore"):  # a device does not warn when a number overflows
-            yield
-    finally:
-        interpreter._patch_lang = real
-        scope.restore()
