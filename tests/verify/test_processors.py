@@ -1,5 +1,6 @@
 """Each sampling parameter against a reference in lists and math, and nodes against a loop of one-token calls."""
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 
@@ -311,14 +312,17 @@ def test_where_every_token_is_banned_the_fallback_is_drawn(temperature):
     assert p.tolist() == [[float(token == EOS) for token in range(VOCAB)]]
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30, 3.4e38, 1e300])
-@pytest.mark.parametrize("repetition", [1e-300, 1.0, 1e300])
-def test_extreme_values_never_make_a_nan(path, temperature, repetition):
-    asked = Asked(temperature=temperature, repetition=repetition, prompt=tuple(range(VOCAB)), bad_words=((3,),))
-    p = p_of(torch.tensor([[9.0, -9.0, 0.0, 50.0, 1.0, 1.0, -1e4]]), controls_of([asked]), Nodes.roots(1))
+@pytest.mark.parametrize("repetitions", [[1.0], [1e-300, 1e300]], ids=["without penalties", "penalties"])
+def test_extreme_values_never_make_a_nan(path, repetitions):
+    asked = [
+        Asked(temperature=temperature, repetition=repetition, prompt=tuple(range(VOCAB)), bad_words=((3,),))
+        for temperature, repetition in itertools.product([1e-45, 1e-30, 1e30, 3.4e38, 1e300], repetitions)
+    ]
+    logits = torch.tensor([[9.0, -9.0, 0.0, 50.0, 1.0, 1.0, -1e4]]).repeat(len(asked), 1)
+    p = p_of(logits, controls_of(asked), Nodes.roots(len(asked)))
     assert torch.isfinite(p).all()
-    assert p[0, 3] == 0
-    assert float(p.sum()) == pytest.approx(1)
+    assert (p[:, 3] == 0).all()
+    assert p.sum(1).tolist() == pytest.approx([1] * len(asked))
 
 
 def test_a_flat_row_is_sorted_whole_and_a_sharp_one_is_not():

@@ -292,18 +292,19 @@ def test_nodes_are_judged_in_postorder(data):
 
 @pytest.mark.parametrize("shape", [chains(3), [-1, -1, 0, 1]])
 @pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("harm", ["zero", "tiny", "nan"])
-def test_a_broken_q_costs_the_draft_and_never_the_answer(path, shape, filtered, harm):
+def test_a_broken_q_costs_the_draft_and_never_the_answer(path, shape, filtered):
     draft, logits, row_of, nodes, _, draws = sampled_batch(200, [shape] * 200, dtype=torch.float32)
     q = draft.q.probs.clone().view(200, -1, 6)
-    q[:, 1] = {"zero": 0.0, "tiny": 1e-42, "nan": math.nan}[harm]
+    harms = 0.0, math.nan, 1e-42  # of every third row
+    for at, harm in enumerate(harms):
+        q[at::3, 1] = harm
     draft = replace(draft, q=replace(draft.q, probs=q.flatten(0, 1)))
     controls = Controls(temperature=torch.ones(200), top_k=torch.full((200,), 4)) if filtered else Controls()
     verdict = verify(draft, logits, row_of, nodes, controls, draws, max_depth=3)
     rows = torch.arange(200)
     assert ((verdict.tokens[rows, verdict.num_accepted] >= 0) & (verdict.tokens[rows, verdict.num_accepted] < 6)).all()
-    if harm != "tiny":
-        assert not (verdict.path == shape.index(0)).any()  # no child of node 0, whose q is broken
+    # No child of node 0, whose q is broken. A tiny q is still one.
+    assert not (verdict.path[rows % 3 < 2] == shape.index(0)).any()
 
 
 def test_a_chain_whose_q_is_no_number_ends_before_it_losslessly():
