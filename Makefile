@@ -17,9 +17,8 @@ BUILD := pyproject.toml constraints.txt $(wildcard setup.py MANIFEST.in $(NATIVE
 QUICK := tests/engine tests/verify/test_walk.py tests/drafters/test_methods.py tests/drafters/test_ngram.py \
 	tests/drafters/test_on_device.py tests/drafters/test_contract.py::test_greedy_output_is_the_plain_one \
 	tests/test_imports.py tests/test_controls.py
-# Of the contract k = 1 and 3 are enough here.
 QUICK_WITHOUT := joint_distribution or highest_sum or through_the_real_coins \
-	or kernel_that_says or within_five_per_cent or -8]
+	or kernel_that_says or within_five_per_cent
 
 # A worker for each usable core; one that has run out of tests takes over half of another's.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 8 --dist worksteal

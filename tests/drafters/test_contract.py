@@ -88,7 +88,7 @@ def test_every_method_can_be_made():
     assert set(DRAFTERS) <= set(MAKERS), "give contract_toys.MAKERS an entry for every method of the table"
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 8])  # others below draft 4, 5 and 6
 @pytest.mark.parametrize("method", WAYS)
 def test_greedy_output_is_the_plain_one(method, k):
     requests = every([(prompt_of(i, 3 + 4 * i), params(max_tokens=40)) for i in range(4)])
@@ -117,7 +117,7 @@ WISHES = {
     "bias": {"logit_bias": {3: 2.5, 4: -100, 0: 1.0}},
     "bad_words": {"bad_words": ["cd", "e", "aba"]},
     "allowed": {"allowed_token_ids": [1, 2, 3, 5, 8]},
-    "min_tokens": {"min_tokens": 20},
+    "min_tokens": {"min_tokens": 12},
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.7},
     "min_p": {"min_p": 0.2},
@@ -145,7 +145,7 @@ def test_each_sampling_parameter_under_speculation_is_a_loop_of_single_tokens(me
     """`plain` decodes one token a pass, through the same parameters."""
     samplings = [{}, {"temperature": 0.8, "seed": 5}, {}, {"temperature": 0.4, "seed": 7}]
     wished = {"ignore_eos": "min_tokens" not in WISHES[wish], **WISHES[wish]}
-    requests = every([(prompt_of(i, 12), params(max_tokens=26, **wished, **s)) for i, s in enumerate(samplings)])
+    requests = every([(prompt_of(i, 12), params(max_tokens=18, **wished, **s)) for i, s in enumerate(samplings)])
     sequences, _ = check(method, requests, eos=(7,))
     if wish == "allowed":
         assert {t for one in sequences.values() for t in one.output_tokens} <= set(WISHES[wish]["allowed_token_ids"])
@@ -177,7 +177,8 @@ SAMPLED = {
 
 @pytest.mark.parametrize(
     ("method", "wish"),
-    [(method, wish) for method in METHODS for wish in ("temperature", "all")]
+    [(method, "temperature") for method in METHODS]
+    + [(method, "all") for method in METHODS if method not in TWINS]
     + [(method, wish) for method in ("suffix", "draft-model") for wish in ("allowed", "grammar")]
     + [(AHEAD, "filters")],
 )
@@ -378,19 +379,16 @@ def test_no_sequence_is_preempted_for_the_draft_of_another():
 @pytest.mark.parametrize("method", WAYS)
 def test_cancelling_in_mid_draft_frees_everything_and_changes_no_other_answer(method):
     requests = every([(prompt_of(i, 9), params(max_tokens=30)) for i in range(3)])
-    for step in range(1, 9, 2):
-        engine = make_engine([make_drafter(method)], ahead=method in DEVICE)
+    alone = {name: sequence.output_tokens for name, sequence in plain(requests).items()}
+    engine = make_engine([make_drafter(method)], ahead=method in DEVICE)
+    for step in (7, 5, 3, 1):  # the same names anew each time
         result = answers(engine, requests, cancel=[(step, "1")])
-        alone = plain(requests)
-        assert result["0"] == alone["0"].output_tokens
-        assert result["2"] == alone["2"].output_tokens
-        assert result["1"] == alone["1"].output_tokens[: len(result["1"])]
+        assert (result["0"], result["2"]) == (alone["0"], alone["2"])
+        assert result["1"] == alone["1"][: len(result["1"])]
+        assert len(result["1"]) < 30, "it was cancelled before its end"
         assert engine.blocks.num_free == engine.blocks.num_blocks
-        again, _ = run(engine, requests)  # the same names anew
-        assert {name: sequence.output_tokens for name, sequence in again.items()} == {
-            name: sequence.output_tokens for name, sequence in alone.items()
-        }
-        assert engine.drafters.failures == 0
+    assert answers(engine, requests) == alone
+    assert engine.drafters.failures == 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -409,11 +407,11 @@ def test_a_prefix_hit_changes_nothing(method):
 @pytest.mark.parametrize("method", WAYS)
 def test_a_stop_token_inside_an_accepted_run_ends_the_answer_there(method):
     inside = 0
-    for stop in range(VOCAB):
-        for which, wish in ((0, {"stop_token_ids": [stop]}), (2, {"stop_token_ids": [stop], "min_tokens": 15})):
-            requests = every([(prompt_of(which, 12), params(max_tokens=40, **wish))])
-            sequences, outputs = check(method, requests, k=6)
-            inside += sequences["0"].stop_reason == stop and outputs["0"][-1].kinds[-1] == Kind.DRAFTED
+    for which, wish in ((0, {}), (2, {"min_tokens": 15})):
+        stopping = [params(max_tokens=40, stop_token_ids=[stop], **wish) for stop in range(VOCAB)]
+        sequences, outputs = check(method, every([(prompt_of(which, 12), one) for one in stopping]), k=6)
+        for stop, name in enumerate(sequences):
+            inside += sequences[name].stop_reason == stop and outputs[name][-1].kinds[-1] == Kind.DRAFTED
     assert inside > 0, "no stop token was ever drafted"
 
 
@@ -421,10 +419,10 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_answer_there(method):
 def test_eos_inside_an_accepted_run_ends_the_answer_there(method):
     inside = 0
     for eos in range(VOCAB):
-        for ignore in (False, True) if eos < 3 else (False,):
-            requests = every([(prompt_of(0, 12), params(max_tokens=40, ignore_eos=ignore))])
-            sequences, outputs = check(method, requests, k=6, eos=(eos,))
-            inside += sequences["0"].finish_reason == "stop" and outputs["0"][-1].kinds[-1] == Kind.DRAFTED
+        kinds = (False, True) if eos < 3 else (False,)  # a row alone, and two that end apart
+        requests = every([(prompt_of(0, 12), params(max_tokens=40, ignore_eos=ignore)) for ignore in kinds])
+        sequences, outputs = check(method, requests, k=6, eos=(eos,))
+        inside += sequences["0"].finish_reason == "stop" and outputs["0"][-1].kinds[-1] == Kind.DRAFTED
     assert inside > 0, "EOS was never drafted"
 
 
@@ -432,24 +430,26 @@ def test_eos_inside_an_accepted_run_ends_the_answer_there(method):
 def test_a_stop_string_inside_an_accepted_run_ends_the_text_there(method):
     request = (prompt_of(0, 12), params(max_tokens=40))
     text = Letters().decode(plain(every([request]))["0"].output_tokens)
-    for first in range(0, 30, 5):
-        for include in (False, True):
-            wish = {"stop": [text[first : first + 3], "zz"], "include_stop_str_in_output": include}
-            sequences, _ = check(method, every([(request[0], params(max_tokens=40, **wish))]), k=6)
-            assert sequences["0"].finish_reason == "stop"
-            assert sequences["0"].text == text[: text.index(wish["stop"][0]) + 3 * include]
+    for include in (False, True):
+        stops = [text[first : first + 3] for first in range(0, 30, 5)]
+        wishes = [{"stop": [stop, "zz"], "include_stop_str_in_output": include} for stop in stops]
+        sequences, _ = check(method, every([(request[0], params(max_tokens=40, **wish)) for wish in wishes]), k=6)
+        for stop, sequence in zip(stops, sequences.values(), strict=True):
+            assert sequence.finish_reason == "stop"
+            assert sequence.text == text[: text.index(stop) + 3 * include]
 
 
 @pytest.mark.parametrize("method", WAYS)
 def test_every_remainder_of_max_tokens_is_met_exactly(method):
-    for max_tokens in range(1, 16):
-        sequences, _ = check(method, every([(prompt_of(0, 12), params(max_tokens=max_tokens))]), k=5)
-        assert sequences["0"].num_output == max_tokens
+    wanted = range(1, 16)
+    requests = every([(prompt_of(0, 12), params(max_tokens=max_tokens)) for max_tokens in wanted])
+    sequences, _ = check(method, requests, k=5)
+    assert [sequence.num_output for sequence in sequences.values()] == [*wanted]
 
 
 @pytest.mark.parametrize("method", WAYS)
 def test_a_full_context_ends_the_answer(method):
-    for length in range(25, 31):
+    for length in range(25, 29):  # each place of the last token in its block
         sequences, _ = check(method, every([(prompt_of(0, 9), params())]), k=6, max_model_len=length)
         assert len(sequences["0"].tokens) == length
         assert sequences["0"].finish_reason == "length"

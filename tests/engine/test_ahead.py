@@ -58,7 +58,7 @@ class Resting(ByRequest):
         return plain or len(sequences[0].tokens) % self.often > 0
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests_strategy(OPTIONS, METHODS, st.integers(1, 6)),  # and the budget
     st.integers(14, 60),  # blocks
