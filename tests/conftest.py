@@ -26,6 +26,7 @@ import torch
 from paceline.machine import usable_cores
 from tests import fake_llm
 from tests.fake_llm import FakeLLM, Result
+from tests.tiny_model import write_tiny_model
 
 if not torch.cuda.is_available():  # Triton reads it when it is imported: kernels are then interpreted, on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -89,3 +90,10 @@ def smollm2(smollm2_path: Path):
     from paceline import LLM
 
     return LLM(str(smollm2_path), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder, smollm2_path)
+    return folder

@@ -101,9 +101,9 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path, capsys: py
     ],
     ids=" ".join,
 )
-def test_a_value_that_model_or_machine_refuses_names_its_field(flags, smollm2_path, capsys) -> None:
+def test_a_value_that_model_or_machine_refuses_names_its_field(flags, tiny_model, capsys) -> None:
     field = flags[0].removeprefix("--").replace("-", "_")
-    assert refused(capsys, "generate", "hello", *flags).startswith(f"error: {field}: ")
+    assert refused(capsys, "generate", "hello", "--model", str(tiny_model), *flags).startswith(f"error: {field}: ")
 
 
 def test_a_lossy_option_is_refused_by_its_own_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,14 +113,15 @@ def test_a_lossy_option_is_refused_by_its_own_name(capsys: pytest.CaptureFixture
     assert "lossless" in line
 
 
-def test_a_draft_model_that_is_not_there(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not exist" in refused(capsys, "generate", "hello", "--draft-model", "./nowhere")
+def test_a_draft_model_that_is_not_there(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "generate", "hello", "--model", str(tiny_model), "--draft-model", "./nowhere")
+    assert "does not exist" in line
 
 
-def test_a_draft_model_with_another_vocabulary(smollm2_path, tmp_path, capsys) -> None:
+def test_a_draft_model_with_another_vocabulary(tiny_model, tmp_path, capsys) -> None:
     save_tiny("llama-tied", tmp_path)
     capsys.readouterr()  # saving draws a bar
-    line = refused(capsys, "generate", "hello", "--draft-model", str(tmp_path))
+    line = refused(capsys, "generate", "hello", "--model", str(tiny_model), "--draft-model", str(tmp_path))
     assert line.startswith("error: draft_model: ")
     assert "97 tokens" in line
 
@@ -129,8 +130,8 @@ def test_an_empty_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert "empty" in refused(capsys, "generate", "")
 
 
-def test_a_prompt_longer_than_the_context(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, "generate", "word " * 100, "--max-model-len", "64")
+def test_a_prompt_longer_than_the_context(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "generate", "word " * 100, "--model", str(tiny_model), "--max-model-len", "64")
     assert "64" in line
 
 
@@ -155,9 +156,9 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
         done = process("pull", "smollm2", PACELINE_HOME=str(home))
         assert is_one_line(done), done.stderr
         assert "PACELINE_HOME" in done.stderr
-        found = process("doctor", "--json", PACELINE_HOME=str(home))
-        assert found.returncode == 1
-        assert any(finding["fatal"] for finding in json.loads(found.stdout)["findings"])
+    found = process("doctor", "--json", PACELINE_HOME=str(home))
+    assert found.returncode == 1
+    assert any(finding["fatal"] for finding in json.loads(found.stdout)["findings"])
 
 
 def test_no_network(tmp_path: Path) -> None:

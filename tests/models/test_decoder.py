@@ -144,8 +144,8 @@ def test_smollm2_logits_equal_those_of_transformers(smollm2):
         [{"role": "user", "content": "Write a Python function that adds two numbers."}],
         [{"role": "user", "content": "List three colours and say why you like each."}],
     ]
-    ours = smollm2.chat(prompts, SamplingParams(temperature=0, max_tokens=48))
+    ours = smollm2.chat(prompts, SamplingParams(temperature=0, max_tokens=24))
     for output in ours:
         ids = torch.tensor([output.prompt_token_ids])
-        theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48)
+        theirs = oracle.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
         assert output.outputs[0].token_ids == theirs[0, ids.shape[1] :].tolist()

@@ -42,8 +42,8 @@ def test_the_sentence_is_logged_once_however_many_models_are_opened(monkeypatch,
     assert "may differ" in record.message, "torch's products are not exact, and the user is told"
 
 
-def test_a_command_says_so_on_stderr_and_nothing_of_it_on_stdout(smollm2_path: Path) -> None:
-    command = [sys.executable, "-m", "paceline", "generate", "Hi", "--max-tokens", "2", "--temperature", "0", "--json"]
+def test_a_command_says_so_on_stderr_and_nothing_of_it_on_stdout(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "generate", "Hi", "-m", str(tiny_model), "--max-tokens", "2", "--json"]
     environment = os.environ | {"PACELINE_KERNELS": "torch"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

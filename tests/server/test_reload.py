@@ -21,8 +21,9 @@ from paceline.server.capture import Capture
 from paceline.server.engine_client import EngineSettings
 from paceline.server.state import ServerSettings
 from paceline.training.files import read_examples
-from tests.server.conftest import CONFIG, start_server, wait_until
+from tests.server.conftest import start_server, wait_until
 from tests.server.test_api import LONG, MESSAGES, post
+from tests.tiny_model import CONFIG
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
 
