@@ -104,9 +104,11 @@ async def _body(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[by
         yield data[:-2]
 
 
-async def ask(host: str, port: int, body: dict[str, Any], path: str = "/v1/completions") -> Answer:
-    """A streamed completion, its tokens counted as they arrive."""
-    answer = Answer(time.perf_counter())
+async def ask(
+    host: str, port: int, body: dict[str, Any], path: str = "/v1/completions", answer: Answer | None = None
+) -> Answer:
+    """A streamed completion, its tokens counted as they arrive; `answer` is filled in, for who looks meanwhile."""
+    answer = answer or Answer(time.perf_counter())
     writer = None
     try:
         answer.status, chunks, writer = await request(host, port, path, json.dumps(body).encode())

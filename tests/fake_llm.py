@@ -210,11 +210,19 @@ class Screen:
     def __init__(self, terminal: int) -> None:
         self.terminal, self.unread = terminal, ""
 
-    def wait_for(self, expected: str) -> None:
+    def wait_for(self, expected: str, after: Callable[[], None] = lambda: None) -> None:
+        """`after` is done first, and again after each second of silence."""
+        after()
+        silent_s = 0
         while expected not in self.unread:
-            ready, _, _ = select.select([self.terminal], [], [], 20)
-            assert ready, f"{expected!r} never came after {self.unread!r}"
-            self.unread += os.read(self.terminal, 1024).decode(errors="replace")
+            ready, _, _ = select.select([self.terminal], [], [], 1)
+            if ready:
+                self.unread += os.read(self.terminal, 1024).decode(errors="replace")
+                silent_s = 0
+                continue
+            silent_s += 1
+            assert silent_s < 60, f"{expected!r} never came after {self.unread!r}"
+            after()
         self.unread = self.unread.partition(expected)[2]
 
 

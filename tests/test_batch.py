@@ -204,7 +204,7 @@ def test_kill_9_loses_no_line_and_doubles_none(tmp_path: Path) -> None:
     command = ("generate", "--prompts", str(file), "--out", str(out))
     kept: list[str] = []
     for more in (5, 12, 20):
-        process = start(*command, delay_s=0.02)
+        process = start(*command, delay_s=0.05)
         while not out.exists() or out.read_bytes().count(b"\n") < len(kept) + more:
             assert process.poll() is None, process.communicate()
             time.sleep(0.005)

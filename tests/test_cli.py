@@ -477,7 +477,7 @@ def test_the_demo_colours_accepted_drafts_on_a_terminal(monkeypatch: pytest.Monk
         screen = Screen(terminal)
         screen.wait_for("word0 \x1b[1;32mword1 \x1b[0mword2")  # drafted: the odd ones
         screen.wait_for("word0 word1 word2")
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.wait()
@@ -493,10 +493,10 @@ def _after_first_words(process: subprocess.Popen[str]) -> None:
 
 
 def test_ctrl_c_keeps_what_was_streamed_and_exits_130() -> None:
-    process = start("generate", "hello", "--max-tokens", "99")
+    process = start("generate", "hello", "--max-tokens", "900")
     _after_first_words(process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == "\n" or out.startswith(" word1")
     assert re.fullmatch(r"interrupted after \d+ tokens? · .* · suffix k≈2 · τ 1\.8 · est\. 1\.5x · first .*\n", err)
@@ -526,7 +526,7 @@ def test_a_long_prompt_shows_that_it_is_being_read(monkeypatch: pytest.MonkeyPat
         screen.wait_for("reading the prompt")
         screen.wait_for("50 %")
         screen.wait_for("5 tokens")
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "word0 word1 word2 word3 word4\n")
     finally:
         process.kill()
@@ -540,7 +540,7 @@ def test_ctrl_c_ends_the_demo_with_130() -> None:
     while "speculatively" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "interrupted\n")
     assert not out or out.endswith("\n")
 
@@ -548,25 +548,25 @@ def test_ctrl_c_ends_the_demo_with_130() -> None:
 def test_ctrl_c_with_json_is_an_error_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = tmp_path / "started"  # nothing is printed that could be waited for
     monkeypatch.setenv("FAKE_STARTED", str(started))
-    process = start("generate", "hello", "--max-tokens", "99", "--json", delay_s=0.2)
+    process = start("generate", "hello", "--max-tokens", "900", "--json")
     while not started.exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
     assert json.loads(out)["error"]["type"] == "Interrupted"
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    process = start("generate", "hello", "--max-tokens", "90", delay_s=0.01)
+    process = start("generate", "hello", "--max-tokens", "900", delay_s=0.01)
     _after_first_words(process)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=20) != 0
+    assert process.wait(timeout=60) != 0
     assert err == ""
 
 
@@ -594,17 +594,23 @@ def test_streams_may_be_closed() -> None:
         assert (out.startswith("word0"), err.startswith("5 tokens")) == (closed != 1, closed != 2)
 
 
+def busy_s() -> float:
+    """Processor seconds of processes that have ended, whatever else the machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_imports_nothing_heavy_and_is_quick() -> None:
     probe = "import sys; from paceline.cli.app import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", probe]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    busy_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # whatever else the machine does
+    marks = [busy_s()]
+    for code in ("import typer.rich_utils", probe):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        marks.append(busy_s())
     assert "generate" in done.stdout
     loaded = {name.split(".")[0] for name in done.stderr.split()}
     assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "safetensors"}
-    assert busy_s < 1.5
+    assert marks[2] - marks[1] < 5 * (marks[1] - marks[0]), "two times the library's import, and torch ten"
 
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -219,7 +219,7 @@ def test_closing_a_stream_frees_its_blocks_and_ends_a_reader_in_another_thread(l
     with ThreadPoolExecutor(1) as pool:
         rest = pool.submit(list, stream)
         stream.close()
-        assert all(chunk.output is None for chunk in rest.result(timeout=20))
+        assert all(chunk.output is None for chunk in rest.result(timeout=60))
     assert llm.call(lambda engine: len(engine.scheduler.running)) <= 1, "the other stream's"
     with pytest.raises(StopIteration):
         next(stream)

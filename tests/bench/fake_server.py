@@ -57,13 +57,14 @@ class FakeServer(ThreadingHTTPServer):
         self.paths: list[str] = []
         self.stats = SpeculationStats()
         self.most_at_once = self._at_once = 0
-        self._lock = threading.Lock()
+        self._lock, self.closing = threading.Lock(), threading.Event()
 
     def __enter__(self) -> FakeServer:
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.closing.set()
         self.shutdown()
         self.server_close()
 
@@ -178,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
             self.whole(200, '{"choices": [{"message": {"content": "hello"}}]}')
             return
         if fault == "hangs":
-            time.sleep(0.8)
+            self.server.closing.wait(60)
         limit, size = body.get("max_tokens", body.get("max_completion_tokens")), self.server.behaviour.per_chunk
         words = self.words(json.dumps(body["messages"]) if "messages" in body else body["prompt"])[:limit]
         chunks = [words[start : start + size] for start in range(0, len(words), size)]

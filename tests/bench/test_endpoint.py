@@ -456,7 +456,7 @@ def test_a_server_that_is_wrong_from_the_start_is_refused_at_once(fault, error, 
 @pytest.mark.parametrize(("fault", "error", "words"), FAULTS[3:])
 def test_what_was_measured_before_a_fault_is_kept(fault: str, error: type[EndpointError], words: str) -> None:
     with FakeServer(fault=fault, fault_from=2 + 4) as server:  # after two that warm up and four answers
-        results, stopped = bench(server, timeout_s=0.4 if fault == "hangs" else 5)
+        results, stopped = bench(server, timeout_s=1.5 if fault == "hangs" else 5)
     assert isinstance(stopped, error)
     assert re.search(words, str(stopped))
     assert not results.complete
@@ -545,12 +545,12 @@ def test_ctrl_c_during_an_answer_ends_it_at_once() -> None:
 
         def slow_down(done: float, total: float, what: str) -> None:
             if done == 1 and what != "warming up":  # the second answer is long, and interrupted well within it
-                server.behaviour.tokens = 1000
+                server.behaviour.tokens = 5000
                 timer.start()
 
         started = time.monotonic()
-        results, stopped = bench(server, prompts(2), max_tokens=1000, on_progress=slow_down)
-        assert time.monotonic() - started < 10  # the answer would take twenty seconds
+        results, stopped = bench(server, prompts(2), max_tokens=5000, on_progress=slow_down)
+        assert time.monotonic() - started < 60  # the answer would take a hundred seconds
         timer.join()
     assert isinstance(stopped, KeyboardInterrupt)
     assert cell(results).answers == 1

@@ -203,7 +203,7 @@ CHILD = """
     def stuck(repository, folder, progress):
         (folder / "config.json").write_text("{}")
         Path(sys.argv[1]).touch()
-        time.sleep(60)
+        time.sleep(600)
 
     hub.fetch_snapshot = stuck
     hub.resolve("org/model")
@@ -214,7 +214,7 @@ def start_stuck_pull(marker: Path) -> subprocess.Popen[bytes]:
     source = str(Path(hub.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": source}
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(CHILD), str(marker)], env=environment)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not marker.exists():
         assert child.poll() is None
         assert time.monotonic() < deadline
@@ -241,14 +241,14 @@ def test_a_second_pull_waits_for_the_first_and_takes_its_result(home: Path, monk
     def slow(repository: str, folder: Path, progress: Any) -> dict[str, Any]:
         calls.append(repository)
         started.set()
-        assert proceed.wait(10)
+        assert proceed.wait(60)
         write_files(folder)
         return MANIFEST
 
     monkeypatch.setattr(hub, "fetch_snapshot", slow)
     first = threading.Thread(target=resolve, args=("org/model",))
     first.start()
-    assert started.wait(10)
+    assert started.wait(60)
 
     def progress(stage: str, done: int, total: int | None) -> None:
         assert stage == "waiting for another pull of org/model"

@@ -483,11 +483,9 @@ def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path)
         killed: list[tuple[int, Any]] = []
         thread = threading.Thread(target=lambda: killed.append(ask()))
         thread.start()
-        wait_until(lambda: "ok" in server.get("/health") and server.worker_pid > 0)
-        pid = server.worker_pid
-        threading.Event().wait(0.3)
-        os.kill(pid, signal.SIGKILL)
-        thread.join(10)
+        wait_until(lambda: server.metric("num_requests_running", key) == 1)
+        os.kill(server.worker_pid, signal.SIGKILL)
+        thread.join(60)
         assert killed
         assert killed[0][0] == 503
         assert "signal 9" in killed[0][1]["error"]["message"]
@@ -498,14 +496,14 @@ def test_keys_a_full_queue_a_killed_engine_and_a_graceful_stop(tiny_model: Path)
             except urllib.error.HTTPError:
                 return False
 
-        wait_until(serves, 60)
+        wait_until(serves, 120)
         assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 3}, key)[0] == 200
         last: list[tuple[int, Any]] = []
         thread = threading.Thread(target=lambda: last.append(ask()))
         thread.start()
-        threading.Event().wait(0.3)
+        wait_until(lambda: server.metric("num_requests_running", key) == 1)
         assert server.stop() == 0
-        thread.join(30)
+        thread.join(60)
         assert last[0][0] == 200
         assert all(json.loads(line)["level"] for line in server.log)
     finally:

@@ -35,12 +35,12 @@ def test_a_sender_does_not_wait_for_a_slow_reader_and_nothing_is_lost(ends: tupl
     sent = [bytes([at]) * 10_000 for at in range(100)]  # far more than a socket holds
     thread = threading.Thread(target=lambda: [channel.send(each, wait=False) for each in sent], daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive(), "waits for the reader"
     last = threading.Thread(target=channel.send, args=(b"last",), kwargs={"wait": True}, daemon=True)
     last.start()
     assert [reader.receive() for _ in range(101)] == [*sent, b"last"]
-    last.join(10)
+    last.join(60)
 
 
 def test_either_end_finds_the_other_gone(ends: tuple[socket.socket, ...]) -> None:

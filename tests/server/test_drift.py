@@ -102,9 +102,9 @@ def test_the_engine_process_has_the_policy_measure_again_and_ends_with_its_comma
         thread = threading.Thread(target=Worker(Channel(its), built).run, args=(outbox,))
         thread.start()
         own.sendall(framed(m.encode([m.Relearn("suffix")])))
-        assert told.wait(10)
+        assert told.wait(60)
         own.shutdown(socket.SHUT_WR)
-        thread.join(10)
+        thread.join(60)
     assert methods == ["suffix"]
     assert not thread.is_alive()
 

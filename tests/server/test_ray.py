@@ -68,8 +68,13 @@ def test_two_replicas_answer_exactly_and_a_killed_one_costs_its_own_requests_onl
 
     async def with_a_kill() -> list[Answer]:
         body = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True, **streamed}
-        asked = [asyncio.create_task(asyncio.wait_for(ask(*address, {"prompt": p, **body}), 120)) for p in PROMPTS]
-        await asyncio.sleep(1)
+        under_way = [Answer(time.perf_counter()) for _ in PROMPTS]
+        asked = [
+            asyncio.create_task(asyncio.wait_for(ask(*address, {"prompt": prompt, **body}, answer=answer), 120))
+            for prompt, answer in zip(PROMPTS, under_way, strict=True)
+        ]
+        while not all(answer.tokens or answer.error for answer in under_way):
+            await asyncio.sleep(0.01)
         os.kill(before[0], signal.SIGKILL)
         return list(await asyncio.gather(*asked))
 
