@@ -162,18 +162,17 @@ def test_a_rows_token_is_the_same_in_any_form(kernel, request):
     if kernel:
         request.getfixturevalue("kernels")
     generator = torch.Generator().manual_seed(5)
-    count = 24
-    logits = torch.randn(count, 60, generator=generator) * 4
+    logits = torch.randn(60, 60, generator=generator) * 4
     logits[::7, 5:40] = -torch.inf
     logits[3] = 0.0
     for asked in ("greedy", "sampled", "seeded", "top-p", "each its own"):
-        sequences = steps.sequences_of(asked, count)
+        sequences = steps.sequences_of(asked, 60)
         builder = ControlsBuilder(60, frozenset({2}), torch.device("cpu"))
         params, tokens = builder.params(sequences), []
         _, draws = builder.build(params)
         for form in range(params.form, len(Form)):
             wide, _ = builder.build(params._replace(form=Form(form)))
-            given = Draft.empty(count), logits, torch.arange(count)[:, None], Nodes.roots(count), wide, draws
+            given = Draft.empty(60), logits, torch.arange(60)[:, None], Nodes.roots(60), wide, draws
             tokens.append(verify(*given, max_depth=0).tokens)
         assert all(torch.equal(one, tokens[0]) for one in tokens)
         assert len(tokens) == len(Form) - params.form
