@@ -107,7 +107,7 @@ async def _body(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[by
 async def ask(
     host: str, port: int, body: dict[str, Any], path: str = "/v1/completions", answer: Answer | None = None
 ) -> Answer:
-    """A streamed completion, its tokens counted as they arrive; `answer` is filled in, for who looks meanwhile."""
+    """A streamed completion, its tokens counted as they arrive, in `answer` where one is given."""
     answer = answer or Answer(time.perf_counter())
     writer = None
     try:
