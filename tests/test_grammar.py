@@ -13,9 +13,9 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.errors import InvalidParameter
-from paceline.grammar import CACHE_BYTES, WHITESPACE, Grammars, masks_of
+from paceline.grammar import CACHE_BYTES, Grammars, masks_of
 from paceline.sequence import Sequence
-from paceline.structured_outputs import ONE_LINE
+from paceline.structured_outputs import ONE_LINE, WHITESPACE
 from paceline.verify import Controls, GrammarMasks, Nodes, edit
 
 SCHEMA = {
@@ -26,6 +26,15 @@ SCHEMA = {
     },
     "required": ["name", "age"],
     "additionalProperties": False,
+}
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<person>",
+        "content": {"type": "json_schema", "json_schema": SCHEMA},
+        "end": "</person>",
+    },
 }
 ASK = [[{"role": "user", "content": f"Describe person {number} as JSON."}] for number in range(3)]
 
@@ -107,10 +116,14 @@ def test_answers_are_valid_and_do_not_depend_on_the_drafter(smollm2: LLM, sampli
 
 @pytest.mark.parametrize(
     ("wanted", "pattern"),
-    [({"regex": "[0-9]{3}-[0-9]{4}"}, "[0-9]{3}-[0-9]{4}"), ({"choice": ["yes", 'a "b"']}, 'yes|a "b"')],
+    [
+        ({"regex": "[0-9]{3}-[0-9]{4}"}, "[0-9]{3}-[0-9]{4}"),
+        ({"choice": ["yes", 'a "b"']}, 'yes|a "b"'),
+        ({"structural_tag": TAG}, r'<person>\s*\{\s*"name"\s*:[^>]*\}</person>'),
+    ],
 )
-def test_regex_and_choice(smollm2: LLM, wanted: dict[str, Any], pattern: str) -> None:
-    params = SamplingParams(temperature=1.0, n=4, structured_outputs=wanted, max_tokens=20)
+def test_regex_choice_and_tags(smollm2: LLM, wanted: dict[str, Any], pattern: str) -> None:
+    params = SamplingParams(temperature=1.0, n=4, structured_outputs=wanted, max_tokens=60)
     for answer in smollm2.generate("The answer:", params)[0].outputs:
         assert re.fullmatch(pattern, answer.text)
 
@@ -119,6 +132,7 @@ def test_regex_and_choice(smollm2: LLM, wanted: dict[str, Any], pattern: str) ->
     "wanted",
     [
         *({}, {"json": "{"}, {"json": 1}, {"regex": "("}, {"grammar": "root ::= x"}, {"choice": []}, {"x": 1}, 5),
+        *({"structural_tag": "{"}, {"structural_tag": {}}, {"structural_tag": {"format": {"type": "tag"}}}),
         {"json": {}, "regex": "a"},
     ],
 )
@@ -149,6 +163,8 @@ def test_fields_of_vllms_object_are_honoured_or_refused() -> None:
 
     assert theirs(disable_any_whitespace=False).structured_outputs == {"json": {}}
     assert theirs(disable_any_whitespace=True).structured_outputs == {"json": {}, ONE_LINE: True}
+    tag = SamplingParams(structured_outputs=SimpleNamespace(structural_tag=json.dumps(TAG)))
+    assert tag.structured_outputs == {"structural_tag": TAG}
     for refused in ({"whitespace_pattern": " "}, {"structural_tag": "x"}, {"disable_any_whitespace": 2}):
         with pytest.raises(InvalidParameter, match="structured_outputs"):
             theirs(**refused)

@@ -42,11 +42,11 @@ class ChatTemplate:
             self._template = environment.from_string(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             raise PacelineError(f"the model's chat template is invalid: {error}") from error
-        self._source = source
+        self.source = source
 
     def knows_role(self, role: str) -> bool:
         """The usual ones, and those that the template names."""
-        return role in ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
+        return role in ROLES or f"'{role}'" in self.source or f'"{role}"' in self.source
 
     def render(self, messages: Messages, **variables: Any) -> str:
         """The text of a conversation, in the format that the model was trained on."""

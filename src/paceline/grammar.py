@@ -18,11 +18,10 @@ import numpy as np
 
 from paceline.errors import InvalidParameter, PacelineError
 from paceline.machine import usable_cores
-from paceline.structured_outputs import ONE_LINE
+from paceline.structured_outputs import ONE_LINE, WHITESPACE
 
 FIELD = "structured_outputs"
 CACHE_BYTES = 32 << 20  # of compiled grammars: mostly 1 MiB each, which take milliseconds; large ones ten times that
-WHITESPACE = 16  # characters between two parts of a JSON answer; without a bound an answer may never end
 WORD = 32  # tokens of a word of a mask
 # Processor seconds of masks: what a sequence may use in each step, and what it may be beyond that before it is ended.
 # A mask takes 0.1 ms; of an ambiguous grammar it takes longer with each token, and all others wait for it.
@@ -83,10 +82,29 @@ class Grammars:
                 return compiler.compile_regex(value)
             if kind == "choice":
                 return compiler.compile_grammar("root ::= " + " | ".join(map(_quoted, value)))
+            if kind == "structural_tag":
+                return compiler.compile_structural_tag(json.dumps(value))
             return compiler.compile_grammar(value)
         except Exception as error:  # the library raises bare RuntimeErrors with file names and line numbers
             reason = re.sub(r"^(\[[\d:]+\] )?\S+:\d+: ", "", str(error).strip().splitlines()[-1])
-            raise InvalidParameter(FIELD, f"the {kind} cannot be compiled: {reason}") from error
+            part = (self._wrong_tag(value) if kind == "structural_tag" else None) or f"the {kind}"
+            raise InvalidParameter(FIELD, f"{part} cannot be compiled: {reason}") from error
+
+    def _wrong_tag(self, value: Any) -> str | None:
+        """The first tag whose own schema cannot be compiled: the library does not say which it is."""
+        left = [value]
+        while left:
+            each = left.pop(0)
+            if isinstance(each, Mapping):
+                content, left = each.get("content"), [*left, *each.values()]
+                if isinstance(content, Mapping) and "json_schema" in content:
+                    try:
+                        self._xgrammar.Grammar.from_json_schema(json.dumps(content["json_schema"]))
+                    except Exception:
+                        return f"the schema after {each.get('begin')!r}"
+            elif isinstance(each, list):
+                left += each
+        return None
 
     def matcher(self, compiled: Any) -> Matcher:
         return Matcher(self._xgrammar.GrammarMatcher(compiled), self.words)

@@ -74,7 +74,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same of every prompt token but the first
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    structured_outputs: Mapping[str, Any] | None = None  # one of json, json_object, regex, choice, grammar
+    structured_outputs: Mapping[str, Any] | None = None  # one of structured_outputs.KINDS
     speculation: str | Mapping[str, Any] | None = None  # None: the engine's choice
 
     def __post_init__(self) -> None:

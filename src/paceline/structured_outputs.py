@@ -1,4 +1,4 @@
-"""What a request may ask of the form of its answer: JSON, a schema, a regex, a choice or a grammar. No torch."""
+"""What a request may ask of the form of its answer: JSON, a schema, a regex, a choice, a grammar, tags. No torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from paceline.errors import InvalidParameter, shown
 
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 ONE_LINE = "disable_any_whitespace"  # vLLM's name: JSON on one line, ", " and ": " between its parts
-_THEIRS = ("disable_additional_properties", "whitespace_pattern", "structural_tag")  # vLLM's fields that are refused
+_THEIRS = ("disable_additional_properties", "whitespace_pattern")  # vLLM's fields that are refused
+WHITESPACE = 16  # characters between two parts of a JSON answer; without a bound an answer may never end
 MAX_TEXT = 1 << 20  # characters of a schema, regex or grammar
 
 
@@ -29,8 +30,8 @@ def check(name: str, value: Any) -> dict[str, Any] | None:
     ((kind, item),) = given.items()
     if one_line is not False and (one_line is not True or not kind.startswith("json")):
         raise InvalidParameter(name, f"{ONE_LINE} is true or false, and of json and json_object only")
-    if kind == "json":
-        item = _schema(name, item)
+    if kind in ("json", "structural_tag"):
+        item = _json(name, "JSON schema" if kind == "json" else kind, item)
     elif kind == "choice":
         if isinstance(item, str) or not item or not all(isinstance(text, str) and text for text in item):
             raise InvalidParameter(name, f"choice must be a list of non-empty strings, got {shown(item)}")
@@ -45,17 +46,17 @@ def check(name: str, value: Any) -> dict[str, Any] | None:
     return {kind: item, ONE_LINE: True} if one_line else {kind: item}
 
 
-def _schema(name: str, value: Any) -> Any:
+def _json(name: str, what: str, value: Any) -> Any:
     if hasattr(value, "model_json_schema"):  # a pydantic class
         value = value.model_json_schema()
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise InvalidParameter(name, f"the JSON schema is not valid JSON: {error}") from None
+            raise InvalidParameter(name, f"the {what} is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise InvalidParameter(name, f"a JSON schema is an object, got {shown(value)}")
+        raise InvalidParameter(name, f"a {what} is an object, got {shown(value)}")
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidParameter(name, f"the JSON schema cannot be written as JSON: {error}") from None
+        raise InvalidParameter(name, f"the {what} cannot be written as JSON: {error}") from None

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
+from paceline import LLM
+from paceline.grammar import Grammars
 from paceline.server.answers import Piece
 from paceline.server.chat import _parsed
 from paceline.server.protocol import ChatRequest
-from paceline.server.tools import ToolParser, read_call
+from paceline.server.tools import Style, ToolParser, forced_calls, read_call, style_of
 
 HERMES = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo",  "days": 1.50}}\n</tool_call>'
 TWO = HERMES + '\n<tool_call>{"name": "time", "arguments": {}}</tool_call> Done.'
+IN_STRING = (
+    '<tool_call>{"name": "say", "arguments": {"text": "a \\\\\\"</tool_call>"}}</tool_call>\n'
+    '<tool_call>{"name": "now"}</tool_call>\n'
+)
 LLAMA = '{"name": "weather", "parameters": {"city": "a \\"b\\" }", "unit": null}}'
 
 
@@ -31,10 +38,13 @@ def parse(text: str, rng: random.Random | None = None) -> tuple[str, list[tuple[
     ("text", "shown", "calls"),
     [
         (HERMES, "Let me look.\n", [("weather", '{"city": "Oslo",  "days": 1.50}')]),
-        (TWO, "Let me look.\n\n Done.", [("weather", '{"city": "Oslo",  "days": 1.50}'), ("time", "{}")]),
+        (TWO, "Let me look.\n Done.", [("weather", '{"city": "Oslo",  "days": 1.50}'), ("time", "{}")]),
         (LLAMA, "", [("weather", '{"city": "a \\"b\\" }", "unit": null}')]),
         ("<|python_tag|>" + LLAMA, "", [("weather", '{"city": "a \\"b\\" }", "unit": null}')]),
         ('<tool_call>{"name": "now"}', "", [("now", "{}")]),
+        (IN_STRING, "", [("say", '{"text": "a \\\\\\"</tool_call>"}'), ("now", "{}")]),
+        (IN_STRING + " \n<tool", "\n \n<tool", [("say", '{"text": "a \\\\\\"</tool_call>"}'), ("now", "{}")]),
+        ('<tool_call>say "hi</tool_call> after', '<tool_call>say "hi</tool_call> after', []),
         ("plain text with < and { in it", "plain text with < and { in it", []),
         ('{"answer": 42}', '{"answer": 42}', []),
         ("<tool_call>nonsense</tool_call> after", "<tool_call>nonsense</tool_call> after", []),
@@ -67,3 +77,52 @@ def test_arguments_are_the_source_text() -> None:
     assert call is not None
     assert call.arguments == '{"x":1e3,"y":[1, 2]}'
     assert json.loads(call.arguments) == {"x": 1000.0, "y": [1, 2]}
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "$defs": {"City": {"enum": ["Oslo"]}},
+    },
+    'a "b"': {"type": "object", "properties": {}},
+}
+CALLS = [("weather", '{"city": "Oslo"}'), ('a "b"', "{}")]
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama"])
+@pytest.mark.parametrize("single", [False, True])
+def test_what_is_forced_is_what_is_parsed(smollm2: LLM, style: Style, single: bool) -> None:
+    grammars = Grammars(smollm2.tokenizer, smollm2.config.vocab_size, smollm2.config.eos_token_ids)
+    compiled = grammars.compile({"structural_tag": forced_calls(SCHEMAS, style, single=single)})
+    (end,) = smollm2.config.eos_token_ids
+
+    def allowed(text: str) -> bool:
+        matcher = grammars.matcher(compiled)._matcher
+        return matcher.accept_string(text) and matcher.accept_token(end)
+
+    def written(name: str, arguments: str) -> str:
+        if style == "llama":
+            return f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}'
+        return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
+
+    for call in CALLS:
+        assert allowed(written(*call))
+        assert parse(written(*call)) == ("", [call])
+    both = "\n".join(written(*call) for call in CALLS)
+    assert allowed(both) == (style == "hermes" and not single)
+    assert parse(both)[1] == (CALLS if style == "hermes" else [])
+    for wrong in ("", "Well, ", written("time", "{}"), written("weather", '{"city": "Rome"}'), written(*CALLS[0])[:-1]):
+        assert not allowed(wrong)
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        ('<tool_call>\\n{"name": ..., "parameters"', "hermes"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama"),
+        ("{{ messages }}", "hermes"),
+    ],
+)
+def test_the_style_is_that_of_the_chat_template(template: str, style: str) -> None:
+    assert style_of(template) == style

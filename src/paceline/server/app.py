@@ -186,7 +186,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
     async def chat_route(body: ChatRequest, request: Request) -> Response:
         state.check_model(body.model)
         with _as_asked(body):
-            params, streamed = body.to_params(), bool(body.stream)
+            params, streamed = body.to_params(state.call_style), bool(body.stream)
             conversation, variables = body.conversation(), body.template_variables()
             prompt = await state.encode_chat(conversation, variables)
             keep = None if variables else functools.partial(Capture.chat, messages=conversation)  # the prompt has more
@@ -222,9 +222,10 @@ def _as_asked(body: ChatRequest) -> Iterator[None]:
     try:
         yield
     except InvalidParameter as error:
-        if error.field != STRUCTURED or body.response_format is None or body.structured_outputs is not None:
+        if error.field != STRUCTURED or body.structured_outputs is not None:
             raise
-        raise InvalidParameter("response_format", str(error).removeprefix(f"{STRUCTURED}: ")) from None
+        field = "tools" if body.forces_call else "response_format"
+        raise InvalidParameter(field, str(error).removeprefix(f"{STRUCTURED}: ")) from None
 
 
 def _is_local(request: Request) -> bool:

@@ -37,7 +37,7 @@ def _choice(generation: Generation, answer: m.Answer, request: ChatRequest) -> d
         "index": answer.index,
         "message": message,
         "logprobs": _logprobs(generation, answer.logprobs),
-        "finish_reason": _reason(answer.finish_reason, bool(calls)),
+        "finish_reason": _reason(answer.finish_reason, bool(calls), request),
         "stop_reason": answer.stop_reason,
     }
     if request.return_token_ids:
@@ -62,7 +62,7 @@ async def chunks(generation: Generation, request: ChatRequest, model: str) -> As
         delta = (
             _parsed(piece, parsers[piece.index], request) if parsers else {"content": piece.text} if piece.text else {}
         )
-        reason = _reason(piece.finish_reason, bool(parsers and parsers[piece.index].calls))
+        reason = _reason(piece.finish_reason, bool(parsers and parsers[piece.index].calls), request)
         yield {**base, "choices": [_chunk_choice(generation, piece, request, delta, reason)]}
     if request.includes_usage:
         yield {**base, "choices": [], "usage": usage([generation])}
@@ -83,8 +83,9 @@ def _parsed(piece: Piece, parser: ToolParser, request: ChatRequest) -> dict[str,
     return delta
 
 
-def _reason(reason: str | None, called: bool) -> str | None:
-    return "tool_calls" if called and reason == "stop" else reason
+def _reason(reason: str | None, called: bool, request: ChatRequest) -> str | None:
+    """As OpenAI has it, also where the request names the function: such an answer has just stopped."""
+    return "tool_calls" if called and reason == "stop" and not request.names_function else reason
 
 
 def _chunk_choice(

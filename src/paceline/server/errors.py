@@ -14,7 +14,7 @@ from paceline.server.answers import TimeLimit
 
 RETRY_AFTER_S = 1
 _FORM = re.compile(
-    r"(str|int|float|bool|list|dict|literal|constrained|function)\b.*|[A-Z]\w*"
+    r"(str|int|float|bool|list|dict|literal|constrained|function-)\b.*|[A-Z]\w*"
 )  # as pydantic names them
 _NO_OBJECT = ("missing", "model_attributes_type")  # also of a body with another content type, which is not read as JSON
 

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from paceline.errors import InvalidParameter
+from paceline.errors import InvalidParameter, shown
 from paceline.sampling_params import SamplingParams
+from paceline.server.tools import Style, forced_calls
 
 T = TypeVar("T")
 Items = Annotated[
@@ -196,6 +197,15 @@ class ToolCall(Body):
     index: int | None = None
 
 
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)  # templates may read fields of their own
 
@@ -213,13 +223,14 @@ class ChatRequest(Choices):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Items[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None  # vLLM's name: json, json_object, regex, choice or grammar
+    structured_outputs: dict[str, Any] | None = None  # vLLM's name, and its fields
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def to_params(self) -> SamplingParams:
+    def to_params(self, style: Style = "hermes") -> SamplingParams:
+        """`style`: how the model writes calls, where one is forced."""
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise InvalidParameter("max_completion_tokens", "contradicts max_tokens; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
@@ -227,10 +238,15 @@ class ChatRequest(Choices):
         return self.sampling_params(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            structured_outputs=self._format(),
+            structured_outputs=self._format(style),
         )
 
-    def _format(self) -> dict[str, Any] | None:
+    def _format(self, style: Style) -> dict[str, Any] | None:
+        if self.forces_call:
+            for name in ("structured_outputs", "response_format"):
+                if getattr(self, name) not in (None, {"type": "text"}):
+                    raise InvalidParameter(name, "contradicts tool_choice: the answer is a call; give one of them")
+            return {"structural_tag": forced_calls(self._functions(), style, single=self.most_calls == 1)}
         if self.response_format is None or self.response_format.get("type") == "text":
             return self.structured_outputs
         if self.structured_outputs is not None:
@@ -249,18 +265,47 @@ class ChatRequest(Choices):
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Tools that the model may call; they are handed to the chat template."""
-        if self.tool_choice not in (None, "auto", "none"):
-            raise InvalidParameter("tool_choice", "calls cannot be forced; use auto or none")
         for at, tool in enumerate(self.tools or ()):
             function = tool.get("function")
-            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+            name = function.get("name") if isinstance(function, dict) else None
+            if tool.get("type") != "function" or not isinstance(name, str) or not name:
                 raise InvalidParameter(f"tools.{at}", 'must be {"type": "function", "function": {"name": ...}}')
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
+    def forces_call(self) -> bool:
+        return self.tool_choice == "required" or self.names_function
+
+    @property
+    def names_function(self) -> bool:
+        return isinstance(self.tool_choice, NamedTool)
+
+    @property
     def most_calls(self) -> int | None:
         """Tool calls of one answer; None: any number."""
-        return 1 if self.parallel_tool_calls is False else None
+        return 1 if self.parallel_tool_calls is False or self.names_function else None
+
+    def _functions(self) -> dict[str, dict[str, Any]]:
+        """Of a forced call: by name, the schema of a function's parameters."""
+        functions: dict[str, dict[str, Any]] = {}
+        for at, tool in enumerate(self.offered_tools):
+            name, schema = tool["function"]["name"], tool["function"].get("parameters")
+            if name in functions:
+                raise InvalidParameter(f"tools.{at}", f"has the name of another tool, {shown(name)}")
+            if schema is None:
+                schema = {"type": "object", "properties": {}}
+            if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+                raise InvalidParameter(f"tools.{at}.function.parameters", "must be the JSON schema of an object")
+            functions[name] = {"type": "object"} | schema
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in functions:
+                known = ", ".join(map(shown, functions)) or "none"
+                raise InvalidParameter("tool_choice", f"{shown(name)} is not among the tools; there are: {known}")
+            return {name: functions[name]}
+        if not functions:
+            raise InvalidParameter("tool_choice", "a call is required, but no tools are given")
+        return functions
 
     def template_variables(self) -> dict[str, Any]:
         variables = dict(self.chat_template_kwargs or {})

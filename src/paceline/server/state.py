@@ -17,6 +17,7 @@ from paceline.server.capture import Capture
 from paceline.server.engine_client import EngineClient, EngineSettings, new_request_id
 from paceline.server.metrics import Metrics
 from paceline.server.protocol import Sampling
+from paceline.server.tools import Style, style_of
 from paceline.tokenizer import Tokenizer
 
 Keep = Callable[[Capture, str], None]  # writes one answer
@@ -58,6 +59,12 @@ class State:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_path(Path(self.client.info["path"]))
         return self._tokenizer
+
+    @property
+    def call_style(self) -> Style:
+        """How the model writes tool calls."""
+        known = self.tokenizer.has_chat_template
+        return style_of(self.tokenizer.chat_template(with_tools=True).source if known else "")
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in (self.name, self.settings.engine.model):

@@ -1,19 +1,26 @@
-"""Tool calls in a model's text: found as it streams, in the two styles that open models are trained on.
+"""Tool calls in a model's text: found as it streams, or forced, in the two styles that open models are trained on.
 
 hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text around them (Hermes, Qwen,
 SmolLM2, many others). llama: the whole answer is `{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or alone.
 What turns out not to be a call is text, unchanged. The arguments' JSON is exactly the model's, not written anew.
+A forced call is a grammar: the tags of the style around each function's name and the schema of its parameters.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from paceline.structured_outputs import WHITESPACE
+
+Style = Literal["hermes", "llama"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # that begins or ends a string of JSON
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,9 @@ class ToolParser:
 
     def __init__(self) -> None:
         self._held = ""
+        self._searched = 0  # of what is held back: no closing tag before it
         self._shown = False  # some text was handed out: a bare JSON object is no call any more
+        self._after_call = False  # white space before another call, or at the end, belongs to no text
         self.calls: list[Call] = []
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
@@ -42,7 +51,7 @@ class ToolParser:
         while True:
             start = self._held.find(OPEN)
             if start >= 0:
-                end = self._held.find(CLOSE, start)
+                end = self._close(start)
                 if end < 0:
                     text += self._take(start)
                     break
@@ -50,7 +59,8 @@ class ToolParser:
                 text += self._take(start if call else end + len(CLOSE))
                 if call:
                     calls.append(call)
-                    self._held = self._held[end - start + len(CLOSE) :]
+                    self._held, self._searched = self._held[end - start + len(CLOSE) :], 0
+                    self._after_call = True
             else:
                 text += self._take(self._certain())
                 break
@@ -64,12 +74,25 @@ class ToolParser:
         if call is None and body.startswith(OPEN):
             call = read_call(body.removeprefix(OPEN))  # a call whose closing tag is the end of the answer
         if call is None:
-            return body, []
+            return "" if self._after_call and not body.strip() else body, []
         self.calls.append(call)
         return "", [call]
 
+    def _close(self, start: int) -> int:
+        """Where the closing tag is, or -1; one within a string of the call's JSON is part of that."""
+        end = self._held.find(CLOSE, max(start, self._searched))
+        while end >= 0 and len(_QUOTE.findall(self._held, start, end)) % 2:
+            self._searched = end + 1
+            end = self._held.find(CLOSE, self._searched)
+        return end
+
     def _take(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
+        if length:
+            self._searched = 0
+        if self._after_call and not text.strip():
+            return ""
+        self._after_call = False
         self._shown = self._shown or bool(text.strip())
         return text
 
@@ -79,10 +102,34 @@ class ToolParser:
             body = self._held.lstrip()
             if not body or body.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(body):
                 return 0
+        if self._after_call and OPEN.startswith(self._held.lstrip()):
+            return 0
         for length in range(min(len(OPEN) - 1, len(self._held)), 0, -1):
             if OPEN.startswith(self._held[-length:]):
                 return len(self._held) - length
         return len(self._held)
+
+
+def style_of(template: str) -> Style:
+    """The style that a chat template shows to the model; hermes where it shows none."""
+    return "llama" if OPEN not in template and '"parameters"' in template else "hermes"
+
+
+def forced_calls(functions: Mapping[str, Mapping[str, Any]], style: Style, *, single: bool) -> dict[str, Any]:
+    """The structural tag of an answer that calls functions and has no text. `functions`: by name, the schema of its
+    parameters; `single`: exactly one call, as always in llama's style."""
+    opening, key, closing = ("", "parameters", "}") if style == "llama" else (f"{OPEN}\n", "arguments", f"}}\n{CLOSE}")
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ',
+            "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": WHITESPACE},
+            "end": closing,
+        }
+        for name, schema in functions.items()
+    ]
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+    return {"type": "structural_tag", "format": {**calls, "stop_after_first": single or style == "llama"}}
 
 
 def read_call(text: str) -> Call | None:
