@@ -111,8 +111,8 @@ def _add_routes(app: FastAPI, state: State) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        state.metrics.up.set(state.client.down is None)
-        return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        body = state.metrics.render(up=state.client.down is None)
+        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def model() -> dict[str, Any]:
         info = state.client.info

@@ -1,7 +1,8 @@
 """Prometheus metrics, under vLLM's names with the prefix `paceline:`; fed by the events of the engine.
 
 Ratios are left to queries, from counters: accepted over drafted tokens per position or method, and the realised
-speed-up as estimated_plain_seconds over decode_seconds.
+speed-up as estimated_plain_seconds over decode_seconds. Of a streamed answer the first token, tokens and passes are
+counted while it runs, the rest at its end, as is all of an answer that is not streamed: nothing of it arrives before.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Metrics:
         self.prompt_tokens.labels(label).inc(prompt_tokens)
 
     def cancelled(self, request_id: str) -> None:
-        request = self._open.pop(request_id, None)
+        request = self._close(request_id)
         if request is not None:
             self.requests.labels("abort", request.tag).inc()
 
@@ -87,7 +88,7 @@ class Metrics:
             case m.Ended():
                 self._ended(event)
             case m.Failed():
-                self._open.pop(event.request_id, None)
+                self._close(event.request_id)
                 self.failed.labels(event.kind).inc()
             case m.Gauges():
                 self._gauges(event)
@@ -96,7 +97,14 @@ class Metrics:
                 self._drift = DriftMonitor()
                 self.drafter_failed.clear()
 
-    def render(self) -> bytes:
+    def render(self, *, up: bool = True) -> bytes:
+        """`up`: the engine serves; if not, nothing runs, whatever it said last."""
+        self.up.set(up)
+        if not up:
+            for gauge in (self.running, self.waiting, self.cache):
+                gauge.set(0)
+        for request in self._open.values():
+            self._count(request)
         return bytes(generate_latest(self.registry))
 
     def _delta(self, event: m.Delta) -> None:
@@ -104,29 +112,47 @@ class Metrics:
         if request is None:
             return
         now, count = time.perf_counter(), len(event.tokens)
+        if not request.last:
+            self.ttft.labels(request.tag).observe(now - request.arrival)
         last = request.last.get(event.index)
         if last is not None and count:
             self.between.add((now - last) / count, count)
         request.last[event.index] = now
+        request.tokens += count
+        request.passes += 1
 
     def _ended(self, event: m.Ended) -> None:
-        request = self._open.pop(event.request_id, None)
+        request = self._open.get(event.request_id)
         if request is None:
             return
         tag = request.tag
-        self.ttft.labels(tag).observe(event.first_token_time - request.arrival)
+        if not request.last:  # not streamed
+            self.ttft.labels(tag).observe(event.first_token_time - request.arrival)
+            request.tokens = sum(len(answer.tokens) for answer in event.answers)
+            request.passes = sum(answer.stats.num_target_passes for answer in event.answers)
+        self._close(event.request_id)
         self.whole.labels(tag).observe(event.finished_time - request.arrival)
         self.cached_tokens.labels(tag).inc(event.num_cached)
         for answer in event.answers:
             self.requests.labels(answer.finish_reason, tag).inc()
-            self.generation_tokens.labels(tag).inc(len(answer.tokens))
             if not request.last and len(answer.tokens) > 1:  # not streamed: the mean of its tokens
                 mean = (event.finished_time - event.first_token_time) / (len(answer.tokens) - 1)
                 self.between.add(mean, 1)
             self._speculation(answer.stats, tag)
 
+    def _close(self, request_id: str) -> _Open | None:
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self._count(request)
+        return request
+
+    def _count(self, request: _Open) -> None:
+        """What its tokens added since the last time: a counter takes longer than an integer."""
+        self.generation_tokens.labels(request.tag).inc(request.tokens)
+        self.passes.labels(request.tag).inc(request.passes)
+        request.tokens = request.passes = 0
+
     def _speculation(self, stats: SpeculationStats, tag: str) -> None:
-        self.passes.labels(tag).inc(stats.num_target_passes)
         self.spent.labels(tag).inc(max(stats.spent_s, 0))
         self.plain.labels(tag).inc(max(stats.plain_s, 0))
         if stats.mean_draft_length is not None:
@@ -185,3 +211,4 @@ class _Open:
     def __init__(self, tag: str) -> None:
         self.tag, self.arrival = tag, time.perf_counter()
         self.last: dict[int, float] = {}  # by answer: when its last tokens arrived
+        self.tokens = self.passes = 0  # that no counter has yet
