@@ -67,6 +67,8 @@ def serve(
 ) -> int:
     """Serve a model at an OpenAI-compatible endpoint."""
     keys = read_keys(api_key_file)
+    if max_replicas is not None and replicas is None:
+        raise InvalidParameter("max-replicas", "needs --replicas, the number to start with")
     settings = server_settings(
         options,
         {
@@ -86,8 +88,8 @@ def serve(
     listener = listen(host, port)
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:
         print_note(f"listening on {host} without an API key: every machine that reaches it can use it")
-    if replicas is not None or max_replicas is not None:
-        return serve_replicas(settings, listener, replicas or 1, max_replicas, log_json=log_json)
+    if replicas is not None:
+        return serve_replicas(settings, listener, replicas, max_replicas, log_json=log_json)
     from paceline.server.run import run
 
     return run(settings, listener, log_json=log_json)

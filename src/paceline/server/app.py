@@ -40,6 +40,7 @@ from paceline.server.protocol import (
     DetokenizeRequest,
     ReloadRequest,
     TokenizeRequest,
+    plain_message,
 )
 from paceline.server.state import ServerSettings, State
 from paceline.tokenizer import Tokenizer
@@ -141,8 +142,7 @@ def _add_routes(app: FastAPI, state: State) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameter("prompt", "give either prompt or messages")
         if body.messages is not None:
-            conversation = [message.model_dump(exclude_none=True) for message in body.messages]
-            tokens = await state.encode_chat(conversation)
+            tokens = await state.encode_chat([plain_message(message) for message in body.messages])
         else:
             tokens = await state.encode(body.prompt or "", special=body.add_special_tokens)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": state.client.info["max_model_len"]})
@@ -313,10 +313,11 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
     return error_response(from_validation(error))
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     """A path or method that is not there, or a body that is no JSON at all."""
     assert isinstance(error, HTTPException)
-    return _json(from_http(error), error.status_code, dict(error.headers or {}))
+    body = from_http(error, request.method, request.url.path)
+    return _json(body, error.status_code, dict(error.headers or {}))
 
 
 async def _on_bug(_: Request, error: Exception) -> Response:

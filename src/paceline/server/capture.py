@@ -28,7 +28,7 @@ class Capture:
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError as error:
-            raise InvalidParameter("capture", f"{path} cannot be written: {error.strerror}") from error
+            raise InvalidParameter("capture", f"{path} cannot be written: {error.strerror}; name a file") from error
 
     def chat(self, answer: str, messages: Messages) -> None:
         kept = [{"role": each["role"], "content": each.get("content")} for each in messages]

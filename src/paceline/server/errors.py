@@ -8,11 +8,12 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from paceline.errors import EngineClosed, EngineDied, InvalidParameter, ModelNotFound, PacelineError, QueueFull
+from paceline.errors import EngineClosed, EngineDied, InvalidParameter, ModelNotFound, PacelineError, QueueFull, shown
 from paceline.errors import RequestFailed as RequestFailed
 from paceline.server.answers import TimeLimit
 
 RETRY_AFTER_S = 1
+MAX_NAME = 80  # characters of a field's name in an error
 _FORM = re.compile(
     r"(str|int|float|bool|list|dict|literal|constrained|function-)\b.*|[A-Z]\w*"
 )  # as pydantic names them
@@ -77,16 +78,29 @@ def from_validation(error: RequestValidationError) -> InvalidParameter:
     last = len(path) - 1 if unknown else len(path)
     named = [str(part) for at, part in enumerate(path) if at in (0, last) or not _FORM.fullmatch(str(part))]
     if unknown:
-        return InvalidParameter(".".join(named), "is not supported here; leave it out")
+        return InvalidParameter(_short(".".join(named)), "is not supported here; leave it out")
     if found["type"] == "json_invalid":
         return InvalidParameter("body", f"is not valid JSON: {found.get('ctx', {}).get('error', found['msg'])}")
     if not named and found["type"] in _NO_OBJECT:
         return InvalidParameter("body", "must be a JSON object, sent with Content-Type: application/json")
-    return InvalidParameter(".".join(named) or "body", found["msg"])
+    return InvalidParameter(_short(".".join(named)) or "body", found["msg"].removeprefix("Value error, "))
 
 
-def from_http(error: HTTPException) -> dict[str, Any]:
+def from_http(error: HTTPException, method: str, path: str) -> dict[str, Any]:
     """The body of an error that the framework raised itself."""
     kind = next((name for _, status, name in _STATUS if status == error.status_code), "invalid_request_error")
-    message = "the body is not valid JSON in UTF-8" if error.status_code == 400 else str(error.detail).lower()
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    match error.status_code:
+        case 400:
+            message = "the body is not valid JSON in UTF-8"
+        case 404:
+            message = f"there is no {shown(path)} here; /openapi.json lists what there is"
+        case 405:
+            message = f"{shown(path)} does not take {method}; it takes {(error.headers or {}).get('Allow')}"
+        case _:
+            message = str(error.detail).lower()
+    return {"error": {"message": _utf8(message), "type": kind, "param": None, "code": None}}
+
+
+def _short(name: str) -> str:
+    """A client may name a field by as many characters as a body holds."""
+    return name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…"

@@ -57,7 +57,9 @@ class Gate:
             refusal = self._refusal(scope["path"], headers) or (too_large if self._announces_more(headers) else None)
             if refusal is not None:
                 raise refusal
-            await self._app(scope, limited, noted)
+            # HEAD is what GET would answer, of which uvicorn sends the headers alone.
+            inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(inner, limited, noted)
         except (BodyTooLarge, Unauthorised) as error:
             await self._drain(receive)
             await error_response(error)(scope, receive, noted)

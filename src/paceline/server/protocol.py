@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from paceline.errors import InvalidParameter, shown
-from paceline.sampling_params import SamplingParams
+from paceline.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.server.tools import Style, forced_calls
 
 T = TypeVar("T")
@@ -221,7 +221,7 @@ class ChatRequest(Choices):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -343,7 +343,7 @@ def plain_message(message: Message) -> dict[str, Any]:
         for part in message.content:
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
                 raise InvalidParameter("messages", f"content of type {part.type!r} is not supported; text is")
-        plain["content"] = "".join(part.text or "" for part in message.content)
+        plain["content"] = "\n".join(part.text or "" for part in message.content)  # as LLM.chat and vLLM do
     plain.setdefault("content", "")
     for call in plain.get("tool_calls", ()):
         try:

@@ -48,6 +48,14 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     log.info("loading %s", settings.engine.model)
     if settings.capture is not None:
         log.warning("every prompt and every answer is appended to %s (--capture)", settings.capture)
+    endless = math.isinf(settings.grace_s)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=None if endless else math.ceil(settings.grace_s) + LAST_S,
+        timeout_keep_alive=30,
+    )
     try:
         await state.client.start()
     except BaseException:
@@ -58,13 +66,6 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         log.warning("%s", info["note"])
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     log.info("%s (%s, %s, %s) at %s", state.name, info["device"], info["dtype"], info["kernels"], where)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=math.ceil(settings.grace_s) + LAST_S,
-        timeout_keep_alive=30,
-    )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # uvicorn sends the signal again once it has stopped
     await Server(config, state).serve(sockets=[listener])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from paceline.tokenizer import Tokenizer
 
 Keep = Callable[[Capture, str], None]  # writes one answer
 LONG_TEXT = 20_000  # characters from which a prompt is encoded in a thread, so that others do not wait
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+|null")  # as browsers spell it
 LONG_CHAT = 1_000  # messages from which a conversation is rendered in one
 
 
@@ -35,6 +37,17 @@ class ServerSettings:
     grace_s: float = 10.0  # running requests may finish within it when the server stops
     cors_origins: tuple[str, ...] = ()
     capture: Path | None = None  # file that prompts and answers are kept in
+
+    def __post_init__(self) -> None:
+        if self.served_name is not None and not self.served_name.strip():
+            raise InvalidParameter("served_model_name", "is empty; leave it out to serve the model under its own name")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise InvalidParameter(
+                    "cors_origin",
+                    f"{shown(origin)} is no origin; give scheme, host and port alone, such as https://example.org or "
+                    "http://localhost:3000, or * for any",
+                )
 
 
 @dataclass
@@ -68,7 +81,7 @@ class State:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in (self.name, self.settings.engine.model):
-            raise ModelNotFound(f"model {name!r} is not served here; {self.name!r} is")
+            raise ModelNotFound(f"model {shown(name)} is not served here; {self.name!r} is")
 
     def check_tokens(self, field: str, tokens: list[int]) -> None:
         """Before they are sent: a message holds no number of more than 64 bits."""
