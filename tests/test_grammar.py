@@ -27,15 +27,8 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TAG = {
-    "type": "structural_tag",
-    "format": {
-        "type": "tag",
-        "begin": "<person>",
-        "content": {"type": "json_schema", "json_schema": SCHEMA},
-        "end": "</person>",
-    },
-}
+ENUM = {"type": "json_schema", "json_schema": {"enum": ["yes", "no"]}}
+TAG = {"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "content": ENUM, "end": "</a>"}}
 ASK = [[{"role": "user", "content": f"Describe person {number} as JSON."}] for number in range(3)]
 
 
@@ -119,11 +112,11 @@ def test_answers_are_valid_and_do_not_depend_on_the_drafter(smollm2: LLM, sampli
     [
         ({"regex": "[0-9]{3}-[0-9]{4}"}, "[0-9]{3}-[0-9]{4}"),
         ({"choice": ["yes", 'a "b"']}, 'yes|a "b"'),
-        ({"structural_tag": TAG}, r'<person>\s*\{\s*"name"\s*:[^>]*\}</person>'),
+        ({"structural_tag": TAG}, '<a>"(yes|no)"</a>'),
     ],
 )
 def test_regex_choice_and_tags(smollm2: LLM, wanted: dict[str, Any], pattern: str) -> None:
-    params = SamplingParams(temperature=1.0, n=4, structured_outputs=wanted, max_tokens=60)
+    params = SamplingParams(temperature=1.0, n=4, structured_outputs=wanted, max_tokens=20)
     for answer in smollm2.generate("The answer:", params)[0].outputs:
         assert re.fullmatch(pattern, answer.text)
 

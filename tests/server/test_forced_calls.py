@@ -131,13 +131,17 @@ def test_several_calls_unless_the_request_wants_one(server: Server) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 7}])
-def test_calls_do_not_depend_on_the_drafter(server: Server, sampling: Json) -> None:
-    answers = []
+def test_calls_do_not_depend_on_the_drafter(llama: Server, sampling: Json) -> None:
+    answers, accepted = [], 0
     for speculation in ("off", {"method": "ngram", "k": 4}, {"method": "suffix", "k": 6}):
-        asked = {**sampling, **ENDS, "min_tokens": 60, "tool_choice": "required", "return_token_ids": True}
+        asked = {**ASKED, **sampling, **ENDS, "tool_choice": "required", "return_token_ids": True}
         for _ in range(2):  # the second time the suffix store knows the answer
-            answers.append(complete(server, **asked, speculation=speculation)["token_ids"])
+            status, body = post(llama, "/v1/chat/completions", {**asked, "speculation": speculation})
+            assert status == 200, body
+            answers.append(body["choices"][0]["token_ids"])
+            accepted += body["usage"]["speculation"]["accepted"]
     assert all(answer == answers[0] for answer in answers)
+    assert accepted > 0
 
 
 def test_the_style_is_the_models(llama: Server, server: Server) -> None:
