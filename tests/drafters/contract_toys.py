@@ -10,6 +10,7 @@ import functools
 import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 
 from paceline.config import EngineConfig, SpeculationConfig
@@ -27,17 +28,19 @@ from paceline.grammar import Matcher
 from paceline.models.chain import READ
 from paceline.models.decoder import ModelOutput
 from paceline.models.kv_cache import KVSpec
+from paceline.models.native_kernels import NativeKernels, library_status, load_library
 from paceline.models.plan import PassPlan
 from paceline.models.weights import Dtypes, WeightKind
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.testing import context_logits, toy_config
 from paceline.verify import Nodes, probabilities, process
-from tests.drafters.dspark_reference import drafter_config, random_tensors
+from tests.drafters.dspark_reference import drafter_config, overfit_head, random_tensors
 from tests.drafters.dspark_reference import make as make_block_drafter
 from tests.drafters.eagles import toy_drafter
 
 VOCAB = 11
+HIDDEN = 128  # of a hidden state, of which the first VOCAB * VOCAB are used: whole blocks of 32, as Q8_0 weights have
 TAPPED = "tapped"  # no method of the table: K/V of (hidden state t, token t + 1), lag, trees known on the device alone
 
 
@@ -64,7 +67,7 @@ def contrary(context, vocab_size=VOCAB):
 def features(context, tap):
     """A hidden state: which pair of tokens stands last, and a mark of the tap."""
     last = (context[-2] if len(context) > 1 else 0) * VOCAB + context[-1]
-    return [float(at == last) for at in range(VOCAB * VOCAB)] + [float(tap)]
+    return [float(at == last) for at in range(HIDDEN - 1)] + [float(tap)]
 
 
 class FunctionModel:
@@ -73,7 +76,7 @@ class FunctionModel:
     def __init__(self, logits_of, config=None, num_layers=2):
         self.logits_of, self.config = logits_of, config or toy_config(VOCAB)
         self.kv_specs = (KVSpec(num_kv_heads=1, head_dim=1),) * num_layers
-        self.device, self.cache_dtype, self.torch_threads = torch.device("cpu"), torch.float64, None
+        self.device, self.cache_dtype, self.torch_threads = torch.device("cpu"), torch.float32, None
         self.rows_per_pass = []
         self.fail_at = set()  # numbers of the passes that raise
 
@@ -88,8 +91,8 @@ class FunctionModel:
         written = plan.slots >= 0
         slots = plan.slots[written].long()
         for cache in caches:
-            cache.k[slots, 0, 0] = tokens[written].double()
-            cache.v[slots, 0, 0] = plan.positions[written].double()
+            cache.k[slots, 0, 0] = tokens[written].float()
+            cache.v[slots, 0, 0] = plan.positions[written].float()
         contexts = read_contexts(plan, caches, logit_rows)
         logits = [self.logits_of(context, self.config.vocab_size) for context in contexts]
         every = read_contexts(plan, caches, torch.arange(len(tokens))) if taps else ()
@@ -190,9 +193,9 @@ class PairDrafter(TappedDrafter):
         valid = batch.slots >= 0
         assert batch.taps[valid][:, :, -1].tolist() == [[1, 0]] * int(valid.sum()), "taps in their order"
         pair = batch.taps[:, 0, :-1].argmax(-1)
-        self.cache.k[batch.slots[valid], 0, 0] = pair[valid].double()
-        self.cache.k[batch.slots[valid], 0, 1] = batch.positions[valid].double()
-        self.cache.v[batch.slots[valid], 0, 0] = batch.tokens[valid].double()
+        self.cache.k[batch.slots[valid], 0, 0] = pair[valid].float()
+        self.cache.k[batch.slots[valid], 0, 1] = batch.positions[valid].float()
+        self.cache.v[batch.slots[valid], 0, 0] = batch.tokens[valid].float()
 
     def draft(self, rows, seats, lengths):
         width = max(row.budget for row in rows)
@@ -223,32 +226,62 @@ class PairDrafter(TappedDrafter):
 def medusa_heads(vocab_size, count=4):
     """As good as heads can be that see `features`: each ranks tokens by their probability so many steps later under
     `repeating` without its whisper of the whole context."""
-    hidden = VOCAB * VOCAB + 1
-    step = torch.zeros(hidden, hidden)  # from a pair to the next one
+    step = torch.zeros(HIDDEN, HIDDEN)  # from a pair to the next one
     for first, last in itertools.product(range(vocab_size), repeat=2):
         shares = torch.tensor(context_logits((first, last), vocab_size, "pair")).softmax(0)
         step[first * VOCAB + last, last * VOCAB : last * VOCAB + vocab_size] = shares
     heads, reached = [], step
     for _ in range(count):
         reached = reached @ step
-        tokens = reached[:, :-1].view(hidden, VOCAB, VOCAB).sum(1)[:, :vocab_size]
-        nothing = torch.zeros(hidden, hidden), torch.zeros(hidden)  # the block hands on what it is given
+        tokens = reached[:, : VOCAB * VOCAB].view(HIDDEN, VOCAB, VOCAB).sum(1)[:, :vocab_size]
+        nothing = torch.zeros(HIDDEN, HIDDEN), torch.zeros(HIDDEN)  # the block hands on what it is given
         heads.append(MedusaHead((nothing,), tokens.T.contiguous()))
     return heads
 
 
-def block_drafter(config, **options):
-    """Random layers that read `features`; a Markov head knows how tokens follow one another under `repeating`."""
-    target = replace(config, hidden_size=VOCAB * VOCAB + 1)
+def block_drafter(config, *, kernels=None, stored=None, weights="knowing", **options):
+    """Layers that read `features`. Weights are random, but for a Markov head that knows how tokens follow one another
+    under `repeating`; or all of them are ("random"); or they know a greedy answer by heart ("overfit")."""
+    target = replace(config, hidden_size=HIDDEN)
     drafter = drafter_config(target, num_layers=1, mask_token_id=0, **options)
-    tensors = random_tensors(drafter, scale=0.5)
-    if drafter.markov_rank:
+    embedding = torch.randn(config.vocab_size, HIDDEN, generator=torch.Generator().manual_seed(1)) / 20
+    tensors, head = random_tensors(drafter, scale=0.5), None
+    if weights == "overfit":
+        head = overfit_to_an_answer(drafter, tensors, embedding)
+    elif weights == "knowing" and drafter.markov_rank:
         tokens = range(config.vocab_size)
         logits = torch.tensor([[context_logits((a, b), config.vocab_size, "pair") for b in tokens] for a in tokens])
         tensors[W1], tensors[W2] = torch.eye(config.vocab_size), logits.softmax(-1).mean(0).log().T.contiguous()
-    embedding = torch.randn(config.vocab_size, target.hidden_size, generator=torch.Generator().manual_seed(1)).double()
-    exact = Dtypes(WeightKind.FLOAT64, torch.float64, torch.float64)  # as the cache of `FunctionModel`
-    return make_block_drafter(drafter, tensors, embedding / 20, dtypes=exact)
+    dtypes = replace(Dtypes.of(torch.float32, torch.device("cpu")), stored=stored)
+    return make_block_drafter(drafter, tensors, embedding, head=head, kernels=kernels, dtypes=dtypes)
+
+
+def overfit_to_an_answer(drafter, tensors, embedding):
+    """Output weights that know a greedy answer of the toy target."""
+    vocab = drafter.body.vocab_size
+    prompt = [token % vocab for token in prompt_of(0, 12)]
+    model = FunctionModel(repeating, toy_config(vocab))
+    answer = answers(make_engine(model=model), [(0, "a", prompt, params(max_tokens=24))])["a"]
+    tokens = [*prompt, *answer]
+    taps = [[features(tuple(tokens[: at + 1]), tap) for tap in drafter.taps] for at in range(len(tokens))]
+    return overfit_head(drafter, tensors, embedding, torch.tensor(taps), tokens, len(prompt))
+
+
+def native_block_drafter(config, *, int8=False, **options):
+    """As a CPU with a native library drafts: in one call. `int8`: as the packaged drafter, with Q8_0 weights."""
+    library = load_library()
+    if library is None:
+        pytest.skip(library_status())
+    kernels, stored = NativeKernels(library, 2), None
+    if int8:
+        kernels, stored = kernels.rounding(), WeightKind.Q8_0
+    drafter = block_drafter(config, kernels=kernels, stored=stored, **options)
+
+    def in_passes(*_):
+        raise AssertionError("a draft was not one native call")
+
+    drafter.draft = in_passes  # the engine counts what a drafter raises, and tests expect a count of none
+    return drafter
 
 
 def read_contexts(plan, caches, rows):
@@ -268,7 +301,7 @@ def read_contexts(plan, caches, rows):
     slots = torch.where(inside, slots, 0).long()
     tokens = caches[0].k[slots, 0, 0]
     for cache in caches:
-        assert torch.equal(cache.v[slots, 0, 0][inside], at[inside].double()), "positions are not in order"
+        assert torch.equal(cache.v[slots, 0, 0][inside], at[inside].float()), "positions are not in order"
         assert torch.equal(cache.k[slots, 0, 0][inside], tokens[inside]), "layers disagree"
     return [tuple(map(int, row[:n])) for row, n in zip(tokens.tolist(), length[:, 0].tolist(), strict=True)]
 
@@ -306,6 +339,7 @@ AHEAD = "draft-model, begun ahead"  # its drafts begin behind steps under way, a
 # Steps are launched before the one before is read or published, as on a device.
 EARLY = {f"{method}, launched early": method for method in ("ngram", "suffix")}
 EARLY |= {f"{method}, begun ahead": method for method in (TAPPED, "medusa", "dspark", "eagle3")}
+DFLASH = {"markov_rank": 0, "sample_from_anchor": False}
 # How each method of the table is made for a toy target. A method without an entry fails its whole contract.
 MAKERS = {
     "ngram": lambda config: DRAFTERS["ngram"](context_for(config, ngram_min=1, ngram_max=3)),
@@ -314,7 +348,7 @@ MAKERS = {
     TAPPED: lambda config: PairDrafter(config.vocab_size),
     "medusa": lambda config: MedusaDrafter(medusa_heads(config.vocab_size), config.vocab_size),
     "dspark": lambda config: block_drafter(config, markov_rank=config.vocab_size),
-    "dflash": lambda config: block_drafter(config, markov_rank=0, sample_from_anchor=False),
+    "dflash": lambda config: block_drafter(config, **DFLASH),
     "eagle3": lambda config: toy_drafter(config, medusa_heads(config.vocab_size), fused=True, knows=True),
     "eagle": lambda config: toy_drafter(config, medusa_heads(config.vocab_size), fused=False, knows=False),
     AHEAD: lambda config: DraftModelDrafter(ChainModel(imitating, config=config, num_layers=1, most_rows=16)),
@@ -326,6 +360,15 @@ PLAIN = {
     "suffix, in Python": lambda config: DRAFTERS["suffix"](context_for(config), native=False),
 }
 MAKERS |= PLAIN
+# Block drafters whose drafts are one native call, with weights of every kind.
+NATIVE = {
+    "dspark, native": lambda config: native_block_drafter(config, markov_rank=config.vocab_size),
+    "dspark, native int8": lambda config: native_block_drafter(config, int8=True, weights="random"),
+    "dspark, native int8, overfit": lambda config: native_block_drafter(config, int8=True, weights="overfit"),
+    "dflash, native": lambda config: native_block_drafter(config, weights="overfit", **DFLASH),
+}
+NATIVE_EARLY = {"dspark, native, begun ahead": NATIVE["dspark, native"]}
+MAKERS |= NATIVE | NATIVE_EARLY
 
 
 def make_drafter(method, config=None):

@@ -22,8 +22,8 @@ def drafter_config(target: ModelConfig, /, **changes):
         hidden_size=target.hidden_size,
         intermediate_size=2 * target.hidden_size,
         num_layers=changes.pop("num_layers", 2),
-        num_heads=4,
-        num_kv_heads=2,
+        num_heads=changes.pop("num_heads", 4),
+        num_kv_heads=changes.pop("num_kv_heads", 2),
         head_dim=changes.pop("head_dim", 16),
         max_positions=target.max_positions,
         qk_norm=changes.pop("qk_norm", False),
@@ -62,11 +62,10 @@ def ids_of(config, tensors):
     return ids + tensors["d2t"] if "d2t" in tensors else ids
 
 
-def make(config, tensors, embedding, **options):
-    """With a head tied to the embedding (V, H)."""
-    return DSparkDrafter(
-        config, tensors, embedding=embedding, head=embedding[ids_of(config, tensors).to(embedding.device)], **options
-    )
+def make(config, tensors, embedding, *, head=None, **options):
+    """With a head tied to the embedding (V, H), unless one is given."""
+    tied = embedding[ids_of(config, tensors).to(embedding.device)]
+    return DSparkDrafter(config, tensors, embedding=embedding, head=tied if head is None else head, **options)
 
 
 def norm(x, weight, eps):
@@ -103,6 +102,11 @@ def keys_and_values(config, tensors, layer, x, positions):
 def unary_logits(config, tensors, embedding, taps, anchor):
     """(depth, draft vocabulary) without the Markov head, from the hidden states (n, T, H) of the n tokens before the
     anchor."""
+    return block_states(config, tensors, embedding, taps, anchor) @ embedding[ids_of(config, tensors)].T
+
+
+def block_states(config, tensors, embedding, taps, anchor):
+    """(depth, H), what the head is given."""
     body, eps, size = config.body, config.body.rms_norm_eps, config.block_size
     context = context_of(config, tensors, taps)
     before = torch.arange(len(taps))
@@ -125,8 +129,7 @@ def unary_logits(config, tensors, embedding, taps, anchor):
         h = norm(x, tensors[f"{part}.post_attention_layernorm.weight"], eps)
         gate, up = (h @ tensors[f"{part}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ tensors[f"{part}.mlp.down_proj.weight"].T
-    head = embedding[ids_of(config, tensors)]
-    return (norm(x, tensors["norm.weight"], eps) @ head.T)[size - config.depth :]
+    return norm(x, tensors["norm.weight"], eps)[size - config.depth :]
 
 
 def after(config, tensors, logits, before):
@@ -140,6 +143,20 @@ def after(config, tensors, logits, before):
     else:
         row = w1[before]
     return (logits + tensors[W2] @ row).log_softmax(-1)
+
+
+def overfit_head(config, tensors, embedding, taps, tokens, begin):
+    """(V, H) output weights with which a drafter over the whole vocabulary continues `tokens` from every position
+    behind `begin`, fitted by least squares; `taps` (n, T, H) are the target's hidden states over them."""
+    states, wanted = [], []
+    for anchor in range(begin, len(tokens) - config.depth):
+        states.append(block_states(config, tensors, embedding, taps[:anchor], tokens[anchor]))
+        for before, following in itertools.pairwise(tokens[anchor : anchor + config.depth + 1]):
+            right = 20.0 * F.one_hot(torch.tensor(following), config.body.vocab_size)
+            wanted.append(right - tensors[W2] @ tensors[W1][before] if config.markov_rank else right)
+    # Without small singular values: the fit must survive activations in int8.
+    fitted = torch.linalg.lstsq(torch.cat(states).double(), torch.stack(wanted).double(), rcond=0.02, driver="gelsd")
+    return fitted.solution.T.float().contiguous()
 
 
 def knowing(target: ModelConfig, embedding, texts, **changes):

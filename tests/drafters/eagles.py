@@ -11,7 +11,7 @@ from paceline.drafters.eagle_drafter import EagleDrafter
 from paceline.drafters.eagle_layer import EagleLayer
 from paceline.drafters.speculators import TargetShape
 from paceline.models.torch_kernels import TorchKernels
-from paceline.models.weights import Dtypes, WeightKind
+from paceline.models.weights import Dtypes
 
 
 def config_for(target: ModelConfig, *, vocab=0, **flags) -> EagleConfig:
@@ -227,17 +227,17 @@ def toy_drafter(target, heads, *, fused, knows):
     hidden = heads[0].output.shape[1]
     flags = {"layer_ids": (1,), "vocab": target.vocab_size - 1} if fused else {"fused": False, "own_head": False}
     config = config_for(target, hidden_size=hidden, num_heads=1, num_kv_heads=1, head_dim=2, **flags)
-    tensors = random_tensors(config, dtype=torch.float64)
+    tensors = random_tensors(config)
     if knows:
         for name in (f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight", "fc.weight"):
             tensors[name] = torch.zeros_like(tensors[name])
         tensors["fc.weight"][:, -hidden:] = torch.eye(hidden)
-    output = heads[0].output.double()
+    output = heads[0].output
     if fused:
         tensors["d2t"] = torch.zeros(config.vocab, dtype=torch.int64)
         if knows:
             tensors["lm_head.weight"] = output[: config.vocab].contiguous()
-    kernels, wide = TorchKernels(), torch.float64
+    kernels = TorchKernels()
     embedding = torch.randn(target.vocab_size, hidden, generator=torch.Generator().manual_seed(3))
-    dtypes = Dtypes(WeightKind.FLOAT64, wide, wide)
+    dtypes = Dtypes.of(torch.float32, torch.device("cpu"))
     return drafter_of(config, tensors, target, kernels, embedding, kernels.pack(output), dtypes=dtypes)

@@ -6,8 +6,10 @@ A new method joins by being in the table; `contract_toys.MAKERS` makes it for th
 from __future__ import annotations
 
 import collections
+import gc
 import random
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -20,6 +22,7 @@ from paceline.draft import Kind
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.medusa import MedusaDrafter
+from paceline.drafters.tapped import likely_nodes
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
@@ -30,6 +33,8 @@ from tests.drafters.contract_toys import (
     AHEAD,
     EARLY,
     MAKERS,
+    NATIVE,
+    NATIVE_EARLY,
     PLAIN,
     TAPPED,
     VOCAB,
@@ -58,9 +63,11 @@ from tests.drafters.overfit import overfit_heads, taps_of
 from tests.engine.fakes import requests_strategy
 
 METHODS = list(DRAFTERS)
-WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN]
-DEVICE = {AHEAD, *EARLY}  # ways that run ahead of the host
-TWINS = {"dflash", "eagle"}  # of dspark's and eagle3's classes: long tables of parameters run over those alone
+WAYS = [*METHODS, TAPPED, AHEAD, *EARLY, *PLAIN, *NATIVE, *NATIVE_EARLY]
+DEVICE = {AHEAD, *EARLY, *NATIVE_EARLY}  # ways that run ahead of the host
+# Of dspark's and eagle3's classes, or right about one text alone: long tables of parameters run without these.
+TWINS = {"dflash", "eagle", "dflash, native", "dspark, native int8, overfit"}
+AS_NATIVE = {"dspark": "dspark, native int8", "dflash": "dflash, native"}  # what a CPU has in place of torch's
 FALSE_ALARM = 1e-6  # of each statistical test
 
 
@@ -82,6 +89,17 @@ def check(method, requests, *, k=4, drafter=None, **options):
     assert engine.drafters.failures == 0
     assert engine.blocks.num_free == engine.blocks.num_blocks
     return sequences, outputs
+
+
+@pytest.mark.parametrize("way", NATIVE)
+def test_a_native_way_drafts_by_native_calls_alone(way):
+    drafter, calls = make_drafter(way), []
+    engine = make_engine([drafter], k=4)
+    draft = drafter._native.draft
+    drafter._native.draft = lambda *given: (calls.append(1), draft(*given))[1]
+    (sequence,) = run(engine, every([(prompt_of(0, 12), params(max_tokens=30))]))[0].values()
+    assert len(calls) == sequence.stats.num_drafts > 2
+    assert engine.drafters.failures == 0
 
 
 def test_every_method_can_be_made():
@@ -177,8 +195,8 @@ SAMPLED = {
 
 @pytest.mark.parametrize(
     ("method", "wish"),
-    [(method, "temperature") for method in METHODS]
-    + [(method, "all") for method in METHODS if method not in TWINS]
+    [(method, "temperature") for method in (*METHODS, *NATIVE)]
+    + [(method, "all") for method in (*METHODS, *NATIVE) if method not in TWINS]
     + [(method, wish) for method in ("suffix", "draft-model") for wish in ("allowed", "grammar")]
     + [(AHEAD, "filters")],
 )
@@ -230,7 +248,8 @@ def likelihood(drafter, wish, *, k=2, least=0.0, ahead=False):
     return min(found)
 
 
-CUT = {"dspark": 0.2, "eagle3": 0.2}  # methods whose trees are cut by their own scores, and where
+# Ways whose trees are cut by their own scores, and where.
+CUT = dict.fromkeys(("dspark", "eagle3", *(way for way in NATIVE if way.startswith("dspark"))), 0.2)
 
 
 @pytest.mark.parametrize("method", CUT)
@@ -244,18 +263,21 @@ def test_trees_that_are_cut_change_no_greedy_or_seeded_answer(method):
     samplings, drafted = [{}, {"temperature": 0.7, "seed": 3}], {}
     requests = every([(prompt_of(i, 9), params(max_tokens=40, **one)) for i, one in enumerate(samplings)])
     for least in (0.0, CUT[method], 1.0):
-        policy = ByRequest({}, Choice(method, 6))
+        drafter = make_drafter(method)
+        policy = ByRequest({}, Choice(drafter.name, 6))
         policy.least = least
-        stats = [one.stats for one in check(method, requests, policy=policy)[0].values()]
+        stats = [one.stats for one in check(method, requests, drafter=drafter, policy=policy)[0].values()]
         drafted[least] = sum(one.num_draft_tokens for one in stats) / sum(one.num_drafts for one in stats)
     assert drafted[0.0] > drafted[CUT[method]] > drafted[1.0] == 1, "nodes are left out, but never the likeliest"
 
 
-@pytest.mark.parametrize("method", CUT)
+@pytest.mark.parametrize("method", ["dspark", "eagle3", "dspark, native"])
 def test_a_cut_that_looks_at_the_targets_draw_is_noticed(method, monkeypatch):
     """It leaves a node out where the coin behind it is high: tokens behind nodes that stay come of low coins alone."""
 
     def by_coin(scores, rows, counts):
+        counts = likely_nodes(scores, rows, counts)  # native code grows no others
+
         def kept(row, count):
             given = row.sequence.noise_key, len(row.sequence.tokens)
             return next((node for node in range(count) if coin_of(Lane.WALK, *given, node) > 0.5), count)
@@ -277,9 +299,10 @@ def test_the_distribution_test_would_notice_a_bias():
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row(ahead):
+@pytest.mark.parametrize("native", [False, True])
+def test_methods_and_budgets_mix_in_one_batch_with_a_plain_row(native, ahead):
     choices = {f"{method} {k}": Choice(method, k) for method in METHODS for k in (1, 5)}
-    drafters = [make_drafter(method) for method in METHODS]
+    drafters = [make_drafter(AS_NATIVE.get(method, method) if native else method) for method in METHODS]
     engine = make_engine(drafters, policy=ByRequest(choices), max_num_seqs=16, ahead=ahead)
     requests = []
     for i, name in enumerate(["plain", *choices]):
@@ -330,12 +353,13 @@ def test_two_drafters_of_one_method_serve_one_batch(method, ahead):
     st.integers(4, 40),  # tokens per step
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_arrivals_cancellations_and_preemption_in_mid_draft_change_nothing(
-    wanted, num_blocks, step_tokens, caching, ahead
+    wanted, num_blocks, step_tokens, caching, ahead, native
 ):
     engine = make_engine(
-        [make_drafter(method) for method in METHODS],
+        [make_drafter(AS_NATIVE.get(method, method) if native else method) for method in METHODS],
         policy=ByRequest({str(i): Choice(method, k) for i, (*_, method, k) in enumerate(wanted) if method != "none"}),
         num_blocks=num_blocks,
         max_num_seqs=4,
@@ -391,7 +415,7 @@ def test_cancelling_in_mid_draft_frees_everything_and_changes_no_other_answer(me
     assert engine.drafters.failures == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *NATIVE])
 def test_a_prefix_hit_changes_nothing(method):
     engine = make_engine([make_drafter(method)])
     asked = {"first": prompt_of(0, 22), "longer": prompt_of(0, 30), "same": prompt_of(0, 22), "other": prompt_of(1, 9)}
@@ -501,6 +525,28 @@ def test_steps_without_speculation_in_between_change_nothing(method):
     requests = every([(prompt_of(i, 20), params(max_tokens=40)) for i in range(3)])
     sequences, _ = check(method, requests, drafter=drafter, policy=NowAndThen())
     assert exercised(sequences.values())
+
+
+@pytest.mark.parametrize("method", WAYS)
+def test_a_closed_engine_holds_no_memory(method):
+    """By reference counts alone: on a GPU the next engine would find the memory still taken."""
+    drafter = make_drafter(method)
+    engine = make_engine([drafter], ahead=method in DEVICE)
+    for _ in range(2):
+        engine.add_request("0", prompt_of(0, 9), params(max_tokens=20))
+        for _ in range(4):  # a request, and a draft begun behind a step, are under way
+            engine.step()
+        engine.cancel("0")
+    gc.collect()
+    gc.disable()
+    try:
+        kept = [weakref.ref(part) for cache in engine.runner.cache.layers for part in (cache.k, cache.v)]
+        kept += [weakref.ref(drafter), weakref.ref(engine)]
+        engine.close()
+        del engine, drafter
+        assert [of() for of in kept if of() is not None] == []
+    finally:
+        gc.enable()
 
 
 def make_real(method, llm, texts):

@@ -407,8 +407,8 @@ def test_another_vocabulary_is_refused_by_name(tiny, tmp_path):
 
 def test_a_cache_of_another_precision_is_refused():
     drafter = DraftModelDrafter(FunctionModel(repeating))
-    cache = KVCache(drafter.kv_layers, num_blocks=2, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(InvalidParameter, match=r"float64 and the target in torch.float32"):
+    cache = KVCache(drafter.kv_layers, num_blocks=2, block_size=4, dtype=torch.float64, device=torch.device("cpu"))
+    with pytest.raises(InvalidParameter, match=r"float32 and the target in torch.float64"):
         drafter.bind(cache.layers, 4)
 
 

@@ -21,6 +21,7 @@ from paceline.engine.policy import Choice
 from paceline.errors import BrokenModel, InvalidParameter, ModelNotFound
 from paceline.models.kernels import kernels_for
 from paceline.models.torch_kernels import TorchKernels
+from tests.drafters import contract_toys
 from tests.drafters.contract_toys import VOCAB, ByRequest, answers, make_engine, params, plain, prompt_of, run
 from tests.drafters.overfit import CPU, overfit_heads, random_heads, tiny_decoder
 from tests.models.tiny import save_tiny
@@ -127,7 +128,7 @@ def test_heads_that_know_the_answer_by_heart_are_always_right():
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}])
 def test_random_heads_change_nothing(ahead, sampling):
-    drafter = MedusaDrafter(random_heads(VOCAB * VOCAB + 1, VOCAB, layers=2), VOCAB)
+    drafter = MedusaDrafter(random_heads(contract_toys.HIDDEN, VOCAB, layers=2), VOCAB)
     engine = make_engine([drafter], k=12, ahead=ahead)
     requests = [(i, str(i), prompt_of(i, 9), params(max_tokens=30, **sampling)) for i in range(4)]
     propose, begun = drafter.propose, []

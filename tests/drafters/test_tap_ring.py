@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.config import MAX_K
 from paceline.draft import Draft, UnreadVerdict
 from paceline.drafters.tapped import TapRing
 from paceline.verify.host import walk_on_host
@@ -54,6 +55,27 @@ def test_the_ring_holds_what_is_committed(native: bool, batch: int, most: int) -
         found, after = ring.load(torch.tensor([seat]), torch.tensor([position]), torch.arange(WIDTH[0]))
         assert torch.equal(found[0], states)
         assert int(after[0]) == token
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_the_ring_holds_the_longest_commit(native: bool) -> None:
+    """A chain of as many nodes as a row may draft, all accepted."""
+    ring, most = TapRing(), MAX_K + 1
+    if not native:
+        ring._native = None
+    taps, columns = torch.randn(most, *WIDTH), {"length": torch.tensor([7]), "seat": torch.tensor([2])}
+    verdict = UnreadVerdict(
+        tokens=torch.arange(most)[None],
+        num_accepted=torch.tensor([MAX_K]),
+        path=torch.arange(MAX_K)[None],
+        rows=range(1),
+        node_row=torch.tensor([1]),
+        **columns,
+    )
+    ring.store(verdict, taps, 3)
+    found, after = ring.load(columns["seat"], torch.arange(most) + 6, torch.arange(WIDTH[0]))
+    assert torch.equal(found, taps)
+    assert after.tolist() == list(range(most))
 
 
 def test_a_plain_step_of_a_cpu_is_stored_by_native_code() -> None:
