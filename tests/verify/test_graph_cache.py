@@ -11,7 +11,7 @@ from paceline.controls import ControlsBuilder
 from paceline.draft import Draft
 from paceline.engine.sampler import Sampler
 from paceline.models.staging import Staging
-from paceline.verify import Form, Nodes, verify
+from paceline.verify import Form, Nodes, logprobs, processors, verify
 from paceline.verify.graph_cache import WIDTHS, GraphCache, rounded
 from tests.verify import steps
 
@@ -95,6 +95,33 @@ def test_plain_steps_of_any_size_are_judged_alike(asked):
         for sequence in sequences:
             sequence.tokens.append(5)
     assert captured.uncaptured == 0
+
+
+@torch.inference_mode()
+def test_logprobs_beside_a_wide_captured_tree_are_of_the_drafts_depth(monkeypatch):
+    """Trees of 20 nodes and depth 3 are verified by a graph as deep as it is wide, and nothing so deep is looked at;
+    nor are many rows at once, which take a row of the vocabulary each, several times."""
+    batch, width, device = 24, 20, torch.device("cpu")
+    logits = torch.full((batch * (width + 1), VOCAB), torch.nan)
+    captured, plain = samplers(device, logits, sequences=batch)
+    parents = torch.tensor([-1] * 8 + [node % 8 for node in range(8)] + [8, 9, 10, 11]).expand(batch, -1)
+    depth = torch.tensor([1] * 8 + [2] * 8 + [3] * 4).expand(batch, -1)
+    tokens = torch.randint(VOCAB, (batch, width), generator=torch.Generator().manual_seed(1))
+    draft = Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=torch.full((batch,), width))
+    row_of = torch.arange(len(logits)).view(batch, -1)
+    logits.copy_(torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)))
+    logits[row_of.gather(1, parents + 1), tokens] += 4
+    looked_at, sequences = [], steps.sequences_of("logprobs", batch)
+    monkeypatch.setattr(
+        processors, "logprobs", lambda raw, *given: (looked_at.append(tuple(raw.shape)), logprobs(raw, *given))[1]
+    )
+    verdicts = [one.verify(sequences, draft, logits, row_of) for one in (plain, captured)]
+    assert captured.uncaptured == 0
+    assert verdicts[1].tokens.shape[1] == WIDTHS[-1] + 1
+    assert verdicts[1].logprobs.chosen.shape == (batch, 4)
+    assert int(verdicts[1].num_accepted.max()) == 3
+    assert steps.unlike(*verdicts) == []
+    assert [rows for rows, _ in looked_at] == [64, 32] * 2
 
 
 @torch.inference_mode()

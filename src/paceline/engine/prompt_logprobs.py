@@ -14,9 +14,7 @@ from torch import Tensor
 from paceline.draft import Logprobs, packed_to
 from paceline.engine.layout import Layout, PromptRows
 from paceline.sequence import TokenLogprobs
-from paceline.verify import logprobs
-
-AT_A_TIME = 64  # rows whose logprobs are computed together: each takes several rows of the vocabulary
+from paceline.verify import logprobs_at
 
 
 @dataclass
@@ -55,10 +53,7 @@ def look_at_prompts(layout: Layout, rows: Tensor, logits: Tensor) -> PromptLogpr
     expected = [token for one, first, size, _ in layout.prompts for token in one.tokens[first : first + size]]
     index, chosen = packed_to(logits.device, torch.cat(at), torch.tensor(expected))
     most = max(part.sequence.params.prompt_logprobs or 0 for part in layout.prompts)
-    slices = [slice(begin, begin + AT_A_TIME) for begin in range(0, len(index), AT_A_TIME)]
-    parts = [vars(logprobs(logits[index[some]], chosen[some], most)) for some in slices]
-    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return PromptLogprobs(layout.prompts, Logprobs(**joined))
+    return PromptLogprobs(layout.prompts, logprobs_at(logits, index, chosen, most))
 
 
 def moved_to_front(logits: Tensor, rows: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Sampler:
         if raw is not None:
             logits.copy_(raw)
         wanted = params.num_logprobs
-        return verdict if wanted is None else with_logprobs(verdict, logits, there, wanted)
+        return verdict if wanted is None else with_logprobs(verdict, logits, there, wanted, draft.max_depth)
 
     def _uncaptured(
         self, params: StepParams, draft: Draft, logits: Tensor, row_of: Tensor, only_chains: bool

@@ -28,6 +28,7 @@ from paceline.verify.processors import (
     Penalties,
     edit,
     logprobs,
+    logprobs_at,
     probabilities,
     process,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "draw",
     "edit",
     "logprobs",
+    "logprobs_at",
     "pick_weighted",
     "probabilities",
     "process",
@@ -84,7 +86,7 @@ def verify(
     """
     given = (draft, logits, row_of, nodes, controls, draws)
     verdict = judge(*given, max_depth=max_depth, routes=routes, only_chains=only_chains, source=source)
-    return verdict if num_logprobs is None else with_logprobs(verdict, logits, row_of, num_logprobs)
+    return verdict if num_logprobs is None else with_logprobs(verdict, logits, row_of, num_logprobs, max_depth)
 
 
 @with_kernels
@@ -173,9 +175,11 @@ def _merge(parts: list[tuple[Tensor, Verdict]], batch: int) -> Verdict:
     return Verdict(tokens=put("tokens"), num_accepted=put("num_accepted"), path=put("path"), kinds=put("kinds"))
 
 
-def with_logprobs(verdict: Verdict, logits: Tensor, row_of: Tensor, top: int) -> Verdict:
-    """The verdict with logprobs of every committed token; values beyond num_accepted are undefined."""
-    slots = torch.cat((torch.zeros_like(verdict.tokens[:, :1]), verdict.path + 1), 1).clamp_min(0)  # (B, D + 1)
+def with_logprobs(verdict: Verdict, logits: Tensor, row_of: Tensor, top: int, max_depth: int) -> Verdict:
+    """The verdict with logprobs of every committed token; values beyond num_accepted are undefined. `max_depth` of the
+    draft: a captured verification's verdict is as wide as its graph."""
+    tokens, path = verdict.tokens[:, : max_depth + 1], verdict.path[:, :max_depth]
+    slots = torch.cat((torch.zeros_like(tokens[:, :1]), path + 1), 1).clamp_min(0)  # (B, D + 1)
     rows = row_of.gather(1, slots).clamp_min(0)
-    chosen = verdict.tokens.clamp(0, logits.shape[1] - 1)  # padding may hold anything
-    return replace(verdict, logprobs=logprobs(logits[rows], chosen, top))
+    chosen = tokens.clamp(0, logits.shape[1] - 1)  # padding may hold anything
+    return replace(verdict, logprobs=logprobs_at(logits, rows, chosen, top))

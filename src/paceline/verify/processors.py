@@ -26,6 +26,7 @@ from paceline.draft import INVALID, Draft, Logprobs, ancestors
 from paceline.verify.seam import with_kernels
 
 CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole
+ROWS_AT_A_TIME = 64  # whose logprobs are computed together: each takes several rows of the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +230,14 @@ def logprobs(raw: Tensor, tokens: Tensor, top: int) -> Logprobs:
     best = scores.topk(min(top, scores.shape[-1]), -1)
     rank = (scores > chosen).sum(-1) + 1
     return Logprobs(chosen=chosen[..., 0], rank=rank, top_tokens=best.indices, top=best.values)
+
+
+def logprobs_at(logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> Logprobs:
+    """`logprobs` of rows (...) of the logits (R, V), a few at a time: all of them together may take gigabytes."""
+    parts = zip(*(torch.split(part.flatten(), ROWS_AT_A_TIME) for part in (rows, tokens)), strict=True)
+    found = [vars(logprobs(logits[some], chosen, top)) for some, chosen in parts]
+    joined = {name: torch.cat([part[name] for part in found]) for name in found[0]}
+    return Logprobs(**{name: part.view(*rows.shape, *part.shape[1:]) for name, part in joined.items()})
 
 
 def argmax(logits: Tensor) -> Tensor:
