@@ -28,7 +28,7 @@ from paceline.models.native_kernels import RingView, native_ring_store
 from paceline.models.plan import slots_of
 from paceline.sequence import Sequence
 
-CAPACITY = 64  # positions of a sequence in the ring: a lag of 64 plain steps, absorbed at once
+CAPACITY = MAX_K + 1  # positions of a sequence in the ring: the most that a step commits, or a lag absorbed at once
 
 
 class TapRing:
