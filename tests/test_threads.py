@@ -431,6 +431,68 @@ def test_a_closed_llm_refuses_and_its_open_requests_fail(folder: Path) -> None:
         llm.call(lambda engine: None)
 
 
+@pytest.fixture
+def no_collector():
+    """Memory must be free by reference counts alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def memory_of(llm: LLM) -> dict[str, weakref.ref]:
+    decoder, (cache, *_) = llm.loaded.decoder, llm.engine.runner.cache.layers
+    parts = {"keys": cache.k, "values": cache.v, "weights": decoder.final_norm}
+    parts |= {"decoder": decoder, "engine": llm.engine}
+    return {name: weakref.ref(part) for name, part in parts.items()}
+
+
+def still_there(memory: dict[str, weakref.ref]) -> list[str]:
+    return [name for name, of in memory.items() if of() is not None]
+
+
+def test_a_closed_llm_holds_no_memory(folder: Path, no_collector) -> None:
+    llm = make(folder)
+    llm.generate([prompt_of(i) for i in range(4)], [params_of(i) for i in range(4)])
+    memory = memory_of(llm)
+    assert len(still_there(memory)) == 5
+    llm.close()
+    assert still_there(memory) == []
+    for read in (lambda: llm.engine, lambda: llm.loaded, lambda: llm.expected_gain):
+        with pytest.raises(EngineClosed, match="load it again"):
+            read()
+    assert (llm.device_name, llm.activations, llm.kv_dtype, llm.config.num_layers) == ("cpu", "float32", "auto", 3)
+    assert llm.tokenizer.decode([5])
+
+
+def test_leaving_with_frees_the_memory_of_a_model_whose_requests_are_open(folder: Path, no_collector) -> None:
+    with make(folder) as llm:
+        stream, memory = llm.stream(prompt_of(0), endless()), memory_of(llm)
+        next(stream)
+    assert still_there(memory) == []
+    stream.close()
+
+
+def test_a_closed_async_llm_holds_no_memory(folder: Path, no_collector) -> None:
+    async def main() -> None:
+        async with AsyncLLM(make(folder)) as llm:
+            await llm.generate(prompt_of(0), params_of(0))
+            memory = memory_of(llm.llm)
+        assert still_there(memory) == []
+        with pytest.raises(EngineClosed, match="load it again"):
+            await llm.generate(prompt_of(0), params_of(0))
+
+    asyncio.run(main())
+
+
+def test_a_model_closed_by_its_own_thread_holds_no_memory(folder: Path, no_collector) -> None:
+    llm = make(folder)
+    memory, thread = memory_of(llm), llm.thread._thread
+    llm.call(lambda engine: llm.close())
+    thread.join()
+    assert still_there(memory) == []
+
+
 def test_a_dropped_llm_takes_its_thread_along(folder: Path) -> None:
     llm = make(folder)
     llm.generate(prompt_of(0), params_of(0))

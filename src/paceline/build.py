@@ -41,12 +41,13 @@ class Built:
     policy: AdaptivePolicy
     memory: PolicyMemory | None  # None: the policy neither starts from earlier runs nor is kept
 
-    def keep(self) -> None:
-        """Store the state of policy and drafters for the next run."""
-        if self.memory is not None:
-            self.memory.save(self.policy)
-        for drafter in self.engine.drafters.drafters:
-            drafter.close()
+    def close(self) -> None:
+        """Store the state of policy and drafters for the next run, and let go of memory."""
+        try:
+            if self.memory is not None:
+                self.memory.save(self.policy)
+        finally:
+            self.engine.close()
 
 
 def load(

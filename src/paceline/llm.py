@@ -6,26 +6,27 @@ its own answers; the requests of all callers share the engine's batches, and no 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from paceline.arguments import Params
-from paceline.build import build, load
+from paceline.build import Built, build, load
 from paceline.client import Client, Job, StreamedRequest
 from paceline.config import AUTO, EngineConfig, SpeculationConfig, path_or_name, truth, whole_number
 from paceline.drafters.methods import check
 from paceline.engine.engine import Engine
-from paceline.engine.loop import Accepted, Delta, EngineThread, Event, Failed
-from paceline.errors import InvalidParameter, shown
+from paceline.engine.loop import CLOSED, Accepted, Delta, EngineThread, Event, Failed
+from paceline.errors import EngineClosed, InvalidParameter, shown
 from paceline.models.hub import Progress
-from paceline.models.runtime import choose_device
+from paceline.models.runtime import LoadedModel, choose_device
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.progress_bar import ProgressBar
 from paceline.prompts import Message, Prompt
@@ -36,6 +37,13 @@ from paceline.tokenizer import Tokenizer
 from paceline.vllm_names import ENGINE, refuse, renamed, split
 
 T = TypeVar("T")
+
+
+class _Open(NamedTuple):
+    """What `close` lets go of."""
+
+    loaded: LoadedModel
+    built: Built
 
 
 class LLM:
@@ -134,21 +142,29 @@ class LLM:
             tokenizer=None if tokenizer is None else path_or_name("tokenizer", tokenizer),
             progress=progress,
         )
-        self.note, self.loaded = target.note, target.loaded
-        self.tokenizer, self.config = self.loaded.tokenizer, self.loaded.config
+        loaded, decoder = target.loaded, target.loaded.decoder
+        self.note, self.tokenizer, self.config = target.note, loaded.tokenizer, loaded.config
+        self.dtype_name = loaded.kind.label  # how the weights are stored
+        self.activations = decoder.kernels.activations  # into products: float32, or int8 (another model's outputs)
+        self.kv_dtype = loaded.kv_dtype  # auto: as the computation; or fp8 (another model's outputs)
+        self.device_name, self.kernels_name = decoder.device.type, decoder.kernels.name
         built = build(target, config, speculation)
-        self.engine: Engine = built.engine  # owned by the thread: other threads only read it, or use `call`
-        self._policy = built.policy
-        self.max_model_len = self.engine.max_model_len
-        self.thread = EngineThread(self.engine, at_end=built.keep)
-        self.client = Client(self.thread, self.tokenizer, self.loaded.generation_defaults, config.max_num_seqs, seed)
+        self._open: _Open | None = _Open(loaded, built)
+        self.max_model_len = built.engine.max_model_len
+        self.thread = EngineThread(built.engine, at_end=built.close)
+        self.client = Client(self.thread, self.tokenizer, loaded.generation_defaults, config.max_num_seqs, seed)
         # Runs when the LLM is garbage, and at exit at the latest.
         self._close = weakref.finalize(self, self.thread.close)
         self.load_s = time.perf_counter() - started
 
     def close(self) -> None:
-        """Stop the engine and store its learned state for the next run; open requests fail, later ones are refused."""
+        """Stop the engine, store its learned state for the next run and free its memory: weights, cache and captured
+        passes. Open requests fail, later ones are refused."""
         self._close()
+        self._open = None
+        if self.device_name != "cpu":
+            gc.collect()  # captured passes and their decoder refer to each other
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> LLM:
         return self
@@ -165,32 +181,23 @@ class LLM:
     @property
     def expected_gain(self) -> float | None:
         """The gain over plain decoding that the last step's plan expected; None before the first plan."""
-        return self._policy.expected_gain
+        return self._opened.built.policy.expected_gain
 
     @property
-    def dtype_name(self) -> str:
-        """How the weights are stored."""
-        return self.loaded.kind.label
+    def engine(self) -> Engine:
+        """Owned by its thread: other threads only read it, or use `call`."""
+        return self._opened.built.engine
 
     @property
-    def activations(self) -> str:
-        """What enters products with weights: float32, or int8 (another model, with outputs of its own)."""
-        return self.loaded.decoder.kernels.activations
+    def loaded(self) -> LoadedModel:
+        """The weights in memory."""
+        return self._opened.loaded
 
     @property
-    def kv_dtype(self) -> str:
-        """auto: the cache has the precision of the computation; or fp8 (another model, with outputs of its own)."""
-        return self.loaded.kv_dtype
-
-    @property
-    def device_name(self) -> str:
-        """cpu or cuda."""
-        return self.loaded.decoder.device.type
-
-    @property
-    def kernels_name(self) -> str:
-        """The kernels that compute."""
-        return self.loaded.decoder.kernels.name
+    def _opened(self) -> _Open:
+        if (found := self._open) is None:
+            raise EngineClosed(CLOSED)
+        return found
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`, `apply_chat_template`."""

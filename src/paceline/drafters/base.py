@@ -103,7 +103,7 @@ class Drafter(Protocol):
         """Tokens the drafter has to read before it can draft."""
 
     def close(self) -> None:
-        """The engine is closing: save what later runs can use."""
+        """The engine is closing: save what later runs can use, and drop what refers to the drafter itself."""
 
 
 class DeviceDrafter(Drafter, Protocol):

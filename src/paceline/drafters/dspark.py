@@ -177,6 +177,9 @@ class DSparkDrafter(TappedDrafter):
             block_size=block_size,
         )
 
+    def close(self) -> None:
+        self._passes = self._native = None
+
     def _recorder(self) -> GraphRecorder | None:
         """None: nothing is captured."""
         graphs = self._decoder.graphs

@@ -100,6 +100,9 @@ class EagleDrafter(TappedDrafter):
             with torch.cuda.device(self.device):
                 self._capture()
 
+    def close(self) -> None:
+        del self._work
+
     def _capture(self) -> None:
         """Every shape is compiled, run once and captured, so that no draft waits for any of it."""
         from paceline.models.triton.parallel_compile import parallel_compile

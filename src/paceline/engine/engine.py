@@ -293,6 +293,14 @@ class Engine:
             self.scheduler.finish(sequence, "abort")
         return cancelled
 
+    def close(self) -> None:
+        """Let go of weights, cache and drafters. Parts of an engine refer to each other and to it, so that only the
+        garbage collector would free them, at some later time."""
+        for drafter in self.drafters.drafters:
+            drafter.close()
+        self._flight = None
+        del self.model, self.drafters, self.policy, self.scheduler, self.runner, self.committer
+
     def _forget(self, sequence: Sequence) -> None:
         self.policy.forget(sequence)
         left = self._requests.get(sequence.request_id)

@@ -29,6 +29,7 @@ from paceline.sequence import Sequence
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
+CLOSED = "the model was closed; load it again to go on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +350,7 @@ class EngineThread:
         with self._lock:
             if self._refusal is None:
                 self._commands.put(Close())
-                self._refusal = EngineClosed("the model was closed; load it again to go on")
+                self._refusal = EngineClosed(CLOSED)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -384,7 +385,7 @@ class EngineThread:
             log.critical("the engine's thread ended", exc_info=problem)
             crash = EngineDied(f"the engine's thread ended: {type(problem).__name__}: {problem}; load the model again")
         with self._lock:
-            self._refusal = refusal = crash or self._refusal or EngineClosed("the model was closed")
+            self._refusal = refusal = crash or self._refusal or EngineClosed(CLOSED)
         loop.abandon(refusal)
         try:
             at_end()

@@ -157,7 +157,7 @@ class Worker:
         engine_loop.run()
         engine_loop.abandon(EngineClosed("the server is shutting down"))
         outbox.flush()
-        self._built.keep()
+        self._built.close()
 
     def _receive(self) -> None:
         """Until the HTTP process closes its end to stop this one, or is gone."""
