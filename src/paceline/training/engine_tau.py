@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from paceline.drafters.methods import METHODS
 from paceline.llm import LLM
@@ -36,10 +33,6 @@ def engine_tau(
     with LLM(target, max_num_seqs=8, gpu_memory_fraction=0.3, **settings) as llm:
         for output in llm.generate([list(prompt) for prompt in prompts], params):
             stats.merge(output.outputs[0].speculation)
-    del llm
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     reached = [stats.num_drafts, *stats.accepted_per_position]
     depths = [round(after / before, 3) if before else 0.0 for before, after in pairwise(reached)]
     return {"tau": stats.mean_acceptance_length, "by depth": depths}

@@ -7,7 +7,6 @@ OUT/training/tokens, training.pt    what a later run continues from
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -222,10 +221,6 @@ def collect(store: TokenStore, options: TrainOptions, tokenizer: Tokenizer, repo
                 maker.regenerate(path)
             if options.synthesise:
                 maker.synthesise(options.synthesise)
-        del maker, llm
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     if not store.shards():
         raise InvalidParameter("data", "there is nothing to train on; give --data FILE or --synthesise N")
     done.write_text(asked)
