@@ -9,6 +9,7 @@ from paceline.config import MAX_K
 from paceline.draft import Draft, UnreadVerdict
 from paceline.drafters.tapped import TapRing
 from paceline.verify.host import walk_on_host
+from tests.drafters.contract_toys import features, make_drafter, make_engine, params, prompt_of
 
 WIDTH = 2, 3  # taps of a row, and components of each
 
@@ -91,3 +92,38 @@ def test_a_plain_step_of_a_cpu_is_stored_by_native_code() -> None:
     found, after = ring.load(columns["seat"], columns["length"] - 1, torch.arange(WIDTH[0]))
     assert torch.equal(found, taps[columns["node_row"] - 1])
     assert after.tolist() == verdict.tokens.flatten().tolist()
+
+
+@pytest.mark.parametrize("method", ["tapped", "medusa", "dspark", "dspark, native", "eagle3"])
+def test_a_draft_behind_chunks_that_end_one_token_early_begins_at_the_last_token(method: str) -> None:
+    """A preempted sequence is computed anew in chunks of as many tokens as a step has room for. Where all but its last
+    token are known then, the next step drafts for it, and no verdict has put that token and its state into the ring."""
+    drafter, room = make_drafter(method), 16
+    engine = make_engine([drafter], max_num_batched_tokens=room, prefix_caching=False)
+    requests = [(0, name, prompt_of(at, 9), params(max_tokens=30)) for at, name in enumerate("ab")]
+    (other,), (sequence,) = (engine.add_request(*request[1:]) for request in requests)
+    propose, seen, preempted = drafter.propose, [], False
+
+    def watched(rows, *after):
+        places = torch.tensor([[row.sequence.seat, len(row.sequence.tokens)] for row in rows]).T
+        for row, token, states in zip(rows, drafter.last_tokens(*places), drafter.last_taps(*places), strict=True):
+            tokens = row.sequence.tokens
+            assert int(token) == tokens[-1]
+            assert states.tolist() == [features(tuple(tokens[:-1]), tap) for tap in drafter.taps]
+            seen.append((preempted, row.sequence.request_id, len(tokens)))
+        return propose(rows, *after)
+
+    drafter.propose = watched
+    while engine.has_work:
+        engine.step()
+        if not preempted and len(sequence.tokens) > room + 1:
+            engine.cancel(other.request_id)
+            engine.scheduler._preempt(sequence)
+            states, tokens, _ = engine.drafters._ring.stored
+            with torch.inference_mode():  # another sequence had the seat meanwhile
+                states.fill_(torch.nan)
+                tokens.fill_(-1)
+            preempted, length = True, len(sequence.tokens)
+            engine.scheduler._most_tokens = length - 1
+    assert (True, "b", length) in seen, "a draft begins where the chunk ended"
+    assert engine.drafters.failures == 0

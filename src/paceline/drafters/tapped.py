@@ -55,6 +55,11 @@ class TapRing:
         states[at] = taps[rows.flatten().clamp_max(len(taps) - 1)]  # padding copies any row
         self._tokens[at] = unread.tokens.flatten()
 
+    def put(self, seat: int, position: int, taps: Tensor, token: int) -> None:
+        """Write one position of a sequence: its taps (T, H) and the token after it."""
+        states, at = self._room(taps[None], seat + 1), seat * self.capacity + position % self.capacity
+        states[at], self._tokens[at] = taps, token
+
     def _store_natively(
         self, store: Callable[[int], None], states: Tensor, unread: UnreadVerdict, taps: Tensor
     ) -> bool:

@@ -236,6 +236,10 @@ class DrafterSet:
             known = row.count - row.samples  # the token after the last one is the verdict's, where the row samples
             if known > 0:
                 chunks.append(Chunk(row.sequence, row.first, known, int(layout.begin[index])))
+            tokens, last = row.sequence.tokens, row.first + row.count - 1
+            if not row.samples and last == len(tokens) - 2 and len(tokens) > row.sequence.num_prompt:
+                # Computed anew but for its last token: the next step may draft, and no verdict tells the ring of it.
+                self._ring.put(row.sequence.seat, last, taps[int(layout.begin[index]) + row.count - 1], tokens[-1])
         working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
         for drafter in working if chunks else ():
             self._safely(drafter, drafter.read_chunks, chunks, taps)
