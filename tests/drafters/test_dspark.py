@@ -22,6 +22,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import Choice
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.kernels import kernels_for
+from paceline.models.native_kernels import load_library
 from paceline.models.plan import slots_of
 from paceline.models.torch_kernels import TorchKernels
 from tests.drafters.contract_toys import ByRequest, Choosing, answers, params, run
@@ -394,6 +395,39 @@ def test_a_packaged_drafter_is_used_for_its_model_alone(folders, tmp_path, monke
             LLM(str(tmp_path / "other"), device="cpu", method=DSPARK, **options)
     (tmp_path / "shipped" / "tiny" / "config.json").write_text("{")
     assert methods(model) == set()
+
+
+WISHES = (
+    {},
+    {"temperature": 0.8, "seed": 3, "n": 2},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "seed": 4, "min_p": 0.1, "top_k": 30, "logit_bias": {28: 3.0, 260: -100}},
+    {"bad_words": ["the", "one two"], "min_tokens": 8},
+    {"temperature": 0.7, "seed": 5, "top_p": 0.9, "logprobs": 2},
+    {"max_tokens": 1},
+)
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_the_packaged_drafter_changes_no_answer(smollm2_path, activations):
+    """As a CPU drafts by default: in native code, with int8 weights and activations; here always, and all together."""
+    texts = ["one two three four. one two three four. one two", "The capital of France is", "Once upon a time", "def f"]
+    prompts = [texts[at % len(texts)] for at in range(len(WISHES))]
+    with LLM(str(smollm2_path), device="cpu", activations=activations, max_model_len=256) as llm:
+
+        def ask(prompts, wishes, speculation):
+            base = {"max_tokens": 16, "temperature": 0.0, "speculation": speculation}
+            return llm.generate(prompts, [SamplingParams(**{**base, **wish}) for wish in wishes])
+
+        drafted = ask(prompts, WISHES, {"method": DSPARK, "k": 24})
+        for prompt, wish, output in zip(prompts, WISHES, drafted, strict=True):
+            (alone,) = ask([prompt], [wish], "none")
+            for one, other in zip(output.outputs, alone.outputs, strict=True):
+                assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs), wish
+        (drafter,) = (one for one in llm.engine.drafters.drafters if one.name == DSPARK)
+        assert drafter._native is not None or load_library() is None
+        assert llm.engine.drafters.failures == 0
+        assert sum(one.speculation.num_accepted_tokens for output in drafted for one in output.outputs) > 10
 
 
 @pytest.mark.parametrize("nodes", [1, 15])
