@@ -1,8 +1,8 @@
-"""Processor time of a step at one row on a CPU, beside the model's pass: the engine's own share, and the drafters'.
+"""Processor time of a step at one row on a CPU, beside the model's pass: the engine's own share, phase by phase.
 
 A real model, one sequence, one thread, so that a thread's processor time is the whole of it whatever else the machine
-runs. A step is split in three: the pass of the target, what the drafters spend, and the rest. With `auto` steps that
-draft stand apart from those that do not: how many of them do is chance.
+runs. `pass` is the target's pass and `drafter` the native call of a drafter; everything else is the engine's own, and
+is split by what it is for. Steps that draft stand apart from those that do not: with `auto` how many do is chance.
 
     python benchmarks/engine_time.py [--steps 200] [--lines 25]
 """
@@ -20,67 +20,103 @@ from typing import Any
 from common import finish
 
 from paceline import LLM, SamplingParams
+from paceline.engine import runner
 from paceline.engine.engine import Engine
 
-PROMPT = "Write a short story about a lighthouse keeper who finds a letter, and tell what the letter says."
-CELLS = {"plain, greedy": ("none", 0.0), "plain, T 0.7": ("none", 0.7), "auto, greedy": ("auto", 0.0)}
+STORY = "Write a short story about a lighthouse keeper who finds a letter, and tell what the letter says."
+COUNT = "Write the numbers from one to two hundred as words, each on a line of its own."
+CELLS: dict[str, tuple[dict[str, Any], float, str]] = {
+    "plain, greedy": ({"method": "none"}, 0.0, STORY),
+    "plain, T 0.7": ({"method": "none"}, 0.7, STORY),
+    "dspark k=4, greedy": ({"method": "dspark", "k": 4}, 0.0, STORY),
+    "dspark k=4, T 0.7": ({"method": "dspark", "k": 4}, 0.7, STORY),
+    "auto, greedy": ({"method": "auto"}, 0.0, STORY),
+    "auto, T 0.7": ({"method": "auto"}, 0.7, STORY),
+    "auto, drafts pay": ({"method": "auto"}, 0.0, COUNT),
+}
 KINDS = {"plain": False, "drafted": True}
+OUTSIDE = ("pass", "drafter")  # not the engine's own
+# What is watched, by phase: names of functions of the engine's parts. Inner ones count apart from outer ones.
+PHASES = {
+    "pass": {"model": ("forward",)},
+    "schedule": {"scheduler": ("schedule",)},
+    "policy": {"policy": ("plan", "observe", "meanwhile", "plain_seconds")},
+    "propose": {"drafters": ("propose",)},
+    "verify": {"runner.sampler": ("verify",)},
+    "taps": {"drafters": ("gather",)},
+    "commit": {"committer": ("read",)},
+    "publish": {"committer": ("publish",)},
+}
 
 
-class Parts:
-    """Milliseconds of one step, part by part."""
+class Watch:
+    """Milliseconds of one step, phase by phase."""
 
     def __init__(self, engine: Engine) -> None:
-        self.spent = {"pass": 0.0, "draft": 0.0}
-        self._depth = 0
-        self._watch(engine.model, "forward", "pass")
-        for name in ("propose", "observe", "read"):
-            if hasattr(engine.drafters, name):
-                self._watch(engine.drafters, name, "draft")
+        self.spent: dict[str, float] = {}
+        self._inner = [0.0]  # seconds of phases within each phase under way
+        for phase, owners in PHASES.items():
+            for owner, names in owners.items():
+                found: Any = engine
+                for part in owner.split("."):
+                    found = getattr(found, part)
+                for name in names:
+                    self._watch(found, name, phase)
+        self._watch(runner, "lay_out", "layout")
+        for drafter in engine.drafters.drafters:
+            kernels = getattr(getattr(drafter, "_decoder", None), "kernels", None)
+            if hasattr(kernels, "draft_blocks"):
+                self._watch(kernels, "draft_blocks", "drafter")
 
-    def _watch(self, owner: Any, name: str, part: str) -> None:
+    def _watch(self, owner: Any, name: str, phase: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)
 
         def watched(*args: Any, **options: Any) -> Any:
-            self._depth += 1
+            self._inner.append(0.0)
             begun = time.thread_time()
             try:
                 return function(*args, **options)
             finally:
-                self._depth -= 1
-                if not self._depth:  # a drafter may run passes of its own
-                    self.spent[part] += time.thread_time() - begun
+                taken = time.thread_time() - begun
+                self.spent[phase] += taken - self._inner.pop()
+                self._inner[-1] += taken
 
         setattr(owner, name, watched)
 
     def step(self, engine: Engine) -> tuple[bool, dict[str, float]]:
-        """Whether it drafted, and its parts."""
-        self.spent = dict.fromkeys(self.spent, 0.0)
+        """Whether it drafted, and its phases."""
+        self.spent = dict.fromkeys((*PHASES, "layout", "drafter"), 0.0)
+        self._inner = [0.0]
         begun = time.thread_time()
         outputs = engine.step()
         whole = time.thread_time() - begun
-        parts = self.spent | {"engine": whole - sum(self.spent.values())}
+        engine_s = whole - sum(self.spent[name] for name in OUTSIDE)
+        parts = self.spent | {"rest": whole - self._inner[0], "engine": engine_s}
         return bool(outputs.drafts), {name: 1e3 * seconds for name, seconds in parts.items()}
 
 
-def measure(method: str, temperature: float, activations: str, steps: int, lines: int) -> dict[str, Any]:
-    with LLM("smollm2", device="cpu", threads=1, method=method, activations=activations, kv_cache_bytes=1 << 27) as llm:
-        prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])
+def measure(cell: str, activations: str, steps: int, lines: int) -> dict[str, Any]:
+    speculation, temperature, asked = CELLS[cell]
+    options = {"activations": activations, "kv_cache_bytes": 1 << 27, **speculation}
+    with LLM("smollm2", device="cpu", threads=1, **options) as llm:
+        prompt = llm.tokenizer.apply_chat_template([{"role": "user", "content": asked}])
         seed = 7 if temperature else None
         given = SamplingParams(temperature=temperature, seed=seed, max_tokens=1500, ignore_eos=True).resolve({})
 
         def on_the_engines_thread(engine: Engine) -> list[tuple[bool, dict[str, float]]]:
-            parts = Parts(engine)
             engine.add_request("measured", prompt, given)
             for _ in range(40):
                 engine.step()
-            profiler = cProfile.Profile(time.thread_time)
             if lines:
+                profiler = cProfile.Profile(time.thread_time)
                 profiler.enable()
-            measured = [parts.step(engine) for _ in range(steps) if engine.has_work]
-            profiler.disable()
-            if lines:
-                pstats.Stats(profiler).sort_stats("cumtime").print_stats(lines)
+                for _ in range(steps):
+                    engine.step()
+                profiler.disable()
+                pstats.Stats(profiler).sort_stats("tottime").print_stats(lines)
+                return []
+            watch = Watch(engine)
+            measured = [watch.step(engine) for _ in range(steps) if engine.has_work]
             engine.cancel("measured")
             return measured
 
@@ -99,14 +135,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--activations", default="int8")
-    parser.add_argument("--lines", type=int, default=0, help="also profile: this many functions")
+    parser.add_argument("--lines", type=int, default=0, help="profile instead: this many functions")
     args = parser.parse_args()
     found = {}
     for cell in args.cells:
-        found[cell] = measure(*CELLS[cell], args.activations, args.steps, args.lines)
+        found[cell] = measure(cell, args.activations, args.steps, args.lines)
         for kind, parts in found[cell].items():
-            medians = {part: f"{ms['median_ms']:.2f} ms" for part, ms in parts.items() if part != "steps"}
-            print(f"{cell}, {parts['steps']} {kind} steps: {medians}", flush=True)
+            if parts["steps"]:
+                medians = ", ".join(f"{part} {ms['median_ms']:.2f}" for part, ms in parts.items() if part != "steps")
+                print(f"{cell}, {parts['steps']} {kind} steps, ms: {medians}", flush=True)
     finish("engine_time", {"activations": args.activations, "steps": args.steps, "cells": found})
 
 
