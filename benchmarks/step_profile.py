@@ -28,7 +28,7 @@ from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.batch import StepOutputs
 from paceline.engine.commit import Landed
 from paceline.engine.engine import Engine
-from paceline.engine.runner import Flight
+from paceline.engine.flight import Flight
 from paceline.models.decoder import Model, ModelOutput
 from paceline.models.kv_cache import KVSpec, LayerCache
 from paceline.models.plan import PassPlan

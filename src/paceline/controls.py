@@ -7,7 +7,7 @@ and the histories of penalties and bad words, are new each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ class Columns:
     def __init__(self) -> None:
         self._ints: Ints = np.zeros((EXTRA + 1, 1), np.int64)
         self._owners: list[Sequence | None] = [None]
+        self._plain: list[TokenSampler | None] = [None]  # None: not by drawing alone
 
     def fill(self, seat: int, sequence: Sequence) -> None:
         """Once for each sequence that gets the seat."""
@@ -48,6 +49,7 @@ class Columns:
             more = max(seat + 1, 2 * len(self._owners)) - len(self._owners)
             self._ints = np.pad(self._ints, ((0, 0), (0, more)))
             self._owners += [None] * more
+            self._plain += [None] * more
         self._owners[seat] = sequence
         p = sequence.params
         ints, floats = self._ints[:, seat], self._ints.view(np.float64)[:, seat]
@@ -56,12 +58,26 @@ class Columns:
         ints[KEY] = sequence.noise_key
         ints[KIND] = DrawKind.GREEDY if p.greedy else DrawKind.COIN if p.seed is None else DrawKind.SEEDED
         # As float32, to which verification rounds them on every device.
-        floats[TEMPERATURE] = np.float32(temperature and min(max(temperature, _COLDEST), _HOTTEST))
+        temperature = float(np.float32(temperature and min(max(temperature, _COLDEST), _HOTTEST)))
+        floats[TEMPERATURE] = temperature
         ints[TOP_K], floats[TOP_P], floats[MIN_P] = top_k, top_p, np.float32(min_p)
         ints[FORM] = Form.of(greedy=p.greedy, top_k=top_k > 0, filters=top_p < 1 or min_p > 0)
         bans = (p.allowed_token_ids, sequence.bad_words, p.min_tokens, p.structured_outputs)
         asked = (p.penalised, p.logit_bias, *bans, p.logprobs is not None)
-        ints[EXTRA] = sum(1 << bit for bit, one in enumerate(asked) if one)
+        ints[EXTRA] = extra = sum(1 << bit for bit, one in enumerate(asked) if one)
+        filters = top_k, top_p, float(np.float32(min_p))
+        sampler = TokenSampler(temperature, sequence.noise_key, p.seed is not None and not p.greedy, *filters)
+        self._plain[seat] = None if extra & ~MIN_TOKENS else sampler
+
+    def samplers(self, sequences: SequenceOf[Sequence], seats: Iterable[int]) -> list[TokenSampler] | None:
+        """How the sequences of these seats draw; None where one asks for more, such as changed logits or logprobs."""
+        found = list[TokenSampler]()
+        for sequence, seat in zip(sequences, seats, strict=True):
+            sampler = self._plain[seat]
+            if sampler is None or len(sequence.tokens) - sequence.num_prompt < sequence.params.min_tokens:
+                return None
+            found.append(sampler)
+        return found
 
     def seats(self, sequences: SequenceOf[Sequence]) -> Ints:
         """The seats of the sequences; columns of new sequences are filled in."""
@@ -100,15 +116,6 @@ class StepParams(NamedTuple):
         if not self.extra & LOGPROBS:
             return None
         return max(one.params.logprobs for one in self.sequences if one.params.logprobs is not None)
-
-    def token_samplers(self) -> list[TokenSampler] | None:
-        """For the walk on the host; None: all are greedy."""
-        if self.form is Form.GREEDY:
-            return None
-        floats = self.columns.view(np.float64)
-        parts = (floats[TEMPERATURE], self.columns[KEY], self.lengths, self.columns[KIND] == DrawKind.SEEDED)
-        filters = (self.columns[TOP_K], floats[TOP_P], floats[MIN_P])
-        return [TokenSampler(*one) for one in zip(*(part.tolist() for part in (*parts, *filters)), strict=True)]
 
 
 @dataclass
@@ -152,6 +159,15 @@ class ControlsBuilder:
             lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         form, extra = (int(part.reduce(taken[row])) for part, row in ((np.maximum, FORM), (np.bitwise_or, EXTRA)))
         return StepParams(sequences, taken, lengths, Form(form), extra)
+
+    def samplers(self, sequences: SequenceOf[Sequence], seats: Ints | None) -> list[TokenSampler] | None:
+        """For the walk on the host; None where it does not serve. `seats` as in `params`."""
+        if seats is not None:
+            return self.columns.samplers(sequences, seats.tolist())
+        columns = Columns()
+        for seat, sequence in enumerate(sequences):
+            columns.fill(seat, sequence)
+        return columns.samplers(sequences, range(len(sequences)))
 
     def controls(self, sequences: SequenceOf[Sequence]) -> Controls:
         """The controls at the sequences' current lengths."""

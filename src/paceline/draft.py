@@ -15,12 +15,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 UNKNOWN = -2  # a node whose parent only the device knows
 INVALID = -1  # in place of a token: no token can be drawn from logits that are not numbers
 
@@ -72,6 +73,11 @@ class Draft:
         """A bound on every node's depth, known on the host."""
         deepest = int(self.depth.numpy().max()) if self.width and self.depth.is_cpu else self.width
         return max(deepest, self.depth_bound)
+
+    @functools.cached_property
+    def nodes_on_host(self) -> tuple[Ints, Ints, Ints]:
+        """Tokens, parents and numbers of nodes of a draft in the host's memory."""
+        return self.tokens.numpy(), self.parents.numpy(), self.num_nodes.numpy()
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu", width: int = 0) -> Draft:
@@ -290,10 +296,21 @@ class Logprobs:
     top: Tensor  # (B, D + 1, n)
 
 
+class VerdictRow(NamedTuple):
+    """What one row of a verdict commits, on the host."""
+
+    tokens: list[int]  # the accepted ones, and one more
+    path: list[int]  # the accepted nodes
+    kinds: list[int]  # of the tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The tokens a step commits: each row's first num_accepted + 1. Where the last of them is INVALID, the target's
-    logits there held NaN or +inf, or nothing finite: the row's request ends with an error."""
+    logits there held NaN or +inf, or nothing finite: the row's request ends with an error.
+
+    A verdict reached on the host has its rows as lists (`on_host`), and makes the tensors when one is first read.
+    """
 
     tokens: Tensor  # (B, D + 1) int64, -1 beyond
     num_accepted: Tensor  # (B,) int64
@@ -302,6 +319,49 @@ class Verdict:
     logprobs: Logprobs | None = None
     packed: Tensor | None = None  # (bytes,) all but the logprobs, contiguous: read in one copy
     packed_rows: int = 0  # rows of `packed`, if more than these
+
+    @staticmethod
+    def on_host(rows: Sequence[VerdictRow], depth: int) -> Verdict:
+        """`depth`: how many tokens of a row could have been accepted."""
+        verdict = object.__new__(Verdict)
+        verdict.__dict__.update(rows=rows, _depth=depth)
+        return verdict
+
+    def __getattr__(self, name: str) -> Tensor:
+        if "_depth" not in self.__dict__ or name not in ("tokens", "num_accepted", "path", "kinds"):
+            raise AttributeError(name)
+        rows, depth = self.rows, self.__dict__["_depth"]
+
+        def padded(parts: list[list[int]], width: int, filler: int) -> Tensor:
+            full = [[*part, *[filler] * (width - len(part))] for part in parts]
+            return torch.from_numpy(np.array(full, np.int64).reshape(len(full), width))
+
+        self.__dict__.update(
+            tokens=padded([row.tokens for row in rows], depth + 1, -1),
+            num_accepted=torch.tensor([len(row.path) for row in rows]),
+            path=padded([row.path for row in rows], depth, -1),
+            kinds=padded([row.kinds for row in rows], depth + 1, int(Kind.PAD)).to(torch.uint8),
+        )
+        found: Tensor = self.__dict__[name]
+        return found
+
+    @functools.cached_property
+    def rows(self) -> Sequence[VerdictRow]:
+        """Of a verdict in the host's memory."""
+        parts = (self.tokens, self.num_accepted, self.path, self.kinds)
+        return [
+            VerdictRow(tokens[: count + 1], path[:count], kinds[: count + 1])
+            for tokens, count, path, kinds in zip(*(part.tolist() for part in parts), strict=True)
+        ]
+
+    @property
+    def is_cuda(self) -> bool:
+        return "rows" not in self.__dict__ and self.tokens.is_cuda
+
+    @property
+    def moves(self) -> bool:
+        """Some accepted path may have to be moved into place: on the host it is known."""
+        return self.is_cuda or any(row.path != list(range(len(row.path))) for row in self.rows)
 
     @staticmethod
     def blank(batch: int, depth: int, device: torch.device, packed: Tensor | None = None) -> Verdict:

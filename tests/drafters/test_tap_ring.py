@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from paceline.config import MAX_K
-from paceline.draft import Draft, UnreadVerdict
-from paceline.drafters.tapped import TapRing
-from paceline.verify.host import walk_on_host
+from paceline.draft import UnreadVerdict, VerdictRow
+from paceline.drafters.tapped import Committed, TapRing
 from tests.drafters.contract_toys import features, make_drafter, make_engine, params, prompt_of
 
 WIDTH = 2, 3  # taps of a row, and components of each
@@ -34,18 +33,33 @@ def unread(generator: torch.Generator, batch: int, most: int) -> tuple[UnreadVer
     return verdict, torch.randn(batch * most, *WIDTH, generator=generator)
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def committed(verdict: UnreadVerdict) -> list[Committed]:
+    """The same as the host knows it."""
+    assert verdict.length is not None
+    assert verdict.node_row is not None
+    assert verdict.seat is not None
+    columns = (verdict.seat, verdict.length, verdict.node_row, verdict.num_accepted, verdict.tokens, verdict.path)
+    return [
+        Committed(seat, length, node_row, VerdictRow(tokens[: count + 1], path[:count], []))
+        for seat, length, node_row, count, tokens, path in zip(*(part.tolist() for part in columns), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("way", ["native", "on the host", "on a device"])
 @pytest.mark.parametrize(("batch", "most"), [(1, 1), (3, 1), (1, 5), (4, 6)])
-def test_the_ring_holds_what_is_committed(native: bool, batch: int, most: int) -> None:
+def test_the_ring_holds_what_is_committed(way: str, batch: int, most: int) -> None:
     generator, ring = torch.Generator().manual_seed(batch + most), TapRing(capacity=8)
-    if not native:
+    if way != "native":
         ring._native = None
     elif ring._native is None:
         pytest.skip("no native library")
     expected = {}
     for _ in range(3):
         verdict, taps = unread(generator, batch, most)
-        ring.store(verdict, taps, batch + 2)
+        if way == "on a device":
+            ring.store(verdict, taps, batch + 2)
+        else:
+            ring.store_on_host(committed(verdict), taps, batch + 2)
         for row in range(batch):
             for step in range(int(verdict.num_accepted[row]) + 1):
                 position = int(verdict.length[row]) - 1 + step
@@ -58,11 +72,11 @@ def test_the_ring_holds_what_is_committed(native: bool, batch: int, most: int) -
         assert int(after[0]) == token
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
-def test_the_ring_holds_the_longest_commit(native: bool) -> None:
+@pytest.mark.parametrize("way", ["native", "on the host", "on a device"])
+def test_the_ring_holds_the_longest_commit(way: str) -> None:
     """A chain of as many nodes as a row may draft, all accepted."""
     ring, most = TapRing(), MAX_K + 1
-    if not native:
+    if way != "native":
         ring._native = None
     taps, columns = torch.randn(most, *WIDTH), {"length": torch.tensor([7]), "seat": torch.tensor([2])}
     verdict = UnreadVerdict(
@@ -73,25 +87,13 @@ def test_the_ring_holds_the_longest_commit(native: bool) -> None:
         node_row=torch.tensor([1]),
         **columns,
     )
-    ring.store(verdict, taps, 3)
+    if way == "on a device":
+        ring.store(verdict, taps, 3)
+    else:
+        ring.store_on_host(committed(verdict), taps, 3)
     found, after = ring.load(columns["seat"], torch.arange(most) + 6, torch.arange(WIDTH[0]))
     assert torch.equal(found, taps)
     assert after.tolist() == list(range(most))
-
-
-def test_a_plain_step_of_a_cpu_is_stored_by_native_code() -> None:
-    """Its verdict has a path without nodes, whose strides say nothing."""
-    ring = TapRing(capacity=8)
-    if ring._native is None:
-        pytest.skip("no native library")
-    verdict = walk_on_host(Draft.empty(2), torch.eye(2, 5), torch.tensor([[0], [1]]), 0, None)
-    columns = {name: torch.tensor([3, 5]) for name in ("length", "node_row", "seat")}
-    parts = {name: getattr(verdict, name) for name in ("tokens", "num_accepted", "path")}
-    unread, taps = UnreadVerdict(**parts, **columns, rows=range(2)), torch.randn(6, *WIDTH)
-    assert ring._store_natively(ring._native, ring._room(taps, 6), unread, taps)
-    found, after = ring.load(columns["seat"], columns["length"] - 1, torch.arange(WIDTH[0]))
-    assert torch.equal(found, taps[columns["node_row"] - 1])
-    assert after.tolist() == verdict.tokens.flatten().tolist()
 
 
 @pytest.mark.parametrize("method", ["tapped", "medusa", "dspark", "dspark, native", "eagle3"])

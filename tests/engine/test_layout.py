@@ -17,8 +17,8 @@ from paceline import draft as draft_module
 from paceline.draft import Draft, Verdict, ancestors, clamp_trees, packed_to
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
+from paceline.engine.flight import Reading
 from paceline.engine.layout import filled_in, lay_out
-from paceline.engine.runner import Reading
 from paceline.garbage import expect_objects, no_collection
 from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams

@@ -9,9 +9,9 @@ a drafter may lag behind the target.
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,14 +21,23 @@ import torch
 from torch import Tensor
 
 from paceline.config import MAX_K
-from paceline.draft import Draft, UnreadVerdict, packed_to, sent
+from paceline.draft import Draft, UnreadVerdict, VerdictRow, packed_to, sent
 from paceline.drafters.base import LEARNED, DraftRow, Judged, excluded
 from paceline.models.kv_cache import KVSpec, LayerCache
-from paceline.models.native_kernels import RingView, native_ring_store
+from paceline.models.native_kernels import native_ring_store
 from paceline.models.plan import slots_of
 from paceline.sequence import Sequence
 
 CAPACITY = MAX_K + 1  # positions of a sequence in the ring: the most that a step commits, or a lag absorbed at once
+
+
+class Committed(NamedTuple):
+    """What a step committed of one sequence, on the host."""
+
+    seat: int
+    length: int  # when the step started
+    node_row: int  # of the pass: the first of its draft's nodes; the row before is its last token's
+    row: VerdictRow
 
 
 class TapRing:
@@ -46,8 +55,6 @@ class TapRing:
         assert unread.node_row is not None
         assert unread.seat is not None
         states = self._room(taps, seats)
-        if taps.is_cpu and self._native is not None and self._store_natively(self._native, states, unread, taps):
-            return
         step = torch.arange(unread.most, device=taps.device)
         rows = torch.cat((unread.node_row[:, None] - 1, unread.node_row[:, None] + unread.path.clamp_min(0)), 1)
         at = unread.seat[:, None] * self.capacity + (unread.length[:, None] - 1 + step) % self.capacity
@@ -60,22 +67,19 @@ class TapRing:
         states, at = self._room(taps[None], seat + 1), seat * self.capacity + position % self.capacity
         states[at], self._tokens[at] = taps, token
 
-    def _store_natively(
-        self, store: Callable[[int], None], states: Tensor, unread: UnreadVerdict, taps: Tensor
-    ) -> bool:
-        """The same in one call; False where the tensors are not as native code reads them."""
-        parts = (unread.length, unread.node_row, unread.seat, unread.num_accepted, unread.path, unread.tokens)
-        tensors = [part for part in parts if part is not None]
-        lies_in_rows = all(part.stride(-1) == 1 or not part.numel() for part in tensors)  # an empty one has any stride
-        if taps.dtype is not torch.float32 or not taps.is_contiguous() or not lies_in_rows:
-            return False
-        view = RingView(
-            *[part.data_ptr() for part in (states, self._tokens, taps, *tensors)],
-            *(unread.num_accepted.shape[0], unread.path.stride(0), unread.tokens.stride(0)),
-            *(self.capacity, states.stride(0)),
-        )
-        store(ctypes.addressof(view))
-        return True
+    def store_on_host(self, committed: Iterable[Committed], taps: Tensor, seats: int) -> None:
+        """The same of rows that the host knows, taps in its memory."""
+        stored = array("q")
+        for seat, length, node_row, row in committed:
+            for step, (node, token) in enumerate(zip((-1, *row.path), row.tokens, strict=True)):
+                stored.extend((seat * self.capacity + (length - 1 + step) % self.capacity, node_row + node, token))
+        states = self._room(taps, seats)
+        if self._native is not None and taps.dtype is torch.float32 and taps.is_contiguous():
+            width, (address, size) = states.stride(0), stored.buffer_info()
+            self._native(states.data_ptr(), self._tokens.data_ptr(), taps.data_ptr(), width, address, size // 3)
+            return
+        places, rows, tokens = torch.tensor(stored).view(-1, 3).unbind(1)
+        states[places], self._tokens[places] = taps[rows], tokens
 
     def load(self, seats: Tensor, positions: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """(..., T', H) taps of positions, and (...) the tokens after them."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.engine.batch import Batch, StepOutputs
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.runner import Flight
+from paceline.engine.flight import Flight
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText
 from paceline.sequence import Sequence, Status

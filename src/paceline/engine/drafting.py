@@ -21,10 +21,10 @@ from paceline.draft import Draft, UnreadVerdict
 from paceline.drafters import Drafter, DraftRow
 from paceline.drafters.base import DeviceDrafter, HostDrafter, Judged
 from paceline.drafters.stopwatch import Stopwatch
-from paceline.drafters.tapped import Chunk, TapRing
+from paceline.drafters.tapped import Chunk, Committed, TapRing
 from paceline.engine.batch import Batch
 from paceline.engine.block_manager import BlockManager
-from paceline.engine.layout import Layout
+from paceline.engine.flight import Flight
 from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.sequence import Sequence
 
@@ -228,8 +228,9 @@ class DrafterSet:
         level = logging.DEBUG if again else logging.WARNING
         log.log(level, "drafter %s failed, decoding plainly where it does: %r", drafter.name, problem)
 
-    def gather(self, batch: Batch, layout: Layout, unread: UnreadVerdict | None, taps: Tensor) -> None:
+    def gather(self, flight: Flight, taps: Tensor) -> None:
         """Behind a launched pass: keep the taps of committed positions, and absorb those of prompts at once."""
+        batch, layout, verdict = flight.batch, flight.layout, flight.verdict
         chunks: list[Chunk] = []
         for index in batch.chunks:
             row = batch.row(index)
@@ -243,11 +244,16 @@ class DrafterSet:
         working = [drafter for drafter in self._tapped if drafter.name not in self.retired]
         for drafter in working if chunks else ():
             self._safely(drafter, drafter.read_chunks, chunks, taps)
-        if unread is not None:
+        if verdict is not None:
             sequences = batch.sampled_sequences
+            seats = [sequence.seat for sequence in sequences]
             for drafter in working:
-                self._safely(drafter, drafter.before_store, sequences, unread.most)
-            self._ring.store(unread, taps, 1 + max(sequence.seat for sequence in sequences))
+                self._safely(drafter, drafter.before_store, sequences, flight.draft.max_depth + 1)
+            if taps.is_cpu:
+                numbers = batch.sampled_lengths.tolist(), layout.node_rows.tolist()
+                self._ring.store_on_host(map(Committed, seats, *numbers, verdict.rows), taps, 1 + max(seats))
+            elif flight.unread is not None:
+                self._ring.store(flight.unread, taps, 1 + max(seats))
 
     def landed(self, batch: Batch, sequences: SequenceOf[Sequence]) -> None:
         """A step was read: drafters learn which of their own drafts were judged, and which begun drafts may be used.

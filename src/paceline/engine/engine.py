@@ -24,8 +24,9 @@ from paceline.engine.batch import Batch, EngineStats, StepOutputs
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.commit import Committer
 from paceline.engine.drafting import DrafterSet
+from paceline.engine.flight import Flight
 from paceline.engine.policy import Policy, StepReport, wish
-from paceline.engine.runner import Flight, Runner
+from paceline.engine.runner import Runner
 from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText, TextDecoder

@@ -47,6 +47,7 @@ class Layout:
     num_nodes: Ints  # by row of the batch
     depths: Ints  # by row of the batch: of its deepest node; a bound, where only the device knows
     begin: Ints  # by row of the batch: where its rows of the pass begin
+    node_rows: Ints  # by row that samples: where those of its nodes begin
     tree_slots: (
         Tensor | None
     )  # (T, 1 + N) of drafts that branch: their row of the verdict, and the slots of their nodes
@@ -103,6 +104,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
         num_nodes=of.num_nodes,
         depths=depths,
         begin=of.begin,
+        node_rows=of.node_rows,
         tree_slots=trees,
     )
 
@@ -117,6 +119,7 @@ class _Shape(NamedTuple):
     used: Bools  # (B, N)
     num_nodes: Ints  # by row of the batch
     begin: Ints
+    node_rows: Ints
     logit_rows: Tensor
     logit_row_of: Tensor
 
@@ -139,7 +142,8 @@ def _shape(counts: bytes, samples: bytes, in_draft: bytes, width: int) -> _Shape
         wanted &= np.isin(owner, sampling)
     logit_rows, row_of = torch.from_numpy(np.flatnonzero(wanted)), torch.from_numpy(_logit_row_of(used))
     own, nodes = np.flatnonzero(node < 0), np.flatnonzero(node >= 0)
-    return _Shape(owner, offset, own, nodes, used, num_nodes, begin, logit_rows, row_of)
+    node_rows = (begin + count)[sampling]
+    return _Shape(owner, offset, own, nodes, used, num_nodes, begin, node_rows, logit_rows, row_of)
 
 
 def filled_in(codes: Tensor, unseen: Tensor) -> Tensor:

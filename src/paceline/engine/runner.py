@@ -7,122 +7,25 @@ flight, and `Reading` waits for it when the engine reads it.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from paceline.config import MAX_K
-from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to, sent
+from paceline.draft import Draft, packed_to, sent
 from paceline.engine.batch import Batch
 from paceline.engine.drafting import DrafterSet
-from paceline.engine.layout import Layout, filled_in, lay_out
+from paceline.engine.flight import Flight, Reading
+from paceline.engine.layout import filled_in, lay_out
 from paceline.engine.policy import DEEPEST
-from paceline.engine.prompt_logprobs import (
-    PromptLogprobs,
-    logprob_entries,
-    look_at_prompts,
-    moved_to_front,
-    rows_with_logits,
-)
+from paceline.engine.prompt_logprobs import look_at_prompts, moved_to_front, rows_with_logits
 from paceline.engine.sampler import Sampler
 from paceline.models.decoder import Decoder, Model
 from paceline.models.kv_cache import KVCache
 from paceline.models.staging import Staging
 from paceline.models.warmup import verifying
-from paceline.sequence import Sequence, TokenLogprobs
 
 Q_ROWS = 512  # rows of q of a captured verification: they take a row of the vocabulary each
 UNREAD = 4  # verdicts under way or still looked at, at most
-
-
-class Reading:
-    """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
-
-    def __init__(self, verdict: Verdict, staging: Staging) -> None:
-        self._verdict = verdict
-        self._arrived: Any = None  # an event; None: it was here at once
-        self._logprobs = verdict.logprobs
-        if verdict.tokens.is_cuda:
-            if verdict.logprobs is not None:  # ahead of the verdict in the stream, so the same event covers them
-                parts = {name: part.to("cpu", non_blocking=True) for name, part in vars(verdict.logprobs).items()}
-                self._logprobs = Logprobs(**parts)
-            self._fetch(staging)
-
-    def _fetch(self, staging: Staging) -> None:
-        buffer = staging.fetch(self._verdict.pack().view(torch.int32))
-        rows, depth = self._verdict.path.shape
-        places, _ = Verdict.places(self._verdict.packed_rows or rows, depth)
-        self._arrived, packed = buffer.over, buffer.ints.view(np.uint8)
-        numbers = [packed[place].view(np.int64) for place in places[:3]]
-        self._parts: list[Any] = [*numbers, packed[places[3]]]  # tokens, accepted, path, kinds
-
-    @property
-    def there(self) -> bool:
-        """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
-        return self._arrived is not None and bool(self._arrived.query())
-
-    def read(self) -> tuple[list[list[int]], list[int]]:
-        """By row: the tokens it commits, and how many of them were drafted."""
-        rows, width = self._verdict.tokens.shape
-        if self._arrived is None:
-            tokens, accepted = self._verdict.tokens.flatten().tolist(), self._verdict.num_accepted.tolist()
-        else:
-            self._arrived.synchronize()
-            tokens, accepted = (
-                self._parts[0][: rows * width].tolist(),
-                self._parts[1][:rows].tolist(),
-            )  # more are packed
-        if width == 1:
-            return [[token] for token in tokens], accepted
-        begins = range(0, rows * width, width)
-        return [tokens[begin : begin + count + 1] for begin, count in zip(begins, accepted, strict=True)], accepted
-
-    def kinds(self, row: int) -> list[int]:
-        """Of a row's places for tokens, once it was read."""
-        width = self._verdict.tokens.shape[1]
-        part = self._verdict.kinds[row] if self._arrived is None else self._parts[3][row * width : (row + 1) * width]
-        kinds: list[int] = part.tolist()
-        return kinds
-
-    def path(self, row: int, accepted: int) -> list[int]:
-        """The nodes of a row's draft that were accepted, once it was read."""
-        depth = self._verdict.path.shape[1]
-        part = self._verdict.path[row] if self._arrived is None else self._parts[2][row * depth : (row + 1) * depth]
-        path: list[int] = part[:accepted].tolist()
-        return path
-
-    def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
-        """Of committed tokens of a row: the chosen token's, and those of the `most` most likely."""
-        of = self._logprobs
-        assert of is not None
-        row_of = Logprobs(chosen=of.chosen[row], rank=of.rank[row], top_tokens=of.top_tokens[row], top=of.top[row])
-        return logprob_entries(row_of, tokens, most)
-
-
-@dataclass
-class Flight:
-    """A step under way. Reading its verdict is the step's one copy from the device."""
-
-    batch: Batch
-    layout: Layout
-    draft: Draft
-    unread: UnreadVerdict | None  # on the device; None: no row sampled
-    reading: Reading | None
-    model_s: float
-    warm: bool  # it took what its like will take again
-    ahead: bool = False  # launched before the step before it was read
-    prompts: PromptLogprobs | None = None
-
-    @property
-    def over(self) -> bool:
-        return self.reading is not None and self.reading.there
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return self.batch.sequences
 
 
 class Runner:
@@ -164,7 +67,7 @@ class Runner:
         rows = rows_with_logits(layout)
         output = self.model.forward(layout.tokens, layout.plan, self._caches, rows, self.drafters.taps)
         model_s = time.perf_counter() - started
-        warm, unread, reading, logits, prompts = output.warm, None, None, output.logits, None
+        warm, verdict, reading, logits, prompts = output.warm, None, None, output.logits, None
         if layout.prompts:  # more logits than such a pass computes otherwise: no measure for others
             prompts, warm = look_at_prompts(layout, rows, logits), False
             logits = moved_to_front(logits, torch.searchsorted(rows, layout.logit_rows))
@@ -179,12 +82,14 @@ class Runner:
                 seats=batch.sampled_seats,
             )
             reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
-            if layout.tree_slots is not None:  # the slots are still the sequences' own, also of those that end here
+            if layout.tree_slots is not None and verdict.moves:
+                # The slots are still the sequences' own, also of those that end here.
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
-            unread = self._unread(batch, layout, verdict, draft.max_depth, output.taps)
+        begins = output.taps is not None or bool(self.drafters.begins)
+        flight = Flight(batch, layout, draft, verdict, reading, model_s, warm, after is not None, prompts, begins)
         if output.taps is not None:
-            self.drafters.gather(batch, layout, unread, output.taps)
-        return Flight(batch, layout, draft, unread, reading, model_s, warm, after is not None, prompts)
+            self.drafters.gather(flight, output.taps)
+        return flight
 
     def _soundly(self, draft: Draft) -> Draft:
         """Trees that only the device knows are placed there, where passes are captured; else they are read first."""
@@ -192,23 +97,3 @@ class Runner:
             return draft
         vocab = self.model.config.vocab_size
         return draft.on_host(vocab) if getattr(self.model, "graphs", None) is None else draft.sound(vocab)
-
-    def _unread(self, batch: Batch, layout: Layout, verdict: Verdict, depth: int, taps: Tensor | None) -> UnreadVerdict:
-        """A captured verification's verdict is as wide as its graph: beyond the draft's depth nothing is committed, and
-        drafters would absorb as many positions more."""
-        at = batch.sampling
-        rows, tokens, path = range(len(at)), verdict.tokens[:, : depth + 1], verdict.path[:, :depth]
-        if taps is None and not self.drafters.begins:
-            return UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=rows)
-        nodes_begin = layout.begin[at] + batch.count[at]
-        columns = [torch.from_numpy(one) for one in (batch.sampled_lengths, nodes_begin, batch.sampled_seats)]
-        length, node_row, seat = packed_to(verdict.tokens.device, *columns)
-        return UnreadVerdict(
-            tokens=tokens,
-            num_accepted=verdict.num_accepted,
-            path=path,
-            rows=rows,
-            length=length,
-            node_row=node_row,
-            seat=seat,
-        )

@@ -63,10 +63,13 @@ class Sampler:
         the sequences, where they have tokens that the host has not read. `seats` of sequences that were admitted.
         """
         draft = draft.placed(self._device)
+        if logits.is_cpu and self.shortcut and draft.q is None and not self._graphs.enabled:
+            samplers = self._builder.samplers(sequences, seats)
+            if samplers is not None:
+                committed = [len(one.tokens) for one in sequences] if lengths is None else lengths.tolist()
+                return walk_on_host(draft, logits, row_of, draft.max_depth, samplers, committed, self._native)
         params, compiled = self._builder.params(sequences, lengths, seats), self._compiled.count
         simple = not params.edits and params.num_logprobs is None
-        if logits.is_cpu and self.shortcut and simple and draft.q is None and not self._graphs.enabled:
-            return walk_on_host(draft, logits, row_of, draft.max_depth, params.token_samplers(), self._native)
         key = self._graphs.key(params.form, draft, logits, only_chains) if self.shortcut else None
         if key is None:
             self.uncaptured += self._graphs.enabled

@@ -26,7 +26,7 @@ from paceline.models.native_weights import CPU, PackedRows, PackedWeight, Produc
 from paceline.models.plan import PassPlan
 from paceline.models.weights import StoredWeight, joined
 
-ABI = 7  # native/plan.h
+ABI = 8  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
-    "store_in_ring": (None, [c_void_p]),
+    "store_in_ring": (None, [c_void_p] * 3 + [c_long, c_void_p, c_long]),
     "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
     "draft_blocks": (c_int, [c_void_p] * 2 + [c_int]),
     "draw_token": (c_long, [c_void_p, c_long, c_float, c_float, c_long, c_double, c_double, c_uint64]),
@@ -127,7 +127,7 @@ def native_draw(library: Library | None) -> Callable[..., int | None] | None:
     draw_token = library.function("draw_token")
 
     def draw(logits: np.ndarray[Any, Any], *asked: float) -> int | None:
-        token: int = draw_token(logits.ctypes.data, logits.shape[0], *asked)
+        token: int = draw_token(logits.__array_interface__["data"][0], logits.shape[0], *asked)
         return None if token < 0 else token
 
     return draw
@@ -207,18 +207,8 @@ class AbsorbedView(ctypes.Structure):
     )
 
 
-class RingView(ctypes.Structure):
-    """A step's hidden states, and the ring that keeps them (native/layers.h)."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("states", "tokens", "taps", "length", "node_row", "seat", "accepted")),
-        *((name, c_void_p) for name in ("path", "committed")),
-        *((name, c_int64) for name in ("batch", "path_stride", "committed_stride", "capacity", "width")),
-    )
-
-
-def native_ring_store() -> Callable[[int], None] | None:
-    """Writes what a RingView at an address describes; None without a library."""
+def native_ring_store() -> Callable[..., None] | None:
+    """`store_in_ring` of native/layers.h; None without a library."""
     library = load_library()
     return None if library is None else library.function("store_in_ring")
 

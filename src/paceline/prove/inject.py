@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.draft import Draft, Kind, Verdict
 from paceline.engine import sampler
 from paceline.engine.engine import Engine
-from paceline.engine.runner import Flight
+from paceline.engine.flight import Flight
 from paceline.errors import InvalidParameter
 from paceline.llm import LLM
 from paceline.prove.replay import Verify

@@ -69,7 +69,10 @@ EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* la
 
 // -- drafters that read hidden states: see layers.h and block_draft.h
 
-EXPORT void paceline_store_in_ring(const Ring* ring) { store_in_ring(*ring); }
+EXPORT void paceline_store_in_ring(float* states, int64_t* tokens, const float* taps, long width, const int64_t* stored,
+                                   long count) {
+    store_in_ring(states, tokens, taps, width, stored, count);
+}
 
 EXPORT int paceline_absorb(const Plan* plan, const Heads* heads, const Layer* layers, long count, const Absorbed* by,
                            const float* taps, int threads) {

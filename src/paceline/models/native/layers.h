@@ -70,25 +70,12 @@ int run_layers(const Plan& plan, const Heads& heads, const Layer* layers, long c
 }
 
 // The ring of hidden states of committed positions, by seat (`paceline.drafters.tapped.TapRing`).
-struct Ring {  // native_kernels.RingView
-    float* states;  // (seats * capacity + 1, width)
-    int64_t* tokens;  // (seats * capacity + 1,)
-    const float* taps;  // (rows of the pass, width)
-    const int64_t *length, *node_row, *seat, *accepted;  // (batch,)
-    const int64_t *path, *committed;  // (batch, any stride)
-    int64_t batch, path_stride, committed_stride, capacity, width;
-};
-
-// Row b commits its last token's position and those of its first `accepted` nodes on the path.
-void store_in_ring(const Ring& ring) {
-    for (long b = 0; b < ring.batch; b++)
-        for (long step = 0; step <= ring.accepted[b]; step++) {
-            const long node = step ? ring.path[b * ring.path_stride + step - 1] : -1;
-            const long at = ring.seat[b] * ring.capacity + (ring.length[b] - 1 + step) % ring.capacity;
-            memcpy(ring.states + at * ring.width, ring.taps + (ring.node_row[b] + node) * ring.width,
-                   ring.width * sizeof(float));
-            ring.tokens[at] = ring.committed[b * ring.committed_stride + step];
-        }
+// `stored` (count, 3): a place of the ring, the row of `taps` (rows of a pass, width) that it takes, and the token after.
+void store_in_ring(float* states, int64_t* tokens, const float* taps, long width, const int64_t* stored, long count) {
+    for (; count; count--, stored += 3) {
+        memcpy(states + stored[0] * width, taps + stored[1] * width, width * sizeof(float));
+        tokens[stored[0]] = stored[2];
+    }
 }
 
 }  // namespace

@@ -1,0 +1,119 @@
+"""A step under way (`Flight`), and its verdict on the way to the host (`Reading`)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to
+from paceline.engine.batch import Batch
+from paceline.engine.layout import Layout
+from paceline.engine.prompt_logprobs import PromptLogprobs, logprob_entries
+from paceline.models.staging import Staging
+from paceline.sequence import Sequence, TokenLogprobs
+
+
+class Reading:
+    """A verdict on its way to the host: the copy is asked for at once, and waited for when it is read."""
+
+    def __init__(self, verdict: Verdict, staging: Staging) -> None:
+        self._verdict = verdict
+        self._arrived: Any = None  # an event; None: it was here at once
+        self._logprobs = verdict.logprobs
+        if verdict.is_cuda:
+            if verdict.logprobs is not None:  # ahead of the verdict in the stream, so the same event covers them
+                parts = {name: part.to("cpu", non_blocking=True) for name, part in vars(verdict.logprobs).items()}
+                self._logprobs = Logprobs(**parts)
+            self._fetch(staging)
+
+    def _fetch(self, staging: Staging) -> None:
+        buffer = staging.fetch(self._verdict.pack().view(torch.int32))
+        rows, depth = self._verdict.path.shape
+        places, _ = Verdict.places(self._verdict.packed_rows or rows, depth)
+        self._arrived, packed = buffer.over, buffer.ints.view(np.uint8)
+        numbers = [packed[place].view(np.int64) for place in places[:3]]
+        self._parts: list[Any] = [*numbers, packed[places[3]]]  # tokens, accepted, path, kinds
+
+    @property
+    def there(self) -> bool:
+        """Whether reading it would wait no more; on a CPU it was there at once, which says nothing."""
+        return self._arrived is not None and bool(self._arrived.query())
+
+    def read(self) -> tuple[list[list[int]], list[int]]:
+        """By row: the tokens it commits, and how many of them were drafted."""
+        if self._arrived is None:
+            here = self._verdict.rows
+            return [row.tokens for row in here], [len(row.path) for row in here]
+        rows, width = self._verdict.tokens.shape
+        self._arrived.synchronize()
+        tokens, accepted = self._parts[0][: rows * width].tolist(), self._parts[1][:rows].tolist()  # more are packed
+        if width == 1:
+            return [[token] for token in tokens], accepted
+        begins = range(0, rows * width, width)
+        return [tokens[begin : begin + count + 1] for begin, count in zip(begins, accepted, strict=True)], accepted
+
+    def kinds(self, row: int) -> list[int]:
+        """Of a row's places for tokens, once it was read."""
+        if self._arrived is None:
+            return self._verdict.rows[row].kinds
+        width = self._verdict.tokens.shape[1]
+        kinds: list[int] = self._parts[3][row * width : (row + 1) * width].tolist()
+        return kinds
+
+    def path(self, row: int, accepted: int) -> list[int]:
+        """The nodes of a row's draft that were accepted, once it was read."""
+        if self._arrived is None:
+            return self._verdict.rows[row].path
+        depth = self._verdict.path.shape[1]
+        path: list[int] = self._parts[2][row * depth : row * depth + accepted].tolist()
+        return path
+
+    def logprobs(self, row: int, tokens: list[int], most: int) -> list[TokenLogprobs]:
+        """Of committed tokens of a row: the chosen token's, and those of the `most` most likely."""
+        of = self._logprobs
+        assert of is not None
+        row_of = Logprobs(chosen=of.chosen[row], rank=of.rank[row], top_tokens=of.top_tokens[row], top=of.top[row])
+        return logprob_entries(row_of, tokens, most)
+
+
+@dataclass
+class Flight:
+    """A step under way. Reading its verdict is the step's one copy from the device."""
+
+    batch: Batch
+    layout: Layout
+    draft: Draft
+    verdict: Verdict | None  # None: no row sampled
+    reading: Reading | None
+    model_s: float
+    warm: bool  # it took what its like will take again
+    ahead: bool = False  # launched before the step before it was read
+    prompts: PromptLogprobs | None = None
+    begins: bool = False  # drafters read or continue from the verdict on the device
+
+    @functools.cached_property
+    def unread(self) -> UnreadVerdict | None:
+        """The verdict on the device. That of a captured verification is as wide as its graph: beyond the draft's depth
+        nothing is committed, and drafters would absorb as many positions more."""
+        batch, verdict, depth = self.batch, self.verdict, self.draft.max_depth
+        if verdict is None:
+            return None
+        tokens, path = verdict.tokens[:, : depth + 1], verdict.path[:, :depth]
+        of = UnreadVerdict(tokens=tokens, num_accepted=verdict.num_accepted, path=path, rows=range(len(batch.sampling)))
+        if not self.begins:
+            return of
+        columns = batch.sampled_lengths, self.layout.node_rows, batch.sampled_seats
+        length, node_row, seat = packed_to(tokens.device, *(torch.from_numpy(column) for column in columns))
+        return replace(of, length=length, node_row=node_row, seat=seat)
+
+    @property
+    def over(self) -> bool:
+        return self.reading is not None and self.reading.there
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.batch.sequences
