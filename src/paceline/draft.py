@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 UNKNOWN = -2  # a node whose parent only the device knows
 INVALID = -1  # in place of a token: no token can be drawn from logits that are not numbers
 
@@ -47,8 +48,19 @@ class Proposal:
         )
 
 
+class DraftArrays(NamedTuple):
+    """The numbers of a draft on the host."""
+
+    tokens: Ints  # (B, N); zeros where they lie on a device, unseen
+    parents: Ints  # (B, N)
+    depth: Ints  # (B, N)
+    num_nodes: Ints  # (B,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft:
+    """A draft made on the host is made of arrays (`of_arrays`), and makes the tensors when one is first read."""
+
     tokens: Tensor  # (B, N) int64
     parents: Tensor  # (B, N) int64; `UNKNOWN` in rows whose tree only the device knows
     depth: Tensor  # (B, N) int64; 0 in such rows
@@ -59,25 +71,52 @@ class Draft:
     device_depth: Tensor | None = None  # (B, N) int64, beside `device_parents` once these are made `sound`
     depth_bound: int = 0  # of those rows' trees
 
+    @staticmethod
+    def of_arrays(tokens: Ints, parents: Ints, depth: Ints, num_nodes: Ints) -> Draft:
+        draft = object.__new__(Draft)
+        draft.__dict__.update(arrays=DraftArrays(tokens, parents, depth, num_nodes), shape=tokens.shape)
+        return draft
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in DraftArrays._fields or "arrays" not in self.__dict__:
+            raise AttributeError(name)
+        made = self.__dict__[name] = torch.from_numpy(getattr(self.arrays, name))
+        return made
+
+    @functools.cached_property
+    def arrays(self) -> DraftArrays:
+        """Copied from the device, where a draft is there; tokens that the host has not seen are not waited for."""
+        parents, depth, num_nodes = (part.cpu().numpy() for part in (self.parents, self.depth, self.num_nodes))
+        waits = self.unseen and not self.tokens.is_cpu
+        tokens = np.zeros_like(parents) if waits else self.tokens.cpu().numpy()
+        return DraftArrays(tokens, parents, depth, num_nodes)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tokens.shape)
+
     @property
     def batch(self) -> int:
-        return self.tokens.shape[0]
+        return self.shape[0]
 
     @property
     def width(self) -> int:
         """N: an upper bound on every row's nodes, and on its depth."""
-        return self.tokens.shape[1]
+        return self.shape[1]
 
     @functools.cached_property
     def max_depth(self) -> int:
         """A bound on every node's depth, known on the host."""
-        deepest = int(self.depth.numpy().max()) if self.width and self.depth.is_cpu else self.width
+        deepest = self.width
+        if self.width and self._is_here:
+            deepest = int(np.maximum.reduce(self.arrays.depth, None, initial=0))
         return max(deepest, self.depth_bound)
 
-    @functools.cached_property
-    def nodes_on_host(self) -> tuple[Ints, Ints, Ints]:
-        """Tokens, parents and numbers of nodes of a draft in the host's memory."""
-        return self.tokens.numpy(), self.parents.numpy(), self.num_nodes.numpy()
+    @property
+    def _is_here(self) -> bool:
+        """Its shape is on the host."""
+        made = self.__dict__.get("parents")
+        return made is None or bool(made.is_cpu)
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu", width: int = 0) -> Draft:
@@ -104,10 +143,13 @@ class Draft:
             num_nodes = torch.full((batch,), width)
         index = np.arange(width)
         used = index < num_nodes.numpy()[:, None]
+        parents, depth = np.where(used, index - 1, -1), (index + 1) * used
+        if not unseen and q is None:
+            return Draft.of_arrays(tokens.numpy() * used, parents, depth, num_nodes.numpy())
         return Draft(
             tokens=tokens if unseen else torch.from_numpy(tokens.numpy() * used),
-            parents=torch.from_numpy(np.where(used, index - 1, -1)),
-            depth=torch.from_numpy((index + 1) * used),
+            parents=torch.from_numpy(parents),
+            depth=torch.from_numpy(depth),
             num_nodes=num_nodes,
             q=q,
             unseen=unseen,
@@ -198,7 +240,7 @@ class Draft:
     @property
     def is_planned(self) -> bool:
         """All but tokens, unknown trees and q's numbers are on the host."""
-        return self.parents.is_cpu and (self.q is None or self.q.row_of.is_cpu)
+        return self._is_here and (self.q is None or self.q.row_of.is_cpu)
 
     def to(self, device: torch.device) -> Draft:
         """The whole draft on the device, its numbers in one copy; trees that only the device knows are filled in."""
@@ -258,21 +300,16 @@ class Draft:
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError unless every row is a tree as defined above. Tokens and trees the host has not seen are not
         read, which would wait for them: they are made valid on the device."""
-        counts, parents, depth = (part.cpu().numpy() for part in (self.num_nodes, self.parents, self.depth))
-        tokens = np.zeros_like(parents) if self.unseen else self.tokens.cpu().numpy()
-        _refuse((counts < 0) | (counts > self.width), "row {}: num_nodes is not between 0 and the width")
-        node = np.arange(self.width)
-        used = node < counts[:, None]
-        if self.device_parents is not None:
-            used &= parents != UNKNOWN
+        tokens, parents, depth, counts = self.arrays
+        if any(part.dtype != np.int64 for part in self.arrays) or (self.unseen and self.tokens.dtype != torch.int64):
+            raise ValueError("tokens, parents, depth and num_nodes must be int64")
+        if not tokens.shape == parents.shape == depth.shape == (len(counts), self.width):
+            raise ValueError("tokens, parents and depth must have a row for each number of nodes")
+        unknown = self.device_parents is not None
+        used = _used(parents.tobytes(), depth.tobytes(), counts.tobytes(), self.width, unknown)
         known = tokens.view(np.uint64) < vocab_size  # nor are negative ones
-        if (~used | (known & (parents == node - 1) & (depth == node + 1))).all() and self.q is None:
-            return  # chains, mostly
-        _refuse(used & ~known, "row {}, node {}: a token outside the vocabulary")
-        _refuse(used & ((parents < -1) | (parents >= node)), "row {}, node {}: its parent does not come before it")
-        rows = np.arange(self.batch)[:, None]
-        above = np.where(parents < 0, 0, depth[rows, np.where(used, parents, -1)]) if self.width else depth
-        _refuse(used & (depth != above + 1), "row {}, node {}: depth is not its parent's plus one")
+        if not self.unseen and not np.logical_and.reduce(known, None):
+            _refuse(used & ~known, "row {}, node {}: a token outside the vocabulary")
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
 
@@ -491,7 +528,24 @@ def clamp_trees(tokens: Tensor, parents: Tensor, vocab_size: int, max_depth: int
     return tokens.clamp(0, vocab_size - 1), torch.where(depth == 1, -1, parents), depth
 
 
-def _refuse(wrong: np.ndarray[Any, np.dtype[np.bool_]], complaint: str) -> None:
+@functools.lru_cache(256)
+def _used(parents: bytes, depths: bytes, counts: bytes, width: int, unknown: bool) -> Bools:
+    """(B, N) which nodes of a draft are there, once its shape was found to be sound; steps have the same again and
+    again. `unknown`: some rows are known to the device alone."""
+    count, node = np.frombuffer(counts, np.int64), np.arange(width)
+    parent, depth = (np.frombuffer(part, np.int64).reshape(len(count), width) for part in (parents, depths))
+    _refuse((count < 0) | (count > width), "row {}: num_nodes is not between 0 and the width")
+    used: Bools = node < count[:, None]
+    if unknown:
+        used &= parent != UNKNOWN
+    _refuse(used & ((parent < -1) | (parent >= node)), "row {}, node {}: its parent does not come before it")
+    rows = np.arange(len(count))[:, None]
+    above = np.where(parent < 0, 0, depth[rows, np.where(used, parent, -1)]) if width else depth
+    _refuse(used & (depth != above + 1), "row {}, node {}: depth is not its parent's plus one")
+    return used
+
+
+def _refuse(wrong: Bools, complaint: str) -> None:
     if wrong.any():
         raise ValueError(complaint.format(*np.argwhere(wrong)[0].tolist()))
 

@@ -95,8 +95,7 @@ def test_every_row_matches_the_definition(seed, num_rows, width, decodes, trees)
         if not is_chain:
             branches.append([which, *(slot(row.sequence, length + node, BLOCK) for node in range(count))])
     assert (len(layout.tokens), len(layout.logit_rows)) == (at, logits)
-    if layout.tree_slots is not None:
-        assert [of[: len(own)] for of, own in zip(layout.tree_slots.tolist(), branches, strict=True)] == branches
+    assert [of[: len(own)] for of, own in zip(layout.tree_slots.tolist(), branches, strict=True)] == branches
     assert layout.is_tree == bool(branches)
     assert plan.max_len == int(plan.reach.max())
 

@@ -6,6 +6,7 @@ import math
 import random
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -646,7 +647,7 @@ def test_a_malformed_draft_is_refused(change, complaint):
     draft = tree([0, 1], [-1, 0])
     draft.validate(4)
     with pytest.raises(ValueError, match=complaint):
-        Draft(**{**vars(draft), **change}).validate(4)
+        replace(draft, **change).validate(4)
     if "q" not in change:
         sound = {name: getattr(draft, name).expand(5, *getattr(draft, name).shape[1:]) for name in PARTS}
         broken = {name: torch.cat((sound[name], change.get(name, sound[name][:1]))) for name in PARTS}

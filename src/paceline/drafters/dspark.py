@@ -14,7 +14,9 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +43,7 @@ from paceline.models.weights import BLOCKS, Dtypes, StoredWeight, WeightKind
 from paceline.sequence import Sequence
 from paceline.triton_support import require_triton
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 PART = 64  # components of hidden states whose head weights are read at once
 
 
@@ -189,7 +192,6 @@ class DSparkDrafter(TappedDrafter):
     def absorb(self, batch: TapBatch) -> None:
         self._absorbing(batch)
 
-    @torch.inference_mode()
     def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
         width = min(max(row.budget for row in rows), self._most)
         if self._native is None or not width:
@@ -204,7 +206,7 @@ class DSparkDrafter(TappedDrafter):
         found, scores = self._native.draft(given, [one.blocks for one in sequences], rows, self._ring.stored, width)
         if after is None:
             self._caught_up(sequences)
-        return self._shaped(rows, found, scores)
+        return _drafts(found, likely_nodes(scores, rows, self._counts(rows)))
 
     def _places(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[list[int], list[int]]:
         """Seats and lengths, which on a CPU the host knows."""
@@ -221,22 +223,19 @@ class DSparkDrafter(TappedDrafter):
             return Draft.empty(len(rows))
         return self._shaped(rows, *self._passes.run(self._rows(rows, seats, lengths), width))
 
+    def _counts(self, rows: SequenceOf[DraftRow]) -> list[int]:
+        return [min(row.budget, self._most) for row in rows]
+
     def _shaped(self, rows: SequenceOf[DraftRow], found: Tensor, scores: Tensor | None) -> Draft:
         """From tokens, parents and depths (3, B, nodes), in order of their probability, what the rows asked for."""
-        counts = torch.tensor([min(row.budget, self._most) for row in rows])
-        width = int(counts.max())
+        counts = self._counts(rows)
         if scores is not None:
-            counts = likely_nodes(scores, rows, counts)
-            width = int(counts.max())
-        tokens, parents, depth = found[:, :, :width]
+            return _drafts(found.numpy(), likely_nodes(scores.numpy(), rows, counts))
+        tokens, parents, depth = found[:, :, : max(counts)]
         if self._beam == 1:
-            return Draft.chains(tokens, counts, unseen=not tokens.is_cpu)
-        if not tokens.is_cpu:
-            return Draft.device_trees(tokens, parents, counts, self.config.depth, depth if self._tree_kernels else None)
-        if len(rows) == 1:
-            return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=counts)
-        used = torch.arange(width) < counts[:, None]
-        return Draft(tokens=tokens * used, parents=torch.where(used, parents, -1), depth=depth * used, num_nodes=counts)
+            return Draft.chains(tokens, torch.tensor(counts), unseen=True)
+        known = depth if self._tree_kernels else None
+        return Draft.device_trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
 
     def _rows(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
@@ -286,6 +285,15 @@ def _device_tree() -> ModuleType | None:
     except ImportError:  # no Triton that works here
         return None
     return device_tree
+
+
+def _drafts(found: Ints, counts: list[int]) -> Draft:
+    """The first nodes of trees (3, B, nodes): tokens, parents and depths on the host."""
+    num_nodes, (tokens, parents, depth) = np.array(counts, np.int64), found[:, :, : max(counts)]
+    if len(counts) > 1:
+        used = np.arange(tokens.shape[1]) < num_nodes[:, None]
+        tokens, parents, depth = tokens * used, np.where(used, parents, -1), depth * used
+    return Draft.of_arrays(tokens, parents, depth, num_nodes)
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

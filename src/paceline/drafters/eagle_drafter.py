@@ -148,13 +148,13 @@ class EagleDrafter(TappedDrafter):
             return Draft.empty(len(rows))
         nodes = next((count for count in NODES if count >= most), most) if self._graphs else most
         shape = self._shape(nodes)
-        counts = torch.tensor([shape.most(row.budget) for row in rows])
+        counts = [shape.most(row.budget) for row in rows]
         proposed = self._proposed(self._inputs(rows, seats, lengths), shape)
         if proposed.scores.is_cpu:  # a device's are not waited for
-            counts = likely_nodes(proposed.scores, rows, counts)
-        width = int(counts.max())
+            counts = likely_nodes(proposed.scores.numpy(), rows, counts)
+        width = max(counts)
         tokens, parents = proposed.tokens[:, :width], proposed.parents[:, :width]
-        return Draft.device_trees(tokens, parents, counts, min(shape.depth, width))
+        return Draft.device_trees(tokens, parents, torch.tensor(counts), min(shape.depth, width))
 
     def _shape(self, nodes: int) -> TreeShape:
         return TreeShape.of(nodes, self._layer.config.vocab, self.top_k)

@@ -14,9 +14,19 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import DraftRow
-from paceline.models.native_kernels import AbsorbedView, NativeKernels, NativeStack, check_in_place, check_status
+from paceline.models.native_kernels import (
+    AbsorbedView,
+    NativeKernels,
+    NativeStack,
+    address_of,
+    check_in_place,
+    check_status,
+)
 from paceline.models.native_weights import PackedRows, PackedWeight, ProductView
 from paceline.models.weights import WeightKind
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class DrafterView(ctypes.Structure):
@@ -100,9 +110,7 @@ class NativeBlocks:
         rank = 0 if markov is None else markov[2].shape[1]
         forest = ForestView(ids.data_ptr(), *rows, self._vocab, rank, beam, min(count, self._vocab))
         self._drafting = DraftingView(forest=forest)
-        self.logits = torch.empty(
-            0
-        )  # (rows, V) of the last draft, in groups of a few levels, each sequence by sequence
+        self._logits = torch.empty(0, self._vocab)
 
     def bind(self, stack: NativeStack, columns: Tensor) -> None:
         """`columns` of the ring's taps are the drafter's."""
@@ -118,7 +126,7 @@ class NativeBlocks:
         asked: SequenceOf[DraftRow],
         ring: tuple[Tensor, Tensor, int],
         nodes: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Ints, Floats]:
         """(3, B, nodes) tokens, parents and depths, and (B, nodes) log probabilities of their paths. `tables`: blocks
         of the sequences; `ring`: its hidden states, tokens and positions of a sequence."""
         states, tokens, capacity = ring
@@ -127,21 +135,27 @@ class NativeBlocks:
         numbers = np.array(rows, np.int64)
         blocks = np.array(_padded(tables), np.int32)
         least = np.array([math.log(row.least) if row.least else -math.inf for row in asked], np.float32)
-        self.logits = torch.empty(batch * depth, self._vocab)
-        tree, scores = torch.empty(3, batch, nodes, dtype=torch.int64), torch.empty(batch, nodes)
+        tree, scores = np.empty((3, batch, nodes), np.int64), np.empty((batch, nodes), np.float32)
         given = self._drafting
+        if len(self._logits) < batch * depth:
+            self._logits = torch.empty(batch * depth, self._vocab)
+            given.logits = self._logits.data_ptr()
         given.states, given.tokens = states.data_ptr(), tokens.data_ptr()
         given.capacity, given.ring_width = capacity, states.stride(0)
-        given.rows, given.tables, given.least = numbers.ctypes.data, blocks.ctypes.data, least.ctypes.data
-        given.logits, given.batch, given.table_width = self.logits.data_ptr(), batch, blocks.shape[1]
+        given.rows, given.tables, given.least = address_of(numbers), address_of(blocks), address_of(least)
+        given.batch, given.table_width = batch, blocks.shape[1]
         given.size, given.depth = self._rows, depth
-        forest, each = given.forest, batch * nodes * 8
-        forest.nodes, forest.tokens = nodes, tree.data_ptr()
-        forest.parents, forest.depths, forest.scores = forest.tokens + each, forest.tokens + 2 * each, scores.data_ptr()
+        forest, each, first = given.forest, batch * nodes * 8, address_of(tree)
+        forest.nodes, forest.scores = nodes, address_of(scores)
+        forest.tokens, forest.parents, forest.depths = first, first + each, first + 2 * each
         kernels = self._kernels
         check_status(kernels.draft_blocks(ctypes.addressof(self._view), ctypes.addressof(given), kernels.threads))
-        self.logits = self.logits[: given.looked_at]
         return tree, scores
+
+    @property
+    def logits(self) -> Tensor:
+        """(rows, V) of the last draft, in groups of a few levels, each sequence by sequence."""
+        return self._logits[: self._drafting.looked_at]
 
 
 def _rows_of(embedding: Tensor | PackedRows) -> ProductView:

@@ -28,6 +28,7 @@ from paceline.models.native_kernels import native_ring_store
 from paceline.models.plan import slots_of
 from paceline.sequence import Sequence
 
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 CAPACITY = MAX_K + 1  # positions of a sequence in the ring: the most that a step commits, or a lag absorbed at once
 
 
@@ -319,11 +320,12 @@ class TappedDrafter:
         pass
 
 
-def likely_nodes(scores: Tensor, rows: SequenceOf[DraftRow], counts: Tensor) -> Tensor:
-    """(B,) how many of the first `counts` nodes are as likely as their row asks for, and at least one. `scores` (B, N)
-    are log probabilities, the highest first."""
-    if not any(row.least for row in rows):
-        return counts
-    least = [math.log(row.least) if row.least else -math.inf for row in rows]
-    likely = (scores.numpy() >= np.array(least)[:, None]).sum(1)
-    return torch.from_numpy(np.clip(likely, np.minimum(counts.numpy(), 1), counts.numpy()))
+def likely_nodes(scores: Floats, rows: SequenceOf[DraftRow], counts: SequenceOf[int]) -> list[int]:
+    """How many of the first `counts` nodes are as likely as their row asks for, and at least one. `scores` (B, N) are
+    log probabilities, the highest first."""
+    kept = list(counts)
+    for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        if row.least:
+            least = math.log(row.least)
+            kept[at] = next((node for node in range(min(count, 1), count) if scores[at, node] < least), count)
+    return kept

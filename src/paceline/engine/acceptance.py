@@ -193,7 +193,7 @@ class Acceptance:
         return self._records[key]
 
     def _noted(self, key: Key, record: Floats) -> None:
-        if record[TRIED].max() > MEMORY:
+        if np.maximum.reduce(record[TRIED]) > MEMORY:
             record[:, record[TRIED] > MEMORY] /= 2
         self._fresh.add(key[0])
         self._outlooks.pop(key, None)

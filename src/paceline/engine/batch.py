@@ -51,7 +51,7 @@ class Batch:
         # (B,) the row of the unread verdict the batch follows that a row's token is taken from; -1: the host knows it.
         self.behind = behind
         self.num_drafted = sum([budget for _, budget in self.drafts.values()])  # nodes, at the most
-        self.num_tokens = int(count.sum()) + self.num_drafted  # of the target pass at the most
+        self.num_tokens = int(np.add.reduce(count)) + self.num_drafted  # of the target pass at the most
         self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token
         self.all_sample = len(self.sampling) == len(sequences)
         self.seats = np.array([one.seat for one in sequences], np.int64) if seats is None else seats
@@ -96,10 +96,14 @@ class Batch:
         return [int(index) for index in np.flatnonzero(~self.samples | (self.count > 1))]
 
     @functools.cached_property
+    def ends(self) -> Ints:
+        """Where the tokens that the step computes end, without drafts."""
+        return self.first + self.count
+
+    @property
     def sampled_lengths(self) -> Ints:
         """Committed lengths at the start of the step, of rows that sample."""
-        ends = self.first + self.count
-        return ends if self.all_sample else ends[self.sampling]
+        return self.ends if self.all_sample else self.ends[self.sampling]
 
 
 class StepOutput(NamedTuple):

@@ -130,7 +130,7 @@ class Committer:
     def _unsettled(self, batch: Batch) -> list[Sequence]:
         """Sequences that have filled a block, or were given room for a draft."""
         size = self._scheduler.blocks.block_size
-        filled = (batch.first + batch.count) // size > batch.first // size
+        filled = batch.ends // size > batch.first // size
         if batch.drafts:
             filled[list(batch.drafts)] = True
         return [batch.sequences[index] for index in filled.nonzero()[0] if not batch.sequences[index].finished]

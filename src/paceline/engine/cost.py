@@ -42,9 +42,6 @@ PASS_GUESS, LOOKUP_GUESS = 0.1, 0.01  # of a step of one row: a token ahead befo
 RIDGE = 0.1  # spread of depths (squared) below which a draft's time is taken to grow in proportion to its depth
 FEWER = 0.8  # of a draft's time for twice as many sequences, before one for so few was timed
 
-# Plain and drafted steps, of what they are told by: those of the first kind have a say in the second.
-KINDS = np.kron(np.eye(2), [[1.0, 0.0], [OTHER_KIND, 1.0]])
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -78,19 +75,24 @@ class StepTimes:
         self._told = np.zeros((4, points))  # each of these factors times how often it was seen, and how often
         self._seen = self._told[2:]
         self._near = NEIGHBOUR ** np.abs(np.arange(points)[:, None] - np.arange(points))
-        self._spread()
+        self._known: dict[int, tuple[float, float, float]] = {}  # `_at`, until a step is observed
 
-    def _spread(self) -> None:
-        """Numbers of rows share what is known: one never seen is as far off the prior as its neighbours."""
-        np.multiply(self._seen, self._factor, out=self._told[:2])
-        parts = KINDS @ self._told @ self._near  # (2 + 2, points)
-        self._plain_seen, self._smooth = parts[2], parts[:2] / np.maximum(parts[2:], 1e-12)
+    def _at(self, rows: int) -> tuple[float, float, float]:
+        """The logs of the factors of plain and drafted steps of so many rows, and how often such plain ones were seen.
+        Numbers of rows share what is known: one never seen is as far off the prior as its neighbours."""
+        point = self._point.item(rows)
+        found = self._known.get(point)
+        if found is None:
+            plain, drafted, seen, drafted_seen = (self._told @ self._near[point]).tolist()
+            drafted, drafted_seen = drafted + OTHER_KIND * plain, drafted_seen + OTHER_KIND * seen
+            found = self._known[point] = plain / max(seen, 1e-12), drafted / max(drafted_seen, 1e-12), seen
+        return found
 
     def seconds(self, rows: int) -> float:
         """Of a plain step."""
         rows = min(rows, MOST_ROWS)
         shape = 1 + math.exp(self._steep) * (self._share.item(rows) - 1)
-        return (self.scale or 1.0) * shape * math.exp(self._smooth.item(0, self._point.item(rows)))
+        return (self.scale or 1.0) * shape * math.exp(self._at(rows)[0])
 
     def seconds_with(self, base: int, nodes: int) -> Floats:
         """Of steps with 1, 2, ..., nodes drafted nodes on top of `base` rows; no more rows ever cost less."""
@@ -98,12 +100,13 @@ class StepTimes:
         first, end = min(base, MOST_ROWS) + 1, min(base, MOST_ROWS) + 1 + nodes
         seconds = self._share[first:end] * (scale * steep)
         seconds += scale * (1 - steep)
-        seconds *= np.exp(self._smooth[1])[self._point[first:end]]
+        plain, drafted, seen, drafted_seen = self._told @ self._near
+        smooth = (drafted + OTHER_KIND * plain) / np.maximum(drafted_seen + OTHER_KIND * seen, 1e-12)  # as in `_at`
+        seconds *= np.exp(smooth)[self._point[first:end]]
         return np.maximum.accumulate(seconds, out=seconds)
 
     def plain_known(self, rows: int) -> bool:
-        seen: float = self._plain_seen.item(self._point.item(min(rows, MOST_ROWS)))
-        return seen >= KNOWN
+        return self._at(min(rows, MOST_ROWS))[2] >= KNOWN
 
     def observe(self, rows: int, seconds: float, *, drafted: bool) -> float:
         """Returns the log of what it took over what was expected."""
@@ -111,8 +114,7 @@ class StepTimes:
         grows = math.exp(self._steep) * (self._share.item(rows) - 1)
         if self.scale is None:
             self.scale = seconds / (1 + grows)
-        point = self._point.item(rows)
-        smooth = self._smooth.item(kind, point)
+        point, smooth = self._point.item(rows), self._at(rows)[kind]
         expected = self.scale * (1 + grows) * math.exp(smooth)
         surprise = off = math.log(min(max(seconds / expected, 1 / OUTLIER), OUTLIER))
         # The filter: how much of a surprise is the steepness's, by how much of the time it decides.
@@ -122,16 +124,17 @@ class StepTimes:
         self._doubt += STEEP_DRIFT - gain * weight * self._doubt
         off *= 1 - gain * weight
         seen = min(self._seen.item(kind, point) + 1, 1 / FACTOR_RATE)
-        self._seen[kind, point] = seen
-        self._factor[kind, point] = (smooth if seen == 1 else self._factor.item(kind, point)) + off / seen
-        self._spread()
+        factor = (smooth if seen == 1 else self._factor.item(kind, point)) + off / seen
+        self._factor[kind, point], self._told[kind, point], self._seen[kind, point] = factor, seen * factor, seen
+        self._known.clear()
         self.scale *= math.exp(SCALE_RATE * off * (1 - 1 / seen))
         return surprise
 
     def fade(self) -> None:
         """No step drafted for long: what made drafting dear is forgotten by half, to be put to the test again."""
         self._factor[1] /= 2
-        self._spread()
+        self._told[1] /= 2
+        self._known.clear()
 
     def state(self) -> dict[str, Any]:
         factor, seen = self._factor.tolist(), self._seen.tolist()
@@ -149,7 +152,7 @@ class StepTimes:
         made.scale = None if state["scale"] is None else scale
         made._steep, made._doubt, made._factor = numbers[0], numbers[1], factor
         made._seen[:] = np.minimum(seen, REMEMBERED)
-        made._spread()
+        made._told[:2] = made._seen * factor
         return made
 
 

@@ -209,13 +209,11 @@ class DrafterSet:
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            if any(count > row.budget for count, row in zip(draft.num_nodes.tolist(), rows, strict=True)):
+            if any(count > row.budget for count, row in zip(draft.arrays.num_nodes.tolist(), rows, strict=True)):
                 raise ValueError("more nodes than the budget of a row")
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
             if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):
                 raise ValueError("q is not finite")
-            if any(part.dtype != torch.int64 for part in (draft.tokens, draft.parents, draft.depth, draft.num_nodes)):
-                raise ValueError("tokens, parents, depth and num_nodes must be int64")
             return draft.sound(self._vocab_size)  # here, where a draft begun behind a step costs no time
         except Exception as problem:  # whatever it is, the answer does not depend on it
             self._complain(drafter, problem)

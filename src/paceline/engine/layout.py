@@ -24,6 +24,7 @@ from paceline.sequence import Sequence
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 POSITION, PREFIX, SLOT, OWNER, REACH, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
+FOLLOWS = np.array([[1], [1], [1], [0], [1], [0]])  # those that count from a sequence's first token in the pass
 
 
 class PromptRows(NamedTuple):
@@ -41,97 +42,115 @@ class Layout:
     tokens: Tensor  # (M,); -1 - u: token u of those the host has not seen
     unseen: bool  # such codes are left to fill in, beside those of trees that only the device knows
     plan: PassPlan
-    logit_rows: Tensor  # rows whose logits are verified: each sampling sequence's last token and all its nodes
-    logit_row_of: Tensor  # (B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1 = padding
     prompts: list[PromptRows]  # rows whose logits are only looked at
-    num_nodes: Ints  # by row of the batch
     depths: Ints  # by row of the batch: of its deepest node; a bound, where only the device knows
-    begin: Ints  # by row of the batch: where its rows of the pass begin
-    node_rows: Ints  # by row that samples: where those of its nodes begin
-    tree_slots: (
-        Tensor | None
-    )  # (T, 1 + N) of drafts that branch: their row of the verdict, and the slots of their nodes
+    shape: _Shape
+
+    @property
+    def logit_rows(self) -> Tensor:
+        """Rows whose logits are verified: each sampling sequence's last token and all its nodes."""
+        return self.shape.logit_rows
+
+    @property
+    def logit_row_of(self) -> Tensor:
+        """(B, N + 1) index into logit_rows by slot: 0 the last token, i + 1 node i; -1 = padding."""
+        return self.shape.logit_row_of
+
+    @property
+    def num_nodes(self) -> Ints:
+        """By row of the batch."""
+        return self.shape.num_nodes
+
+    @property
+    def begin(self) -> Ints:
+        """By row of the batch: where its rows of the pass begin."""
+        return self.shape.begin
+
+    @property
+    def node_rows(self) -> Ints:
+        """By row that samples: where the rows of its nodes begin."""
+        return self.shape.node_rows
 
     @property
     def is_tree(self) -> bool:
         """Some accepted path may have to be moved into place."""
-        return self.tree_slots is not None
+        return self.shape.path is not None
+
+    @property
+    def tree_slots(self) -> Tensor:
+        """(T, 1 + N) of drafts that branch: their row of the verdict, and the slots of their nodes."""
+        slots, trees = self.plan.host.each[SLOT], self.shape.trees
+        return torch.from_numpy(np.column_stack((trees[:, 0], slots[trees[:, 1:]])))
 
 
 def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     """Tokens the host has not seen are codes below 0: by row of the verdict the batch follows, or by node of the draft
     (B, N). A batch that follows an unread verdict has no drafts, so the two never meet."""
-    in_draft = draft.num_nodes.numpy()
-    of = _shape(batch.count.tobytes(), batch.samples.tobytes(), in_draft.tobytes(), draft.width)
-    count, sampling, owner, used = batch.count, batch.sampling, of.owner, of.used
-    depths = np.zeros(len(batch), np.int64)
-    if draft.width:
-        depths[sampling] = np.where(used, draft.depth.numpy(), 0).max(1)
-    stored = batch.first[owner] + of.offset  # the position whose slot a row is written to
-    each = np.empty((TOKEN + 1, len(owner)), np.int32)
-    each[POSITION], each[OWNER] = stored, owner
-    each[PREFIX] = each[REACH] = stored + 1
-    each[SLOT] = slots_of(batch.tables, owner, stored, block_size)
+    _, parents, depth, in_draft = draft.arrays
+    drafted = in_draft.tobytes(), parents.tobytes(), depth.tobytes(), draft.width, draft.max_depth
+    of = _shape(batch.count.tobytes(), batch.samples.tobytes(), *drafted)
+    each = (of.from_first + FOLLOWS * batch.first.take(of.owner)).astype(np.int32)
+    stored = each[SLOT].copy()  # the position whose slot a row is written to
+    each[SLOT] = slots_of(batch.tables, of.owner, stored, block_size)
     if not batch.only_decodes:  # shared tokens that are computed once more are not written
-        each[SLOT][stored < np.array([sequence.num_cached for sequence in batch.sequences])[owner]] = -1
+        each[SLOT][stored < np.array([sequence.num_cached for sequence in batch.sequences])[of.owner]] = -1
     each[TOKEN][of.own] = _own_tokens(batch)
-    path, trees, device_trees = np.empty((len(owner), 0), np.int32), None, None
+    path, depths, device_trees = of.no_path, of.depths, None
     unseen = draft.unseen and draft.width > 0
     if draft.width:
-        drafted = -1 - np.arange(used.size) if draft.unseen else draft.tokens.numpy().reshape(-1)
-        each[TOKEN][of.nodes] = drafted[used.reshape(-1)]
-        branching: Bools = (used & (draft.parents.numpy() != np.arange(-1, draft.width - 1))).any(1)
-        if branching.any():
-            at = np.full(used.shape, -1)  # (B, N) rows of the pass
-            at[used] = of.nodes
-            length = batch.first[sampling] + count[sampling]
-            path = _place_trees(each, draft, used & branching[:, None], at, length)
-            trees = torch.from_numpy(np.column_stack((np.flatnonzero(branching), each[SLOT][at[branching]])))
-            if draft.device_parents is not None:
-                device_trees = _device_trees(draft, at, length)
-                unknown = device_trees.numbers[:, 0]
-                depths[sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
-                unseen = len(unknown) < int(np.count_nonzero(in_draft))
-    host = HostPlan(each, path, batch.tables, tokens := torch.from_numpy(each[TOKEN]))
-    longest = int(each[REACH].max(initial=0)) + (0 if device_trees is None else device_trees.max_depth)
+        tokens = -1 - np.arange(of.used.size) if draft.unseen else draft.arrays.tokens.reshape(-1)
+        each[TOKEN][of.nodes] = tokens[of.used.reshape(-1)]
+    if of.path is not None:
+        path = each[SLOT].take(of.path)
+        np.putmask(path, of.path < 0, -1)
+        if draft.device_parents is not None:
+            device_trees = _device_trees(draft, of.node_rows, batch.sampled_lengths)
+            unknown, depths = device_trees.numbers[:, 0], depths.copy()
+            depths[batch.sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
+            unseen = len(unknown) < int(np.count_nonzero(in_draft))
+    host = HostPlan(each, path, batch.tables, torch.from_numpy(each[TOKEN]))
+    longest = int(np.maximum.reduce(each[REACH], initial=0)) + (0 if device_trees is None else device_trees.max_depth)
     return Layout(
-        tokens=tokens,
+        tokens=host.tokens,
         unseen=unseen,
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
-        logit_rows=of.logit_rows,
-        logit_row_of=of.logit_row_of,
         prompts=[] if batch.only_decodes else _prompt_rows(batch, of.begin),
-        num_nodes=of.num_nodes,
         depths=depths,
-        begin=of.begin,
-        node_rows=of.node_rows,
-        tree_slots=trees,
+        shape=of,
     )
 
 
 class _Shape(NamedTuple):
-    """What of a layout depends on numbers of tokens and nodes alone: steps have the same again and again."""
+    """What of a layout depends on numbers of tokens and on the shapes of drafts alone: steps have the same again and
+    again."""
 
     owner: Ints  # (M,) row of the batch
-    offset: Ints  # (M,) within its sequence's rows
+    from_first: Ints  # (6, M) the numbers of a plan, from the first token of each row's sequence in the pass
     own: Ints  # rows of the pass that are no nodes, and those that are
     nodes: Ints
     used: Bools  # (B, N)
     num_nodes: Ints  # by row of the batch
+    depths: Ints  # by row of the batch
     begin: Ints
     node_rows: Ints
     logit_rows: Tensor
     logit_row_of: Tensor
+    no_path: Int32s  # (M, 0)
+    path: Ints | None  # (M, D) rows of the pass: a node's ancestors and itself, -1 beyond; None: no draft branches
+    trees: Ints  # (T, 1 + N) of drafts that branch: their row of the verdict, and the rows of their nodes in the pass
 
 
 @functools.lru_cache(256)
-def _shape(counts: bytes, samples: bytes, in_draft: bytes, width: int) -> _Shape:
+def _shape(
+    counts: bytes, samples: bytes, in_draft: bytes, parents: bytes, depths: bytes, width: int, max_depth: int
+) -> _Shape:
     """Never written to: it serves many steps."""
     count, sampling = np.frombuffer(counts, np.int64), np.flatnonzero(np.frombuffer(samples, np.bool_))
-    num_nodes = np.zeros(len(count), np.int64)
-    used = np.arange(width) < np.frombuffer(in_draft, np.int64)[:, None]
+    parent, depth = (np.frombuffer(part, np.int64).reshape(-1, width or 1) for part in (parents, depths))
+    drafted, num_nodes, deepest = np.frombuffer(in_draft, np.int64), np.zeros_like(count), np.zeros_like(count)
+    used: Bools = np.arange(width) < drafted[:, None]
     if width:
-        num_nodes[sampling] = np.frombuffer(in_draft, np.int64)
+        num_nodes[sampling], deepest[sampling] = drafted, np.where(used, depth, 0).max(1)
     size = count + num_nodes
     begin = size.cumsum() - size
     owner = np.arange(len(count)).repeat(size)
@@ -140,10 +159,34 @@ def _shape(counts: bytes, samples: bytes, in_draft: bytes, width: int) -> _Shape
     wanted = node >= -1
     if len(sampling) < len(count):
         wanted &= np.isin(owner, sampling)
-    logit_rows, row_of = torch.from_numpy(np.flatnonzero(wanted)), torch.from_numpy(_logit_row_of(used))
     own, nodes = np.flatnonzero(node < 0), np.flatnonzero(node >= 0)
-    node_rows = (begin + count)[sampling]
-    return _Shape(owner, offset, own, nodes, used, num_nodes, begin, node_rows, logit_rows, row_of)
+    from_first = np.zeros((TOKEN + 1, len(owner)), np.int64)
+    from_first[POSITION] = from_first[SLOT] = offset
+    from_first[PREFIX] = from_first[REACH] = offset + 1
+    from_first[OWNER] = owner
+    path, trees = None, np.empty((0, 1 + width), np.int64)
+    branching: Bools = (used & (parent != np.arange(-1, width - 1))).any(1) if width else used.any(1)
+    if branching.any():
+        at = np.full(used.shape, -1)  # (B, N) rows of the pass
+        at[used] = nodes
+        trees = np.column_stack((np.flatnonzero(branching), at[branching]))
+        path = _place_trees(from_first, parent, depth, used & branching[:, None], at, count[sampling], max_depth)
+    return _Shape(
+        owner=owner,
+        from_first=from_first,
+        own=own,
+        nodes=nodes,
+        used=used,
+        num_nodes=num_nodes,
+        depths=deepest,
+        begin=begin,
+        node_rows=(begin + count)[sampling],
+        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
+        logit_row_of=torch.from_numpy(_logit_row_of(used)),
+        no_path=np.empty((len(owner), 0), np.int32),
+        path=path,
+        trees=trees,
+    )
 
 
 def filled_in(codes: Tensor, unseen: Tensor) -> Tensor:
@@ -178,32 +221,34 @@ def _own_tokens(batch: Batch) -> Any:
     )
 
 
-def _place_trees(each: Int32s, draft: Draft, used: Bools, at: Ints, length: Ints) -> Int32s:
-    """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, P).
+def _place_trees(
+    from_first: Ints, parents: Ints, depths: Ints, used: Bools, at: Ints, length: Ints, max_depth: int
+) -> Ints:
+    """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, max_depth)
+    the rows that compute these.
 
     In a chain every ancestor lies where the block table says, so the rows of chains stand already. `used` (B, N): nodes
-    of trees; `at` (B, N): rows of the pass.
+    of trees; `at` (B, N): rows of the pass; `length` (B,) of the sequences, from the first token in the pass.
     """
-    parents = draft.parents.numpy()
     tree, node = np.nonzero(used)
-    rows, depth = at[tree, node], draft.depth.numpy()[tree, node]
-    each[POSITION, rows], each[PREFIX, rows] = length[tree] - 1 + depth, length[tree]
-    each[REACH, rows] = length[tree] + depth
-    path = np.full((each.shape[1], draft.max_depth), -1, np.int32)
+    rows, depth = at[tree, node], depths[tree, node]
+    from_first[POSITION, rows], from_first[PREFIX, rows] = length[tree] - 1 + depth, length[tree]
+    from_first[REACH, rows] = length[tree] + depth
+    path = np.full((from_first.shape[1], max_depth), -1)
     above = np.where(parents[tree, node] == UNKNOWN, -1, node)
     for back in range(int(depth.max(initial=0))):
         going = above >= 0
         rows, tree, above, depth = rows[going], tree[going], above[going], depth[going]
-        path[rows, depth - 1 - back] = each[SLOT, at[tree, above]]
+        path[rows, depth - 1 - back] = at[tree, above]
         above = parents[tree, above]
     return path
 
 
-def _device_trees(draft: Draft, at: Ints, length: Ints) -> DeviceTrees:
+def _device_trees(draft: Draft, node_rows: Ints, length: Ints) -> DeviceTrees:
     """Of the rows of the draft whose tree only the device knows."""
     assert draft.device_parents is not None
-    rows = np.flatnonzero(draft.parents.numpy()[:, 0] == UNKNOWN)
-    numbers = np.column_stack((rows, at[rows, 0], draft.num_nodes.numpy()[rows], length[rows])).astype(np.int32)
+    rows = np.flatnonzero(draft.arrays.parents[:, 0] == UNKNOWN)
+    numbers = np.column_stack((rows, node_rows[rows], draft.arrays.num_nodes[rows], length[rows])).astype(np.int32)
     return DeviceTrees(numbers, draft.tokens, draft.device_parents, draft.max_depth)
 
 

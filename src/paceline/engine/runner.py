@@ -82,7 +82,7 @@ class Runner:
                 seats=batch.sampled_seats,
             )
             reading, warm = Reading(verdict, self._staging), warm and self.sampler.warm
-            if layout.tree_slots is not None and verdict.moves:
+            if layout.is_tree and verdict.moves:
                 # The slots are still the sequences' own, also of those that end here.
                 self.cache.compact(sent(layout.tree_slots, verdict.path.device), verdict.path)
         begins = output.taps is not None or bool(self.drafters.begins)

@@ -127,7 +127,7 @@ def native_draw(library: Library | None) -> Callable[..., int | None] | None:
     draw_token = library.function("draw_token")
 
     def draw(logits: np.ndarray[Any, Any], *asked: float) -> int | None:
-        token: int = draw_token(logits.__array_interface__["data"][0], logits.shape[0], *asked)
+        token: int = draw_token(address_of(logits), logits.shape[0], *asked)
         return None if token < 0 else token
 
     return draw
@@ -440,6 +440,12 @@ def check_in_place(x: Tensor) -> torch.Size:
     if x.dtype is not torch.float32 or not x.is_contiguous():
         raise TypeError(f"native kernels write contiguous float32 tensors in place, got {x.dtype}, {x.stride()}")
     return x.shape
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Of its first element; in a fraction of the time of `array.ctypes`."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def check_status(status: int) -> None:

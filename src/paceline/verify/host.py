@@ -87,7 +87,8 @@ def walk_on_host(
     """
     values, rows = logits.numpy(), list[VerdictRow]()
     native = native if values.dtype == np.float32 and values.flags.c_contiguous else None
-    drafts = zip(row_of.tolist(), *(part.tolist() for part in draft.nodes_on_host), samplers, committed, strict=True)
+    tokens_of, parents_of, _, counts = (part.tolist() for part in draft.arrays)
+    drafts = zip(row_of.tolist(), tokens_of, parents_of, counts, samplers, committed, strict=True)
     for at, drafted, parents, count, sampler, length in drafts:
         node, path, is_leaf = -1, list[int](), True
         wanted = sampler.draw(values[at[0]], length, -1, 0, native)
