@@ -116,7 +116,8 @@ def measure(cell: str, activations: str, steps: int, lines: int) -> dict[str, An
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(lines)
                 return []
             watch = Watch(engine)
-            measured = [watch.step(engine) for _ in range(steps) if engine.has_work]
+            with engine.at_work():
+                measured = [watch.step(engine) for _ in range(steps) if engine.has_work]
             engine.cancel("measured")
             return measured
 

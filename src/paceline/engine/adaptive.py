@@ -389,6 +389,8 @@ class AdaptivePolicy:
     # -- learning
 
     def observe(self, report: StepReport) -> None:
+        if not self._evidence.drafters:
+            return
         self.meanwhile()
         if report.retired != self._evidence.retired:
             self._evidence.retire(report.retired)

@@ -51,18 +51,18 @@ class Batch:
         # (B,) the row of the unread verdict the batch follows that a row's token is taken from; -1: the host knows it.
         self.behind = behind
         self.num_drafted = sum([budget for _, budget in self.drafts.values()])  # nodes, at the most
-        self.num_tokens = int(np.add.reduce(count)) + self.num_drafted  # of the target pass at the most
+        self.num_tokens = sum(count.tolist()) + self.num_drafted  # of the target pass at the most
         self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token
         self.all_sample = len(self.sampling) == len(sequences)
         self.seats = np.array([one.seat for one in sequences], np.int64) if seats is None else seats
         self.changes = -1  # the scheduler's count of sequences that joined or left, when it was made
 
     @staticmethod
-    def of(rows: SequenceOf[Row], tables: Tables) -> Batch:
-        first, count = np.array([row.first for row in rows], np.int64), np.array([row.count for row in rows], np.int64)
+    def of(rows: SequenceOf[Row], tables: Tables, seats: Ints | None = None) -> Batch:
+        first, count = np.array([(row.first, row.count) for row in rows], np.int64).reshape(-1, 2).T.copy()
         samples = np.array([row.samples for row in rows], np.bool_)
         drafts = {index: (row.method, row.budget) for index, row in enumerate(rows) if row.budget}
-        return Batch([row.sequence for row in rows], first, count, samples, tables, drafts=drafts)
+        return Batch([row.sequence for row in rows], first, count, samples, tables, drafts=drafts, seats=seats)
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -98,15 +100,29 @@ class Engine:
         self.stats = EngineStats()
         expect_objects(OBJECTS_A_ROW * config.max_num_seqs)
         self.runs_ahead = model.device.type != "cpu"  # a CPU computes when it is asked: there is nothing to hide
+        self._at_work = False
         self._requests: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None  # launched by the step before
         self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, once its step is published
         self._spent_s = self._plain_s = 0.0  # in steps that only decoded, and what they would have taken plainly
         self._read_at = self._returned_at = 0.0  # when the last step had been read, and when it was over
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Torch as steps need it, for all that follow: entering anew for each takes as long as planning a small one."""
+        with torch_threads(self.model.torch_threads), torch.inference_mode():
+            self._at_work = True
+            try:
+                yield
+            finally:
+                self._at_work = False
+
     def step(self) -> StepOutputs:
+        if not self._at_work:
+            with self.at_work():
+                return self.step()
         # A step leaves nothing behind that refers to itself; looking for it amid hundreds of rows takes milliseconds.
-        with torch_threads(self.model.torch_threads), no_collection(), torch.inference_mode():
+        with no_collection():
             started = time.perf_counter()
             following, self._flight = self._flight, None
             flight = following if following is not None and self._is_live(following) else self._launch()
@@ -221,7 +237,9 @@ class Engine:
         """Timings for the user: what steps that only decode took, and would have taken plainly. A sequence is in every
         step from its admission to its end, so its share is a difference of these sums; drafted tokens are added."""
         plain_s = None
-        if batch.only_decodes:
+        if batch.only_decodes and not self.drafters.drafters:
+            plain_s = step_s
+        elif batch.only_decodes:
             plain_s = self.policy.plain_seconds(len(batch), any(sequence.sampled for sequence in outputs.sequences))
         if plain_s:
             self._spent_s += step_s

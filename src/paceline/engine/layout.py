@@ -98,8 +98,8 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     path, depths, device_trees = of.no_path, of.depths, None
     unseen = draft.unseen and draft.width > 0
     if draft.width:
-        tokens = -1 - np.arange(of.used.size) if draft.unseen else draft.arrays.tokens.reshape(-1)
-        each[TOKEN][of.nodes] = tokens[of.used.reshape(-1)]
+        drafted_tokens = -1 - np.arange(of.used.size) if draft.unseen else draft.arrays.tokens.reshape(-1)
+        each[TOKEN][of.nodes] = drafted_tokens[of.used.reshape(-1)]
     if of.path is not None:
         path = each[SLOT].take(of.path)
         np.putmask(path, of.path < 0, -1)
@@ -108,10 +108,10 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
             unknown, depths = device_trees.numbers[:, 0], depths.copy()
             depths[batch.sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
             unseen = len(unknown) < int(np.count_nonzero(in_draft))
-    host = HostPlan(each, path, batch.tables, torch.from_numpy(each[TOKEN]))
+    host = HostPlan(each, path, batch.tables, tokens := torch.from_numpy(each[TOKEN]))
     longest = int(np.maximum.reduce(each[REACH], initial=0)) + (0 if device_trees is None else device_trees.max_depth)
     return Layout(
-        tokens=host.tokens,
+        tokens=tokens,
         unseen=unseen,
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
         prompts=[] if batch.only_decodes else _prompt_rows(batch, of.begin),
@@ -165,7 +165,9 @@ def _shape(
     from_first[PREFIX] = from_first[REACH] = offset + 1
     from_first[OWNER] = owner
     path, trees = None, np.empty((0, 1 + width), np.int64)
-    branching: Bools = (used & (parent != np.arange(-1, width - 1))).any(1) if width else used.any(1)
+    branching = np.zeros(len(drafted), np.bool_)
+    if width:
+        branching |= (used & (parent != np.arange(-1, width - 1))).any(1)
     if branching.any():
         at = np.full(used.shape, -1)  # (B, N) rows of the pass
         at[used] = nodes

@@ -135,10 +135,18 @@ class EngineLoop:
     def run(self) -> None:
         """Take commands and step until a `Close`; requests that are open then fail."""
         while self._take_commands():
+            with self.engine.at_work():
+                self._work()
+
+    def _work(self) -> None:
+        """Steps until a command comes, or until there is nothing to do."""
+        going = True
+        while going:
             self._admit_backlog()
             if self.engine.has_work:
                 self._step()
             self._outputs.flush()
+            going = self.engine.has_work and self._commands.empty()
 
     def abandon(self, error: PacelineError) -> None:
         """Fail every request that is open and every command that is left."""

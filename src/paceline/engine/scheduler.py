@@ -95,7 +95,9 @@ class Scheduler:
         if all(sequence.status is Status.RUNNING for sequence in (*decodes, *prompts)):
             self._admit()  # not in a step that had to preempt: the newcomer would be next
         rows = list(self._rows.values())
-        return self._made(Batch.of(rows, self.blocks.tables([row.sequence for row in rows])))
+        seats = np.array([row.sequence.seat for row in rows], np.int64)
+        width = max([len(row.sequence.blocks) for row in rows], default=0)
+        return self._made(Batch.of(rows, self.blocks.tables_at(seats, width), seats))
 
     def schedule_behind(self, batch: Batch) -> Batch | None:
         """The step after a plain one whose verdict is not read: every row that samples goes on by one token, prompts by

@@ -23,7 +23,7 @@ from paceline.models.chain import GreedyChain
 from paceline.models.kernels import FLOAT32, INT8, Layer, Rope, Shape, Stack, Weights
 from paceline.models.kv_cache import LayerCache
 from paceline.models.native_weights import CPU, PackedRows, PackedWeight, ProductView, runs_of_a_kind
-from paceline.models.plan import PassPlan
+from paceline.models.plan import ROW_FIELDS, PassPlan
 from paceline.models.weights import StoredWeight, joined
 
 ABI = 8  # native/plan.h
@@ -143,6 +143,12 @@ class PlanView(ctypes.Structure):
 
     @classmethod
     def of(cls, plan: PassPlan) -> PlanView:
+        if "host" in vars(plan):  # whose rows follow one another in memory
+            each, path, tables, _ = plan.host
+            assert each.dtype == path.dtype == tables.dtype == np.int32
+            rows, first = each.shape[1], address_of(each)
+            at = [first + 4 * rows * ROW_FIELDS.index(name) for name in PLAN_TENSORS[: len(ROW_FIELDS)]]
+            return cls(*at, address_of(path), address_of(tables), *path.shape, tables.shape[1], plan.block_size)
         tensors = [getattr(plan, name) for name in PLAN_TENSORS]
         if any(t.dtype is not torch.int32 or not t.is_contiguous() for t in tensors):
             raise TypeError("a plan is made of contiguous int32 tensors")

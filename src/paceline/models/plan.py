@@ -113,7 +113,7 @@ class PassPlan:
         )
 
     def to(self, device: torch.device) -> PassPlan:
-        if self.positions.device == device:
+        if ("host" in self.__dict__ and device.type == "cpu") or self.positions.device == device:
             return self
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
