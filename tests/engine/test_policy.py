@@ -560,7 +560,7 @@ def test_sequences_that_ended_are_forgotten():
         step(policy, [drafter], live, lambda n, nodes, _: seconds_of(FLAT, n + nodes))
         live = [one for one in live if one.room]
     policy.meanwhile()
-    assert not policy._pace
+    assert not policy._job_values._pace
     assert not policy._looked_at
 
 

@@ -13,7 +13,7 @@ it finds unlikely. Others are chains, one node per depth.
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -110,7 +110,10 @@ def _of_chains(record: Floats | None, evidence: int) -> Outlook:
 
 def _count(column: Floats, numbers: SequenceOf[int]) -> None:
     """Add to each place how many of the numbers go that far."""
-    for number, count in Counter(numbers).items():
+    counts: dict[int, int] = {}
+    for number in numbers:
+        counts[number] = counts.get(number, 0) + 1
+    for number, count in counts.items():
         column[:number] += count
 
 
@@ -182,7 +185,9 @@ class Acceptance:
             record = self._record(key, MAX_K)
             _count(record[TRIED], [asked for asked, _, _ in trees])
             _count(record[DRAFTED], [nodes for _, nodes, _ in trees])
-            record[HIT] += np.bincount([node for *_, path in trees for node in path], minlength=MAX_K)
+            for *_, path in trees:
+                for node in path:
+                    record[HIT, node] += 1
             self._noted(key, record)
         self._chains.clear()
         self._trees.clear()

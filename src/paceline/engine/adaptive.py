@@ -9,7 +9,7 @@ and timings, never the draft at hand: that would bias the output.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from paceline.engine.cost import (
 )
 from paceline.engine.evidence import DrafterEvidence
 from paceline.engine.guard import Guard
+from paceline.engine.job_values import JobValues
 from paceline.engine.policy import DEEPEST, Choice, StepReport, any_sampled, wish
 from paceline.models.pass_prior import CPU, PassPrior
 from paceline.sequence import Sequence
@@ -53,9 +54,7 @@ SLOPE_NODES = 4  # over which the cost of one more node is taken, at least
 LOOK_ROWS, LONGEST_PAUSE = 4, 64
 FEW, FEW_PAUSE = 8, 8
 NEW_SHARE = 8  # one in so many sequences, at least, has to be new to end a pause
-BELIEF = 0.7  # in what a token is worth to a job, against every token being worth the same: the last row is a guess
-FORESIGHT, PACE_DEPTH = 0.3, 4  # share of a draft's promise, so deep, that counts as the sequence's pace already
-PACE_RATE = 0.1  # weight of the newest step in a sequence's tokens per step
+PACE_DEPTH = 4  # of a draft: what it promises so far may count as the sequence's pace
 WORST = -2.0  # plain steps that one drafted step may be seen to lose: more says something about the machine
 
 _choice = cache(Choice)
@@ -114,7 +113,7 @@ class AdaptivePolicy:
         self._draft_times, self._acceptance = DraftTimes(), Acceptance()
         self._guards: defaultdict[str, Guard] = defaultdict(Guard)  # by method
         self._stopped: set[str] = set()  # methods that their guards have stopped for now
-        self._pace: dict[str, float] = {}  # tokens per step that drafts, by sequence
+        self._job_values = JobValues()
         self._drafter_of: dict[str, Choice] = {}  # of each sequence's last draft
         self._plan, self.least = _Plan(), 0.0
         self._rows = NO_ROWS  # of the last plan
@@ -301,7 +300,12 @@ class AdaptivePolicy:
         tree, models = self._evidence.makes_trees(method), self._evidence.runs_model(method)
         values: dict[str, float] = {}
         if step.jobs and not models and step.rows.jobs:  # a model's drafts are as long for all
-            values = self._values(step, method, dict(zip(rows, found, strict=True)))
+            by_row = dict(zip(rows, found, strict=True))
+
+            def promised(at: int) -> float:
+                return self._promised(method, step.rows.sampled[at], by_row.get(at, 0))
+
+            values = self._job_values.of(step.rows.keys, step.room, step.rows.jobs, promised)
         guess_s = step.times.seconds(1)
         a, b = self._draft_times.line(method, len(rows), guess_s * (PASS_GUESS if models else LOOKUP_GUESS))
         if not models:
@@ -347,27 +351,11 @@ class AdaptivePolicy:
                 seconds = max(seconds, a + b * (budget if chain else 1))
         return seconds
 
-    def _values(self, step: _Step, method: str, found: Mapping[int, int]) -> dict[str, float]:
-        """What a token of each sequence is worth: one that will end long before the others of its job saves little.
-
-        How likely a sequence is to be the last grows with the square of the steps it still needs. `found`: by row, the
-        evidence for a draft by the method, whose promise counts as the sequence's pace already.
-        """
-        values: dict[str, float] = {}
-        keys, sampled = step.rows.keys, step.rows.sampled
-        for members in step.rows.jobs.values():
-            promised = [self._promised(method, sampled[at], found.get(at, 0)) for at in members]
-            pace = [self._pace.get(keys[at], 1.0) + each for at, each in zip(members, promised, strict=True)]
-            squares = [(step.room[at] / each) ** 2 for at, each in zip(members, pace, strict=True)]
-            scale = BELIEF * len(members) / max(sum(squares), 1e-9)
-            values.update((keys[at], 1 - BELIEF + scale * one) for at, one in zip(members, squares, strict=True))
-        return values
-
     def _promised(self, method: str, sampled: bool, evidence: int) -> float:
-        """Tokens that a draft may bring in this step, as far as they count."""
+        """Tokens of a draft's first few that may be accepted."""
         if not evidence:
             return 0.0
-        return FORESIGHT * float(self._acceptance.survival(method, sampled, evidence)[:PACE_DEPTH].sum())
+        return float(self._acceptance.survival(method, sampled, evidence)[:PACE_DEPTH].sum())
 
     def rests(self, sequences: SequenceOf[Sequence]) -> bool:
         if not self._evidence.drafters:
@@ -410,9 +398,10 @@ class AdaptivePolicy:
                 for times in self._times:
                     times.fade()
             self._drafted = False
-        drafted: Mapping[str, int] = {}  # method -> sequences
+        drafted: dict[str, int] = {}  # method -> sequences
         if report.rows > report.num_sequences:
-            drafted = Counter(method for method, *_ in report.outputs.drafts.values())
+            for method, *_ in report.outputs.drafts.values():
+                drafted[method] = drafted.get(method, 0) + 1
         outputs = report.outputs
         if outputs.sequences:
             self._learn_times(plan, report, drafted)
@@ -425,9 +414,8 @@ class AdaptivePolicy:
                 self._acceptance.note_tree(*known, asked, nodes, path)
             else:
                 self._acceptance.note(*known, depth, accepted)
-        for sequence, tokens in zip(outputs.sequences, outputs.tokens, strict=True) if drafted else ():
-            pace = self._pace.get(sequence.key, 1.0)  # in other steps all have the same
-            self._pace[sequence.key] = pace + PACE_RATE * (len(tokens) - pace)
+        if drafted:
+            self._job_values.note(outputs.sequences, outputs.tokens)
         for at in outputs.ended:
             self.forget(outputs.sequences[at])
         if outputs.drafts:
@@ -467,7 +455,7 @@ class AdaptivePolicy:
 
     def forget(self, sequence: Sequence) -> None:
         self._rows = NO_ROWS
-        self._pace.pop(sequence.key, None)
+        self._job_values.forget(sequence)
         self._drafter_of.pop(sequence.key, None)
         self._looked_at.discard(sequence.key)
 

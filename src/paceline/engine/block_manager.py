@@ -132,11 +132,15 @@ class BlockManager:
                 self.publish(sequence)
 
     def mark(self, sequence: Sequence, drafter: str, start: int, end: int) -> None:
-        """The drafter's K/V of positions [start, end) are complete: mark the blocks that lie inside."""
-        for index in range(-(-start // self.block_size), min(end // self.block_size, len(sequence.blocks))):
-            block = sequence.blocks[index]
-            if drafter not in self._marks[block]:
-                self._marks[block] |= {drafter}
+        """The drafter's K/V of positions [start, end) are complete: mark the blocks that lie inside.
+
+        From the last on: those before a marked one were marked with it, or earlier.
+        """
+        first, last = -(-start // self.block_size), min(end // self.block_size, len(sequence.blocks))
+        for block in reversed(sequence.blocks[first:last]):
+            if drafter in self._marks[block]:
+                break
+            self._marks[block] |= {drafter}
 
     def marked_from(self, sequence: Sequence, drafter: str) -> int:
         """First position from which all of the sequence's blocks are marked for the drafter."""
