@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -354,3 +355,30 @@ def test_settings_that_cannot_work_are_refused():
     engine.add_request("a", [1], params(max_tokens=5))
     with pytest.raises(InvalidParameter, match="already running"):
         engine.add_request("a", [1], params(max_tokens=5))
+
+
+def test_torch_is_set_up_once_for_the_steps_of_a_stretch_and_left_as_it_was():
+    engine = make_engine()
+    engine.model.torch_threads = 1
+    engine.add_request("a", [1, 2, 3], params(max_tokens=8))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine.step()
+        assert (torch.is_inference_mode_enabled(), torch.get_num_threads()) == (False, 2)
+        with engine.at_work():
+            for _ in range(3):
+                engine.step()
+                assert (torch.is_inference_mode_enabled(), torch.get_num_threads()) == (True, 1)
+        engine.step()
+        assert (torch.is_inference_mode_enabled(), torch.get_num_threads()) == (False, 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_drafters_a_step_is_its_own_measure_of_plain_decoding():
+    engine = make_engine()
+    (sequence,) = engine.add_request("a", [1, 2, 3], params(max_tokens=20))
+    while engine.has_work:
+        engine.step()
+    assert sequence.stats.plain_s == sequence.stats.spent_s > 0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import draft as draft_module
-from paceline.draft import Draft, Verdict, ancestors, clamp_trees, packed_to
+from paceline.draft import Draft, Verdict, VerdictRow, ancestors, clamp_trees, packed_to
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.flight import Reading
@@ -159,6 +159,20 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
     assert blank.pack() is blank.packed
     for name in ("tokens", "num_accepted", "kinds"):
         assert (getattr(blank, name).data_ptr() - blank.packed.data_ptr()) % 16 == 0, name
+
+
+def test_a_verdict_of_lists_is_that_of_its_tensors():
+    rows = [VerdictRow([4, 5, 6], [0, 2], [0, 0, 1]), VerdictRow([7], [], [2]), VerdictRow([8, 9], [0], [0, 2])]
+    lists = Verdict.on_host(rows, 3)
+    tensors = Verdict(**{name: getattr(lists, name) for name in ("tokens", "num_accepted", "path", "kinds")})
+    assert lists.tokens.tolist() == [[4, 5, 6, -1], [7, -1, -1, -1], [8, 9, -1, -1]]
+    assert lists.path.tolist() == [[0, 2, -1], [-1] * 3, [0, -1, -1]]
+    assert lists.num_accepted.tolist() == [2, 0, 1]
+    assert lists.kinds.tolist() == [[0, 0, 1, 3], [2, 3, 3, 3], [0, 2, 3, 3]]
+    assert tensors.rows == rows
+    assert lists.moves
+    assert tensors.moves
+    assert not Verdict.on_host(rows[1:], 3).moves  # accepted nodes lie where their tokens belong
 
 
 @pytest.mark.parametrize("enabled", [True, False])
