@@ -367,20 +367,16 @@ class Verdict:
     def __getattr__(self, name: str) -> Tensor:
         if "_depth" not in self.__dict__ or name not in ("tokens", "num_accepted", "path", "kinds"):
             raise AttributeError(name)
-        rows, depth = self.rows, self.__dict__["_depth"]
-
-        def padded(parts: list[list[int]], width: int, filler: int) -> Tensor:
-            full = [[*part, *[filler] * (width - len(part))] for part in parts]
-            return torch.from_numpy(np.array(full, np.int64).reshape(len(full), width))
-
-        self.__dict__.update(
-            tokens=padded([row.tokens for row in rows], depth + 1, -1),
-            num_accepted=torch.tensor([len(row.path) for row in rows]),
-            path=padded([row.path for row in rows], depth, -1),
-            kinds=padded([row.kinds for row in rows], depth + 1, int(Kind.PAD)).to(torch.uint8),
-        )
-        found: Tensor = self.__dict__[name]
-        return found
+        if name == "num_accepted":
+            numbers = np.array([len(row.path) for row in self.rows], np.int64)
+        else:
+            width, filler = self.__dict__["_depth"] + (name != "path"), int(Kind.PAD) if name == "kinds" else -1
+            numbers = np.full((len(self.rows), width), filler, np.uint8 if name == "kinds" else np.int64)
+            for into, row in zip(numbers, self.rows, strict=True):
+                part = getattr(row, name)
+                into[: len(part)] = part
+        made = self.__dict__[name] = torch.from_numpy(numbers)
+        return made
 
     @functools.cached_property
     def rows(self) -> Sequence[VerdictRow]:
@@ -528,7 +524,7 @@ def clamp_trees(tokens: Tensor, parents: Tensor, vocab_size: int, max_depth: int
     return tokens.clamp(0, vocab_size - 1), torch.where(depth == 1, -1, parents), depth
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(128)
 def _used(parents: bytes, depths: bytes, counts: bytes, width: int, unknown: bool) -> Bools:
     """(B, N) which nodes of a draft are there, once its shape was found to be sound; steps have the same again and
     again. `unknown`: some rows are known to the device alone."""

@@ -140,7 +140,7 @@ class _Shape(NamedTuple):
     trees: Ints  # (T, 1 + N) of drafts that branch: their row of the verdict, and the rows of their nodes in the pass
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(128)
 def _shape(
     counts: bytes, samples: bytes, in_draft: bytes, parents: bytes, depths: bytes, width: int, max_depth: int
 ) -> _Shape:
