@@ -13,7 +13,6 @@ from collections.abc import Sequence as SequenceOf
 from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 
 from paceline.draft import Draft
 from paceline.drafters.lookup import State
@@ -90,10 +89,11 @@ class NativeBackend(ABC, Generic[S]):
         planes = 1 if only_chains else PLANES
         nodes = self._out[rows : rows + planes * rows * width].reshape(planes, rows, width).copy()
         if only_chains:
-            return Draft.chains(torch.from_numpy(nodes[0]))
-        tokens, parents, depth = map(torch.from_numpy, nodes)
-        num_nodes = torch.from_numpy(self._out[:rows].copy())
-        return Draft(tokens=tokens, parents=parents, depth=depth, num_nodes=num_nodes)
+            depth = np.empty_like(nodes[0])
+            depth[:] = np.arange(1, width + 1)
+            return Draft.of_arrays(nodes[0], depth - 2, depth, np.full(rows, width))
+        tokens, parents, depth = nodes
+        return Draft.of_arrays(tokens, parents, depth, self._out[:rows].copy())
 
     @abstractmethod
     def _make_room(self, state: S, length: int) -> None:
