@@ -31,7 +31,7 @@ class Twin:
         self._propose, self._absorb = drafter.propose, drafter.absorb
         drafter.propose, drafter.absorb = self.propose, self.absorb
         for each in (drafter, twin):
-            each._shaped = self.keep(each._shaped)
+            each._on_host = self.keep(each._on_host)
 
     def absorb(self, batch):
         self._absorb(batch)
@@ -39,7 +39,7 @@ class Twin:
 
     def keep(self, shaped):
         def kept(rows, found, scores):
-            self.grown = found.clone(), scores.clone()
+            self.grown = found.copy(), scores.copy()
             return shaped(rows, found, scores)
 
         return kept

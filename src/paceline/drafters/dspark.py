@@ -31,7 +31,7 @@ from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import MASKS, W1, W2, DSparkConfig, check_target
 from paceline.drafters.native_block import BlockRow, NativeBlocks
-from paceline.drafters.tapped import TapBatch, TappedDrafter, likely_nodes
+from paceline.drafters.tapped import Floats, TapBatch, TappedDrafter, likely_nodes
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Kernels, Packed
@@ -206,7 +206,7 @@ class DSparkDrafter(TappedDrafter):
         found, scores = self._native.draft(given, [one.blocks for one in sequences], rows, self._ring.stored, width)
         if after is None:
             self._caught_up(sequences)
-        return _drafts(found, likely_nodes(scores, rows, self._counts(rows)))
+        return self._on_host(rows, found, scores)
 
     def _places(self, sequences: list[Sequence], after: UnreadVerdict | None) -> tuple[list[int], list[int]]:
         """Seats and lengths, which on a CPU the host knows."""
@@ -228,14 +228,17 @@ class DSparkDrafter(TappedDrafter):
 
     def _shaped(self, rows: SequenceOf[DraftRow], found: Tensor, scores: Tensor | None) -> Draft:
         """From tokens, parents and depths (3, B, nodes), in order of their probability, what the rows asked for."""
-        counts = self._counts(rows)
         if scores is not None:
-            return _drafts(found.numpy(), likely_nodes(scores.numpy(), rows, counts))
+            return self._on_host(rows, found.numpy(), scores.numpy())
+        counts = self._counts(rows)
         tokens, parents, depth = found[:, :, : max(counts)]
         if self._beam == 1:
             return Draft.chains(tokens, torch.tensor(counts), unseen=True)
         known = depth if self._tree_kernels else None
         return Draft.device_trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
+
+    def _on_host(self, rows: SequenceOf[DraftRow], found: Ints, scores: Floats) -> Draft:
+        return _drafts(found, likely_nodes(scores, rows, self._counts(rows)))
 
     def _rows(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
