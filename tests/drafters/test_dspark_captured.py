@@ -96,7 +96,7 @@ def test_captured_and_native_drafts_are_those_of_the_reference_kernels(other, mo
         assert bool(drafter._passes._captured) == bool(drafter._absorbing._graphs) == (recorder is not None)
         budgets = [5 + 7 * at for at in range(len(sequences))]
         rows = [DraftRow(*pair) for pair in zip(sequences, budgets, strict=True)]
-        drafts.append(drafter.propose(rows))
+        drafts.append(drafter.propose(rows).on_host(CONFIG.vocab_size))
         caches.append(drafter._passes._caches[0])
         for sequence, length in zip(sequences, lengths, strict=True):
             assert drafter.absorbed(sequence) == (0, length - 1)
