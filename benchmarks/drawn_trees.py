@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.methods import available
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
+from paceline.models.kv_cache import LayerCache
 from paceline.rng import Lane, uniform
 from paceline.verify.processors import threshold
 
@@ -136,6 +138,10 @@ def joined(drawn: dict[int, Drawn], others: Draft, ids: Tensor) -> Draft:
 
 class DrawnTrees(DSparkDrafter):
     """Of one row at a time, which samples without a seed."""
+
+    def bind(self, caches: Sequence[LayerCache], block_size: int) -> None:
+        super().bind(caches, block_size)
+        self._native = None  # it grows trees of its own, and `_trees` is not asked
 
     def _trees(self, logits: Tensor, anchors: Tensor, nodes: int) -> tuple[Tensor, Tensor | None]:
         positions = logits.view(len(anchors), self.config.block_size, -1)

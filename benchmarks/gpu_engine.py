@@ -24,6 +24,7 @@ from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.models.graphs import PassGraphs
 from paceline.models.pass_prior import prior_of
+from paceline.models.weights import WeightKind
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 QUESTIONS = (
@@ -93,7 +94,7 @@ class Runs:
         """`on`: another's cache and graphs. One engine runs at a time, so several may use the same."""
         gc.collect()  # an engine before this one may still hold its cache
         drafters = self._drafters(subject, decoder, method)
-        self.prior = prior_of(decoder)
+        self.prior = prior_of(decoder, WeightKind.of(decoder.dtypes.numbers))
         self.policy = AdaptivePolicy(drafters, method, k, self.prior)
         config = EngineConfig(
             prefix_caching=False,

@@ -183,8 +183,9 @@ def crowd(subject: Subject) -> dict[str, Any]:
 
 
 def _weights(decoder: Decoder) -> list[Tensor]:
+    """Of all layers and of the head; none where they are packed for a CPU."""
     packed = [p for layer in decoder.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return [p.weight.data for p in (*packed, decoder.head)]
+    return [p.weight.data for p in (*packed, decoder.head) if hasattr(p, "weight")]
 
 
 def profile(bench: Bench, rows: int, context: int) -> dict[str, float]:
@@ -244,10 +245,7 @@ def numerics(subject: Subject) -> dict[str, Any]:
 
 
 def plain_products(decoder: Decoder, rows: int) -> float:
-    layer = decoder.layers[0]
-    weights = [getattr(p, "weight", None) for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    if weights[0] is None:  # packed for a CPU
-        return 0.0
+    weights = _weights(decoder)[:4]  # of the first layer
     inputs = [torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights]
     return decoder.config.num_layers * sum(
         device_ms(lambda x=x, w=w: torch.nn.functional.linear(x, w), 10) for x, w in zip(inputs, weights, strict=True)

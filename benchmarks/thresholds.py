@@ -40,7 +40,7 @@ class Refused(HostDrafter):
     def propose(self, rows: Sequence[DraftRow]) -> Draft:
         width = max(row.budget for row in rows)
         tokens = torch.full((len(rows), width), 7, dtype=torch.int64)
-        return Draft.chains(tokens, torch.tensor([row.budget for row in rows]), 0)
+        return Draft.chains(tokens, torch.tensor([row.budget for row in rows]))
 
 
 class EveryoneDrafts(LearnsNothing):

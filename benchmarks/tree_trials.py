@@ -20,6 +20,7 @@ import argparse
 import heapq
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +40,11 @@ from paceline.drafters.dspark import DSparkDrafter
 from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import CONFIDENCE
 from paceline.drafters.methods import METHODS, SUFFIX, available
-from paceline.engine import evidence
+from paceline.engine import acceptance, evidence
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.models.decoder import FINAL
+from paceline.models.kv_cache import LayerCache
 
 KINDS = ("top", "coupled", "suffix", "merged")  # deterministic trials, whose first n nodes are a trial of n
 MOST = 400  # nodes of a union
@@ -91,6 +93,10 @@ def merged(one: Tree, other: Tree, count: int) -> Tree:
 
 class Trials(DSparkDrafter):
     """Proposes the union of all trials, and keeps them for `expected`."""
+
+    def bind(self, caches: Sequence[LayerCache], block_size: int) -> None:
+        super().bind(caches, block_size)
+        self._native = None  # it grows trees of its own, and `_trees` is not asked
 
     def prepare(self, folder: Path, vocab_size: int, args: argparse.Namespace) -> None:
         self.vocab_size, self.temperature, self.sizes = vocab_size, args.temperature, args.sizes
@@ -335,7 +341,7 @@ def collect(args: argparse.Namespace) -> list[dict[str, Any]]:
     drafter = Trials.from_context(context, method.name)
     assert isinstance(drafter, Trials)
     drafter.prepare(context.checkpoint, target.loaded.config.vocab_size, args)
-    evidence.MAX_K = MOST
+    acceptance.MAX_K = evidence.MAX_K = MOST
     drafters: list[Any] = [drafter]
     if args.lookup:
         drafter.lookup = METHODS[SUFFIX].make(context)

@@ -108,7 +108,7 @@ def as_the_engine(case: Case, draft: Draft, logits: Tensor, row_of: Tensor) -> C
     params = SamplingParams(**{name: value for name, value in asked.items() if value is not None}).resolve({})
     sequences = [Sequence(str(row), [0] * 100, params, max_len=1000) for row in range(draft.batch)]
     sampler, host = Sampler(logits.shape[1], frozenset({0}), DEVICE), row_of.cpu()
-    parts = {name: getattr(draft, name).cpu() for name in ("tokens", "parents", "depth", "num_nodes", "source")}
+    parts = {name: getattr(draft, name).cpu() for name in ("tokens", "parents", "depth", "num_nodes")}
     q = None if draft.q is None else replace(draft.q, row_of=draft.q.row_of.cpu())
     on_host, chains = Draft(**parts, q=q), case.children == 1
     sampler.warmup(logits, draft.batch, len(logits), q_rows=0 if q is None else len(logits))

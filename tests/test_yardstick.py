@@ -1,11 +1,15 @@
-"""The benchmarks' yardstick gives the small model's logits: checked at a small scale, in fp32."""
+"""Scripts of benchmarks at a small scale on a CPU: what they use of the package is there, and the yardstick gives the
+small model's logits."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+
+from paceline.drafters.base import DraftRow
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -19,3 +23,28 @@ def test_the_yardstick_is_the_small_model_in_a_larger_shape() -> None:
     tokens = torch.randint(0, 500, (24,)).tolist()
     small, large = logits_of(subject.small, tokens), logits_of(subject.yardstick, tokens)
     torch.testing.assert_close(large, small, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["passes", "prefill", "host"])
+def test_figures_of_a_gpu_can_be_taken_of_a_small_model(part: str) -> None:
+    from gpu import PARTS
+    from gpu_subject import Subject
+
+    assert PARTS[part](Subject("random", torch.device("cpu"), tiny=True))
+
+
+def test_every_case_of_verification_runs_as_the_engine_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import verify_gpu
+
+    monkeypatch.setattr(verify_gpu, "DEVICE", torch.device("cpu"))
+    for case in verify_gpu.CASES:
+        for work in verify_gpu.batch(case, rows=2, nodes=6, vocab=80):
+            assert work().tokens.shape[0] == 2
+
+
+def test_drafts_that_are_to_be_refused_are_valid() -> None:
+    from thresholds import Refused
+
+    draft = Refused().propose([DraftRow(None, 3), DraftRow(None, 1)])
+    draft.validate(50)
+    assert draft.num_nodes.tolist() == [3, 1]
