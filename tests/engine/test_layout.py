@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from paceline import draft as draft_module
 from paceline.draft import Draft, Verdict, VerdictRow, ancestors, clamp_trees, packed_to
+from paceline.engine import layout as layout_module
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
 from paceline.engine.flight import Reading
@@ -159,6 +160,21 @@ def test_a_verdict_is_read_as_it_was_packed(batch, depth):
     assert blank.pack() is blank.packed
     for name in ("tokens", "num_accepted", "kinds"):
         assert (getattr(blank, name).data_ptr() - blank.packed.data_ptr()) % 16 == 0, name
+
+
+def test_shapes_of_large_steps_are_not_kept(monkeypatch):
+    """Each may take megabytes, and they rarely come again."""
+    noise = random.Random(1)
+    batch, draft = make_batch(noise, 4, decodes=True, budget=6), make_draft(noise, 4, 6, trees=True)
+    layout_module._kept_shape.cache_clear()
+    kept = lay_out(batch, draft, BLOCK)
+    assert lay_out(batch, draft, BLOCK).shape is kept.shape
+    monkeypatch.setattr(layout_module, "KEPT_ROWS", batch.num_tokens - 1)
+    large = lay_out(batch, draft, BLOCK)
+    assert large.shape is not kept.shape
+    assert np.array_equal(large.plan.host.each, kept.plan.host.each)
+    assert np.array_equal(large.plan.host.path, kept.plan.host.path)
+    assert layout_module._kept_shape.cache_info().currsize == 1
 
 
 def test_a_verdict_of_lists_is_that_of_its_tensors():

@@ -24,6 +24,7 @@ from paceline.sequence import Sequence
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 POSITION, PREFIX, SLOT, OWNER, REACH, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
+KEPT_ROWS = 4096  # of passes whose shapes are kept: a hundred larger ones with trees would take gigabytes
 FOLLOWS = np.array([[1], [1], [1], [0], [1], [0]])  # those that count from a sequence's first token in the pass
 
 
@@ -88,7 +89,8 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     (B, N). A batch that follows an unread verdict has no drafts, so the two never meet."""
     _, parents, depth, in_draft = draft.arrays
     drafted = in_draft.tobytes(), parents.tobytes(), depth.tobytes(), draft.width, draft.max_depth
-    of = _shape(batch.count.tobytes(), batch.samples.tobytes(), *drafted)
+    shape_of = _kept_shape if batch.num_tokens <= KEPT_ROWS else _shape
+    of = shape_of(batch.count.tobytes(), batch.samples.tobytes(), *drafted)
     each = (of.from_first + FOLLOWS * batch.first.take(of.owner)).astype(np.int32)
     stored = each[SLOT].copy()  # the position whose slot a row is written to
     each[SLOT] = slots_of(batch.tables, of.owner, stored, block_size)
@@ -140,7 +142,6 @@ class _Shape(NamedTuple):
     trees: Ints  # (T, 1 + N) of drafts that branch: their row of the verdict, and the rows of their nodes in the pass
 
 
-@functools.lru_cache(128)
 def _shape(
     counts: bytes, samples: bytes, in_draft: bytes, parents: bytes, depths: bytes, width: int, max_depth: int
 ) -> _Shape:
@@ -189,6 +190,9 @@ def _shape(
         path=path,
         trees=trees,
     )
+
+
+_kept_shape = functools.lru_cache(128)(_shape)
 
 
 def filled_in(codes: Tensor, unseen: Tensor) -> Tensor:
