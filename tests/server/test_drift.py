@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,9 @@ def test_an_alarm_is_counted_and_the_engine_is_told() -> None:
 def test_the_engine_process_has_the_policy_measure_again_and_ends_with_its_commands() -> None:
     told, methods = threading.Event(), list[str]()
     policy = SimpleNamespace(relearn=lambda method: (methods.append(method), told.set()))
-    built: Any = SimpleNamespace(engine=SimpleNamespace(has_work=False), policy=policy, keep=lambda: None)
+    built: Any = SimpleNamespace(
+        engine=SimpleNamespace(has_work=False, at_work=nullcontext), policy=policy, close=lambda: None
+    )
     outbox: Any = SimpleNamespace(put=lambda event: None, flush=lambda: None)
     own, its = socket.socketpair()
     with own, its:
