@@ -18,7 +18,7 @@ from paceline.engine.acceptance import Acceptance
 from paceline.engine.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, AdaptivePolicy
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.cost import GRID, DraftTimes, StepTimes
-from paceline.engine.guard import LEAST_LOSS, PAUSE, Guard
+from paceline.engine.guard import LEAST_LOSS, Guard
 from paceline.engine.policy import DEEPEST, Choice, StepReport
 from paceline.errors import InvalidParameter
 from paceline.models.pass_prior import CPU, GPU
@@ -238,13 +238,13 @@ def test_the_guard_stops_what_loses_and_tries_again_after_a_doubling_pause():
         pauses.append(1)
         while guard.pauses(64):
             pauses[-1] += 1
-    assert pauses == [PAUSE, 2 * PAUSE, 4 * PAUSE]
+    assert pauses == [2 * 64, 4 * 64, 8 * 64], "twice its sequences at first"
     assert not guard.pauses(1), "a batch of another size is another matter"
     for _ in range(20):
         guard.note(64, LEAST_LOSS)
     guard.note(64, -2 * LEAST_LOSS)
     assert guard.pauses(64)
-    assert sum(guard.pauses(64) for _ in range(9999)) == PAUSE - 1, "having won as much back, it is forgiven"
+    assert sum(guard.pauses(64) for _ in range(9999)) == 2 * 64 - 1, "having won as much back, it is forgiven"
 
 
 def test_a_plan_that_promises_more_than_it_brings_is_stopped():

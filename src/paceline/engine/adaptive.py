@@ -49,11 +49,11 @@ FADE_EVERY = 128  # steps after which methods that were not tried are forgotten 
 # Sequences that a method drafts for while hardly tried, and nodes of each: a large batch must not pay for a guess.
 TRIAL_ROWS, TRIAL_NODES = 16, 2
 SLOPE_NODES = 4  # over which the cost of one more node is taken, at least
-# A pause after a look that found nothing: a step for so many rows, then twice that, and on. Short for few on a CPU,
-# where a look takes some 3 % of a step.
+# A pause after a look that found nothing: a step for so many rows, then twice that, and on, up to so many or two for
+# each row. Short for few on a CPU, where a look takes some 3 % of a step.
 LOOK_ROWS, LONGEST_PAUSE = 4, 64
 FEW, FEW_PAUSE = 8, 8
-NEW_SHARE = 8  # one in so many sequences, at least, has to be new to end a pause
+NEW_SHARE = 2  # one in so many sequences, at least, has to be new to end a pause on a device
 PACE_DEPTH = 4  # of a draft: what it promises so far may count as the sequence's pace
 WORST = -2.0  # plain steps that one drafted step may be seen to lose: more says something about the machine
 
@@ -252,7 +252,7 @@ class AdaptivePolicy:
             self._give(step.rows.keys, chosen, found, choices)
         elif not self._evidence.awaits(step.rows.sequences):
             self._pause_left = max(self._pause, number // LOOK_ROWS, 1)
-            most = LONGEST_PAUSE if number > FEW or self._on_device else FEW_PAUSE
+            most = max(LONGEST_PAUSE, 2 * number) if number > FEW or self._on_device else FEW_PAUSE
             self._pause = min(2 * self._pause_left, most)
             for offer in considered:
                 in_vain = bucket(max(offer.evidence)), self._in_vain.get(offer.method, 0)
@@ -429,25 +429,38 @@ class AdaptivePolicy:
                 skip = FIRST_DRAFTS if self._evidence.runs_model(method) else 0
                 self._draft_times.observe(method, drafted.get(method, 1), depth, seconds, skip=skip)
         self._runs_ahead |= report.ahead
+        nodes = sum([draft[1] for draft in outputs.drafts.values()])
+        if report.warm and plan.drafts and plan.plain_s:
+            self._judge(plan, report, drafted, times, nodes)
         # A drafter that had to catch up is not timed, and its step is no measure of such steps.
         whole = len(outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
         # One that reads prompts is none either: on a machine unlike the prior it would pass for a slow plain step.
-        whole &= report.rows <= report.num_sequences + sum([draft[1] for draft in outputs.drafts.values()])
+        whole &= report.rows <= report.num_sequences + nodes
         taken = report.step_s - sum([seconds for _, seconds in report.draft_s.values()])
         if not (report.warm and whole and taken > 0):
             return
-        if plan.drafts and plan.plain_s:
-            tokens = float(outputs.num_tokens)
-            if plan.values:
-                worth = [plan.values.get(sequence.key, 1.0) for sequence in outputs.sequences]
-                tokens = sum([len(each) * value for each, value in zip(outputs.tokens, worth, strict=True)])
-            saved = tokens / report.num_sequences - report.step_s / plan.plain_s
-            for method in drafted:
-                self._guards[method].note(report.num_sequences, max(saved, WORST))
         # Where plain steps are launched ahead, one that was not takes longer than they do.
         if plan.drafts or report.ahead or not self._runs_ahead or not times.plain_known(report.rows):
             off = times.observe(report.rows, taken, drafted=plan.drafts)  # drafts with k fixed belong to any plan
             self._explores |= plan.explores and off < -SURPRISE
+
+    def _judge(
+        self, plan: _Plan, report: StepReport, drafted: Mapping[str, int], times: StepTimes, nodes: int
+    ) -> None:
+        """Tell the guards what a drafted step brought, a drafter's catching up included. Newcomers' prompts beside it
+        are left out, by the time of their rows; where that is more than a plain step takes, the step says nothing."""
+        outputs, beside_s = report.outputs, 0.0
+        if report.rows > report.num_sequences + nodes:
+            beside_s = times.seconds(report.rows - nodes) - times.seconds(report.num_sequences)
+            if beside_s > plan.plain_s:
+                return
+        tokens = float(outputs.num_tokens)
+        if plan.values:
+            worth = [plan.values.get(sequence.key, 1.0) for sequence in outputs.sequences]
+            tokens = sum([len(each) * value for each, value in zip(outputs.tokens, worth, strict=True)])
+        saved = tokens / len(outputs) - (report.step_s - beside_s) / plan.plain_s
+        for method in drafted:
+            self._guards[method].note(report.num_sequences, max(saved, WORST))
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
         times = self._times[sampled]

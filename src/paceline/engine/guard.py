@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from paceline.engine.cost import size_of
 
-LOSS, LEAST_LOSS = 6.0, 2.0  # plain steps that must be lost: how sure it must be. Over the root of the number of
+LOSS, LEAST_LOSS = 6.0, 1.0  # plain steps that must be lost: how sure it must be. Over the root of the number of
 # sequences, whose luck evens out, but never less than so many
-PAUSE, LONGEST_PAUSE = 64, 1024  # steps
+PAUSE, LONGEST_PAUSE = 64, 1024  # steps; the first of a large batch is twice its sequences: a trial of it is dear
 
 
 @dataclass
 class _Account:
+    pause: int  # the next one
     lost: float = 0.0  # plain steps
     won: float = 0.0  # since the last pause
-    pause: int = PAUSE  # the next one
     left: int = 0  # of the one under way
 
 
@@ -31,15 +31,21 @@ class Guard:
 
     def note(self, num_sequences: int, saved: float) -> None:
         """A drafted step saved so many plain steps."""
-        account = self._accounts.setdefault(size_of(num_sequences), _Account())
+        first = max(PAUSE, 2 * num_sequences)
+        account = self._accounts.setdefault(size_of(num_sequences), _Account(pause=first))
         limit = max(LOSS / math.sqrt(num_sequences), LEAST_LOSS)
         account.lost = max(account.lost - saved, 0.0)
         account.won += saved
         if account.won > limit:
-            account.pause = PAUSE
+            account.pause = first
         if account.lost > limit:
             account.left, account.lost, account.won = account.pause, 0.0, 0.0
             account.pause = min(2 * account.pause, LONGEST_PAUSE)
+
+    def lost(self, num_sequences: int) -> float:
+        """Plain steps that drafting for such a batch has lost since it last won or paused."""
+        account = self._accounts.get(size_of(num_sequences))
+        return 0.0 if account is None else account.lost
 
     def pauses(self, num_sequences: int) -> bool:
         """The next step of such a batch is to be plain; counts it."""

@@ -1,0 +1,112 @@
+"""`auto` for many sequences on a device, where drafts do not pay and prompts arrive: to find out must cost little."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.batch import StepOutput, StepOutputs
+from paceline.engine.drafting import CATCHING_UP
+from paceline.engine.policy import Choice, StepReport
+from paceline.models.buckets import STEPS
+from paceline.models.pass_prior import GPU
+from tests.engine.test_policy import Lookup, Trees, sequence
+
+# An 8B shape on an H200, by rows. A step that is not launched ahead shows the host's time as well.
+PASS_MS = {1: 3.86, 16: 4.1, 32: 4.4, 64: 4.65, 128: 5.6, 256: 8.2, 384: 11.8, 512: 14.3, 1024: 27.4, 2048: 54.0}
+PROMPT, ANSWER = 100, (20, 256)  # tokens
+ABSORB_MS = 0.0015  # a position that the drafter lags behind
+
+
+def pass_ms(rows):
+    return float(np.interp(next(size for size in STEPS if size >= rows), list(PASS_MS), list(PASS_MS.values())))
+
+
+class Serving:
+    """Sequences that end and are followed by new ones, answered step by step; time is by the tables above."""
+
+    def __init__(self, count, seed):
+        self.count, self.rng = count, random.Random(seed)
+        self.drafter = Trees(seconds=1e-3 * (0.74 + 0.028 * count), first=0.74, falls=0.9, seed=seed)
+        self.policy = AdaptivePolicy(
+            [self.drafter, Lookup("lookup", 0.3, evidence=1)], "auto", prior=replace(GPU, padded_to=STEPS)
+        )
+        self.sequences = [sequence(f"s{at}") for at in range(count)]
+        self.left = {one.key: self.rng.randrange(1, ANSWER[1]) for one in self.sequences}
+        self.lag = dict.fromkeys(self.left, 99)
+        self.resting, self.tokens, self.ms, self.plain_ms = False, 0, 0.0, 0.0
+
+    def newcomers(self, turn):
+        found = []
+        for at, one in enumerate(self.sequences):
+            if self.left[one.key] <= 0:
+                self.policy.forget(one)
+                self.sequences[at] = new = sequence(f"n{turn}/{at}")
+                self.left[new.key], self.lag[new.key] = self.rng.randrange(*ANSWER), 99
+                found.append(new)
+        return found
+
+    def step(self, turn):
+        new = {one.key for one in self.newcomers(turn)}
+        decoding = [one for one in self.sequences if one.key not in new]
+        planned = [Choice()] * len(decoding) if self.resting else self.policy.plan(decoding, 0, False)
+        choices = dict(zip([one.key for one in decoding], planned, strict=True))
+        self.policy.meanwhile()
+        outputs, paths, lag, drafts = [], [], 0, 0
+        for one in self.sequences:
+            choice, path = choices.get(one.key, Choice()), []
+            self.lag[one.key] += 1
+            if choice.method == "trees":
+                path = [node for node in range(choice.budget) if self.rng.random() < self.drafter.shares[node]]
+                lag, drafts, self.lag[one.key] = lag + self.lag[one.key], drafts + 1, 0
+            committed = [1] * (len(path) + 1)
+            one.tokens += committed
+            self.left[one.key] -= len(committed)
+            outputs.append(StepOutput(one, committed, "", [], False, choice.method, choice.budget, len(path), 8))
+            paths.append(path)
+        nodes = sum(choice.budget for choice in choices.values())
+        rows = len(decoding) + PROMPT * len(new)
+        taken = pass_ms(rows + nodes) + (0.0 if self.resting else 1.0 + 0.02 * self.count)
+        timed = {}
+        if drafts:
+            taken += 1e3 * self.drafter.seconds + ABSORB_MS * lag + 0.02 * self.count
+            if lag <= CATCHING_UP * drafts:
+                timed["trees"] = 1, self.drafter.seconds
+        made = replace(StepOutputs.of(outputs), paths=paths.__getitem__)
+        seconds = 1e-3 * taken * self.rng.uniform(0.97, 1.03)
+        self.policy.observe(StepReport(self.count, rows + nodes, seconds, timed, made, ahead=self.resting))
+        self.tokens, self.ms = self.tokens + made.num_tokens, self.ms + taken
+        self.plain_ms += pass_ms(rows) * made.num_tokens / self.count
+        self.resting = not nodes and self.policy.rests(self.sequences)
+
+
+@pytest.mark.parametrize("count", [64, 128])
+def test_what_does_not_pay_for_many_costs_little_to_find_out(count):
+    shares = []
+    for seed in range(3):
+        serving = Serving(count, seed)
+        for turn in range(700):
+            serving.step(turn)
+        shares.append(serving.plain_ms / serving.ms)
+    assert sum(shares) / len(shares) > 0.98, shares
+
+
+def report_of(policy, one, *, rows, seconds, timed):
+    policy.meanwhile()
+    policy._plan.drafts, policy._plan.plain_s = True, 1.0
+    outputs = StepOutputs.of([StepOutput(one, [1], "", [], False, "trees", 1, 0, 1)])
+    policy.observe(StepReport(1, rows, seconds, timed, outputs))
+    policy.meanwhile()
+    return policy._guards["trees"].lost(1)
+
+
+def test_the_guard_counts_steps_in_which_a_drafter_catches_up_and_leaves_prompts_out():
+    policy = AdaptivePolicy([Trees(seconds=0.1)], "auto", prior=GPU)
+    policy._times[0].observe(1, 1.0, drafted=False)
+    one = sequence("a")
+    assert report_of(policy, one, rows=2, seconds=1.5, timed={}) == pytest.approx(0.5), "it was not timed"
+    beside = policy._times[0].seconds(65) - policy._times[0].seconds(1)
+    assert report_of(policy, one, rows=66, seconds=1.5 + beside, timed={}) == pytest.approx(1.0)
+    assert report_of(policy, one, rows=600, seconds=9.0, timed={}) == pytest.approx(1.0), "nearly all of it is prompts"
