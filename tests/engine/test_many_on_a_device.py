@@ -95,7 +95,7 @@ def test_what_does_not_pay_for_many_costs_little_to_find_out(count):
 
 def report_of(policy, one, *, rows, seconds, timed):
     policy.meanwhile()
-    policy._plan.drafts, policy._plan.plain_s = True, 1.0
+    policy._plan.drafts, policy._plan.plain_s, policy._plan.sequences = True, 1.0, 1
     outputs = StepOutputs.of([StepOutput(one, [1], "", [], False, "trees", 1, 0, 1)])
     policy.observe(StepReport(1, rows, seconds, timed, outputs))
     policy.meanwhile()

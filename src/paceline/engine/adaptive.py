@@ -90,6 +90,7 @@ class _Plan:
     """What a step was planned by, to learn from what came of it."""
 
     drafts: bool = False  # of the policy's own choosing
+    sequences: int = 0  # newcomers of the step are not among them
     plain_s: float = 0.0  # seconds that it would take without; 0: not known, since prompts are read beside it
     explores: bool = False  # more nodes than seem best
     # By sequence that drafts: the evidence for it, and how many nodes may be drafted; 0: as many as there are.
@@ -243,7 +244,7 @@ class AdaptivePolicy:
         models = any(self._evidence.runs_model(offer.method) for offer in chosen)
         if gain > 1 + MARGIN * (1.0 if models else math.sqrt(number)):
             self._pause, self._pause_left, self._in_vain = self._pause // 2, 0, {}
-            self._plan.plain_s = 0.0 if step.other_rows else plain_s
+            self._plan.plain_s, self._plan.sequences = 0.0 if step.other_rows else plain_s, number
             self._plan.explores, self._explores = self._explores, False
             if self._plan.explores:
                 found = budgets.best(number, with_nodes, chosen, explore=True)
@@ -444,9 +445,7 @@ class AdaptivePolicy:
             off = times.observe(report.rows, taken, drafted=plan.drafts)  # drafts with k fixed belong to any plan
             self._explores |= plan.explores and off < -SURPRISE
 
-    def _judge(
-        self, plan: _Plan, report: StepReport, drafted: Mapping[str, int], times: StepTimes, nodes: int
-    ) -> None:
+    def _judge(self, plan: _Plan, report: StepReport, drafted: Mapping[str, int], times: StepTimes, nodes: int) -> None:
         """Tell the guards what a drafted step brought, a drafter's catching up included. Newcomers' prompts beside it
         are left out, by the time of their rows; where that is more than a plain step takes, the step says nothing."""
         outputs, beside_s = report.outputs, 0.0
@@ -460,7 +459,7 @@ class AdaptivePolicy:
             tokens = sum([len(each) * value for each, value in zip(outputs.tokens, worth, strict=True)])
         saved = tokens / len(outputs) - (report.step_s - beside_s) / plan.plain_s
         for method in drafted:
-            self._guards[method].note(report.num_sequences, max(saved, WORST))
+            self._guards[method].note(plan.sequences, max(saved, WORST))
 
     def plain_seconds(self, num_sequences: int, sampled: bool) -> float | None:
         times = self._times[sampled]
