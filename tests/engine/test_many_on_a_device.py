@@ -27,16 +27,18 @@ def pass_ms(rows):
 class Serving:
     """Sequences that end and are followed by new ones, answered step by step; time is by the tables above."""
 
-    def __init__(self, count, seed):
-        self.count, self.rng = count, random.Random(seed)
-        self.drafter = Trees(seconds=1e-3 * (0.74 + 0.028 * count), first=0.74, falls=0.9, seed=seed)
+    def __init__(self, count, seed, *, first=0.74, draft_ms=0.0, slow=()):
+        """`draft_ms`: of a draft, 0: as measured; `slow`: turns of a step that takes four times as long."""
+        self.count, self.slow, self.rng = count, slow, random.Random(seed)
+        seconds = 1e-3 * (draft_ms or 0.74 + 0.028 * count)
+        self.drafter = Trees(seconds=seconds, first=first, falls=0.9, seed=seed)
         self.policy = AdaptivePolicy(
             [self.drafter, Lookup("lookup", 0.3, evidence=1)], "auto", prior=replace(GPU, padded_to=STEPS)
         )
         self.sequences = [sequence(f"s{at}") for at in range(count)]
         self.left = {one.key: self.rng.randrange(1, ANSWER[1]) for one in self.sequences}
         self.lag = dict.fromkeys(self.left, 99)
-        self.resting, self.tokens, self.ms, self.plain_ms = False, 0, 0.0, 0.0
+        self.resting, self.ms, self.plain_ms = False, 0.0, 0.0
 
     def newcomers(self, turn):
         found = []
@@ -69,6 +71,7 @@ class Serving:
         nodes = sum(choice.budget for choice in choices.values())
         rows = len(decoding) + PROMPT * len(new)
         taken = pass_ms(rows + nodes) + (0.0 if self.resting else 1.0 + 0.02 * self.count)
+        taken *= 4 if turn in self.slow else 1
         timed = {}
         if drafts:
             taken += 1e3 * self.drafter.seconds + ABSORB_MS * lag + 0.02 * self.count
@@ -77,36 +80,52 @@ class Serving:
         made = replace(StepOutputs.of(outputs), paths=paths.__getitem__)
         seconds = 1e-3 * taken * self.rng.uniform(0.97, 1.03)
         self.policy.observe(StepReport(self.count, rows + nodes, seconds, timed, made, ahead=self.resting))
-        self.tokens, self.ms = self.tokens + made.num_tokens, self.ms + taken
+        self.ms += taken
         self.plain_ms += pass_ms(rows) * made.num_tokens / self.count
         self.resting = not nodes and self.policy.rests(self.sequences)
 
 
-@pytest.mark.parametrize("count", [64, 128])
-def test_what_does_not_pay_for_many_costs_little_to_find_out(count):
+@pytest.mark.parametrize(("count", "least"), [(64, 0.966), (128, 0.976)])
+def test_what_does_not_pay_for_many_costs_little_to_find_out(count, least):
     shares = []
     for seed in range(3):
         serving = Serving(count, seed)
         for turn in range(700):
             serving.step(turn)
         shares.append(serving.plain_ms / serving.ms)
-    assert sum(shares) / len(shares) > 0.98, shares
+    assert sum(shares) / len(shares) > least, shares
 
 
-def report_of(policy, one, *, rows, seconds, timed):
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_one_slow_step_does_not_stop_what_pays_for_many(seed):
+    serving = Serving(64, seed, first=0.95, draft_ms=0.6, slow={100})
+    for turn in range(400):
+        serving.step(turn)
+    assert serving.plain_ms / serving.ms > 1.4
+
+
+def report_of(policy, outputs, *, rows, seconds, timed=True):
+    """A step planned for one sequence, whose plain step takes a second; what its guard has added up."""
     policy.meanwhile()
-    policy._plan.drafts, policy._plan.plain_s, policy._plan.sequences = True, 1.0, 1
-    outputs = StepOutputs.of([StepOutput(one, [1], "", [], False, "trees", 1, 0, 1)])
-    policy.observe(StepReport(1, rows, seconds, timed, outputs))
+    policy._plan.drafts, policy._plan.sequences = True, 1
+    policy._plan.plain_s, policy._plan.times = 1.0, policy._times[0]
+    drafting = {"trees": (1, 0.1)} if timed else {}
+    policy.observe(StepReport(len(outputs), rows, seconds, drafting, StepOutputs.of(outputs)))
     policy.meanwhile()
     return policy._guards["trees"].lost(1)
 
 
-def test_the_guard_counts_steps_in_which_a_drafter_catches_up_and_leaves_prompts_out():
+def test_the_guard_counts_steps_beside_newcomers_and_leaves_their_prompts_out():
     policy = AdaptivePolicy([Trees(seconds=0.1)], "auto", prior=GPU)
-    policy._times[0].observe(1, 1.0, drafted=False)
-    one = sequence("a")
-    assert report_of(policy, one, rows=2, seconds=1.5, timed={}) == pytest.approx(0.5), "it was not timed"
-    beside = policy._times[0].seconds(65) - policy._times[0].seconds(1)
-    assert report_of(policy, one, rows=66, seconds=1.5 + beside, timed={}) == pytest.approx(1.0)
-    assert report_of(policy, one, rows=600, seconds=9.0, timed={}) == pytest.approx(1.0), "nearly all of it is prompts"
+    times = policy._times[0]
+    times.observe(1, 1.0, drafted=False)
+    in_vain = StepOutput(sequence("a"), [1], "", [], False, "trees", 1, 0, 1)
+    right, new = in_vain._replace(tokens=[1, 1], accepted=1), StepOutput(sequence("new"), [1], "", [], False)
+    beside = times.seconds(65) - times.seconds(1)
+    assert report_of(policy, [in_vain], rows=66, seconds=1.5 + beside) == pytest.approx(0.5)
+    assert report_of(policy, [in_vain], rows=66, seconds=1.5 + beside, timed=False) == pytest.approx(0.5), (
+        "it caught up"
+    )
+    assert report_of(policy, [in_vain], rows=600, seconds=9.0) == pytest.approx(0.5), "nearly all of it is prompts"
+    beside = times.seconds(51) - times.seconds(2)
+    assert report_of(policy, [right, new], rows=52, seconds=1.5 + beside) == pytest.approx(0.0), "it won half a step"

@@ -242,7 +242,9 @@ def test_the_guard_stops_what_loses_and_tries_again_after_a_doubling_pause():
     assert not guard.pauses(1), "a batch of another size is another matter"
     for _ in range(20):
         guard.note(64, LEAST_LOSS)
-    guard.note(64, -2 * LEAST_LOSS)
+    guard.note(64, -9 * LEAST_LOSS)
+    assert not guard.pauses(64), "one step is not enough, however slow"
+    guard.note(64, -9 * LEAST_LOSS)
     assert guard.pauses(64)
     assert sum(guard.pauses(64) for _ in range(9999)) == 2 * 64 - 1, "having won as much back, it is forgiven"
 

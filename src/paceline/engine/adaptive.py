@@ -53,7 +53,7 @@ SLOPE_NODES = 4  # over which the cost of one more node is taken, at least
 # each row. Short for few on a CPU, where a look takes some 3 % of a step.
 LOOK_ROWS, LONGEST_PAUSE = 4, 64
 FEW, FEW_PAUSE = 8, 8
-NEW_SHARE = 2  # one in so many sequences, at least, has to be new to end a pause on a device
+NEW_SHARE = 2  # on a device one in so many of the sequences beyond FEW, at least, has to be new to end a pause
 PACE_DEPTH = 4  # of a draft: what it promises so far may count as the sequence's pace
 WORST = -2.0  # plain steps that one drafted step may be seen to lose: more says something about the machine
 
@@ -91,7 +91,8 @@ class _Plan:
 
     drafts: bool = False  # of the policy's own choosing
     sequences: int = 0  # newcomers of the step are not among them
-    plain_s: float = 0.0  # seconds that it would take without; 0: not known, since prompts are read beside it
+    plain_s: float = 0.0  # seconds that it would take without; 0: not known, since a prompt goes on beside it
+    times: StepTimes | None = None  # by which it was planned
     explores: bool = False  # more nodes than seem best
     # By sequence that drafts: the evidence for it, and how many nodes may be drafted; 0: as many as there are.
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -205,7 +206,7 @@ class AdaptivePolicy:
             return True
         shrank = size_of(len(sequences)) < self._looked_size
         new = len({one.key for one in sequences} - self._looked_at)
-        few = max(len(sequences) // NEW_SHARE, 1) if self._on_device else 1
+        few = max((len(sequences) - FEW) // NEW_SHARE, 1) if self._on_device else 1
         if self._pause_left <= 0 or shrank or new >= few:
             return False
         if len(sequences) <= FEW and not self._on_device and self._finds_more(sequences):
@@ -244,7 +245,8 @@ class AdaptivePolicy:
         models = any(self._evidence.runs_model(offer.method) for offer in chosen)
         if gain > 1 + MARGIN * (1.0 if models else math.sqrt(number)):
             self._pause, self._pause_left, self._in_vain = self._pause // 2, 0, {}
-            self._plan.plain_s, self._plan.sequences = 0.0 if step.other_rows else plain_s, number
+            self._plan.times, self._plan.sequences = times, number
+            self._plan.plain_s = 0.0 if step.other_rows else plain_s
             self._plan.explores, self._explores = self._explores, False
             if self._plan.explores:
                 found = budgets.best(number, with_nodes, chosen, explore=True)
@@ -430,34 +432,34 @@ class AdaptivePolicy:
                 skip = FIRST_DRAFTS if self._evidence.runs_model(method) else 0
                 self._draft_times.observe(method, drafted.get(method, 1), depth, seconds, skip=skip)
         self._runs_ahead |= report.ahead
-        nodes = sum([draft[1] for draft in outputs.drafts.values()])
-        if report.warm and plan.drafts and plan.plain_s:
-            self._judge(plan, report, drafted, times, nodes)
         # A drafter that had to catch up is not timed, and its step is no measure of such steps.
-        whole = len(outputs) == report.num_sequences and drafted.keys() <= report.draft_s.keys()
+        if not report.warm or not drafted.keys() <= report.draft_s.keys():
+            return
+        nodes = sum([draft[1] for draft in outputs.drafts.values()])
+        if plan.drafts and plan.plain_s:
+            self._judge(plan, report, drafted, nodes)
         # One that reads prompts is none either: on a machine unlike the prior it would pass for a slow plain step.
-        whole &= report.rows <= report.num_sequences + nodes
+        whole = len(outputs) == report.num_sequences and report.rows <= report.num_sequences + nodes
         taken = report.step_s - sum([seconds for _, seconds in report.draft_s.values()])
-        if not (report.warm and whole and taken > 0):
+        if not whole or taken <= 0:
             return
         # Where plain steps are launched ahead, one that was not takes longer than they do.
         if plan.drafts or report.ahead or not self._runs_ahead or not times.plain_known(report.rows):
             off = times.observe(report.rows, taken, drafted=plan.drafts)  # drafts with k fixed belong to any plan
             self._explores |= plan.explores and off < -SURPRISE
 
-    def _judge(self, plan: _Plan, report: StepReport, drafted: Mapping[str, int], times: StepTimes, nodes: int) -> None:
-        """Tell the guards what a drafted step brought, a drafter's catching up included. Newcomers' prompts beside it
-        are left out, by the time of their rows; where that is more than a plain step takes, the step says nothing."""
-        outputs, beside_s = report.outputs, 0.0
-        if report.rows > report.num_sequences + nodes:
-            beside_s = times.seconds(report.rows - nodes) - times.seconds(report.num_sequences)
+    def _judge(self, plan: _Plan, report: StepReport, drafted: Mapping[str, int], nodes: int) -> None:
+        """Tell the guards what a drafted step brought. Newcomers' prompts beside it are left out, by the time of their
+        rows; where that is more than a plain step takes, the step says nothing."""
+        outputs, times, beside_s = report.outputs, plan.times, 0.0
+        if report.rows > report.num_sequences + nodes and times is not None:
+            beside_s = max(times.seconds(report.rows - nodes) - times.seconds(report.num_sequences), 0.0)
             if beside_s > plan.plain_s:
                 return
-        tokens = float(outputs.num_tokens)
-        if plan.values:
-            worth = [plan.values.get(sequence.key, 1.0) for sequence in outputs.sequences]
-            tokens = sum([len(each) * value for each, value in zip(outputs.tokens, worth, strict=True)])
-        saved = tokens / len(outputs) - (report.step_s - beside_s) / plan.plain_s
+        more = [
+            plan.values.get(outputs.sequences[at].key, 1.0) * (len(outputs.tokens[at]) - 1) for at in outputs.drafts
+        ]
+        saved = 1 + sum(more) / plan.sequences - (report.step_s - beside_s) / plan.plain_s
         for method in drafted:
             self._guards[method].note(plan.sequences, max(saved, WORST))
 
