@@ -15,7 +15,7 @@ import pytest
 from paceline.config import NONE, SpeculationConfig
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, AdaptivePolicy
+from paceline.engine.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, WORST, AdaptivePolicy
 from paceline.engine.batch import StepOutput, StepOutputs
 from paceline.engine.cost import GRID, DraftTimes, StepTimes
 from paceline.engine.guard import LEAST_LOSS, Guard
@@ -242,9 +242,9 @@ def test_the_guard_stops_what_loses_and_tries_again_after_a_doubling_pause():
     assert not guard.pauses(1), "a batch of another size is another matter"
     for _ in range(20):
         guard.note(64, LEAST_LOSS)
-    guard.note(64, -9 * LEAST_LOSS)
+    guard.note(64, WORST)
     assert not guard.pauses(64), "one step is not enough, however slow"
-    guard.note(64, -9 * LEAST_LOSS)
+    guard.note(64, WORST)
     assert guard.pauses(64)
     assert sum(guard.pauses(64) for _ in range(9999)) == 2 * 64 - 1, "having won as much back, it is forgiven"
 

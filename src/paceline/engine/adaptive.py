@@ -55,7 +55,9 @@ LOOK_ROWS, LONGEST_PAUSE = 4, 64
 FEW, FEW_PAUSE = 8, 8
 NEW_SHARE = 2  # on a device one in so many of the sequences beyond FEW, at least, has to be new to end a pause
 PACE_DEPTH = 4  # of a draft: what it promises so far may count as the sequence's pace
-WORST = -2.0  # plain steps that one drafted step may be seen to lose: more says something about the machine
+# Plain steps that one drafted step may be seen to lose: more says something about the machine. No more than the guard's
+# LEAST_LOSS, so that it takes two steps to stop a method.
+WORST = -2.0
 
 _choice = cache(Choice)
 

@@ -14,7 +14,6 @@ from paceline.engine.cost import size_of
 
 LOSS, LEAST_LOSS = 6.0, 2.0  # plain steps that must be lost: how sure it must be. Over the root of the number of
 # sequences, whose luck evens out, but never less than so many
-ONE_STEP = 0.6  # of that, which one step may lose at most: it takes two, since one may be slow by chance
 PAUSE, LONGEST_PAUSE = 64, 1024  # steps; the first of a large batch is twice its sequences: a trial of it is dear
 
 
@@ -35,7 +34,6 @@ class Guard:
         first = min(max(PAUSE, 2 * num_sequences), LONGEST_PAUSE)
         account = self._accounts.setdefault(size_of(num_sequences), _Account(pause=first))
         limit = max(LOSS / math.sqrt(num_sequences), LEAST_LOSS)
-        saved = max(saved, -ONE_STEP * limit)
         account.lost = max(account.lost - saved, 0.0)
         account.won += saved
         if account.won > limit:
