@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cache
@@ -46,6 +46,9 @@ MARGIN = 0.02
 PLAIN_FIRST, PLAIN_EVERY = 8, 128
 SURPRISE = 0.1  # log of the time it was expected to take over what it took: more of it, and more nodes are tried next
 FADE_EVERY = 128  # steps after which methods that were not tried are forgotten by half
+# Steps of which a CPU learns at once, one more for every so many seen: what they teach by then is little, and behind a
+# pass, with cold caches, the lesson of one takes as long as that of several. A device computes meanwhile.
+MOST_LESSONS, STEPS_A_LESSON = 8, 16
 # Sequences that a method drafts for while hardly tried, and nodes of each: a large batch must not pay for a guess.
 TRIAL_ROWS, TRIAL_NODES = 16, 2
 SLOPE_NODES = 4  # over which the cost of one more node is taken, at least
@@ -101,6 +104,12 @@ class _Plan:
     values: dict[str, float] = field(default_factory=dict)  # as of an offer
 
 
+class _Lesson(NamedTuple):
+    plan: _Plan
+    report: StepReport
+    paths: Mapping[int, SequenceOf[int]]  # by output: the accepted nodes of its tree
+
+
 class AdaptivePolicy:
     """`method` auto, or one method with k left open, or both fixed; what a request asks for outranks it.
 
@@ -121,7 +130,13 @@ class AdaptivePolicy:
         self._drafter_of: dict[str, Choice] = {}  # of each sequence's last draft
         self._plan, self.least = _Plan(), 0.0
         self._rows = NO_ROWS  # of the last plan
-        self._lesson: tuple[_Plan, StepReport] | None = None  # not learnt yet
+        self._lessons: list[_Lesson] = []  # not learnt yet
+        # What follows from the tables, until something is learnt: seconds of steps with nodes, kinds of rows, and the
+        # best of some offers, which are often those of a step before.
+        self._seconds: dict[Hashable, Floats] = {}
+        self._kinds: dict[Hashable, Kind] = {}
+        self._found: dict[Hashable, Budgets] = {}
+        self._urgent = False  # a lesson is among the first of its method, so the next draft depends on it
         self._steps = 0
         # Passes that are replayed take what they took before: one check is enough at first.
         self._since_plain, self._plain_due = 0, PLAIN_EVERY if self._on_device else PLAIN_FIRST
@@ -150,9 +165,8 @@ class AdaptivePolicy:
             asking = {method: [at for at in those if room[at] > 1] for method, those in asking.items()}
             asking = {method: those for method, those in asking.items() if those}
         if asking:
-            drafted = {draft[0] for draft in self._lesson[1].outputs.drafts.values()} if self._lesson else ()
-            if not all(map(self._acceptance.is_tried, drafted)):
-                self.meanwhile()  # a lesson waits for the next pass, unless the next draft depends on the first ones
+            if self._urgent:
+                self._learn()
             base, times = len(sequences), self._times[True in rows.sampled]
             if rows.fixed:
                 base += sum([choice.budget for choice in choices])
@@ -206,10 +220,10 @@ class AdaptivePolicy:
         self._stopped = {method for method, guard in self._guards.items() if guard.pauses(len(sequences))}
         if self._stopped.issuperset(self._evidence.allowed(self._method) or self._evidence.drafters):
             return True
-        shrank = size_of(len(sequences)) < self._looked_size
-        new = len({one.key for one in sequences} - self._looked_at)
+        if self._pause_left <= 0 or size_of(len(sequences)) < self._looked_size:
+            return False
         few = max((len(sequences) - FEW) // NEW_SHARE, 1) if self._on_device else 1
-        if self._pause_left <= 0 or shrank or new >= few:
+        if len({one.key for one in sequences} - self._looked_at) >= few:
             return False
         if len(sequences) <= FEW and not self._on_device and self._finds_more(sequences):
             return False
@@ -232,11 +246,7 @@ class AdaptivePolicy:
         with_nodes = self._with_nodes(step, considered)
         chosen, found = list[Offer](), budgets.NOTHING
         for each in offers.values():
-            best, found = list[Offer](), budgets.NOTHING
-            for plan in (budgets.mixed(each), *([offer] for offer in each)):
-                better = budgets.best(number, with_nodes, plan, beat=found.rate)
-                if better.rate:
-                    best, found = plan, better
+            best, found = self._best(step, with_nodes, each)
             chosen += best
         if len(offers) > 1:  # rows that ask for different methods share the pass
             found = budgets.best(number, with_nodes, chosen)
@@ -263,11 +273,31 @@ class AdaptivePolicy:
                 in_vain = bucket(max(offer.evidence)), self._in_vain.get(offer.method, 0)
                 self._in_vain[offer.method] = max(in_vain)
 
-    @staticmethod
-    def _with_nodes(step: _Step, offers: list[Offer]) -> Floats:
-        """Seconds of the step with 1, 2, ... nodes, as many as all these could have."""
+    def _best(self, step: _Step, with_nodes: Floats, offers: list[Offer]) -> tuple[list[Offer], Budgets]:
+        """The offers to take, and how many nodes of each."""
+        best, found = list[Offer](), budgets.NOTHING
+        for plan in (budgets.mixed(offers), *([offer] for offer in offers)):
+            key = (step.times, step.base, step.other_rows, *[offer.key for offer in plan])
+            better = self._found.get(key)
+            if better is None:
+                better = budgets.best(len(step.room), with_nodes, plan, beat=found.rate)
+                if better.rate and None not in key:
+                    self._found[key] = better
+            if better.rate > found.rate:
+                best, found = plan, better
+        return best, found
+
+    def _with_nodes(self, step: _Step, offers: list[Offer]) -> Floats:
+        """Seconds of the step with 1, 2, ... nodes, as many as all these could have, at least."""
         nodes = sum([kind.rows * len(kind.worth) for offer in offers for kind in offer.kinds])
-        nodes = min(max(nodes, SLOPE_NODES), MAX_NODES)
+        nodes = min(1 << max(nodes, SLOPE_NODES).bit_length(), MAX_NODES)
+        key = step.times, step.base, step.other_rows, nodes
+        if key not in self._seconds:
+            self._seconds[key] = self._seconds_with(step, nodes)
+        return self._seconds[key]
+
+    @staticmethod
+    def _seconds_with(step: _Step, nodes: int) -> Floats:
         seconds = step.times.seconds_with(step.base + step.other_rows, nodes)
         if step.other_rows:
             # Prompts beside them are read whatever is drafted, so their time does not count, only that of more nodes.
@@ -328,9 +358,14 @@ class AdaptivePolicy:
         kind_of = [place[one] for one in of_rows]
         kinds = [self._kind(method, tree, *one, kind_of.count(at)) for one, at in place.items()]
         # A tree's time does not grow with its nodes: its depth counts as one.
-        return Offer(method, rows, found, kind_of, kinds, (a + b, 0.0) if tree else (a, b), values)
+        line = (a + b, 0.0) if tree else (a, b)
+        key = None if values else (method, line, *place, *rows, *kind_of)
+        return Offer(method, rows, found, kind_of, kinds, line, values, key)
 
     def _kind(self, method: str, tree: bool, alike: tuple[bool, int, int], value: float, rows: int) -> Kind:
+        key = method, alike, value, rows
+        if key in self._kinds:
+            return self._kinds[key]
         sampled, evidence, most = alike
         worth, shares, promised = self._acceptance.outlook(method, sampled, evidence, tree=tree)
         if value != 1.0:
@@ -338,7 +373,8 @@ class AdaptivePolicy:
         if most < len(worth):
             worth, shares = worth[:most], None if shares is None else shares[:most]
             promised = worth.sum().item()
-        return Kind(worth, shares, promised, rows)
+        self._kinds[key] = Kind(worth, shares, promised, rows)
+        return self._kinds[key]
 
     def _leaving_s(self, keys: SequenceOf[str], guess_s: float) -> float:
         """Seconds that a lookup costs besides, where a model has drafted so far: the model has to catch up before it
@@ -384,16 +420,36 @@ class AdaptivePolicy:
     def observe(self, report: StepReport) -> None:
         if not self._evidence.drafters:
             return
-        self.meanwhile()
         if report.retired != self._evidence.retired:
             self._evidence.retire(report.retired)
-        self._lesson, self._plan = (self._plan, report), _Plan()  # a step launched ahead has no plan
+        outputs, paths = report.outputs, {}
+        for at, (method, _, accepted, _) in outputs.drafts.items():
+            self._urgent |= not self._acceptance.is_tried(method)
+            if method in self._evidence.drafters and self._evidence.makes_trees(method):
+                paths[at] = range(accepted) if outputs.paths is None else outputs.paths(at)
+        self._lessons.append(_Lesson(self._plan, report, paths))
+        self._plan = _Plan()  # a step launched ahead has no plan
 
     def meanwhile(self) -> None:
-        lesson, self._lesson = self._lesson, None
-        if lesson is None:
-            return
-        plan, report = lesson
+        enough = 1 if self._on_device else min(1 + self._steps // STEPS_A_LESSON, MOST_LESSONS)
+        if len(self._lessons) >= enough:
+            self._learn()
+
+    def _learn(self) -> None:
+        """From all steps seen; what followed from the tables before is worked out anew when it is asked for."""
+        if self._lessons:
+            for lesson in self._lessons:
+                self._learn_from(lesson)
+            self._lessons, self._urgent = [], False
+            self._changed()
+
+    def _changed(self) -> None:
+        self._seconds.clear()
+        self._kinds.clear()
+        self._found.clear()
+
+    def _learn_from(self, lesson: _Lesson) -> None:
+        plan, report, paths = lesson
         self._steps += 1
         self._drafted |= plan.drafts
         if self._steps % FADE_EVERY == 0:
@@ -413,12 +469,10 @@ class AdaptivePolicy:
         for at, (method, nodes, accepted, depth) in outputs.drafts.items():
             sequence = outputs.sequences[at]
             evidence, asked = plan.asked.get(sequence.key, (1, 0))
-            known = method, sequence.sampled, evidence
-            if method in self._evidence.drafters and self._evidence.makes_trees(method):
-                path = range(accepted) if outputs.paths is None else outputs.paths(at)
-                self._acceptance.note_tree(*known, asked, nodes, path)
+            if at in paths:
+                self._acceptance.note_tree(method, sequence.sampled, evidence, asked, nodes, paths[at])
             else:
-                self._acceptance.note(*known, depth, accepted)
+                self._acceptance.note(method, sequence.sampled, evidence, depth, accepted)
         if drafted:
             self._job_values.note(outputs.sequences, outputs.tokens)
         for at in outputs.ended:
@@ -477,15 +531,16 @@ class AdaptivePolicy:
 
     def relearn(self, method: str) -> None:
         """How often the method's drafts are accepted has changed: measure it again, and without a pause."""
-        self.meanwhile()
+        self._learn()
         self._acceptance.forget(method)
         self._guards.pop(method, None)
+        self._changed()
         self._pause, self._pause_left = 1, 0
 
     # -- between runs
 
     def state(self) -> dict[str, Any]:
-        self.meanwhile()
+        self._learn()
         tables = {"drafts": self._draft_times.state(), "acceptance": self._acceptance.state()}
         return {"steps": [times.state() for times in self._times], **tables}
 
@@ -495,7 +550,8 @@ class AdaptivePolicy:
         draft_times, acceptance = DraftTimes.of_state(state["drafts"]), Acceptance.of_state(state["acceptance"])
         self._times, self._draft_times, self._acceptance = [greedy, sampled], draft_times, acceptance
         self._guards.clear()
-        self._lesson = None
+        self._lessons, self._urgent = [], False
+        self._changed()
 
 
 def _slope(with_nodes: Floats, nodes: int) -> float:

@@ -7,6 +7,7 @@ n-th nodes are a level: they are taken together, and one by one only where the b
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 from itertools import compress
@@ -41,6 +42,7 @@ class Offer(NamedTuple):
     kinds: list[Kind]
     line: tuple[float, float]  # seconds of such a draft: a + b depth; of trees, made at once, b is 0
     values: dict[str, float]  # of a token, by sequence of the batch; empty: 1 each
+    key: Hashable = None  # offers of the same key are the same while nothing is learnt; None: none is
 
 
 class Budgets(NamedTuple):
@@ -66,8 +68,8 @@ NOTHING = Budgets()
 def best(
     num_sequences: int, with_nodes: Floats, offers: SequenceOf[Offer], *, beat: float = 0.0, explore: bool = False
 ) -> Budgets:
-    """The most that these offers promise, if it is more than `beat`. `with_nodes`: seconds of a step with 1, 2, ...
-    nodes.
+    """The most that these offers promise; nothing where that is not looked for, since all of it would be less than
+    `beat`. `with_nodes`: seconds of a step with 1, 2, ... nodes.
 
     `explore`: the largest number of nodes that promises nearly as much, if none is left out.
 
@@ -100,8 +102,6 @@ def best(
         if explore:
             last = int(np.flatnonzero(rates >= (1 - RISK) * rates[last])[-1])
         place, out, rate, number = places.item(last), outs.item(last), rates.item(last), drafted.item(last)
-    if rate <= beat:
-        return NOTHING
     nodes: list[int] = np.bincount(kind_of[:place], minlength=len(kinds)).tolist()
     return Budgets(rate, nodes, (kind_of.item(place), int(rows.item(place)) - out), number)
 
@@ -186,4 +186,5 @@ def _part(offer: Offer, kept: list[bool]) -> Offer:
     rows, evidence, kinds = (list(compress(column, kept)) for column in columns)
     place = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
     of = [offer.kinds[kind]._replace(rows=kinds.count(kind)) for kind in place]
-    return Offer(offer.method, rows, evidence, [place[kind] for kind in kinds], of, offer.line, offer.values)
+    key = None if offer.key is None else (offer.key, *kept)
+    return Offer(offer.method, rows, evidence, [place[kind] for kind in kinds], of, offer.line, offer.values, key)
