@@ -29,7 +29,7 @@ from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
 from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
-from paceline.models.triton.division import NARROW, TILE, Division, tiles_of
+from paceline.models.triton.division import KEYS, NARROW, TILE, Division, chunks_of, tiles_of
 from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import FastKernels, TritonKernels
 from paceline.models.warmup import PassShape
@@ -293,8 +293,9 @@ def test_where_the_work_is_cut_does_not_matter(kernels, monkeypatch, programs, w
 def test_no_pass_has_more_partial_results_than_its_scratch_holds(tile: int, longest: int) -> None:
     """The scratch of a division is sized for the longest context, and a shorter one may be divided more finely."""
     for num_tiles, path_width in itertools.product((1, 2, 3, 4, 5, 8, 16, 64), (0, 64)):
-        divided = Division.of(num_tiles, tile, path_width, 2, longest)
-        units = [divided.header(length, 1)[2] for length in range(1, longest + 1, 31)]
+        divided = Division.of(num_tiles * tile, num_tiles, tile, path_width, 2, longest)
+        blocks = [-(-length // KEYS) for length in range(1, longest + 1, 31)]
+        units = [each if divided.by_block(each * KEYS) else chunks_of(each) for each in blocks]
         assert divided.direct or max(units) <= divided.units
 
 
