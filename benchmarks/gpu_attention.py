@@ -1,12 +1,16 @@
 """Attention alone: the two kernels of its shared part against each other bit for bit, then as many layers as the
-yardstick has in a row, replayed from a graph, by nodes and context.
+yardstick has in a row, replayed from a graph: by nodes and context, and for whole passes, undivided (a program for
+each tile) and dealt by length.
 
-    python benchmarks/gpu_attention.py
+    python benchmarks/gpu_attention.py [--parts same nodes passes]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,19 +21,39 @@ from torch import Tensor
 from paceline.models.kv_cache import KVCache, KVSpec, LayerCache
 from paceline.models.plan import PassPlan
 from paceline.models.triton import attention as attention_module
-from paceline.models.triton.attention import Workspace, attention, work_of
+from paceline.models.triton.attention import Work, Workspace, attention, tiles_of, work_of
+from paceline.models.triton.division import HEADER, KEYS, PROGRAMS, chunks_of
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 32, 32, 8, 128
 NODES, CONTEXTS = (1, 8, 32, 64), (1024, 16384)
 SHAPES = ((8, 4, 128, torch.bfloat16), (3, 3, 64, torch.bfloat16), (2, 7, 128, torch.float16))  # K/V heads, group, ...
 LENGTHS = (1, 63, 64, 65, 130, 700, 1100, 3000, 9000)  # of contexts
 ROWS = (1, 1, 1, 3, 40, 1, 20, 70, 33)  # the last of each that are in the pass
+Runs = list[tuple[int, int]]  # of each sequence: keys before the pass, and rows
+DECODES: Runs = [(100 + 500 * at // 30, 1) for at in range(31)]
+PASSES: dict[str, Runs] = {
+    "31 decodes, 225 of a prompt at 0": [*DECODES, (0, 225)],
+    "31 decodes, 225 of a prompt at 1900": [*DECODES, (1900, 225)],
+    "31 decodes, 225 of a prompt at 3870": [*DECODES, (3870, 225)],
+    "31 decodes, 224 of a prompt at 3870": [*DECODES, (3870, 224)],
+    "31 decodes, 353 of a prompt at 3870": [*DECODES, (3870, 353)],
+    "31 decodes, 481 of a prompt at 3870": [*DECODES, (3870, 481)],
+    "225 of a prompt at 3870": [(3870, 225)],
+    "30 decodes, 2 prompts of 49": [*DECODES[:30], (0, 49), (0, 49)],
+    **{f"{count} decodes at 512": [(511, 1)] * count for count in (8, 16, 32, 64, 128, 256)},
+    "31 decodes at 512, one at 8000": [*[(511, 1)] * 31, (7999, 1)],
+    "2048 of a prompt at 0": [(0, 2048)],
+    "2048 of a prompt at 2048": [(2048, 2048)],
+}
+SLOTS = max(
+    max(CONTEXTS) + max(NODES), *(sum(first + rows + BLOCK for first, rows in runs) for runs in PASSES.values())
+)
 
 
 class Subject:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        blocks = (max(CONTEXTS) + max(NODES)) // BLOCK
+        blocks = SLOTS // BLOCK
         specs = [KVSpec(num_kv_heads=KV_HEADS, head_dim=DIM)] * LAYERS
         cache = KVCache(specs, num_blocks=blocks, block_size=BLOCK, dtype=torch.bfloat16, device=device)
         self.layers, self.workspace = cache.layers, Workspace(device)
@@ -37,16 +61,62 @@ class Subject:
             layer.k.normal_()
             layer.v.normal_(std=0.5)
         self.table = torch.randperm(blocks, dtype=torch.int32)[None].to(device)
-        self.q = torch.randn(max(NODES), Q_HEADS, DIM, dtype=torch.bfloat16, device=device)
+        most = max(*NODES, *(sum(rows for _, rows in runs) for runs in PASSES.values()))
+        self.q = torch.randn(most, Q_HEADS, DIM, dtype=torch.bfloat16, device=device)
 
     def plan(self, context: int, nodes: int) -> PassPlan:
         positions = torch.arange(context, context + nodes, dtype=torch.int32, device=self.device)
         alone = torch.zeros_like(positions)
         return PassPlan.in_order(positions, positions, alone, self.table, BLOCK, context + nodes)
 
-    def replayed_ms(self, plan: PassPlan) -> float:
+    def batch(self, runs: Runs) -> PassPlan:
+        """A pass of several sequences, each with blocks of its own."""
+        counts = torch.tensor([rows for _, rows in runs])
+        sequence = torch.arange(len(runs)).repeat_interleave(counts)
+        positions = torch.cat([torch.arange(first, first + rows) for first, rows in runs])
+        needed = [-(-(first + rows) // BLOCK) for first, rows in runs]
+        tables = torch.zeros(len(runs), max(needed), dtype=torch.int32)
+        for row, blocks in zip(tables, self.table[0, : sum(needed)].cpu().split(needed), strict=True):
+            row[: len(blocks)] = blocks
+        plan = PassPlan.in_order(positions, positions, sequence, tables, BLOCK, int(positions.max()) + 1)
+        return plan.to(self.device)
+
+    def work(self, plan: PassPlan) -> Work:
+        return work_of(plan, Q_HEADS // KV_HEADS, KV_HEADS)
+
+    def ways(self, plan: PassPlan) -> dict[str, Work]:
+        """The work of a pass with a program for each tile, and dealt by length, whichever would be chosen."""
+        chosen, blocks = self.work(plan).division, -(-plan.max_len // KEYS)
+        units = blocks if chosen.by_block(plan.max_len) else int(chunks_of(blocks))
+        tiles = chosen.num_tiles
+        _, begin, count = tiles_of(plan.sequence.cpu().numpy(), Q_HEADS // KV_HEADS)
+        found = {}
+        for name, division in (
+            ("undivided", replace(chosen, direct=True, units=1, shares=tiles)),
+            ("dealt", replace(chosen, direct=False, units=units, shares=tiles + PROGRAMS // KV_HEADS)),
+        ):
+            header = division.header(plan.max_len, plan.block_tables.shape[1])
+            dealt = division.dealt(begin, count, plan.reach.cpu().numpy(), plan.max_len)
+            assert len(header) == HEADER
+            found[name] = Work(division, torch.tensor([*header, *dealt.tolist()], dtype=torch.int32).to(self.device))
+        return found
+
+    def attend(self, rows: slice, plan: PassPlan, work: Work) -> Tensor:
+        return attention(self.q[rows], plan, work, self.layers[0], DIM**-0.5, None, self.workspace).clone()
+
+    def agrees(self, runs: Runs, plan: PassPlan, works: Sequence[Work]) -> bool:
+        """All bits are the same in every way, and those of some rows alone."""
+        rows = sum(rows for _, rows in runs)
+        expected, *others = [self.attend(slice(rows), plan, work) for work in works]
+        same = bool(expected.isfinite().all()) and all(torch.equal(other, expected) for other in others)
+        for row in {0, rows // 3, rows - 40 if rows > 40 else 0, rows - 1}:
+            at, tables = plan.positions[row : row + 1], plan.block_tables[plan.sequence[row].long()][None]
+            alone = PassPlan.in_order(at, at, torch.zeros_like(at), tables, BLOCK, int(at) + 1)
+            same &= torch.equal(self.attend(slice(row, row + 1), alone, self.work(alone))[0], expected[row])
+        return same
+
+    def replayed_ms(self, plan: PassPlan, work: Work) -> float:
         q, graph = self.q[: len(plan.positions)], torch.cuda.CUDAGraph()
-        work = work_of(plan, Q_HEADS // KV_HEADS, KV_HEADS)
 
         def run(layers: list[LayerCache]) -> None:
             for layer in layers:
@@ -133,16 +203,44 @@ class Scene:
         return attention(q, plan, work, self.cache, q.shape[-1] ** -0.5, None, self.workspace).clone()
 
 
-def main() -> None:
-    device = torch.device("cuda")
-    torch.manual_seed(0)
-    found = {"same": agreement(device)}
-    subject, ms = Subject(device), {}
+def by_nodes(subject: Subject) -> dict[str, float]:
+    ms = {}
     for context in CONTEXTS:
         for nodes in NODES:
-            ms[f"{nodes}@{context}"] = took = subject.replayed_ms(subject.plan(context, nodes))
+            plan = subject.plan(context, nodes)
+            ms[f"{nodes}@{context}"] = took = subject.replayed_ms(plan, subject.work(plan))
             print(f"   {nodes:>3} nodes at {context:>6}: {took:.3f} ms in {LAYERS} layers", flush=True)
-    print(json.dumps({"benchmark": "gpu_attention", **found, "ms": ms}))
+    return ms
+
+
+def by_pass(subject: Subject) -> dict[str, dict[str, Any]]:
+    found = {}
+    print(f"   {f'ms in {LAYERS} layers':<40}{'undivided':>10}{'dealt':>8}   chosen     bits", flush=True)
+    for name, runs in PASSES.items():
+        plan = subject.batch(runs)
+        works = subject.ways(plan)
+        ms = {way: subject.replayed_ms(plan, work) for way, work in works.items()}
+        chosen = "undivided" if subject.work(plan).division.direct else "dealt"
+        same = subject.agrees(runs, plan, list(works.values()))
+        found[name] = {**ms, "chosen": chosen, "same": same}
+        bits = "same" if same else "OTHER"
+        print(f"   {name:<40}{ms['undivided']:>10.3f}{ms['dealt']:>8.3f}   {chosen:<10} {bits}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("same", "nodes", "passes"), default=["same", "nodes", "passes"])
+    parts = parser.parse_args().parts
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    found: dict[str, Any] = {"same": agreement(device)} if "same" in parts else {}
+    subject = Subject(device)
+    if "nodes" in parts:
+        found["ms"] = by_nodes(subject)
+    if "passes" in parts:
+        found["passes"] = by_pass(subject)
+    print(json.dumps({"benchmark": "gpu_attention", **found}))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from paceline.models.kv_cache import KVCache, LayerCache
 from paceline.models.plan import DeviceTrees, PassPlan
 from paceline.models.triton import division
 from paceline.models.triton import linear as linear_module
-from paceline.models.triton.division import NARROW, TILE, Division, tiles_of
+from paceline.models.triton.attention import attention
+from paceline.models.triton.division import HEADER, KEYS, NARROW, TILE, Division, Work, chunks_of, tiles_of, work_of
 from paceline.models.triton.linear import Rotary, Tile, linear
 from paceline.models.triton_kernels import FastKernels, TritonKernels
 from paceline.models.warmup import PassShape
@@ -288,13 +289,37 @@ def test_where_the_work_is_cut_does_not_matter(kernels, monkeypatch, programs, w
     assert_close(results[0], reference_attention(q, plan, state.cache, 0.2, window))
 
 
+@pytest.mark.parametrize("window", [None, 250])
+def test_a_chunk_beside_decodes_has_the_same_bits_however_it_is_dealt_and_alone(kernels, window) -> None:
+    """A program for each tile, shares by length, and shares by lengths that are no good estimates."""
+    state = scene([600, 70, 300], 1, 16)
+    rows = [(1, 69), (2, 299), *((0, position) for position in range(560, 600))]
+    plan, q = state.plan(rows), torch.randn(len(rows), 4, 16)
+    dealt = work_of(plan, 4, 1)
+    shape, turns = dealt.division, dealt.shares[HEADER:].view(4, -1)[3]
+    assert (shape.tile, shape.direct, shape.num_tiles, int(turns.max())) == (2 * TILE, False, 4, 3)
+    _, begin, count = tiles_of(plan.sequence.numpy(), 4)
+    undivided = replace(shape, direct=True, units=1, shares=shape.num_tiles)
+    works = [dealt]
+    for way, reach in ((undivided, plan.reach), (shape, plan.reach * 0), (shape, 640 - plan.reach)):
+        numbers = way.dealt(begin, count, reach.numpy(), plan.max_len)
+        works.append(Work(way, torch.cat((dealt.shares[:HEADER], torch.from_numpy(numbers)))))
+    results = [attention(q, plan, work, state.cache, 0.2, window, kernels.workspace) for work in works]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert_close(results[0], reference_attention(q, plan, state.cache, 0.2, window))
+    for row in (0, 1, 2, 41):
+        alone = kernels.attention(q[row : row + 1], rows_of(plan, [row]), state.cache, 0.2, window)
+        assert torch.equal(alone[0], results[0][row])
+
+
 @pytest.mark.parametrize("tile", [NARROW, TILE, 2 * TILE])
 @pytest.mark.parametrize("longest", [64, 2600, 4096, 5200, 8192, 40_000])
 def test_no_pass_has_more_partial_results_than_its_scratch_holds(tile: int, longest: int) -> None:
     """The scratch of a division is sized for the longest context, and a shorter one may be divided more finely."""
     for num_tiles, path_width in itertools.product((1, 2, 3, 4, 5, 8, 16, 64), (0, 64)):
-        divided = Division.of(num_tiles, tile, path_width, 2, longest)
-        units = [divided.header(length, 1)[2] for length in range(1, longest + 1, 31)]
+        divided = Division.of(num_tiles * tile, num_tiles, tile, path_width, 2, longest)
+        blocks = [-(-length // KEYS) for length in range(1, longest + 1, 31)]
+        units = [each if divided.by_block(each * KEYS) else chunks_of(each) for each in blocks]
         assert divided.direct or max(units) <= divided.units
 
 

@@ -17,10 +17,10 @@ from paceline.models.triton import attention
 
 POINTERS = {
     **dict.fromkeys(("q", "k_cache", "v_cache"), "*bf16"),
-    **dict.fromkeys(("sequence", "prefix", "reach", "tables", "tiles"), "*i32"),
+    **dict.fromkeys(("sequence", "prefix", "reach", "tables", "shares"), "*i32"),
     **dict.fromkeys(("sums", "stats"), "*fp32"),
 }
-SIGNATURE = POINTERS | {"log2_scale": "fp32", "rows": "i32", "num_tiles": "i32"}
+SIGNATURE = POINTERS | {"log2_scale": "fp32", "rows": "i32", "num_shares": "i32"}
 SHAPE = {"DIM": 128, "GROUP": 4, "KV_HEADS": 8, "BLOCK_SIZE": 16, "KEYS": 64, "EARLY": 16, "CHUNK": 8}
 COMPILE = f"""
 import triton

@@ -140,6 +140,7 @@ class BlockPasses:
         each = np.zeros((len(ROW_FIELDS) + 1, count * size), np.int32)
         each[ROW_FIELDS.index("sequence")] = np.repeat(np.arange(count), size)
         each[ENDS, : len(ends) * size] = np.repeat(ends, size)
+        each[ROW_FIELDS.index("reach")] = each[ENDS]  # until the device knows it: attention's work is dealt by it
         each[STARTS, : len(starts) * size] = np.repeat(starts, size)
         blocks = np.zeros((count, max(map(len, tables), default=1)), np.int32)
         for row, ids in enumerate(tables):

@@ -263,7 +263,9 @@ class EagleDrafter(TappedDrafter):
 
         body = self._layer.config.body
         tile, begin, count = tiles_of(np.repeat(np.arange(batch), rows // batch), body.num_heads // body.num_kv_heads)
-        division = Division.of(len(begin), tile, path_width, body.num_kv_heads, longest + DEPTH)
-        header = np.array(division.header(longest + DEPTH, longest))
-        (tiles,) = packed_to(self.device, torch.from_numpy(np.concatenate([header, begin, count])))
-        return Work(division, tiles.int())
+        q_rows, reach = rows * (body.num_heads // body.num_kv_heads), longest + DEPTH
+        division = Division.of(q_rows, len(begin), tile, path_width, body.num_kv_heads, reach)
+        dealt = division.dealt(begin, count, np.full(rows, reach, np.int32), reach)
+        numbers = np.concatenate([division.header(reach, longest), dealt])
+        (shares,) = packed_to(self.device, torch.from_numpy(numbers))
+        return Work(division, shares.int())

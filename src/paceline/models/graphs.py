@@ -34,7 +34,7 @@ log = logging.getLogger("paceline")
 MAX_GRAPHS = 384  # about twice what start-up captures (test_warmup.py); the least recently used is dropped
 KNOWN = 256  # assignments of rows to sequences whose tiles are cached: the steps of a few answers
 SEQUENCES = 512  # initial capacity of a bucket in block tables, if it has that many rows
-SEQUENCE = ROW_FIELDS.index("sequence")
+SEQUENCE, REACH = ROW_FIELDS.index("sequence"), ROW_FIELDS.index("reach")
 ALIGNED = 4  # ints: every view starts at 16 bytes, for vector loads
 
 
@@ -52,7 +52,17 @@ class Placed:
         self.kept: list[object] = []  # tensors the graph points into
         longest = min(decoder.config.max_positions, caches[0].k.shape[0])
         self.table_ints = max(min(bucket.rows, SEQUENCES) * -(-longest // block_size), table_ints)
-        sizes = {"header": HEADER, "tiles": 2 * bucket.tiles, **dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)}
+        config = decoder.config
+        self.division = Division.of(
+            bucket.rows * (config.num_heads // config.num_kv_heads),
+            bucket.tiles,
+            bucket.tile,
+            bucket.path,
+            config.num_kv_heads,
+            longest,
+        )
+        sizes = {"header": HEADER, "shares": 4 * self.division.shares}
+        sizes |= dict.fromkeys((*ROW_FIELDS, "tokens"), bucket.rows)
         sizes |= {"logit_rows": bucket.logits, "path": bucket.rows * bucket.path}
         # Four numbers for each tree that only the device knows; it has two rows at least.
         sizes |= {"trees": 2 * bucket.rows if bucket.path else 0, "tables": self.table_ints}
@@ -68,8 +78,6 @@ class Placed:
         self._blank[self.at["slots"]] = -1
         self._blank[self.at["reach"]] = 1  # a padding row reads one key, so that its result is a number
         view = {name: self.device_ints[place] for name, place in self.at.items()}
-        kv_heads = decoder.config.num_kv_heads
-        self.division = Division.of(bucket.tiles, bucket.tile, bucket.path, kv_heads, longest)
         self.kernels = bucket.kernels(self.division.direct, self.division.tails)
         self.tokens, self.logit_rows = view["tokens"], view["logit_rows"] if bucket.logits else None
         self.tree_numbers = view["trees"]
@@ -77,7 +85,7 @@ class Placed:
         if bucket.from_hidden:
             width, dtype = decoder.config.hidden_size, decoder.dtypes.compute
             self.inputs = torch.zeros(bucket.rows, width, dtype=dtype, device=decoder.device)
-        self.header = self.device_ints[: self.at["tiles"].stop]  # begins with the width of the block tables
+        self.header = self.device_ints[: self.at["shares"].stop]  # begins with the width of the block tables
         self.plan = PassPlan(
             positions=view["positions"],
             slots=view["slots"],
@@ -100,7 +108,8 @@ class Placed:
         rows, on_device = each.shape[1], self.bucket.from_hidden or not tokens.is_cpu
         stage.blank[:] = self._blank
         stage.header[:] = self.division.header(plan.max_len, tables.shape[1])
-        stage.tiles[:] = tiles
+        begin, count = tiles
+        stage.shares[:] = self.division.dealt(begin, count, each[REACH], plan.max_len)
         stage.rows[:, :rows] = each
         if tokens is not known and not on_device:
             stage.rows[-1, :rows] = tokens.numpy()
@@ -127,7 +136,7 @@ class _StagingViews:
         self.ints = ints
         at, rows = placed.at, placed.bucket.rows
         self.blank = ints[: at["tables"].start]
-        self.header, self.tiles = ints[at["header"]], ints[at["tiles"]]
+        self.header, self.shares = ints[at["header"]], ints[at["shares"]]
         # All row fields have the same width: the rows, and the alignment of the next field.
         self.rows = ints[at["positions"].start : at["logit_rows"].start].reshape(len(ROW_FIELDS) + 1, -1)
         self.logit_rows, self.path = ints[at["logit_rows"]], ints[at["path"]].reshape(rows, -1)
@@ -240,16 +249,15 @@ class PassGraphs:
 
             config = self._decoder.config
             tile, begin, count = tiles_of(sequence, config.num_heads // config.num_kv_heads)
-            rows, num_tiles = plan.each.shape[1], up(len(begin), TILES)
+            rows = plan.each.shape[1]
             # Compare unpadded numbers: padded ones may be equal although not every row has logits. Where none is
             # wanted, as of a prompt that goes on, one row has them: a head over all rows is slow, its buffer large.
             logits = 0 if wanted == rows else up(max(wanted, 1))
-            tiles = np.zeros((2, num_tiles), np.int32)
-            tiles[0, : len(begin)], tiles[1, : len(begin)] = begin, count
             if len(self._known) == KNOWN:
                 self._known.clear()
-            bucket = Bucket(up(rows), num_tiles, tile, path_up(plan.path.shape[1]), logits, taps, from_hidden)
-            known = self._known[key] = bucket, tiles.reshape(-1)
+            path = path_up(plan.path.shape[1])
+            bucket = Bucket(up(rows), up(len(begin), TILES), tile, path, logits, taps, from_hidden)
+            known = self._known[key] = bucket, (begin, count)
         return known
 
     def _pass(

@@ -79,7 +79,8 @@ class PassChain:
         return tokens, PassPlan.in_order(positions, slots, owners, tables, self._block_size, longest)
 
     def _one_each(self, rows: Sequence[ChainRow], tables: Tensor, longest: int) -> tuple[Tensor, PassPlan]:
-        """One row for each sequence, to be filled in on the device."""
+        """One row for each sequence, to be filled in on the device; attention's work is dealt by about its length."""
         nothing = torch.zeros(len(rows), dtype=torch.int64)
+        about = torch.tensor([row.start + len(row.tokens) for row in rows])
         owners = torch.arange(len(rows))
-        return nothing, PassPlan.in_order(nothing, nothing - 1, owners, tables, self._block_size, longest)
+        return nothing, PassPlan.in_order(about, nothing - 1, owners, tables, self._block_size, longest)

@@ -4,7 +4,7 @@ A row sees the logical keys [0, reach). They are divided into blocks of 64 keys,
 4 early in the context, so that a short one fills the GPU too). Every block gives a softmax of its own (maximum, sum,
 weighted values); blocks are folded in order into their chunk, chunks in order into the result, always by the same
 arithmetic. So a row's bits are a function of its keys alone, while the work can be divided to suit the batch: a program
-may take a block, a chunk or the whole context.
+may take a block, some of the chunks or the whole context.
 
 Rows of one sequence share a tile and read keys through the block table. A tree node's last blocks, from the one its
 committed context ends in, hold its own ancestors: they are read by explicit slots, one program per node, and folded in
@@ -91,18 +91,16 @@ def attention(
     seen = q, cache.k, cache.v, plan.positions, plan.sequence, plan.prefix, plan.reach
     wide = cache.k.numel() > MOST_INT
     if not division.direct and window is None and cache.k.dtype == q.dtype and pipelines(q):
-        tile, all_tiles, splits = max(division.tile, TILE), division.num_tiles * kv_heads, division.splits
-        if 4 * all_tiles <= pipelined.PROGRAMS:  # few: all programs run at once, none waits for another to end
-            splits = pipelined.PROGRAMS // all_tiles
-        pipelined.attend_pipelined[(splits, all_tiles)](
+        tile = max(division.tile, TILE)
+        pipelined.attend_pipelined[(division.shares * kv_heads,)](
             *(q, cache.k, cache.v, plan.sequence, plan.prefix, plan.reach),
             plan.block_tables,
-            work.tiles,
+            work.shares,
             sums,
             stats,
             log2_scale,
             rows,
-            division.num_tiles,
+            division.shares,
             TILE=tile,
             TREE=division.tails > 0,
             WIDE=wide,
@@ -113,8 +111,8 @@ def attention(
             **options,
         )
     else:
-        attend_shared[(division.num_tiles * kv_heads, division.splits)](
-            *seen, plan.block_tables, work.tiles, sums, stats, out, log2_scale, rows, division.num_tiles,
+        attend_shared[(division.shares * kv_heads,)](
+            *seen, plan.block_tables, work.shares, sums, stats, out, log2_scale, rows, division.shares,
             TREE=division.tails > 0, WIDE=wide,
             **shape_of(division, padded, q.element_size()), **heads, **parts, **chunks, **options,
         )  # fmt: skip
@@ -125,13 +123,13 @@ def attention(
         tail_sums = workspace.floats("tail sums", rows * q_heads * division.tails * dim)
         tail_stats = workspace.floats("tail stats", rows * q_heads * division.tails * 2)
         attend_tail[(rows, kv_heads, division.tails)](
-            *seen, plan.path, plan.block_tables, work.tiles, tail_sums, tail_stats, log2_scale, rows,
+            *seen, plan.path, plan.block_tables, work.shares, tail_sums, tail_stats, log2_scale, rows,
             plan.path.shape[1],
             TILE=64, KEYS=KEYS,
             num_warps=4, num_stages=1, **heads, **parts, **options,
         )  # fmt: skip
     merge_states[(rows, q_heads)](
-        plan.positions, plan.prefix, plan.reach, work.tiles, sums, stats, tail_sums, tail_stats, out, rows,
+        plan.positions, plan.prefix, plan.reach, work.shares, sums, stats, tail_sums, tail_stats, out, rows,
         DIM=dim, PADDED=padded, HEADS=q_heads, WINDOW=window or 0, TAILS=division.tails,
         num_warps=1, **chunks, **options,
     )  # fmt: skip

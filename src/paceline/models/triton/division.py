@@ -1,11 +1,13 @@
-"""How the work of attention is divided: contexts into blocks and chunks of keys, rows into tiles, assigned to programs.
+"""How the work of attention is divided: contexts into blocks and chunks of keys, rows into tiles, dealt to programs.
 
 Where a sum is split depends on the position alone (KEYS, EARLY, CHUNK), for bits depend on it; everything else may
-depend on the batch.
+depend on the batch. Programs are dealt to tiles by the lengths of their contexts: a chunk of a long prompt beside many
+decodes is a few tiles with most of the work.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +17,17 @@ from torch import Tensor
 
 from paceline.models.plan import PassPlan
 
-HEADER = 4  # ints before the tiles: width of the block tables, whether a unit is a block, most units of a tile, unused
+Array = np.ndarray[Any, Any]
+HEADER = 4  # ints before the shares: width of the block tables, whether a unit is a block, two unused
 KEYS = 64  # of a block
 EARLY = 16  # blocks, in chunks of half the size
 CHUNK = 8  # blocks
 SPLIT_BLOCKS = 40  # a pass of no more blocks than this, over all its tiles of 64 rows, is divided block by block
-PROGRAMS = 512  # about four for every multiprocessor
-MOST_SPLITS = 68
+PROGRAMS = 256  # about two for every multiprocessor: as many as run at once
 NARROW = 16  # q rows of a tile where every sequence has one token; with more, the pass is divided block by block
 TILE = 64
 WIDE_FROM = 64  # q rows of a sequence; with more, tiles have twice as many rows
+KNOWN = 256  # deals that are kept
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,60 @@ class Division:
     direct: bool  # a program reads all of its tile's context, and nothing is merged
     units: int  # parts a row's context may be divided into
     tails: int  # blocks at the end of a tree node's context that are its own
-    splits: int  # programs that share a tile's units
+    shares: int  # programs for each K/V head: one for every tile, and those that long tiles have besides
 
     @staticmethod
-    def of(num_tiles: int, tile: int, path_width: int, kv_heads: int, max_len: int) -> Division:
-        """`max_len`: the longest context for which these grids and their scratch are sized."""
+    def of(q_rows: int, num_tiles: int, tile: int, path_width: int, kv_heads: int, max_len: int) -> Division:
+        """`q_rows`: of all tiles together; `max_len`: the longest context for which grids and scratch are sized."""
         blocks = max(-(-max_len // KEYS), 1)
-        direct = path_width == 0 and num_tiles * kv_heads >= PROGRAMS // 4
-        units = 1 if direct else max(chunks_of(blocks), min(blocks, most_by_block(num_tiles * tile)))
+        # Wide tiles are for long runs of rows, and the tiles beside them may be decodes: no more than the rows can fill
+        # are sure to have work for a program each.
+        even = num_tiles if tile <= TILE else q_rows // tile
+        direct = path_width == 0 and even * kv_heads >= PROGRAMS // 2
+        units = 1 if direct else max(int(chunks_of(blocks)), min(blocks, most_by_block(num_tiles * tile)))
         tails = -(-(KEYS - 1 + path_width) // KEYS) if path_width else 0
-        splits = 1 if direct else max(min(PROGRAMS // max(num_tiles * kv_heads, 1), MOST_SPLITS), 1)
-        return Division(tile, num_tiles, direct, units, tails, splits)
+        more = 0 if direct else max(PROGRAMS // kv_heads, 1)
+        return Division(tile, num_tiles, direct, units, tails, num_tiles + more)
+
+    def by_block(self, max_len: int) -> bool:
+        """Whether a unit is a block, in a pass of contexts up to that length; a chunk otherwise."""
+        return -(-max_len // KEYS) <= most_by_block(self.num_tiles * self.tile)
 
     def header(self, max_len: int, table_width: int) -> list[int]:
-        """HEADER ints that the kernels read beside the tiles."""
-        blocks = -(-max_len // KEYS)
-        by_block = blocks <= most_by_block(self.num_tiles * self.tile)
-        return [table_width, int(by_block), blocks if by_block else chunks_of(blocks), 0]
+        """HEADER ints that the kernels read beside the shares."""
+        return [table_width, int(self.by_block(max_len)), 0, 0]
+
+    def dealt(self, begin: Array, count: Array, reach: Array, max_len: int) -> Array:
+        """(4 * shares,) first row, number of rows, turn and turns of every share: its program takes each `turns`-th
+        unit of a tile, from `turn` on.
+
+        `begin` and `count` as of `tiles_of`; `reach` (M,) int32 may be an estimate where only the device knows it: who
+        computes what depends on it, not what is computed.
+        """
+        blocks = np.ones(len(begin), np.int32)
+        if not self.direct:
+            blocks = (np.maximum.reduceat(reach, begin) + (KEYS - 1)) // KEYS
+        return _dealt(self, self.by_block(max_len), begin.tobytes(), count.tobytes(), blocks.tobytes())
+
+
+@functools.lru_cache(KNOWN)
+def _dealt(division: Division, by_block: bool, begin_bytes: bytes, count_bytes: bytes, block_bytes: bytes) -> Array:
+    """Kept, since a context has one block more every 64 tokens only.
+
+    No share has more than an equal part of all blocks, but for units, which are whole. Each tile begins a share of its
+    own, so there are at most as many shares as parts and tiles.
+    """
+    begin, count = np.frombuffer(begin_bytes, np.int64), np.frombuffer(count_bytes, np.int64)
+    blocks = np.frombuffer(block_bytes, np.int32)
+    most = max(-(-int(blocks.sum()) // max(division.shares - division.num_tiles, 1)), 1)
+    turns = np.maximum(np.minimum(-(-blocks // most), blocks if by_block else chunks_of(blocks)), 1)
+    order = np.argsort(-blocks / turns, kind="stable")  # the largest shares begin first
+    turns = turns[order]
+    of = np.repeat(np.arange(len(order)), turns)
+    shares = np.zeros((4, division.shares), np.int32)  # those of no tile have no rows
+    turn = np.arange(len(of)) - np.repeat(np.cumsum(turns) - turns, turns)
+    shares[:, : len(of)] = begin[order][of], count[order][of], turn, turns[of]
+    return shares.reshape(-1)
 
 
 def most_by_block(q_rows: int) -> int:
@@ -61,28 +101,29 @@ def most_by_block(q_rows: int) -> int:
     return ((SPLIT_BLOCKS + 1) * TILE - 1) // max(q_rows, 1)
 
 
-def chunks_of(blocks: int) -> int:
-    """The number of chunks of so many blocks."""
-    half = CHUNK // 2
-    return -(-min(blocks, EARLY) // half) + -(-max(blocks - EARLY, 0) // CHUNK)
+def chunks_of(blocks: Any) -> Any:
+    """The number of chunks of so many blocks, or of each of several numbers of blocks."""
+    early = np.minimum(blocks, EARLY)
+    return -(-early // (CHUNK // 2)) + -(-(blocks - early) // CHUNK)
 
 
 @dataclass(frozen=True)
 class Work:
     division: Division
-    tiles: Tensor  # (HEADER + 2 * num_tiles,) int32: header, then first row and number of rows of each tile
+    shares: Tensor  # (HEADER + 4 * shares,) int32: header, then the shares as dealt
 
 
 def work_of(plan: PassPlan, group: int, kv_heads: int) -> Work:
     """The work of a pass; a plan on the device is read back."""
     tile, begin, count = tiles_of(plan.sequence.cpu().numpy(), group)
-    division = Division.of(len(begin), tile, plan.path.shape[1], kv_heads, plan.max_len)
-    header = division.header(plan.max_len, plan.block_tables.shape[1])
-    numbers = torch.from_numpy(np.concatenate([np.array(header), begin, count]).astype(np.int32))
-    return Work(division, numbers.to(plan.sequence.device))
+    rows, path_width = plan.path.shape
+    division = Division.of(rows * group, len(begin), tile, path_width, kv_heads, plan.max_len)
+    header = np.array(division.header(plan.max_len, plan.block_tables.shape[1]), np.int32)
+    dealt = division.dealt(begin, count, plan.reach.cpu().numpy(), plan.max_len)
+    return Work(division, torch.from_numpy(np.concatenate([header, dealt])).to(plan.sequence.device))
 
 
-def tiles_of(sequence: np.ndarray[Any, Any], group: int) -> tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def tiles_of(sequence: Array, group: int) -> tuple[int, Array, Array]:
     """(tile, first row of each tile, its number of rows): runs of rows of one sequence, cut to fit.
 
     `group` q heads share a K/V head.

@@ -34,7 +34,7 @@ def only_if(state, condition):
 
 @triton.jit(do_not_specialize=["rows"])
 def merge_states(
-    positions, prefix, reach, tiles, sums, stats, tail_sums, tail_stats, out, rows,
+    positions, prefix, reach, shares, sums, stats, tail_sums, tail_stats, out, rows,
     DIM: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
     CHUNK: tl.constexpr, WINDOW: tl.constexpr, TAILS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def merge_states(
     q_row = row * HEADS + tl.program_id(1)
     release(OVERLAP)
     end = tl.load(reach + row)
-    by_block = tl.load(tiles + 1) == 1
+    by_block = tl.load(shares + 1) == 1
     blocks = tl.cdiv(end, KEYS)
     shared_blocks = blocks
     if TAILS > 0:

@@ -22,7 +22,6 @@ from paceline.models.triton.states import chunk_of, first_of, joined, levels
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its older name
 WIDTH = gl.constexpr(64)  # dimensions of a value that one product takes, to spare registers
-PROGRAMS = 264  # two for every multiprocessor, as many as fit
 
 
 @gluon.jit
@@ -72,9 +71,9 @@ def span_of(nth, num_units, num_blocks, by_block, EARLY: gl.constexpr, CHUNK: gl
     return unit, gl.where(dealt, first, num_blocks), gl.where(dealt, end, num_blocks)
 
 
-@gluon.jit(do_not_specialize=["rows", "num_tiles"])
+@gluon.jit(do_not_specialize=["rows", "num_shares"])
 def attend_pipelined(
-    q, k_cache, v_cache, sequence, prefix, reach, tables, tiles, sums, stats, log2_scale, rows, num_tiles,
+    q, k_cache, v_cache, sequence, prefix, reach, tables, shares, sums, stats, log2_scale, rows, num_shares,
     TILE: gl.constexpr, WIDE: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, EARLY: gl.constexpr, CHUNK: gl.constexpr, TREE: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -87,21 +86,21 @@ def attend_pipelined(
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    turn = gl.program_id(0)
-    splits = gl.minimum(gl.num_programs(0), gl.load(tiles + 2))
-    if turn >= splits:
+    share = shares + 4 + gl.program_id(0) // KV_HEADS
+    kv_head = gl.program_id(0) % KV_HEADS
+    begin = gl.load(share)
+    count = gl.load(share + num_shares)
+    if count == 0:
         return
-    tile = gl.program_id(1) // KV_HEADS
-    kv_head = gl.program_id(1) % KV_HEADS
-    table_width = gl.load(tiles)
-    by_block = gl.load(tiles + 1) == 1
-    begin = gl.load(tiles + 4 + tile)
-    count = gl.load(tiles + 4 + num_tiles + tile)
+    turn = gl.load(share + 2 * num_shares)
+    turns = gl.load(share + 3 * num_shares)
+    table_width = gl.load(shares)
+    by_block = gl.load(shares + 1) == 1
     end = ends_of(prefix, reach, begin, count, TILE, GROUP, KEYS, TREE, ROW)
     used = (gl.arange(0, TILE, layout=ROW) // GROUP) < count
     last = gl.max(end, 0)
     full = gl.min(gl.where(used, end, 2147483647), 0) // KEYS  # blocks that all rows of the tile see whole
-    table = tables + gl.load(sequence + begin, mask=count > 0, other=0).to(gl.int64) * table_width
+    table = tables + gl.load(sequence + begin).to(gl.int64) * table_width
     num_blocks = gl.cdiv(last, KEYS)
     num_units = gl.maximum(gl.where(by_block, num_blocks, chunk_of(num_blocks - 1, EARLY, CHUNK) + 1), 1)
     unit, block, unit_end = span_of(turn, num_units, num_blocks, by_block, EARLY, CHUNK)
@@ -122,12 +121,12 @@ def attend_pipelined(
     release(OVERLAP)  # not earlier: programs of the next kernel would displace some of this one's
     nothing = gl.full([TILE, KEYS], 0.0, gl.float32, layout=MMA)
     step = 0
-    for first_nth in range(0, num_units, splits):
+    for first_nth in range(0, num_units, turns):
         mine = unit_end > block
         # Assigned in alternating order, so that a program with a long chunk in one round has a short one in the next.
-        next_turn = gl.where(first_nth // splits % 2 == 0, splits - 1 - turn, turn)
+        next_turn = gl.where(first_nth // turns % 2 == 0, turns - 1 - turn, turn)
         next_unit, next_block, next_end = span_of(
-            first_nth + splits + next_turn, num_units, num_blocks, by_block, EARLY, CHUNK
+            first_nth + turns + next_turn, num_units, num_blocks, by_block, EARLY, CHUNK
         )
         high = gl.full([TILE], float("-inf"), gl.float32, layout=ROW)
         total = gl.full([TILE], 0.0, gl.float32, layout=ROW)
@@ -146,7 +145,7 @@ def attend_pipelined(
             async_copy.commit_group()
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if now >= full:
-                begin_again = gl.load(tiles + 4 + tile, volatile=True)  # loaded again, to save registers
+                begin_again = gl.load(share, volatile=True)  # loaded again, to save registers
                 end = ends_of(prefix, reach, begin_again, count, TILE, GROUP, KEYS, TREE, ROW)
                 key = now * KEYS + gl.arange(0, KEYS, layout=COLUMN)
                 scores = gl.where(key[None, :] < end[:, None], scores, float("-inf"))
@@ -166,7 +165,7 @@ def attend_pipelined(
             step += 1
         lane = gl.arange(0, TILE, layout=ROW)
         stored = (lane // GROUP) < gl.where(mine, count, 0)
-        begin_again = gl.load(tiles + 4 + tile, volatile=True)
+        begin_again = gl.load(share, volatile=True)
         row = (begin_again + lane // GROUP).to(gl.int64) * HEADS + kv_head * GROUP + lane % GROUP
         row += unit * (gl.cast(rows, gl.int64) * HEADS)
         dim = gl.arange(0, WIDTH, layout=COLUMN)

@@ -54,23 +54,25 @@ def walk(
         tl.store(place, result, mask=used[:, None] & (at_dim < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "num_tiles"])
+@triton.jit(do_not_specialize=["rows", "num_shares"])
 def attend_shared(
-    q, k_cache, v_cache, positions, sequence, prefix, reach, tables, tiles, sums, stats, out, log2_scale, rows,
-    num_tiles,
+    q, k_cache, v_cache, positions, sequence, prefix, reach, tables, shares, sums, stats, out, log2_scale, rows,
+    num_shares,
     TILE: tl.constexpr, DIRECT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, LAST_STAGES: tl.constexpr,
     DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, EARLY: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
     PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if tl.program_id(1) >= tl.load(tiles + 2):
-        return
-    tile = tl.program_id(0) // KV_HEADS
+    share = shares + 4 + tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
-    table_width = tl.load(tiles)
-    by_block = False if DIRECT else tl.load(tiles + 1) == 1
-    begin = tl.load(tiles + 4 + tile)
-    count = tl.load(tiles + 4 + num_tiles + tile)
+    begin = tl.load(share)
+    count = tl.load(share + num_shares)
+    if count == 0:
+        return
+    turn = tl.load(share + 2 * num_shares)
+    turns = tl.load(share + 3 * num_shares)
+    table_width = tl.load(shares)
+    by_block = False if DIRECT else tl.load(shares + 1) == 1
     lane = tl.arange(0, TILE)
     used = (lane // GROUP) < count
     row = (begin + lane // GROUP).to(tl.int64)
@@ -87,7 +89,7 @@ def attend_shared(
         start = tl.maximum(tl.min(tl.where(used, position - WINDOW + 1, 2147483647)), 0) // KEYS
         first_chunk = chunk_of(start, EARLY, CHUNK)
         first_unit = tl.where(by_block, first_of(first_chunk, EARLY, CHUNK), first_chunk)
-    table = tables + tl.load(sequence + begin, mask=count > 0, other=0).to(tl.int64) * table_width
+    table = tables + tl.load(sequence + begin).to(tl.int64) * table_width
     heads = KV_HEADS * GROUP
     q_row = row * heads + kv_head * GROUP + lane % GROUP
     stride = tl.cast(rows, tl.int64) * heads
@@ -108,11 +110,11 @@ def attend_shared(
     else:
         whole_high = tl.full((TILE,), float("-inf"), tl.float32)
         whole_total = tl.zeros((TILE,), tl.float32)
-        for nth in range(tl.program_id(1), num_units - first_unit, tl.num_programs(1)):
+        for nth in range(turn, num_units - first_unit, turns):
             unit = first_unit + nth if DIRECT else num_units - 1 - nth  # the long chunks first
             high, total, values = nothing(TILE, PADDED, PARTS)
             # Loaded again, so that the compiler does not keep all result addresses in registers.
-            begin_again = tl.load(tiles + 4 + tile, volatile=True)
+            begin_again = tl.load(share, volatile=True)
             first_block = tl.where(by_block, unit, first_of(unit, EARLY, CHUNK))
             end_block = tl.where(by_block, unit + 1, tl.minimum(first_of(unit + 1, EARLY, CHUNK), num_blocks))
             for block in range(first_block, tl.minimum(end_block, full)):

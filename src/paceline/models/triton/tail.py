@@ -11,7 +11,7 @@ from paceline.models.triton.states import load_queries, nothing, one_block, stor
 
 @triton.jit(do_not_specialize=["rows", "path_width"])
 def attend_tail(
-    q, k_cache, v_cache, positions, sequence, prefix, reach, path, tables, tiles, sums, stats, log2_scale, rows,
+    q, k_cache, v_cache, positions, sequence, prefix, reach, path, tables, shares, sums, stats, log2_scale, rows,
     path_width,
     TILE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -25,7 +25,7 @@ def attend_tail(
     block = shared // KEYS + nth
     key = block * KEYS + tl.arange(0, KEYS)
     there = tl.where(shared < end, end, 0) > key  # the row is a tree node, and the key one it sees
-    table = tables + tl.load(sequence + row).to(tl.int64) * tl.load(tiles)
+    table = tables + tl.load(sequence + row).to(tl.int64) * tl.load(shares)
     page = tl.load(table + key // BLOCK_SIZE, mask=there & (key < shared), other=0).to(tl.int64)
     own = tl.load(path + row * path_width + key - shared, mask=there & (key >= shared), other=0).to(tl.int64)
     slot = tl.where(key < shared, page * BLOCK_SIZE + key % BLOCK_SIZE, own)
