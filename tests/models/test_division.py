@@ -69,14 +69,21 @@ def test_one_long_context_among_trees_has_most_of_the_programs() -> None:
     assert shares[1, :18].tolist() == [5] * 18  # and they come first
 
 
-@pytest.mark.parametrize("sequences", [16, 32, 128, 256])
+@pytest.mark.parametrize("sequences", [128, 256])
 def test_many_decodes_have_a_program_each_and_merge_nothing(sequences: int) -> None:
     division, shares = divided([1] * sequences, [512] * sequences)
     assert division.direct
     assert shares.tolist() == [list(range(sequences)), *([value] * sequences for value in (1, 0, 1))]
 
 
-@pytest.mark.parametrize("rows", [512, 2048])
+def test_one_long_context_among_decodes_is_spread_over_all_programs() -> None:
+    counts, ends = [1] * 32, [*[512] * 31, 8000]
+    division, shares = divided(counts, ends)
+    assert not division.direct
+    assert blocks_of(shares, counts, ends).max() <= 16  # of 125
+
+
+@pytest.mark.parametrize("rows", [1024, 2048])
 def test_a_pass_full_of_prompt_has_programs_enough_and_merges_nothing(rows: int) -> None:
     assert divided([rows], [4096])[0].direct
     assert divided([*[1] * 31, rows], [*DECODES, 4096])[0].direct

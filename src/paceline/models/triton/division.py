@@ -46,10 +46,9 @@ class Division:
     def of(q_rows: int, num_tiles: int, tile: int, path_width: int, kv_heads: int, max_len: int) -> Division:
         """`q_rows`: of all tiles together; `max_len`: the longest context for which grids and scratch are sized."""
         blocks = max(-(-max_len // KEYS), 1)
-        # Wide tiles are for long runs of rows, and the tiles beside them may be decodes: no more than the rows can fill
-        # are sure to have work for a program each.
-        even = num_tiles if tile <= TILE else q_rows // tile
-        direct = path_width == 0 and even * kv_heads >= PROGRAMS // 2
+        # Enough full tiles for every multiprocessor. Divided, all parts of all rows are kept in scratch, and the bound
+        # keeps that small too; below it a pass takes no longer divided, and far less where contexts differ.
+        direct = path_width == 0 and q_rows * kv_heads > PROGRAMS // 2 * tile
         units = 1 if direct else max(int(chunks_of(blocks)), min(blocks, most_by_block(num_tiles * tile)))
         tails = -(-(KEYS - 1 + path_width) // KEYS) if path_width else 0
         more = 0 if direct else max(PROGRAMS // kv_heads, 1)
