@@ -317,7 +317,8 @@ class AdaptivePolicy:
                     left -= 1
                     budget = min(budget, most)
                     choices[at] = self._drafter_of[keys[at]] = _choice(offer.method, budget)
-                    self._plan.asked[keys[at]] = evidence, budget
+                    # On a device trees are not cut, and one begun before it was planned has as many nodes as the last.
+                    self._plan.asked[keys[at]] = evidence, 0 if self._on_device else budget
 
     def _offers(self, step: _Step, rows: list[int], asked: str) -> list[Offer]:
         made = [self._offer(step, rows, method) for method in self._evidence.allowed(asked)]
