@@ -193,17 +193,17 @@ class DSparkDrafter(TappedDrafter):
         self._absorbing(batch)
 
     def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
-        width = min(max(row.budget for row in rows), self._most)
+        width = min(max([row.budget for row in rows]), self._most)
         if self._native is None or not width:
             return super().propose(rows, after)
         sequences, given = [row.sequence for row in rows], []
         for sequence, seat, length in zip(sequences, *self._places(sequences, after), strict=True):
             waiting = self._in_ring(sequence, length - len(sequence.tokens))
             given.append(BlockRow(seat, length, waiting.start, waiting.stop, *self._keys(sequence)))
-        stack = self._decoder.stack(self._caches, max(row.end for row in given))
+        stack = self._decoder.stack(self._caches, max([row.end for row in given]))
         assert isinstance(stack, NativeStack)
-        self._native.bind(stack, self._columns)
-        found, scores = self._native.draft(given, [one.blocks for one in sequences], rows, self._ring.stored, width)
+        self._native.bind(stack, self._columns, self._ring.stored)
+        found, scores = self._native.draft(given, [one.blocks for one in sequences], rows, width)
         if after is None:
             self._caught_up(sequences)
         return self._on_host(rows, found, scores)
@@ -292,7 +292,8 @@ def _device_tree() -> ModuleType | None:
 
 def _drafts(found: Ints, counts: list[int]) -> Draft:
     """The first nodes of trees (3, B, nodes): tokens, parents and depths on the host."""
-    num_nodes, (tokens, parents, depth) = np.array(counts, np.int64), found[:, :, : max(counts)]
+    num_nodes, most = np.array(counts, np.int64), max(counts)
+    tokens, parents, depth = found if most == found.shape[2] else found[:, :, :most]
     if len(counts) > 1:
         used = np.arange(tokens.shape[1]) < num_nodes[:, None]
         tokens, parents, depth = tokens * used, np.where(used, parents, -1), depth * used

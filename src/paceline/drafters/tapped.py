@@ -153,6 +153,7 @@ class TappedDrafter:
 
     def __init__(self) -> None:
         self._states: dict[str, TapState] = {}
+        self._shift = int(self.pairs)  # from a hidden state's position to its slot
         self._block_size = 0
         self._columns = torch.empty(0, dtype=torch.int64)  # on the device: indexing with a host tensor synchronises
         self._ring = TapRing()
@@ -181,11 +182,6 @@ class TappedDrafter:
     def last_tokens(self, seats: Tensor, lengths: Tensor) -> Tensor:
         """(B,) each sequence's last token."""
         return self._ring.tokens_after(seats, lengths - 2)
-
-    @property
-    def _shift(self) -> int:
-        """From a hidden state's position to its slot."""
-        return int(self.pairs)
 
     def _complete(self, length: int) -> int:
         """Where valid slots end once everything known of a sequence of this length is absorbed."""

@@ -81,6 +81,11 @@ class Batch:
         return self.all_sample and self.num_tokens - self.num_drafted == len(self.sequences)
 
     @property
+    def place(self) -> SequenceOf[int] | dict[int, int]:
+        """Of a row that samples among these, by its row of the batch."""
+        return range(len(self)) if self.all_sample else {row: at for at, row in enumerate(self.sampling.tolist())}
+
+    @property
     def sampled_sequences(self) -> list[Sequence]:
         return self.sequences if self.all_sample else [self.sequences[index] for index in self.sampling]
 

@@ -113,7 +113,7 @@ class DrafterSet:
         begun, self._begun, self.seconds, self._timed = self._begun, {}, {}, {}
         if not batch.num_drafted:
             return self._empty(len(batch.sampling))
-        place = {index: at for at, index in enumerate(batch.sampling.tolist())}
+        place = batch.place
         wanted: dict[str, list[tuple[int, DraftRow]]] = {}  # method -> row of the draft, and its wish
         for index, (method, budget) in batch.drafts.items():
             if method not in self.retired:
@@ -136,7 +136,7 @@ class DrafterSet:
         """Begin drafts behind a step under way, for rows of its batch with the nodes each may have in the next."""
         if unread is None:
             return
-        place = {index: at for at, index in enumerate(batch.sampling.tolist())}
+        place = batch.place
         for name in self.begins:
             mine = [(index, nodes) for index, nodes in going if batch.drafts[index][0] == name]
             if not mine:
@@ -165,7 +165,7 @@ class DrafterSet:
     def _timely(self, method: str, rows: list[DraftRow], more: bool) -> Draft | None:
         """A draft from the start, and what it took; `more`: other rows' drafts were begun before."""
         drafter, on_device = self._by_name[method], self._on_device.get(method)
-        lag, most = self._lag(drafter, rows), max(row.budget for row in rows)
+        lag, most = self._lag(drafter, rows), max([row.budget for row in rows])
         if on_device is None:
             started = time.perf_counter()
             draft = self._propose(drafter, rows, None)
@@ -199,7 +199,7 @@ class DrafterSet:
     @staticmethod
     def _lag(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:
         try:
-            return sum(drafter.lag(row.sequence) for row in rows) // len(rows)
+            return sum([drafter.lag(row.sequence) for row in rows]) // len(rows)
         except Exception:  # it will say so when it is asked to draft
             return CATCHING_UP + 1
 
@@ -209,7 +209,7 @@ class DrafterSet:
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            if any(count > row.budget for count, row in zip(draft.arrays.num_nodes.tolist(), rows, strict=True)):
+            if any([count > row.budget for count, row in zip(draft.trees.num_nodes, rows, strict=True)]):
                 raise ValueError("more nodes than the budget of a row")
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
             if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):

@@ -57,7 +57,7 @@ class Sampler:
         lengths: Ints | None = None,
         seats: Ints | None = None,
     ) -> Verdict:
-        """`row_of` (B, N + 1): the row of logits of the last token (0) and of each node (i + 1).
+        """`row_of` (B, N + 1): the row of logits of the last token (0) and of each node (i + 1); they lie in order.
 
         `row_of` and the draft's `num_nodes` lie on the host; its tokens and trees may lie on the device. `lengths` of
         the sequences, where they have tokens that the host has not read. `seats` of sequences that were admitted.
@@ -67,7 +67,8 @@ class Sampler:
             samplers = self._builder.samplers(sequences, seats)
             if samplers is not None:
                 committed = [len(one.tokens) for one in sequences] if lengths is None else lengths.tolist()
-                return walk_on_host(draft, logits, row_of, draft.max_depth, samplers, committed, self._native)
+                row_by_slot = draft.trees.logit_rows  # `row_of`
+                return walk_on_host(draft, logits, row_by_slot, draft.max_depth, samplers, committed, self._native)
         params, compiled = self._builder.params(sequences, lengths, seats), self._compiled.count
         simple = not params.edits and params.num_logprobs is None
         key = self._graphs.key(params.form, draft, logits, only_chains) if self.shortcut else None

@@ -120,17 +120,24 @@ def open_library(variant: str) -> Library:
     return library
 
 
-def native_draw(library: Library | None) -> Callable[..., int | None] | None:
-    """Draws the token of one row of logits, for `verify.host`; None without a library."""
+def native_draw(library: Library | None) -> Callable[[Tensor], Callable[..., int | None] | None] | None:
+    """Draws the tokens of rows of logits (R, V), for `verify.host`; None without a library."""
     if library is None:
         return None
     draw_token = library.function("draw_token")
 
-    def draw(logits: np.ndarray[Any, Any], *asked: float) -> int | None:
-        token: int = draw_token(address_of(logits), logits.shape[0], *asked)
-        return None if token < 0 else token
+    def of(logits: Tensor) -> Callable[..., int | None] | None:
+        if logits.dtype is not torch.float32 or not logits.is_contiguous():
+            return None
+        first, size = logits.data_ptr(), logits.shape[1]
 
-    return draw
+        def draw(row: int, *asked: float) -> int | None:
+            token: int = draw_token(first + 4 * size * row, size, *asked)
+            return None if token < 0 else token
+
+        return draw
+
+    return of
 
 
 class PlanView(ctypes.Structure):

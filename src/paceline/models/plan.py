@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
-ROW_FIELDS = ("positions", "prefix", "slots", "sequence", "reach")  # one number a row
+ROW_FIELDS = ("positions", "prefix", "slots", "reach", "sequence")  # one number a row
 
 
 def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
