@@ -9,6 +9,7 @@ Proposals are deterministic, so any target distribution is kept. On a GPU both h
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
@@ -44,6 +45,7 @@ from paceline.sequence import Sequence
 from paceline.triton_support import require_triton
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+PADDING = np.array([0, -1, 0])[:, None, None]  # of tokens, parents and depths
 PART = 64  # components of hidden states whose head weights are read at once
 
 
@@ -102,6 +104,8 @@ class DSparkDrafter(TappedDrafter):
             masks = embedding[torch.tensor([config.mask_token_id], device=self.device)].expand(self.room, -1)
         self._masks = placed(masks)[None]  # (1, block - 1, H)
         self._ids = draft_ids(config, tensors).to(self.device)  # the target's ids of draft tokens
+        lowest, highest = int(self._ids.min()), int(self._ids.max())
+        self._bound = sys.maxsize if lowest < 0 else highest + 1
         # W1 for the target's tokens (V, R), and W1 and W2 for draft tokens.
         self._markov: tuple[Tensor, Tensor, Tensor] | None = None
         if config.markov_rank:
@@ -238,7 +242,7 @@ class DSparkDrafter(TappedDrafter):
         return Draft.device_trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
 
     def _on_host(self, rows: SequenceOf[DraftRow], found: Ints, scores: Floats) -> Draft:
-        return _drafts(found, likely_nodes(scores, rows, self._counts(rows)))
+        return _drafts(found, likely_nodes(scores, rows, self._counts(rows)), self._bound)
 
     def _rows(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
@@ -290,14 +294,14 @@ def _device_tree() -> ModuleType | None:
     return device_tree
 
 
-def _drafts(found: Ints, counts: list[int]) -> Draft:
-    """The first nodes of trees (3, B, nodes): tokens, parents and depths on the host."""
-    num_nodes, most = np.array(counts, np.int64), max(counts)
-    tokens, parents, depth = found if most == found.shape[2] else found[:, :, :most]
-    if len(counts) > 1:
-        used = np.arange(tokens.shape[1]) < num_nodes[:, None]
-        tokens, parents, depth = tokens * used, np.where(used, parents, -1), depth * used
-    return Draft.of_arrays(tokens, parents, depth, num_nodes)
+def _drafts(found: Ints, counts: list[int], bound: int) -> Draft:
+    """The first nodes of trees (3, B, nodes): tokens below `bound`, parents and depths on the host."""
+    most = max(counts)
+    if most < found.shape[2]:
+        found = found[:, :, :most]
+    if min(counts) < most:
+        found = np.where(np.arange(most) < np.array(counts)[:, None], found, PADDING)
+    return Draft.of_trees(found, counts, bound)
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

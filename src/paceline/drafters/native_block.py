@@ -23,8 +23,7 @@ from paceline.models.native_kernels import (
     check_in_place,
     check_status,
 )
-from paceline.models.native_weights import PackedRows, PackedWeight, ProductView
-from paceline.models.weights import WeightKind
+from paceline.models.native_weights import PackedRows, PackedWeight, ProductView, rows_view
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -110,7 +109,7 @@ class NativeBlocks:
             absorbed=ctypes.addressof(absorbed),
             masks=masks.data_ptr(),
             norm=norm.data_ptr(),
-            embedding=_rows_of(embedding),
+            embedding=rows_view(embedding),
             head=head.view,
             first_row=first_row,
             max_positions=max_positions,
@@ -179,11 +178,3 @@ class NativeBlocks:
     def logits(self) -> Tensor:
         """(rows, V) of the last draft, in groups of a few levels, each sequence by sequence."""
         return self._logits[: self._drafting.looked_at]
-
-
-def _rows_of(embedding: Tensor | PackedRows) -> ProductView:
-    """Numbers in rows are described as a product is."""
-    if isinstance(embedding, PackedRows):
-        return embedding.weight.view
-    outputs, inputs = embedding.shape
-    return ProductView(kind=WeightKind.of(embedding.dtype), panels=embedding.data_ptr(), inputs=inputs, outputs=outputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -65,6 +66,7 @@ class DrafterSet:
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self._tapped = [drafter for drafter in self._on_device.values() if drafter.taps]
         self._ring = TapRing()
+        self._on_cuda = False
         self._begun: dict[str, Begun] = {}
         self._timed: dict[str, Timed] = {}
         self.failures = 0
@@ -100,6 +102,7 @@ class DrafterSet:
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
         """Hand every drafter its layers, which follow the target's, and its taps."""
+        self._on_cuda = bool(cache.layers) and cache.layers[0].k.is_cuda
         for drafter in self.drafters:
             last = first_layer + len(drafter.kv_layers)
             drafter.bind(cache.layers[first_layer:last], cache.block_size)
@@ -143,7 +146,7 @@ class DrafterSet:
                 continue
             rows = [DraftRow(batch.sequences[index], nodes) for index, nodes in mine]
             drafter, behind = self._on_device[name], replace(unread, rows=[place[index] for index, _ in mine])
-            with Stopwatch(unread.tokens.device) as watch:
+            with Stopwatch(unread.tokens.is_cuda) as watch:
                 draft = self._propose(drafter, rows, behind)
             if draft is not None and draft.width:
                 counts = draft.num_nodes.tolist()
@@ -172,7 +175,7 @@ class DrafterSet:
             if lag <= CATCHING_UP:
                 self.seconds[method] = most, time.perf_counter() - started
             return draft
-        with Stopwatch(on_device.device) as watch:
+        with Stopwatch(self._on_cuda) as watch:
             draft = self._propose(drafter, rows, None)
         if draft is not None and lag <= CATCHING_UP:
             self.seconds[method] = most, 0.0
@@ -209,7 +212,7 @@ class DrafterSet:
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            if any([count > row.budget for count, row in zip(draft.trees.num_nodes, rows, strict=True)]):
+            if any(map(operator.gt, draft.trees.num_nodes, [row.budget for row in rows])):
                 raise ValueError("more nodes than the budget of a row")
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
             if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):

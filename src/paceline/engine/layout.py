@@ -25,7 +25,7 @@ from paceline.sequence import Sequence
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 POSITION, PREFIX, SLOT, REACH, OWNER, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
 KEPT_ROWS = 4096  # of passes whose shapes are kept: a hundred larger ones with trees would take gigabytes
-FOLLOWING = slice(OWNER)  # those that count from a sequence's first token in the pass
+FOLLOWS = np.array([[1], [1], [1], [1], [0], [0]])  # those that count from a sequence's first token in the pass
 
 
 class PromptRows(NamedTuple):
@@ -89,8 +89,7 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     (B, N). A batch that follows an unread verdict has no drafts, so the two never meet."""
     shape_of = _kept_shape if batch.num_tokens <= KEPT_ROWS else _shape
     of = shape_of(batch.count.tobytes(), batch.samples.tobytes(), draft.trees, draft.max_depth)
-    each = of.from_first.copy()
-    each[FOLLOWING] += batch.first.take(of.owner)
+    each = (of.from_first + FOLLOWS * batch.first.take(of.owner)).astype(np.int32)
     slots, tokens = each[SLOT], each[TOKEN]
     stored = slots_of(batch.tables, of.owner, slots, block_size)
     if not batch.only_decodes:  # shared tokens that are computed once more are not written
@@ -110,10 +109,10 @@ def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
             unknown, depths = device_trees.numbers[:, 0], depths.copy()
             depths[batch.sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
             unseen = len(unknown) < int(np.count_nonzero(in_draft))
-    host = HostPlan(each, path, batch.tables, torch.from_numpy(tokens))
+    host = HostPlan(each, path, batch.tables, known := torch.from_numpy(tokens))
     longest = int(np.maximum.reduce(each[REACH], initial=0)) + (0 if device_trees is None else device_trees.max_depth)
     return Layout(
-        tokens=host.tokens,
+        tokens=known,
         unseen=unseen,
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
         prompts=[] if batch.only_decodes else _prompt_rows(batch, of.begin),
@@ -127,7 +126,7 @@ class _Shape(NamedTuple):
     again."""
 
     owner: Ints  # (M,) row of the batch
-    from_first: Int32s  # (6, M) the numbers of a plan, from the first token of each row's sequence in the pass
+    from_first: Ints  # (6, M) the numbers of a plan, from the first token of each row's sequence in the pass
     own: Ints  # rows of the pass that are no nodes, and those that are
     nodes: Ints
     used: Ints  # which of the (B, N) tokens of a draft are those
@@ -160,7 +159,7 @@ def _shape(counts: bytes, samples: bytes, drafts: Trees, max_depth: int) -> _Sha
     if len(sampling) < len(count):
         wanted &= np.isin(owner, sampling)
     own, nodes = np.flatnonzero(node < 0), np.flatnonzero(node >= 0)
-    from_first = np.zeros((TOKEN + 1, len(owner)), np.int32)
+    from_first = np.zeros((TOKEN + 1, len(owner)), np.int64)
     from_first[POSITION] = from_first[SLOT] = offset
     from_first[PREFIX] = from_first[REACH] = offset + 1
     from_first[OWNER] = owner
@@ -228,7 +227,7 @@ def _own_tokens(batch: Batch) -> Any:
 
 
 def _place_trees(
-    from_first: Int32s, parents: Ints, depths: Ints, used: Bools, at: Ints, length: Ints, max_depth: int
+    from_first: Ints, parents: Ints, depths: Ints, used: Bools, at: Ints, length: Ints, max_depth: int
 ) -> Ints:
     """Nodes of trees see what is committed through the block table, and their drafted ancestors by slot: (M, max_depth)
     the rows that compute these.

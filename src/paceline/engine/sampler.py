@@ -27,7 +27,7 @@ PATHS = PENALISED | BAD_WORDS
 
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
-        self._device = device
+        self._device, self._on_host = device, device.type == "cpu"
         self.shortcut = True  # the walk on the host, or a graph; not while `prove` injects a fault
         self._native = kernels.draw_of(device)
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
@@ -63,7 +63,7 @@ class Sampler:
         the sequences, where they have tokens that the host has not read. `seats` of sequences that were admitted.
         """
         draft = draft.placed(self._device)
-        if logits.is_cpu and self.shortcut and draft.q is None and not self._graphs.enabled:
+        if self._on_host and self.shortcut and draft.q is None and not self._graphs.enabled:
             samplers = self._builder.samplers(sequences, seats)
             if samplers is not None:
                 committed = [len(one.tokens) for one in sequences] if lengths is None else lengths.tolist()

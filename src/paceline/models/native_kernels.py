@@ -26,7 +26,7 @@ from paceline.models.native_weights import CPU, PackedRows, PackedWeight, Produc
 from paceline.models.plan import ROW_FIELDS, PassPlan
 from paceline.models.weights import StoredWeight, joined
 
-ABI = 8  # native/plan.h
+ABI = 9  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
@@ -42,6 +42,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rope_and_store": (c_int, [c_void_p] * 8 + [c_int]),
     "attention": (c_int, [c_void_p] * 6 + [c_long, c_int]),
     "layers": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int, c_void_p, c_int]),
+    "pass": (c_int, [c_void_p] * 4 + [c_long] + [c_void_p] * 2 + [c_long] + [c_void_p] * 2 + [c_int]),
     "store_in_ring": (None, [c_void_p] * 3 + [c_long, c_void_p, c_long]),
     "absorb": (c_int, [c_void_p] * 3 + [c_long] + [c_void_p] * 2 + [c_int]),
     "draft_blocks": (c_int, [c_void_p] * 2 + [c_int]),
@@ -300,7 +301,7 @@ class NativeKernels:
         self._rope_and_store = library.function("rope_and_store")
         self._attention = library.function("attention")
         self.layers, self.absorb = library.function("layers"), library.function("absorb")
-        self.draft_blocks = library.function("draft_blocks")
+        self.draft_blocks, self.whole_pass = library.function("draft_blocks"), library.function("pass")
         self._last_plan: tuple[PassPlan | None, PlanView] = (None, PlanView())
 
     @property
@@ -464,5 +465,7 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
 def check_status(status: int) -> None:
     if status == 1:
         raise DeviceError("not enough memory for this pass; use a shorter context or fewer sequences at once")
+    if status == 3:
+        raise IndexError("a token id is outside the vocabulary")
     if status:
         raise IndexError("the plan names a position outside the rotary tables or a slot outside the cache")

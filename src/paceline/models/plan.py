@@ -119,8 +119,7 @@ class PassPlan:
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
-@dataclass(frozen=True)
-class ModelOutput:
+class ModelOutput(NamedTuple):
     logits: Tensor  # (R, V) fp32, one row per entry of logit_rows
     taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order of `taps`
     warm: bool = True  # False: the first pass of its shape, which takes longer than later ones

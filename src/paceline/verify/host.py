@@ -87,13 +87,16 @@ def walk_on_host(
 ) -> Verdict:
     """`walk` by tokens drawn from raw logits (R, V) in the host's memory; of equal siblings the first is taken.
 
-    By row of the draft: the rows of logits of its last token and of its nodes, `samplers`, and the tokens `committed` when the step starts.
+    By row of the draft: `row_of` its last token and of its nodes the row of logits, `samplers`, and the tokens
+    `committed` when the step starts.
     """
-    rows, by_row = list[VerdictRow](), None if native is None else native(logits)
+    rows: list[VerdictRow] = []
+    by_row = None if native is None else native(logits)
     trees = draft.trees
     drafts = zip(row_of, draft.arrays.tokens.tolist(), trees.parents, trees.num_nodes, samplers, committed, strict=True)
     for at, drafted, parents, count, sampler, length in drafts:
-        node, path, is_leaf = -1, list[int](), True
+        path: list[int] = []
+        node, is_leaf = -1, True
         wanted = sampler.draw(logits, at[0], length, -1, 0, by_row)
         for child in range(count):  # nodes come after their parents
             if parents[child] != node:
