@@ -61,8 +61,8 @@ class Batch:
 
     @staticmethod
     def of(rows: SequenceOf[Row], tables: Tables = NO_TABLES) -> Batch:
-        numbers = [(row.first, row.count, row.sequence.seat) for row in rows]
-        first, count, seats = np.array(numbers, np.int64).reshape(-1, 3).T.copy()
+        first, count = np.array([row.first for row in rows], np.int64), np.array([row.count for row in rows], np.int64)
+        seats = np.array([row.sequence.seat for row in rows], np.int64)
         samples = np.array([row.samples for row in rows], np.bool_)
         drafts = {index: (row.method, row.budget) for index, row in enumerate(rows) if row.budget}
         return Batch([row.sequence for row in rows], first, count, samples, tables, seats, drafts=drafts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from ctypes import c_double, c_float, c_int, c_int64, c_long, c_uint64, c_void_p
+from ctypes import c_char, c_double, c_float, c_int, c_int64, c_long, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from paceline.models.weights import StoredWeight, joined
 
 ABI = 9  # native/plan.h
 PLAN_TENSORS = ("positions", "slots", "sequence", "prefix", "reach", "path", "block_tables")
+PLAN_ROWS = [ROW_FIELDS.index(name) for name in PLAN_TENSORS[: len(ROW_FIELDS)]]  # of a plan's arrays
 VARIANTS = ("avx512vnni", "avx512", "avx2", "baseline")  # best first; a machine that runs one runs those after it
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -155,7 +156,7 @@ class PlanView(ctypes.Structure):
             each, path, tables, _ = plan.host
             assert each.dtype == path.dtype == tables.dtype == np.int32
             rows, first = each.shape[1], address_of(each)
-            at = [first + 4 * rows * ROW_FIELDS.index(name) for name in PLAN_TENSORS[: len(ROW_FIELDS)]]
+            at = [first + 4 * rows * row for row in PLAN_ROWS]
             return cls(*at, address_of(path), address_of(tables), *path.shape, tables.shape[1], plan.block_size)
         tensors = [getattr(plan, name) for name in PLAN_TENSORS]
         if any(t.dtype is not torch.int32 or not t.is_contiguous() for t in tensors):
@@ -457,9 +458,8 @@ def check_in_place(x: Tensor) -> torch.Size:
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Of its first element; in a fraction of the time of `array.ctypes`."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    """Of its first element; in a third of the time of `array.ctypes`. The array is writable and contiguous."""
+    return ctypes.addressof(c_char.from_buffer(array)) if array.size else 0  # type: ignore[arg-type]
 
 
 def check_status(status: int) -> None:
