@@ -71,7 +71,7 @@ class Columns:
 
     def samplers(self, sequences: SequenceOf[Sequence], seats: Iterable[int]) -> list[TokenSampler] | None:
         """How the sequences of these seats draw; None where one asks for more, such as changed logits or logprobs."""
-        found = list[TokenSampler]()
+        found: list[TokenSampler] = []
         for sequence, seat in zip(sequences, seats, strict=True):
             sampler = self._plain[seat]
             if sampler is None or len(sequence.tokens) - sequence.num_prompt < sequence.params.min_tokens:

@@ -12,6 +12,8 @@ host, and then padding may hold any token. Trees whose shape only the device kno
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -57,6 +59,30 @@ class DraftArrays(NamedTuple):
     num_nodes: Ints  # (B,)
 
 
+@dataclass(frozen=True, eq=False)
+class Trees:
+    """The shape of a draft that was found to be sound. Steps have the same again and again: drafts of one shape share
+    one, and what follows from it is kept by it. Never written to."""
+
+    parent: Ints  # (B, N)
+    depth: Ints  # (B, N)
+    count: Ints  # (B,)
+    num_nodes: tuple[int, ...]  # the same
+    used: Bools  # (B, N) nodes that the host knows
+    max_depth: int
+
+    @functools.cached_property
+    def parents(self) -> list[list[int]]:
+        found: list[list[int]] = self.parent.tolist()
+        return found
+
+    @functools.cached_property
+    def logit_rows(self) -> list[range]:
+        """By row: those of its last token and of its nodes, where all logits of a step lie in this order."""
+        ends = itertools.accumulate(1 + count for count in self.num_nodes)
+        return [range(end - 1 - count, end) for end, count in zip(ends, self.num_nodes, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     """A draft made on the host is made of arrays (`of_arrays`), and makes the tensors when one is first read."""
@@ -70,11 +96,24 @@ class Draft:
     device_parents: Tensor | None = None  # (B, N) int64 on the device, of the rows that are `UNKNOWN` on the host
     device_depth: Tensor | None = None  # (B, N) int64, beside `device_parents` once these are made `sound`
     depth_bound: int = 0  # of those rows' trees
+    token_bound: int = sys.maxsize  # all tokens are known to be below it, and none to be negative, where it is lower
 
     @staticmethod
     def of_arrays(tokens: Ints, parents: Ints, depth: Ints, num_nodes: Ints) -> Draft:
         draft = object.__new__(Draft)
         draft.__dict__.update(arrays=DraftArrays(tokens, parents, depth, num_nodes), shape=tokens.shape)
+        return draft
+
+    @staticmethod
+    def of_trees(found: Ints, counts: Sequence[int], bound: int) -> Draft:
+        """From tokens below `bound`, parents and depths (3, B, N)."""
+        trees, tokens, draft = (
+            _trees(found[1:].tobytes(), tuple(counts), found.shape[2], False),
+            found[0],
+            object.__new__(Draft),
+        )
+        arrays = DraftArrays(tokens, trees.parent, trees.depth, trees.count)
+        draft.__dict__.update(arrays=arrays, trees=trees, shape=tokens.shape, token_bound=bound)
         return draft
 
     def __getattr__(self, name: str) -> Tensor:
@@ -105,12 +144,16 @@ class Draft:
         return self.shape[1]
 
     @functools.cached_property
+    def trees(self) -> Trees:
+        """Raises ValueError where a row is no tree."""
+        _, parents, depth, counts = self.arrays
+        unknown = self.device_parents is not None
+        return _trees(parents.tobytes() + depth.tobytes(), tuple(counts.tolist()), self.width, unknown)
+
+    @functools.cached_property
     def max_depth(self) -> int:
         """A bound on every node's depth, known on the host."""
-        deepest = self.width
-        if self.width and self._is_here:
-            deepest = int(np.maximum.reduce(self.arrays.depth, None, initial=0))
-        return max(deepest, self.depth_bound)
+        return max(self.trees.max_depth if self._is_here else self.width, self.depth_bound)
 
     @property
     def _is_here(self) -> bool:
@@ -301,15 +344,17 @@ class Draft:
         """Raise ValueError unless every row is a tree as defined above. Tokens and trees the host has not seen are not
         read, which would wait for them: they are made valid on the device."""
         tokens, parents, depth, counts = self.arrays
-        if any(part.dtype != np.int64 for part in self.arrays) or (self.unseen and self.tokens.dtype != torch.int64):
+        if not tokens.dtype == parents.dtype == depth.dtype == counts.dtype == np.int64 or (
+            self.unseen and self.tokens.dtype != torch.int64
+        ):
             raise ValueError("tokens, parents, depth and num_nodes must be int64")
         if not tokens.shape == parents.shape == depth.shape == (len(counts), self.width):
             raise ValueError("tokens, parents and depth must have a row for each number of nodes")
-        unknown = self.device_parents is not None
-        used = _used(parents.tobytes(), depth.tobytes(), counts.tobytes(), self.width, unknown)
-        known = tokens.view(np.uint64) < vocab_size  # nor are negative ones
-        if not self.unseen and not np.logical_and.reduce(known, None):
-            _refuse(used & ~known, "row {}, node {}: a token outside the vocabulary")
+        trees = self.trees
+        if not self.unseen and self.token_bound > vocab_size:
+            unsigned = tokens.view(np.uint64)  # negative ones are the largest
+            if np.maximum.reduce(unsigned, None, initial=0) >= vocab_size:
+                _refuse(trees.used & (unsigned >= vocab_size), "row {}, node {}: a token outside the vocabulary")
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
 
@@ -525,20 +570,19 @@ def clamp_trees(tokens: Tensor, parents: Tensor, vocab_size: int, max_depth: int
 
 
 @functools.lru_cache(128)
-def _used(parents: bytes, depths: bytes, counts: bytes, width: int, unknown: bool) -> Bools:
-    """(B, N) which nodes of a draft are there, once its shape was found to be sound; steps have the same again and
-    again. `unknown`: some rows are known to the device alone."""
-    count, node = np.frombuffer(counts, np.int64), np.arange(width)
-    parent, depth = (np.frombuffer(part, np.int64).reshape(len(count), width) for part in (parents, depths))
+def _trees(shape: bytes, counts: tuple[int, ...], width: int, unknown: bool) -> Trees:
+    """`shape`: parents, then depths. `unknown`: some rows are known to the device alone."""
+    count, node = np.array(counts, np.int64), np.arange(width)
+    parent, depth = np.frombuffer(shape, np.int64).copy().reshape(2, len(count), width)  # torch wants to own them
     _refuse((count < 0) | (count > width), "row {}: num_nodes is not between 0 and the width")
     used: Bools = node < count[:, None]
     if unknown:
-        used &= parent != UNKNOWN
+        used = used & (parent != UNKNOWN)
     _refuse(used & ((parent < -1) | (parent >= node)), "row {}, node {}: its parent does not come before it")
     rows = np.arange(len(count))[:, None]
     above = np.where(parent < 0, 0, depth[rows, np.where(used, parent, -1)]) if width else depth
     _refuse(used & (depth != above + 1), "row {}, node {}: depth is not its parent's plus one")
-    return used
+    return Trees(parent, depth, count, counts, used, int(depth.max(initial=0)))
 
 
 def _refuse(wrong: Bools, complaint: str) -> None:

@@ -9,15 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
+class NoCollection:
+    """Use `with`; not within itself."""
+
+    def __enter__(self) -> None:
+        self._before = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *problem: object) -> None:
+        if self._before:
+            gc.enable()
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
-    before = gc.isenabled()
-    gc.disable()
-    try:
+    with NoCollection():
         yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def expect_objects(count: int) -> None:

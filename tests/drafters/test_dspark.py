@@ -102,8 +102,8 @@ def watch_logits(drafter, look):
     else:
         draft, tile = native.draft, 8 if "avx512" in drafter._decoder.kernels.name else 4  # rounded.h's RT
 
-        def watched(rows, tables, asked, ring, nodes):
-            found = draft(rows, tables, asked, ring, nodes)
+        def watched(rows, tables, asked, nodes):
+            found = draft(rows, tables, asked, nodes)
             levels = min(config.depth, nodes, tile if len(rows) > 1 else nodes, len(native.logits))
             look(native.logits[: len(rows) * levels].view(len(rows), levels, -1))
             return found

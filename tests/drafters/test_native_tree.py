@@ -49,16 +49,16 @@ class Scene:
             max_positions=64,
             block_size=16,
         )
-        self.blocks.bind(self.stack, torch.zeros(1, dtype=torch.int64))
+        self.columns = torch.zeros(1, dtype=torch.int64)
 
     def draft(self, anchors, nodes, least=0.0):
         capacity, length = 4, 3
         tokens = torch.zeros(len(anchors) * capacity + 1, dtype=torch.int64)
         tokens[torch.arange(len(anchors)) * capacity + length - 2] = anchors
-        ring = torch.zeros(len(tokens), 1, 1), tokens, capacity
+        self.blocks.bind(self.stack, self.columns, (torch.zeros(len(tokens), 1, 1), tokens, capacity))
         rows = [BlockRow(seat, length, 0, 0, 0, 32) for seat in range(len(anchors))]
         asked = [DraftRow(None, nodes, least)] * len(rows)
-        return map(torch.from_numpy, self.blocks.draft(rows, [[2, 3]] * len(rows), asked, ring, nodes))
+        return map(torch.from_numpy, self.blocks.draft(rows, [[2, 3]] * len(rows), asked, nodes))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_lone_row_on_the_host_is_found(native):
         spoil(row, 0, how)
         for temperature, seeded, top_p in ((0.0, False, 1.0), (0.7, False, 1.0), (0.7, True, 1.0), (0.7, True, 0.9)):
             sampler = TokenSampler(temperature, 1, seeded, top_p=top_p)
-            assert sampler.draw(row[0].numpy(), 5, -1, 0, call) == INVALID
+            assert sampler.draw(row, 0, 5, -1, 0, call and call(row)) == INVALID
 
 
 def test_weights_without_numbers_are_found_in_any_vocabulary():

@@ -176,7 +176,7 @@ def by_argmax(walk_on_host):
         logits = torch.nn.functional.one_hot(drawn, 3).float()
         logits[:, 2] = 1.0  # a tie: the first of the highest is said
         greedy = TokenSampler(0.0, 0, False)
-        return walk_on_host(draft, logits, row_of, max_depth, [greedy] * draft.batch, [0] * draft.batch)
+        return walk_on_host(draft, logits, row_of.tolist(), max_depth, [greedy] * draft.batch, [0] * draft.batch)
 
     return walked
 
@@ -184,7 +184,7 @@ def by_argmax(walk_on_host):
 def the_long_way(draft, logits, row_of, max_depth, samplers, committed):
     zeros = torch.zeros(draft.batch, dtype=torch.int64)
     draws = Draws(key=zeros, committed=zeros)
-    return verify(draft, logits, row_of, flatten(draft)[1], Controls(), draws, max_depth=max_depth)
+    return verify(draft, logits, torch.tensor(row_of), flatten(draft)[1], Controls(), draws, max_depth=max_depth)
 
 
 def check_against_a_loop(walks, rows, drawn, draft, row_of):
@@ -233,9 +233,9 @@ def check_random_trees(walks):
     [
         ("parents[child] != node", "parents[child] > node"),
         ("drafted[child] == wanted", "drafted[child] != wanted"),
-        ("values[at[node + 1]]", "values[at[node]]"),
-        ("values[at[node + 1]]", "values[node + 1]"),
-        ("values[at[0]]", "values[0]"),
+        ("at[node + 1]", "at[node]"),
+        ("at[node + 1]", "node + 1"),
+        ("at[0]", "0"),
         ("is_leaf = False", "is_leaf = True"),
         ("node, is_leaf = child, True", "node, is_leaf = child, False"),
         ("path.append(child)", "path.append(node)"),
@@ -291,7 +291,7 @@ def check_host_against_the_long_way(host, native=None, filters=FILTERS["unfilter
             told = verify(draft, logits, row_of, nodes, controls, draws, max_depth=7)
             given = zip(controls.on_host, key.tolist(), seeded, strict=True)
             samplers = [host.TokenSampler(temperature, *rest, *asked) for (temperature, *asked), *rest in given]
-            found = host.walk_on_host(draft, logits, row_of, 7, samplers, committed.tolist(), native)
+            found = host.walk_on_host(draft, logits, row_of.tolist(), 7, samplers, committed.tolist(), native)
             for name in ("tokens", "num_accepted", "path", "kinds"):
                 assert getattr(found, name).tolist() == getattr(told, name).tolist()
 
@@ -323,18 +323,22 @@ def test_the_native_draw_returns_the_token_of_numpy_or_none(variant, size):
     asked = [(0, 1.0, 0.0), (0, 0.9, 0.0), (2, 1.0, 0.0), (0, 1.0, 0.05), (40, 0.95, 0.02), (3, 0.5, 0.3)]
     decided = []
     for trial, (row, (top_k, top_p, min_p)) in enumerate(itertools.product(rows, asked)):
-        for temperature, seeded in itertools.product((0.02, 0.7, 1.0), (False, True)):
+        for temperature, seeded in itertools.product((0.0, 0.02, 0.7, 1.0), (False, True)):
             sampler = TokenSampler(temperature, trial, seeded, top_k, top_p, min_p)
-            named = []
-            sampler.draw(row, 11, 2, 1, lambda *given, named=named: named.append(native(*given)))
-            assert named[0] in (None, sampler.draw(row, 11, 2, 1))
+            named, logits = [], torch.from_numpy(row)[None]
+            draw = native(logits)
+            sampler.draw(logits, 0, 11, 2, 1, lambda *given, named=named, draw=draw: named.append(draw(*given)))
+            assert named[0] in (None, sampler.draw(logits, 0, 11, 2, 1))
             decided.append(named[0] is not None)
     assert sum(decided) > 0.6 * len(decided)
 
 
 @pytest.mark.parametrize("variant", runnable_variants())
 def test_the_kernel_gives_up_where_rounding_could_decide(variant):
-    native, even = native_draw(library(variant)), np.zeros(4, np.float32)
+    def native(row, *asked):
+        return native_draw(library(variant))(torch.from_numpy(row)[None])(0, *asked)
+
+    even = np.zeros(4, np.float32)
     off = (0, 1.0)  # top_k, top_p
     assert native(even, 1.0, -math.inf, *off, 0.6, 0) == 2
     assert native(even, 1.0, -math.inf, *off, 0.5 - 1e-7, 0) is None  # between two tokens
@@ -355,8 +359,8 @@ def test_the_kernel_gives_up_where_rounding_could_decide(variant):
 @pytest.mark.parametrize("variant", runnable_variants())
 @pytest.mark.parametrize("temperature", [1e30, 3e38])
 def test_the_kernel_bears_a_temperature_that_makes_all_tokens_alike(variant, temperature):
-    row, sampler = np.arange(1000, dtype=np.float32), TokenSampler(temperature, 1, False, top_k=5, top_p=0.9)
-    assert sampler.draw(row, 11, 2, 1, native_draw(library(variant))) == sampler.draw(row, 11, 2, 1)
+    row, sampler = torch.arange(1000.0)[None], TokenSampler(temperature, 1, False, top_k=5, top_p=0.9)
+    assert sampler.draw(row, 0, 11, 2, 1, native_draw(library(variant))(row)) == sampler.draw(row, 0, 11, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +372,7 @@ def test_the_kernel_bears_a_temperature_that_makes_all_tokens_alike(variant, tem
         ("length, node, len(path)", "length, node, 0"),
         ("Lane.GUMBEL", "Lane.WALK"),
         ("temperature != 1", "temperature > 1"),
-        ("values[at[node + 1]]", "values[node + 1]"),
+        ("at[node + 1]", "node + 1"),
         ("self.temperature == 0", "self.temperature < 0.8"),
         ("tempered < lowest", "tempered <= lowest"),
         ("self.top_k, self.top_p, self.min_p)", "0, self.top_p, self.min_p)"),
@@ -385,9 +389,7 @@ def test_a_mutation_of_what_is_drawn_on_the_host_is_noticed(old, new):
 
 def test_the_greedy_walk_of_nothing_drafted_is_plain_decoding():
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 0.0]])
-    verdict = walk_on_host(
-        Draft.empty(2), logits, torch.tensor([[1], [0]]), 0, [TokenSampler(0.0, 0, False)] * 2, [5, 5]
-    )
+    verdict = walk_on_host(Draft.empty(2), logits, [[1], [0]], 0, [TokenSampler(0.0, 0, False)] * 2, [5, 5])
     assert verdict.tokens.tolist() == [[0], [1]]
     assert verdict.kinds.tolist() == [[Kind.BONUS]] * 2
     assert verdict.num_accepted.tolist() == [0, 0]

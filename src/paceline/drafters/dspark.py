@@ -9,6 +9,7 @@ Proposals are deterministic, so any target distribution is kept. On a GPU both h
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
@@ -44,6 +45,7 @@ from paceline.sequence import Sequence
 from paceline.triton_support import require_triton
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+PADDING = np.array([0, -1, 0])[:, None, None]  # of tokens, parents and depths
 PART = 64  # components of hidden states whose head weights are read at once
 
 
@@ -102,6 +104,8 @@ class DSparkDrafter(TappedDrafter):
             masks = embedding[torch.tensor([config.mask_token_id], device=self.device)].expand(self.room, -1)
         self._masks = placed(masks)[None]  # (1, block - 1, H)
         self._ids = draft_ids(config, tensors).to(self.device)  # the target's ids of draft tokens
+        lowest, highest = int(self._ids.min()), int(self._ids.max())
+        self._bound = sys.maxsize if lowest < 0 else highest + 1
         # W1 for the target's tokens (V, R), and W1 and W2 for draft tokens.
         self._markov: tuple[Tensor, Tensor, Tensor] | None = None
         if config.markov_rank:
@@ -193,17 +197,17 @@ class DSparkDrafter(TappedDrafter):
         self._absorbing(batch)
 
     def propose(self, rows: SequenceOf[DraftRow], after: UnreadVerdict | None = None) -> Draft:
-        width = min(max(row.budget for row in rows), self._most)
+        width = min(max([row.budget for row in rows]), self._most)
         if self._native is None or not width:
             return super().propose(rows, after)
         sequences, given = [row.sequence for row in rows], []
         for sequence, seat, length in zip(sequences, *self._places(sequences, after), strict=True):
             waiting = self._in_ring(sequence, length - len(sequence.tokens))
             given.append(BlockRow(seat, length, waiting.start, waiting.stop, *self._keys(sequence)))
-        stack = self._decoder.stack(self._caches, max(row.end for row in given))
+        stack = self._decoder.stack(self._caches, max([row.end for row in given]))
         assert isinstance(stack, NativeStack)
-        self._native.bind(stack, self._columns)
-        found, scores = self._native.draft(given, [one.blocks for one in sequences], rows, self._ring.stored, width)
+        self._native.bind(stack, self._columns, self._ring.stored)
+        found, scores = self._native.draft(given, [one.blocks for one in sequences], rows, width)
         if after is None:
             self._caught_up(sequences)
         return self._on_host(rows, found, scores)
@@ -238,7 +242,7 @@ class DSparkDrafter(TappedDrafter):
         return Draft.device_trees(tokens, parents, torch.tensor(counts), self.config.depth, known)
 
     def _on_host(self, rows: SequenceOf[DraftRow], found: Ints, scores: Floats) -> Draft:
-        return _drafts(found, likely_nodes(scores, rows, self._counts(rows)))
+        return _drafts(found, likely_nodes(scores, rows, self._counts(rows)), self._bound)
 
     def _rows(self, rows: SequenceOf[DraftRow], seats: Tensor, lengths: Tensor) -> BlockRows:
         keys = [self._keys(row.sequence) for row in rows]
@@ -290,13 +294,14 @@ def _device_tree() -> ModuleType | None:
     return device_tree
 
 
-def _drafts(found: Ints, counts: list[int]) -> Draft:
-    """The first nodes of trees (3, B, nodes): tokens, parents and depths on the host."""
-    num_nodes, (tokens, parents, depth) = np.array(counts, np.int64), found[:, :, : max(counts)]
-    if len(counts) > 1:
-        used = np.arange(tokens.shape[1]) < num_nodes[:, None]
-        tokens, parents, depth = tokens * used, np.where(used, parents, -1), depth * used
-    return Draft.of_arrays(tokens, parents, depth, num_nodes)
+def _drafts(found: Ints, counts: list[int], bound: int) -> Draft:
+    """The first nodes of trees (3, B, nodes): tokens below `bound`, parents and depths on the host."""
+    most = max(counts)
+    if most < found.shape[2]:
+        found = found[:, :, :most]
+    if min(counts) < most:
+        found = np.where(np.arange(most) < np.array(counts)[:, None], found, PADDING)
+    return Draft.of_trees(found, counts, bound)
 
 
 def draft_ids(config: DSparkConfig, tensors: Mapping[str, Tensor]) -> Tensor:

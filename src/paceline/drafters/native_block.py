@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from array import array
 from collections.abc import Sequence as SequenceOf
 from ctypes import c_int64, c_void_p
 from typing import Any, NamedTuple
@@ -22,11 +23,11 @@ from paceline.models.native_kernels import (
     check_in_place,
     check_status,
 )
-from paceline.models.native_weights import PackedRows, PackedWeight, ProductView
-from paceline.models.weights import WeightKind
+from paceline.models.native_weights import PackedRows, PackedWeight, ProductView, rows_view
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+SIZES = 64  # of drafts, that are kept
 
 
 class DrafterView(ctypes.Structure):
@@ -67,6 +68,14 @@ class BlockRow(NamedTuple):
     token: int = 0  # its last, which native code reads off the ring
 
 
+class Prepared(NamedTuple):
+    """Drafts of one size: what native code is given, and what it writes to."""
+
+    given: DraftingView
+    tree: Ints  # (3, B, nodes)
+    scores: Floats  # (B, nodes)
+
+
 class NativeBlocks:
     def __init__(
         self,
@@ -92,14 +101,15 @@ class NativeBlocks:
             embedding = (embedding if embedding.dtype in numbers else embedding.float()).contiguous()
         self._kernels, self._rows = kernels, 1 + masks.shape[0]
         self._kept = absorbed, masks, norm, head, embedding, ids, markov  # the views below point into these
-        self._first_row, self._stack, self._columns = first_row, None, None  # type: int, NativeStack | None, Tensor | None
+        self._first_row = first_row
+        self._bound: tuple[NativeStack, Tensor, Tensor] | None = None
         for tensor in (masks, norm, *(markov or ())):
             check_in_place(tensor)
         self._view = DrafterView(
             absorbed=ctypes.addressof(absorbed),
             masks=masks.data_ptr(),
             norm=norm.data_ptr(),
-            embedding=_rows_of(embedding),
+            embedding=rows_view(embedding),
             head=head.view,
             first_row=first_row,
             max_positions=max_positions,
@@ -109,63 +119,62 @@ class NativeBlocks:
         rows = [None] * 3 if markov is None else [part.data_ptr() for part in markov]
         rank = 0 if markov is None else markov[2].shape[1]
         forest = ForestView(ids.data_ptr(), *rows, self._vocab, rank, beam, min(count, self._vocab))
-        self._drafting = DraftingView(forest=forest)
+        self._drafting = DraftingView(forest=forest, size=self._rows)  # the last; what of it all drafts share
+        self._prepared: dict[tuple[int, int], Prepared] = {}  # by sequences and nodes
         self._logits = torch.empty(0, self._vocab)
 
-    def bind(self, stack: NativeStack, columns: Tensor) -> None:
-        """`columns` of the ring's taps are the drafter's."""
-        if stack is not self._stack or columns is not self._columns:
-            self._stack, self._columns = stack, columns
-            view = self._view
+    def bind(self, stack: NativeStack, columns: Tensor, ring: tuple[Tensor, Tensor, int]) -> None:
+        """`columns` of the ring's taps are the drafter's; `ring`: its hidden states, tokens and positions of a
+        sequence."""
+        states, tokens, capacity = ring
+        bound = self._bound
+        if bound is None or bound[0] is not stack or bound[1] is not columns or bound[2] is not states:
+            check_in_place(states)
+            self._bound, view, given = (stack, columns, states), self._view, self._drafting
             (view.heads, view.layers, view.num_layers), view.columns = stack.addresses, columns.data_ptr()
+            given.states, given.tokens = states.data_ptr(), tokens.data_ptr()
+            given.capacity, given.ring_width = capacity, states.stride(0)
+            self._prepared.clear()
 
     def draft(
         self,
         rows: SequenceOf[BlockRow],
         tables: SequenceOf[SequenceOf[int]],
         asked: SequenceOf[DraftRow],
-        ring: tuple[Tensor, Tensor, int],
         nodes: int,
     ) -> tuple[Ints, Floats]:
         """(3, B, nodes) tokens, parents and depths, and (B, nodes) log probabilities of their paths. `tables`: blocks
-        of the sequences; `ring`: its hidden states, tokens and positions of a sequence."""
-        states, tokens, capacity = ring
-        check_in_place(states)
-        batch, depth = len(rows), min(self._rows - self._first_row, nodes)
-        numbers = np.array(rows, np.int64)
-        blocks = np.array(_padded(tables), np.int32)
-        least = np.array([math.log(row.least) if row.least else -math.inf for row in asked], np.float32)
+        of the sequences."""
+        given, tree, scores = self._prepared.get((len(rows), nodes)) or self._prepare(len(rows), nodes)
+        numbers, blocks, width = array("q"), array("i"), max(map(len, tables))
+        for row, table in zip(rows, tables, strict=True):
+            numbers.extend(row)
+            blocks.extend(table)
+            blocks.extend((0,) * (width - len(table)))
+        least = array("f", [math.log(row.least) if row.least else -math.inf for row in asked])
+        given.rows, given.tables, given.least = (part.buffer_info()[0] for part in (numbers, blocks, least))
+        given.table_width = width
+        kernels, self._drafting = self._kernels, given
+        check_status(kernels.draft_blocks(ctypes.addressof(self._view), ctypes.addressof(given), kernels.threads))
+        return tree.copy(), scores.copy()
+
+    def _prepare(self, batch: int, nodes: int) -> Prepared:
         tree, scores = np.empty((3, batch, nodes), np.int64), np.empty((batch, nodes), np.float32)
-        given = self._drafting
+        depth = min(self._rows - self._first_row, nodes)
         if len(self._logits) < batch * depth:
             self._logits = torch.empty(batch * depth, self._vocab)
-            given.logits = self._logits.data_ptr()
-        given.states, given.tokens = states.data_ptr(), tokens.data_ptr()
-        given.capacity, given.ring_width = capacity, states.stride(0)
-        given.rows, given.tables, given.least = address_of(numbers), address_of(blocks), address_of(least)
-        given.batch, given.table_width = batch, blocks.shape[1]
-        given.size, given.depth = self._rows, depth
+            self._prepared.clear()
+        elif len(self._prepared) == SIZES:
+            self._prepared.clear()
+        given = DraftingView.from_buffer_copy(self._drafting)
+        given.batch, given.depth, given.logits = batch, depth, self._logits.data_ptr()
         forest, each, first = given.forest, batch * nodes * 8, address_of(tree)
         forest.nodes, forest.scores = nodes, address_of(scores)
         forest.tokens, forest.parents, forest.depths = first, first + each, first + 2 * each
-        kernels = self._kernels
-        check_status(kernels.draft_blocks(ctypes.addressof(self._view), ctypes.addressof(given), kernels.threads))
-        return tree, scores
+        found = self._prepared[batch, nodes] = Prepared(given, tree, scores)
+        return found
 
     @property
     def logits(self) -> Tensor:
         """(rows, V) of the last draft, in groups of a few levels, each sequence by sequence."""
         return self._logits[: self._drafting.looked_at]
-
-
-def _rows_of(embedding: Tensor | PackedRows) -> ProductView:
-    """Numbers in rows are described as a product is."""
-    if isinstance(embedding, PackedRows):
-        return embedding.weight.view
-    outputs, inputs = embedding.shape
-    return ProductView(kind=WeightKind.of(embedding.dtype), panels=embedding.data_ptr(), inputs=inputs, outputs=outputs)
-
-
-def _padded(tables: SequenceOf[SequenceOf[int]]) -> Any:
-    width = max(map(len, tables))
-    return tables if len(tables) == 1 else [[*row, *[0] * (width - len(row))] for row in tables]

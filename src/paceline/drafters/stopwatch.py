@@ -11,8 +11,8 @@ import torch
 class Stopwatch:
     """Use `with` around the launches; `seconds` may be called once the launched work is known to be finished."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in "ab"] if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    def __init__(self, on_cuda: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in "ab"] if on_cuda else None  # type: ignore[no-untyped-call]
         self._begun = self._ended = 0.0
 
     def __enter__(self) -> Stopwatch:

@@ -48,6 +48,8 @@ class TapRing:
         self.capacity = capacity
         self._states: Tensor | None = None  # (S * R + 1, T, H); the last row takes what is not committed
         self._tokens = torch.empty(0, dtype=torch.int64)  # (S * R + 1,)
+        self._seats = 0
+        self._addresses = 0, 0, 0  # of both, and the numbers of a row of states
         self._native = native_ring_store()
 
     def store(self, unread: UnreadVerdict, taps: Tensor, seats: int) -> None:
@@ -76,8 +78,8 @@ class TapRing:
                 stored.extend((seat * self.capacity + (length - 1 + step) % self.capacity, node_row + node, token))
         states = self._room(taps, seats)
         if self._native is not None and taps.dtype is torch.float32 and taps.is_contiguous():
-            width, (address, size) = states.stride(0), stored.buffer_info()
-            self._native(states.data_ptr(), self._tokens.data_ptr(), taps.data_ptr(), width, address, size // 3)
+            (to_states, to_tokens, width), (address, size) = self._addresses, stored.buffer_info()
+            self._native(to_states, to_tokens, taps.data_ptr(), width, address, size // 3)
             return
         places, rows, tokens = torch.tensor(stored).view(-1, 3).unbind(1)
         states[places], self._tokens[places] = taps[rows], tokens
@@ -98,15 +100,17 @@ class TapRing:
         return self._tokens[seats * self.capacity + positions % self.capacity]
 
     def _room(self, taps: Tensor, seats: int) -> Tensor:
-        have = 0 if self._states is None else (self._states.shape[0] - 1) // self.capacity
+        have = self._seats
         if self._states is None or seats > have:
-            size = max(seats, 2 * have) * self.capacity + 1
+            self._seats = max(seats, 2 * have)
+            size = self._seats * self.capacity + 1
             states = taps.new_zeros(size, *taps.shape[1:])
             tokens = torch.zeros(size, dtype=torch.int64, device=taps.device)
             if self._states is not None:
                 states[: have * self.capacity] = self._states[:-1]
                 tokens[: have * self.capacity] = self._tokens[:-1]
             self._states, self._tokens = states, tokens
+            self._addresses = states.data_ptr(), tokens.data_ptr(), states.stride(0)
         return self._states
 
 
@@ -153,6 +157,7 @@ class TappedDrafter:
 
     def __init__(self) -> None:
         self._states: dict[str, TapState] = {}
+        self._shift = int(self.pairs)  # from a hidden state's position to its slot
         self._block_size = 0
         self._columns = torch.empty(0, dtype=torch.int64)  # on the device: indexing with a host tensor synchronises
         self._ring = TapRing()
@@ -181,11 +186,6 @@ class TappedDrafter:
     def last_tokens(self, seats: Tensor, lengths: Tensor) -> Tensor:
         """(B,) each sequence's last token."""
         return self._ring.tokens_after(seats, lengths - 2)
-
-    @property
-    def _shift(self) -> int:
-        """From a hidden state's position to its slot."""
-        return int(self.pairs)
 
     def _complete(self, length: int) -> int:
         """Where valid slots end once everything known of a sequence of this length is absorbed."""

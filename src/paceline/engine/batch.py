@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from paceline.sequence import Sequence
 Tables = np.ndarray[Any, np.dtype[np.int32]]  # (sequences, blocks) ids
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+NO_TABLES: Tables = np.empty((0, 0), np.int32)
 
 
 @dataclass(slots=True)
@@ -41,12 +41,13 @@ class Batch:
         count: Ints,
         samples: Bools,
         tables: Tables,
+        seats: Ints,
         *,
         drafts: dict[int, tuple[str, int]] | None = None,
         behind: Ints | None = None,
-        seats: Ints | None = None,
     ) -> None:
         self.sequences, self.first, self.count, self.samples, self.tables = sequences, first, count, samples, tables
+        self.ends = first + count  # where the tokens that the step computes end, without drafts
         self.drafts = drafts or {}  # by row: method and nodes at the most
         # (B,) the row of the unread verdict the batch follows that a row's token is taken from; -1: the host knows it.
         self.behind = behind
@@ -54,15 +55,17 @@ class Batch:
         self.num_tokens = sum(count.tolist()) + self.num_drafted  # of the target pass at the most
         self.sampling: Ints = samples.nonzero()[0]  # rows that yield a token
         self.all_sample = len(self.sampling) == len(sequences)
-        self.seats = np.array([one.seat for one in sequences], np.int64) if seats is None else seats
+        self.seats = seats
+        self.filled: list[int] = []  # rows that fill a block of the cache
         self.changes = -1  # the scheduler's count of sequences that joined or left, when it was made
 
     @staticmethod
-    def of(rows: SequenceOf[Row], tables: Tables, seats: Ints | None = None) -> Batch:
-        first, count = np.array([(row.first, row.count) for row in rows], np.int64).reshape(-1, 2).T.copy()
+    def of(rows: SequenceOf[Row], tables: Tables = NO_TABLES) -> Batch:
+        first, count = np.array([row.first for row in rows], np.int64), np.array([row.count for row in rows], np.int64)
+        seats = np.array([row.sequence.seat for row in rows], np.int64)
         samples = np.array([row.samples for row in rows], np.bool_)
         drafts = {index: (row.method, row.budget) for index, row in enumerate(rows) if row.budget}
-        return Batch([row.sequence for row in rows], first, count, samples, tables, drafts=drafts, seats=seats)
+        return Batch([row.sequence for row in rows], first, count, samples, tables, seats, drafts=drafts)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -81,6 +84,11 @@ class Batch:
         return self.all_sample and self.num_tokens - self.num_drafted == len(self.sequences)
 
     @property
+    def place(self) -> SequenceOf[int] | dict[int, int]:
+        """Of a row that samples among these, by its row of the batch."""
+        return range(len(self)) if self.all_sample else {row: at for at, row in enumerate(self.sampling.tolist())}
+
+    @property
     def sampled_sequences(self) -> list[Sequence]:
         return self.sequences if self.all_sample else [self.sequences[index] for index in self.sampling]
 
@@ -94,11 +102,6 @@ class Batch:
         if self.only_decodes:
             return []
         return [int(index) for index in np.flatnonzero(~self.samples | (self.count > 1))]
-
-    @functools.cached_property
-    def ends(self) -> Ints:
-        """Where the tokens that the step computes end, without drafts."""
-        return self.first + self.count
 
     @property
     def sampled_lengths(self) -> Ints:

@@ -127,13 +127,11 @@ class Committer:
             self._leave(outputs.sequences[at])
         return outputs
 
-    def _unsettled(self, batch: Batch) -> list[Sequence]:
+    @staticmethod
+    def _unsettled(batch: Batch) -> list[Sequence]:
         """Sequences that have filled a block, or were given room for a draft."""
-        size = self._scheduler.blocks.block_size
-        filled = batch.ends // size > batch.first // size
-        if batch.drafts:
-            filled[list(batch.drafts)] = True
-        return [batch.sequences[index] for index in filled.nonzero()[0] if not batch.sequences[index].finished]
+        sequences = [batch.sequences[index] for index in sorted({*batch.filled, *batch.drafts})]
+        return [sequence for sequence in sequences if not sequence.finished]
 
     def _look_closer(self, landed: Landed, at: int, sequence: Sequence) -> None:
         outputs, reading = landed.outputs, landed.flight.reading

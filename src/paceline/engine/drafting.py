@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -65,6 +66,7 @@ class DrafterSet:
         self.taps: tuple[int, ...] = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
         self._tapped = [drafter for drafter in self._on_device.values() if drafter.taps]
         self._ring = TapRing()
+        self._on_cuda = False
         self._begun: dict[str, Begun] = {}
         self._timed: dict[str, Timed] = {}
         self.failures = 0
@@ -100,6 +102,7 @@ class DrafterSet:
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
         """Hand every drafter its layers, which follow the target's, and its taps."""
+        self._on_cuda = bool(cache.layers) and cache.layers[0].k.is_cuda
         for drafter in self.drafters:
             last = first_layer + len(drafter.kv_layers)
             drafter.bind(cache.layers[first_layer:last], cache.block_size)
@@ -113,7 +116,7 @@ class DrafterSet:
         begun, self._begun, self.seconds, self._timed = self._begun, {}, {}, {}
         if not batch.num_drafted:
             return self._empty(len(batch.sampling))
-        place = {index: at for at, index in enumerate(batch.sampling.tolist())}
+        place = batch.place
         wanted: dict[str, list[tuple[int, DraftRow]]] = {}  # method -> row of the draft, and its wish
         for index, (method, budget) in batch.drafts.items():
             if method not in self.retired:
@@ -136,14 +139,14 @@ class DrafterSet:
         """Begin drafts behind a step under way, for rows of its batch with the nodes each may have in the next."""
         if unread is None:
             return
-        place = {index: at for at, index in enumerate(batch.sampling.tolist())}
+        place = batch.place
         for name in self.begins:
             mine = [(index, nodes) for index, nodes in going if batch.drafts[index][0] == name]
             if not mine:
                 continue
             rows = [DraftRow(batch.sequences[index], nodes) for index, nodes in mine]
             drafter, behind = self._on_device[name], replace(unread, rows=[place[index] for index, _ in mine])
-            with Stopwatch(unread.tokens.device) as watch:
+            with Stopwatch(unread.tokens.is_cuda) as watch:
                 draft = self._propose(drafter, rows, behind)
             if draft is not None and draft.width:
                 counts = draft.num_nodes.tolist()
@@ -165,14 +168,14 @@ class DrafterSet:
     def _timely(self, method: str, rows: list[DraftRow], more: bool) -> Draft | None:
         """A draft from the start, and what it took; `more`: other rows' drafts were begun before."""
         drafter, on_device = self._by_name[method], self._on_device.get(method)
-        lag, most = self._lag(drafter, rows), max(row.budget for row in rows)
+        lag, most = self._lag(drafter, rows), max([row.budget for row in rows])
         if on_device is None:
             started = time.perf_counter()
             draft = self._propose(drafter, rows, None)
             if lag <= CATCHING_UP:
                 self.seconds[method] = most, time.perf_counter() - started
             return draft
-        with Stopwatch(on_device.device) as watch:
+        with Stopwatch(self._on_cuda) as watch:
             draft = self._propose(drafter, rows, None)
         if draft is not None and lag <= CATCHING_UP:
             self.seconds[method] = most, 0.0
@@ -199,7 +202,7 @@ class DrafterSet:
     @staticmethod
     def _lag(drafter: Drafter, rows: SequenceOf[DraftRow]) -> int:
         try:
-            return sum(drafter.lag(row.sequence) for row in rows) // len(rows)
+            return sum([drafter.lag(row.sequence) for row in rows]) // len(rows)
         except Exception:  # it will say so when it is asked to draft
             return CATCHING_UP + 1
 
@@ -209,7 +212,7 @@ class DrafterSet:
             draft.validate(self._vocab_size)
             if draft.batch != len(rows):
                 raise ValueError(f"{draft.batch} drafts for {len(rows)} rows")
-            if any(count > row.budget for count, row in zip(draft.arrays.num_nodes.tolist(), rows, strict=True)):
+            if any(map(operator.gt, draft.trees.num_nodes, [row.budget for row in rows])):
                 raise ValueError("more nodes than the budget of a row")
             # Of an unseen draft the drafter vouches for q: to look at it is to wait.
             if draft.q is not None and not draft.unseen and not bool(torch.isfinite(draft.q.probs).all()):

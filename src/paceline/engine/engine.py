@@ -33,11 +33,11 @@ from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.text import OutputText, TextDecoder
 from paceline.errors import EngineDied, InvalidParameter, InvalidPrompt, PacelineError, QueueFull, shown
-from paceline.garbage import expect_objects, no_collection
+from paceline.garbage import NoCollection, expect_objects
 from paceline.grammar import Grammars
 from paceline.models.decoder import Model
 from paceline.models.kv_cache import KVCache
-from paceline.models.memory import cache_bytes, out_of_memory_advice
+from paceline.models.memory import cache_bytes, memory_advice, out_of_memory_advice
 from paceline.models.threads import torch_threads
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence, Status
@@ -100,7 +100,7 @@ class Engine:
         self.stats = EngineStats()
         expect_objects(OBJECTS_A_ROW * config.max_num_seqs)
         self.runs_ahead = model.device.type != "cpu"  # a CPU computes when it is asked: there is nothing to hide
-        self._at_work = False
+        self._at_work, self._no_collection = False, NoCollection()
         self._requests: dict[str, list[Sequence]] = {}
         self._flight: Flight | None = None  # launched by the step before
         self._lost: tuple[list[Sequence], Exception] | None = None  # a pass that failed, once its step is published
@@ -122,7 +122,7 @@ class Engine:
             with self.at_work():
                 return self.step()
         # A step leaves nothing behind that refers to itself; looking for it amid hundreds of rows takes milliseconds.
-        with no_collection():
+        with self._no_collection:
             started = time.perf_counter()
             following, self._flight = self._flight, None
             flight = following if following is not None and self._is_live(following) else self._launch()
@@ -164,10 +164,9 @@ class Engine:
         if not len(batch):
             return None
         try:
-            with out_of_memory_advice():
-                return self.runner.launch(batch, self.drafters.propose(batch, self.policy.least))
+            return self.runner.launch(batch, self.drafters.propose(batch, self.policy.least))
         except Exception as problem:
-            self._lost = batch.sequences, problem
+            self._lost = batch.sequences, memory_advice(problem)
             return None
 
     def _launch_behind(self, flight: Flight) -> Flight | None:

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import UNKNOWN, Draft
+from paceline.draft import UNKNOWN, Draft, Trees
 from paceline.engine.batch import Batch, Bools, Ints
 from paceline.models.plan import ROW_FIELDS, DeviceTrees, HostPlan, PassPlan, slots_of
 from paceline.sequence import Sequence
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
-POSITION, PREFIX, SLOT, OWNER, REACH, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
+POSITION, PREFIX, SLOT, REACH, OWNER, TOKEN = range(len(ROW_FIELDS) + 1)  # rows of a plan's arrays
 KEPT_ROWS = 4096  # of passes whose shapes are kept: a hundred larger ones with trees would take gigabytes
-FOLLOWS = np.array([[1], [1], [1], [0], [1], [0]])  # those that count from a sequence's first token in the pass
+FOLLOWS = np.array([[1], [1], [1], [1], [0], [0]])  # those that count from a sequence's first token in the pass
 
 
 class PromptRows(NamedTuple):
@@ -87,33 +87,32 @@ class Layout:
 def lay_out(batch: Batch, draft: Draft, block_size: int) -> Layout:
     """Tokens the host has not seen are codes below 0: by row of the verdict the batch follows, or by node of the draft
     (B, N). A batch that follows an unread verdict has no drafts, so the two never meet."""
-    _, parents, depth, in_draft = draft.arrays
-    drafted = in_draft.tobytes(), parents.tobytes(), depth.tobytes(), draft.width, draft.max_depth
     shape_of = _kept_shape if batch.num_tokens <= KEPT_ROWS else _shape
-    of = shape_of(batch.count.tobytes(), batch.samples.tobytes(), *drafted)
+    of = shape_of(batch.count.tobytes(), batch.samples.tobytes(), draft.trees, draft.max_depth)
     each = (of.from_first + FOLLOWS * batch.first.take(of.owner)).astype(np.int32)
-    stored = each[SLOT].copy()  # the position whose slot a row is written to
-    each[SLOT] = slots_of(batch.tables, of.owner, stored, block_size)
+    slots, tokens = each[SLOT], each[TOKEN]
+    stored = slots_of(batch.tables, of.owner, slots, block_size)
     if not batch.only_decodes:  # shared tokens that are computed once more are not written
-        each[SLOT][stored < np.array([sequence.num_cached for sequence in batch.sequences])[of.owner]] = -1
-    each[TOKEN][of.own] = _own_tokens(batch)
+        stored[slots < np.array([sequence.num_cached for sequence in batch.sequences])[of.owner]] = -1
+    slots[:] = stored
+    tokens[of.own] = _own_tokens(batch)
     path, depths, device_trees = of.no_path, of.depths, None
     unseen = draft.unseen and draft.width > 0
     if draft.width:
-        drafted_tokens = -1 - np.arange(of.used.size) if draft.unseen else draft.arrays.tokens.reshape(-1)
-        each[TOKEN][of.nodes] = drafted_tokens[of.used.reshape(-1)]
+        tokens[of.nodes] = -1 - of.used if draft.unseen else draft.arrays.tokens.take(of.used)
     if of.path is not None:
-        path = each[SLOT].take(of.path)
-        np.putmask(path, of.path < 0, -1)
+        path = stored.take(of.path)
+        np.putmask(path, of.beyond, -1)
         if draft.device_parents is not None:
+            in_draft = draft.arrays.num_nodes
             device_trees = _device_trees(draft, of.node_rows, batch.sampled_lengths)
             unknown, depths = device_trees.numbers[:, 0], depths.copy()
             depths[batch.sampling[unknown]] = np.minimum(in_draft[unknown], draft.depth_bound)
             unseen = len(unknown) < int(np.count_nonzero(in_draft))
-    host = HostPlan(each, path, batch.tables, tokens := torch.from_numpy(each[TOKEN]))
+    host = HostPlan(each, path, batch.tables, known := torch.from_numpy(tokens))
     longest = int(np.maximum.reduce(each[REACH], initial=0)) + (0 if device_trees is None else device_trees.max_depth)
     return Layout(
-        tokens=tokens,
+        tokens=known,
         unseen=unseen,
         plan=PassPlan.on_host(host, block_size, longest, device_trees),
         prompts=[] if batch.only_decodes else _prompt_rows(batch, of.begin),
@@ -130,7 +129,7 @@ class _Shape(NamedTuple):
     from_first: Ints  # (6, M) the numbers of a plan, from the first token of each row's sequence in the pass
     own: Ints  # rows of the pass that are no nodes, and those that are
     nodes: Ints
-    used: Bools  # (B, N)
+    used: Ints  # which of the (B, N) tokens of a draft are those
     num_nodes: Ints  # by row of the batch
     depths: Ints  # by row of the batch
     begin: Ints
@@ -139,16 +138,15 @@ class _Shape(NamedTuple):
     logit_row_of: Tensor
     no_path: Int32s  # (M, 0)
     path: Ints | None  # (M, D) rows of the pass: a node's ancestors and itself, -1 beyond; None: no draft branches
+    beyond: Bools  # (M, D)
     trees: Ints  # (T, 1 + N) of drafts that branch: their row of the verdict, and the rows of their nodes in the pass
 
 
-def _shape(
-    counts: bytes, samples: bytes, in_draft: bytes, parents: bytes, depths: bytes, width: int, max_depth: int
-) -> _Shape:
+def _shape(counts: bytes, samples: bytes, drafts: Trees, max_depth: int) -> _Shape:
     """Never written to: it serves many steps."""
     count, sampling = np.frombuffer(counts, np.int64), np.flatnonzero(np.frombuffer(samples, np.bool_))
-    parent, depth = (np.frombuffer(part, np.int64).reshape(-1, width or 1) for part in (parents, depths))
-    drafted, num_nodes, deepest = np.frombuffer(in_draft, np.int64), np.zeros_like(count), np.zeros_like(count)
+    parent, depth, drafted, width = drafts.parent, drafts.depth, drafts.count, drafts.parent.shape[1]
+    num_nodes, deepest = np.zeros_like(count), np.zeros_like(count)
     used: Bools = np.arange(width) < drafted[:, None]
     if width:
         num_nodes[sampling], deepest[sampling] = drafted, np.where(used, depth, 0).max(1)
@@ -179,7 +177,7 @@ def _shape(
         from_first=from_first,
         own=own,
         nodes=nodes,
-        used=used,
+        used=np.flatnonzero(used),
         num_nodes=num_nodes,
         depths=deepest,
         begin=begin,
@@ -188,6 +186,7 @@ def _shape(
         logit_row_of=torch.from_numpy(_logit_row_of(used)),
         no_path=np.empty((len(owner), 0), np.int32),
         path=path,
+        beyond=np.zeros(0, np.bool_) if path is None else path < 0,
         trees=trees,
     )
 

@@ -27,7 +27,7 @@ PATHS = PENALISED | BAD_WORDS
 
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
-        self._device = device
+        self._device, self._on_host = device, device.type == "cpu"
         self.shortcut = True  # the walk on the host, or a graph; not while `prove` injects a fault
         self._native = kernels.draw_of(device)
         self._builder = ControlsBuilder(vocab_size, eos_token_ids, device)
@@ -57,17 +57,18 @@ class Sampler:
         lengths: Ints | None = None,
         seats: Ints | None = None,
     ) -> Verdict:
-        """`row_of` (B, N + 1): the row of logits of the last token (0) and of each node (i + 1).
+        """`row_of` (B, N + 1): the row of logits of the last token (0) and of each node (i + 1); they lie in order.
 
         `row_of` and the draft's `num_nodes` lie on the host; its tokens and trees may lie on the device. `lengths` of
         the sequences, where they have tokens that the host has not read. `seats` of sequences that were admitted.
         """
         draft = draft.placed(self._device)
-        if logits.is_cpu and self.shortcut and draft.q is None and not self._graphs.enabled:
+        if self._on_host and self.shortcut and draft.q is None and not self._graphs.enabled:
             samplers = self._builder.samplers(sequences, seats)
             if samplers is not None:
                 committed = [len(one.tokens) for one in sequences] if lengths is None else lengths.tolist()
-                return walk_on_host(draft, logits, row_of, draft.max_depth, samplers, committed, self._native)
+                row_by_slot = draft.trees.logit_rows  # `row_of`
+                return walk_on_host(draft, logits, row_by_slot, draft.max_depth, samplers, committed, self._native)
         params, compiled = self._builder.params(sequences, lengths, seats), self._compiled.count
         simple = not params.edits and params.num_logprobs is None
         key = self._graphs.key(params.form, draft, logits, only_chains) if self.shortcut else None

@@ -95,9 +95,10 @@ class Scheduler:
         if all(sequence.status is Status.RUNNING for sequence in (*decodes, *prompts)):
             self._admit()  # not in a step that had to preempt: the newcomer would be next
         rows = list(self._rows.values())
-        seats = np.array([row.sequence.seat for row in rows], np.int64)
-        width = max([len(row.sequence.blocks) for row in rows], default=0)
-        return self._made(Batch.of(rows, self.blocks.tables_at(seats, width), seats))
+        batch, size = Batch.of(rows), self.blocks.block_size
+        batch.tables = self.blocks.tables_at(batch.seats, max([len(row.sequence.blocks) for row in rows], default=0))
+        filled = [at for at, row in enumerate(rows) if row.first % size + row.count >= size]
+        return self._made(batch, filled)
 
     def schedule_behind(self, batch: Batch) -> Batch | None:
         """The step after a plain one whose verdict is not read: every row that samples goes on by one token, prompts by
@@ -147,15 +148,15 @@ class Scheduler:
         self._begin(int(count.sum()))
         self._admit()
         if self._rows:
-            newcomers = Batch.of(list(self._rows.values()), self.blocks.tables([]))
+            newcomers = Batch.of(list(self._rows.values()))
             sequences = [*sequences, *newcomers.sequences]
             first, count = np.append(first, newcomers.first), np.append(count, newcomers.count)
             samples, seats = np.append(samples, newcomers.samples), np.append(seats, newcomers.seats)
             behind = np.append(behind, np.full(len(newcomers), -1))
         width = self.blocks.blocks_for(int((first + count).max()))
-        return self._made(
-            Batch(sequences, first, count, samples, self.blocks.tables_at(seats, width), behind=behind, seats=seats)
-        )
+        tables = self.blocks.tables_at(seats, width)
+        filled = np.flatnonzero(first % size + count >= size).tolist()
+        return self._made(Batch(sequences, first, count, samples, tables, seats, behind=behind), filled)
 
     def reserve(self, batch: Batch, methods: Collection[str]) -> list[tuple[int, int]]:
         """Rows of a step under way that may draft as far again behind it by one of these methods: (row, nodes).
@@ -226,8 +227,8 @@ class Scheduler:
     def _begin(self, num_tokens: int = 0) -> None:
         self._rows, self._num_tokens, self._num_drafted = {}, num_tokens, 0
 
-    def _made(self, batch: Batch) -> Batch:
-        self._rows, batch.changes = {}, self._changes
+    def _made(self, batch: Batch, filled: list[int]) -> Batch:
+        self._rows, batch.changes, batch.filled = {}, self._changes, filled
         return batch
 
     def _continue(self, sequence: Sequence, promised: int = 0, choice: Choice = NO_DRAFT) -> None:

@@ -18,7 +18,8 @@ from paceline.models.chain import GreedyChain, warmup
 from paceline.models.graphs import PassGraphs
 from paceline.models.kernels import Kernels, Layer, Packed, Shape, Stack, Weights
 from paceline.models.kv_cache import KVSpec, LayerCache
-from paceline.models.native_kernels import NativeStack
+from paceline.models.native_kernels import NativeKernels, NativeStack
+from paceline.models.native_pass import NativePass
 from paceline.models.pass_chain import PassChain
 from paceline.models.plan import ModelOutput as ModelOutput
 from paceline.models.plan import PassPlan
@@ -30,6 +31,7 @@ from paceline.models.weights import Dtypes, StoredWeight, WeightKind
 # state after the final norm, which is the head's input.
 FINAL = -1
 LEAST_POSITIONS = 4096  # of the rotary tables
+NUMBERS = (torch.float32, torch.bfloat16, torch.float16)  # that native code embeds
 
 
 class Model(Protocol):
@@ -114,6 +116,10 @@ class Decoder:
         self._shape: Shape | None = None
         self._stack: tuple[Stack | None, Shape | None] = None, None
         self.graphs = PassGraphs(self) if kernels.captures else None
+        self._native: NativePass | None = None  # None: a pass is made of several calls
+        in_rows = not isinstance(embedding, Tensor) or (embedding.dtype in NUMBERS and embedding.is_contiguous())
+        if isinstance(kernels, NativeKernels) and in_rows:
+            self._native = NativePass(kernels, embedding, self.final_norm, self.head)
 
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
@@ -121,8 +127,12 @@ class Decoder:
         """`tokens`: (M,), or instead (M, H) hidden states that enter the first layer and are not overwritten."""
         if self.graphs is not None:
             return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
-        device = self.device
-        chosen = None if logit_rows.shape[0] == tokens.shape[0] else logit_rows.to(device)
+        chosen = None if logit_rows.shape[0] == tokens.shape[0] else logit_rows
+        if self._native is not None and tokens.dim() == 1 and FINAL not in taps:
+            stack = self.stack(caches, plan.max_len)
+            assert isinstance(stack, NativeStack)
+            return self._native(stack, tokens, plan, chosen, taps)
+        device, chosen = self.device, None if chosen is None else chosen.to(self.device)
         return self.run(self.embed(tokens.to(device)), plan.to(device), caches, chosen, taps)
 
     @torch.inference_mode()

@@ -250,7 +250,7 @@ def _for_gpu(choice: str, device: torch.device, numerics: str) -> Kernels | None
     return FastKernels(device) if numerics == "fast" else TritonKernels(device)
 
 
-def draw_of(device: torch.device) -> Callable[..., int | None] | None:
+def draw_of(device: torch.device) -> Callable[[Tensor], Callable[..., int | None] | None] | None:
     """The native function that draws one token from a row of logits, for `verify.host`; None where there is none."""
     if device.type != "cpu" or os.environ.get("PACELINE_KERNELS", "") == "torch":
         return None

@@ -33,14 +33,23 @@ def out_of_memory_advice() -> Iterator[None]:
     """A failed allocation becomes a DeviceError that names the options to lower."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(
+    except Exception as error:
+        if (advice := memory_advice(error)) is not error:
+            raise advice from error
+        raise
+
+
+def memory_advice(error: Exception) -> Exception:
+    """The DeviceError for a failed allocation; any other error is itself."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceError(
             "the GPU is out of memory; lower gpu_memory_fraction (or kv_cache_bytes), max_num_batched_tokens, "
             "max_num_seqs or max_model_len"
-        ) from error
-    except (RuntimeError, MemoryError, OverflowError) as error:  # torch's of a CPU, or a size beyond 64 bits
-        if isinstance(error, RuntimeError) and not any(each in str(error).lower() for each in ("memory", "overflow")):
-            raise
-        raise DeviceError(
+        )
+    spoken_of = any(each in str(error).lower() for each in ("memory", "overflow"))
+    # Torch's of a CPU, or a size beyond 64 bits.
+    if isinstance(error, MemoryError | OverflowError) or (isinstance(error, RuntimeError) and spoken_of):
+        return DeviceError(
             "the memory does not hold the cache; lower kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
-        ) from error
+        )
+    return error

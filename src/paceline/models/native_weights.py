@@ -100,6 +100,14 @@ class PackedRows:
         return self.gather(self.weight, torch.as_tensor(ids))
 
 
+def rows_view(embedding: Tensor | PackedRows) -> ProductView:
+    """Numbers in rows are described as a product is."""
+    if isinstance(embedding, PackedRows):
+        return embedding.weight.view
+    outputs, inputs = embedding.shape
+    return ProductView(kind=WeightKind.of(embedding.dtype), panels=embedding.data_ptr(), inputs=inputs, outputs=outputs)
+
+
 def runs_of_a_kind(weights: Sequence[Tensor | StoredWeight]) -> list[list[StoredWeight]]:
     """Neighbours of one kind together; kinds that these kernels cannot read become blocks of the same numbers where
     there are any, and else fp32."""

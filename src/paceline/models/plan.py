@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
-ROW_FIELDS = ("positions", "prefix", "slots", "sequence", "reach")  # one number a row
+ROW_FIELDS = ("positions", "prefix", "slots", "reach", "sequence")  # one number a row
 
 
 def slots_of(tables: Any, owner: Any, position: Any, block_size: int) -> Any:
@@ -119,8 +119,7 @@ class PassPlan:
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
-@dataclass(frozen=True)
-class ModelOutput:
+class ModelOutput(NamedTuple):
     logits: Tensor  # (R, V) fp32, one row per entry of logit_rows
     taps: Tensor | None  # (M, T, H): the tapped hidden states of every row, in the order of `taps`
     warm: bool = True  # False: the first pass of its shape, which takes longer than later ones

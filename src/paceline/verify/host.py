@@ -22,8 +22,9 @@ from paceline.verify.pick import pick, pick_seeded_row
 from paceline.verify.processors import threshold
 
 Row = np.ndarray[Any, Any]  # (V,) logits
-# Of a row of float32: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.
-NativeDraw = Callable[[Row, float, float, int, float, float, int], int | None]
+# The token of a row: temperature, log min_p, top_k, top_p, the coin (negative: by seed) and the key of the noise.
+DrawRow = Callable[[int, float, float, int, float, float, int], int | None]
+NativeDraw = Callable[[Tensor], DrawRow | None]  # of logits (R, V); None: not of these
 DRAFTED, RECOVERED, BONUS = int(Kind.DRAFTED), int(Kind.RECOVERED), int(Kind.BONUS)
 
 
@@ -38,22 +39,25 @@ class TokenSampler:
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
 
-    def draw(self, logits: Row, committed: int, node: int, depth: int, native: NativeDraw | None = None) -> int:
+    def draw(
+        self, values: Tensor, row: int, committed: int, node: int, depth: int, native: DrawRow | None = None
+    ) -> int:
         """The token at a node of the draft with that depth, -1 and 0 at the root, of a sequence with so many tokens
-        when the step starts."""
-        if self.temperature == 0:
-            best = int(logits.argmax())
-            return best if math.isfinite(logits[best]) else INVALID
+        when the step starts, from a row of logits (R, V)."""
         coin, key = -1.0, 0
         if self.seeded:  # the noise is keyed by the token's position
             key = bits_of(Lane.GUMBEL, self.key, committed + depth)
-        else:
+        elif self.temperature:
             coin = coin_of(Lane.WALK, self.key, committed, node)
         if native is not None:
             least = math.log(self.min_p) if self.min_p > 0 else -math.inf
-            token = native(logits, self.temperature, least, self.top_k, self.top_p, coin, key)
+            token = native(row, self.temperature, least, self.top_k, self.top_p, coin, key)
             if token is not None:
                 return token
+        logits: Row = values[row].numpy()
+        if self.temperature == 0:
+            best = int(logits.argmax())
+            return best if math.isfinite(logits[best]) else INVALID
         if not np.isfinite(logits.max()):
             return INVALID
         tempered = self._tempered(logits)
@@ -75,7 +79,7 @@ class TokenSampler:
 def walk_on_host(
     draft: Draft,
     logits: Tensor,
-    row_of: Tensor,
+    row_of: Sequence[Sequence[int]],
     max_depth: int,
     samplers: Sequence[TokenSampler],
     committed: Sequence[int],
@@ -83,15 +87,17 @@ def walk_on_host(
 ) -> Verdict:
     """`walk` by tokens drawn from raw logits (R, V) in the host's memory; of equal siblings the first is taken.
 
-    By row of the draft: `samplers`, and the tokens `committed` when the step starts.
+    By row of the draft: `row_of` its last token and of its nodes the row of logits, `samplers`, and the tokens
+    `committed` when the step starts.
     """
-    values, rows = logits.numpy(), list[VerdictRow]()
-    native = native if values.dtype == np.float32 and values.flags.c_contiguous else None
-    tokens_of, parents_of, _, counts = (part.tolist() for part in draft.arrays)
-    drafts = zip(row_of.tolist(), tokens_of, parents_of, counts, samplers, committed, strict=True)
+    rows: list[VerdictRow] = []
+    by_row = None if native is None else native(logits)
+    trees = draft.trees
+    drafts = zip(row_of, draft.arrays.tokens.tolist(), trees.parents, trees.num_nodes, samplers, committed, strict=True)
     for at, drafted, parents, count, sampler, length in drafts:
-        node, path, is_leaf = -1, list[int](), True
-        wanted = sampler.draw(values[at[0]], length, -1, 0, native)
+        path: list[int] = []
+        node, is_leaf = -1, True
+        wanted = sampler.draw(logits, at[0], length, -1, 0, by_row)
         for child in range(count):  # nodes come after their parents
             if parents[child] != node:
                 continue
@@ -99,7 +105,7 @@ def walk_on_host(
             if drafted[child] == wanted:
                 path.append(child)
                 node, is_leaf = child, True
-                wanted = sampler.draw(values[at[node + 1]], length, node, len(path), native)
+                wanted = sampler.draw(logits, at[node + 1], length, node, len(path), by_row)
         kinds = [DRAFTED] * len(path) + [BONUS if is_leaf else RECOVERED]
         rows.append(VerdictRow([*[drafted[one] for one in path], wanted], path, kinds))
     return Verdict.on_host(rows, max_depth)

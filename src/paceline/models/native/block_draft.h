@@ -5,8 +5,7 @@
 #pragma once
 
 #include "block_tree.h"
-#include "layers.h"
-#include "rounded.h"
+#include "pass.h"
 
 namespace {
 
@@ -75,23 +74,6 @@ struct Drafting {  // native_block.DraftingView: one draft
     block_tree::Forest forest;
 };
 
-// Rows of an embedding, whatever they are kept as.
-inline void embed(const Product& from, int64_t token, float* out) {
-    const long H = from.inputs;
-    if (from.kind == Kind::FLOAT32)
-        memcpy(out, (const float*)from.panels + token * H, H * sizeof(float));
-    else if (from.kind == Kind::BFLOAT16 || from.kind == Kind::FLOAT16) {
-        const uint16_t* row = (const uint16_t*)from.panels + token * H;
-        for (long i = 0; i < H; i += VL) {
-            uint16_t numbers[VL] = {};
-            const long n = H - i < VL ? H - i : VL;
-            memcpy(numbers, row + i, n * sizeof(uint16_t));
-            store_n(out + i, from.kind == Kind::BFLOAT16 ? load(numbers) : load((const half*)numbers), n);
-        }
-    } else
-        gather(from, &token, out, 1, 1);
-}
-
 int absorb_from_ring(const BlockDrafter& by, const Drafting& d, int threads) {
     const long taps = by.absorbed->taps, H = by.absorbed->join.outputs;
     std::vector<int32_t> positions, slots;
@@ -133,7 +115,7 @@ int run_blocks(const BlockDrafter& by, Drafting& d, float* hidden, int threads) 
         }
         row.token = d.tokens[row.seat * d.capacity + (row.length - 2) % d.capacity];
         float* block = residual.data() + b * d.size * H;
-        embed(by.embedding, row.token, block);
+        embed(by.embedding, &row.token, block, 1, 1);
         memcpy(block + H, by.masks, (d.size - 1) * H * sizeof(float));
     }
     const Plan plan{positions, slots, owner, reach, reach, nullptr, tables, M, 0, W, by.block_size};

@@ -8,6 +8,7 @@
 #include "block_draft.h"
 #include "layers.h"
 #include "lookup.h"
+#include "pass.h"
 #include "sampling.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -65,6 +66,13 @@ EXPORT int paceline_attention(const Plan* plan, const Heads* heads, const float*
 EXPORT int paceline_layers(const Plan* plan, const Heads* heads, const Layer* layers, long count, float* residual,
                            float* added, int first, const Taps* taps, int threads) {
     return run_layers(*plan, *heads, layers, count, residual, added, first, *taps, threads);
+}
+
+// A whole pass; see pass.h.
+EXPORT int paceline_pass(const Model* model, const Plan* plan, const Heads* heads, const Layer* layers, long num_layers,
+                         const int32_t* tokens, const int64_t* chosen, long count, const Taps* taps, float* logits,
+                         int threads) {
+    return run_pass(*model, *plan, *heads, layers, num_layers, tokens, chosen, count, *taps, logits, threads);
 }
 
 // -- drafters that read hidden states: see layers.h and block_draft.h

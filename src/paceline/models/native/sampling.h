@@ -1,5 +1,5 @@
 // Draws one token from one row of logits, as `paceline.verify.host` does: temperature, min_p, top_k, top_p, then a coin
-// against cumulative p or a seed's Gumbel noise.
+// against cumulative p or a seed's Gumbel noise; at temperature 0 the first of the highest logits.
 //
 // Weights and noise are computed to float precision, not to the same last bit as there. So a token is returned only where
 // rounding could not change it; the few rows too close to a boundary are UNDECIDED, and the caller draws them itself.
@@ -48,29 +48,35 @@ inline bool any(ivec wanted) {
 struct Row {
     const float* logits;
     long size;
-    float highest, temperature;
+    float highest, temperature, scale = 1 / temperature;
 
-    vec at(long i) const {
+    vec below(long i) const {
         vec x = splat(-INFINITY);
         if (i + VL <= size)
             x = load(logits + i);
         else
             memcpy(&x, logits + i, (size - i) * sizeof(float));
-        return (x - splat(highest)) / splat(temperature);
+        return x - splat(highest);
     }
+    vec at(long i) const { return below(i) / splat(temperature); }
+    vec about(long i) const { return below(i) * splat(scale); }  // the same but for the last bit, and sooner
 };
 
 // The highest logit; NaN where the row holds one, which a comparison alone would skip.
 inline float highest_of(const float* logits, long size) {
-    vec best = splat(-INFINITY), strange = {};
+    constexpr int CHAINS = 4;  // none waits for another
+    vec best[CHAINS], strange[CHAINS] = {};
+    for (vec& one : best) one = splat(-INFINITY);
     long i = 0;
-    for (; i + VL <= size; i += VL) {
-        const vec x = load(logits + i);
-        best = larger(x, best);
-        // x - x is 0, or NaN for NaN and infinity; -inf is a valid logit.
-        strange += (vec)((ivec)(x - x) & ~(ivec)(x == splat(-INFINITY)));
-    }
-    float most = max_lanes(best), rest = sum_lanes(strange);
+    for (; i + CHAINS * VL <= size; i += CHAINS * VL)
+        for (int chain = 0; chain < CHAINS; chain++) {
+            const vec x = load(logits + i + chain * VL);
+            best[chain] = larger(x, best[chain]);
+            // x - x is 0, or NaN for NaN and infinity; -inf is a valid logit.
+            strange[chain] += (vec)((ivec)(x - x) & ~(ivec)(x == splat(-INFINITY)));
+        }
+    float most = max_lanes(larger(larger(best[0], best[1]), larger(best[2], best[3])));
+    float rest = sum_lanes(strange[0] + strange[1] + strange[2] + strange[3]);
     for (; i < size; i++) {
         most = logits[i] > most ? logits[i] : most;
         rest += logits[i] == -INFINITY ? 0.0f : logits[i] - logits[i];
@@ -78,9 +84,17 @@ inline float highest_of(const float* logits, long size) {
     return most + rest;
 }
 
+inline long first_of(const float* logits, long size, float value) {
+    long i = 0;
+    for (const vec wanted = splat(value); i + VL <= size; i += VL)
+        if (any(load(logits + i) == wanted)) break;
+    while (i < size && logits[i] != value) i++;
+    return i < size ? i : UNDECIDED;
+}
+
 inline double weight_of(const Row& row, long from, long to) {
     vec sum = {};
-    for (long i = from; i < to; i += VL) sum += vexp(row.at(i));
+    for (long i = from; i < to; i += VL) sum += vexp(row.about(i));
     return sum_lanes(sum);
 }
 
@@ -166,13 +180,15 @@ constexpr float UNIT = 4.656612873077393e-10f * 0.99999994f;  // as rng.py: the 
 
 inline float unit(uint32_t bits) { return fabsf((float)(int32_t)bits + 0.25f) * UNIT; }
 
+inline double noise_of(float unit) { return -log(-log1p(-(double)unit)); }
+
 // The highest sum of logit and noise, and whether another came near.
 struct Best {
     double sum = -INFINITY, second = -INFINITY;
     long token = UNDECIDED;
 
     void offer(float logit, float unit, long index) {
-        const double of = logit - log(-log1p(-(double)unit));
+        const double of = logit + noise_of(unit);
         if (of > sum)
             second = sum, sum = of, token = index;
         else if (of > second)
@@ -181,22 +197,30 @@ struct Best {
     long said() const { return sum - second > CLOSE_SUM ? token : UNDECIDED; }
 };
 
+// At least e^x, by at most 7 %, or negative where x is below -87: the bits of a float are nearly its logarithm.
+inline vec above_exp(vec x) {
+    const vec bits = madd(x, splat(12102203.2f), splat(1065353216.0f));  // 2^23 / ln 2, and 1.0f
+    return (vec) __builtin_convertvector(bits, ivec);
+}
+
 inline long by_seed(const Row& row, uint64_t key) {
     Best best;
     uvec tokens;
     for (int lane = 0; lane < VL; lane++) tokens[lane] = lane;
-    float bound = -INFINITY;
+    const vec most = splat(10.0f);
+    // The token with the highest logit, whose tempered one is 0, is somewhere in the row.
+    float bound = (float)noise_of(unit(token_bits(key, (uint32_t)first_of(row.logits, row.size, row.highest))));
     for (long i = 0; i < row.size; i += VL, tokens += (uint32_t)VL) {
-        const vec x = row.at(i);
+        const vec over = row.about(i) + splat(0.01f - bound);  // of tokens without noise over the best so far
         const vec noise = __builtin_convertvector((ivec)token_bits(key, tokens), vec) + splat(0.25f);
         const vec units = (vec)((ivec)noise & 0x7fffffff) * splat(UNIT);
         // Noise above g needs a uniform below e^-g: only such tokens can come near the best so far.
-        const vec over = x - splat(bound);
-        const ivec likely = units <= vexp(over < splat(0.0f) ? over : vec{}) * splat(1.01f);
+        const ivec likely = units <= above_exp(over < most ? over : most);
         if (!any(likely)) continue;
+        const vec x = row.at(i);
         for (int lane = 0; lane < VL && i + lane < row.size; lane++)
             if (likely[lane]) best.offer(x[lane], units[lane], i + lane);
-        bound = (float)best.sum;
+        bound = std::max(bound, (float)best.sum);
     }
     return best.said();
 }
@@ -224,7 +248,7 @@ inline long by_coin(const Row& row, double coin, std::vector<double>& sums) {
     size_t block = 0;
     while (block + 1 < sums.size() && held + sums[block] <= point) held += sums[block++];
     for (long i = block * STRETCH; i < row.size; i += VL) {
-        const vec weights = vexp(row.at(i));
+        const vec weights = vexp(row.about(i));
         for (int lane = 0; lane < VL && i + lane < row.size; lane++) {
             const double before = held;
             held += weights[lane];
@@ -254,6 +278,7 @@ inline long draw_token(const float* logits, long size, const Asked& asked) {
     static thread_local std::vector<Kept> kept;
     const Row row{logits, size, highest_of(logits, size), asked.temperature};
     if (!(row.highest > -INFINITY && row.highest < INFINITY)) return UNDECIDED;
+    if (asked.temperature == 0) return first_of(logits, size, row.highest);
     float least = asked.least;
     if (asked.top_k > 0 && asked.top_k < size) {
         const float kth = kth_highest(row, asked.top_k, values);

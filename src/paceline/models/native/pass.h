@@ -1,0 +1,63 @@
+// A whole pass of a model in one call: embeddings, all layers, the last norm and the head. Behind it the caches are cold,
+// and each operation from Python would take tens of microseconds.
+
+#pragma once
+
+#include <vector>
+
+#include "layers.h"
+#include "rounded.h"
+
+namespace {
+
+struct Model {  // native_pass.ModelView: what all passes share
+    Product embedding, head;  // the embedding's numbers lie in rows; blocks in panels
+    const float* norm;  // (H,)
+    int64_t vocab;  // rows of the embedding
+};
+
+// Rows of an embedding, whatever they are kept as.
+inline void embed(const Product& from, const int64_t* tokens, float* out, long count, int threads) {
+    const long H = from.inputs;
+    if (from.kind != Kind::FLOAT32 && from.kind != Kind::BFLOAT16 && from.kind != Kind::FLOAT16)
+        return gather(from, tokens, out, count, threads);
+    for (long m = 0; m < count; m++, out += H) {
+        if (from.kind == Kind::FLOAT32) {
+            memcpy(out, (const float*)from.panels + tokens[m] * H, H * sizeof(float));
+            continue;
+        }
+        const uint16_t* row = (const uint16_t*)from.panels + tokens[m] * H;
+        for (long i = 0; i < H; i += VL) {
+            uint16_t numbers[VL] = {};
+            const long n = H - i < VL ? H - i : VL;
+            memcpy(numbers, row + i, n * sizeof(uint16_t));
+            store_n(out + i, from.kind == Kind::BFLOAT16 ? load(numbers) : load((const half*)numbers), n);
+        }
+    }
+}
+
+// Logits (count, V) of the rows `chosen`, or of all where null. Returns 0, 1 when out of memory, 2 when the plan names a
+// position or slot that is not there, 3 when a token is outside the vocabulary.
+int run_pass(const Model& model, const Plan& plan, const Heads& heads, const Layer* layers, long num_layers,
+             const int32_t* tokens, const int64_t* chosen, long count, const Taps& taps, float* logits, int threads) {
+    const long M = plan.rows, H = model.head.inputs;
+    std::vector<int64_t> ids(tokens, tokens + M);
+    for (const int64_t id : ids)
+        if (id < 0 || id >= model.vocab) return 3;
+    float* memory = (float*)malloc(2 * M * H * sizeof(float));
+    if (!memory) return 1;
+    float *residual = memory, *added = memory + M * H;
+    embed(model.embedding, ids.data(), residual, M, threads);
+    int status = run_layers(plan, heads, layers, num_layers, residual, added, 1, taps, threads);
+    for (long i = 0; chosen && i < count; i++) {  // ascending, so that no row is overwritten before it is read
+        memmove(residual + i * H, residual + chosen[i] * H, H * sizeof(float));
+        memmove(added + i * H, added + chosen[i] * H, H * sizeof(float));
+    }
+    std::vector<float> normed(count * H);
+    rms_norm(added, residual, model.norm, normed.data(), count, H, heads.eps, threads);
+    if (!status) status = multiply(normed.data(), model.head, logits, count, threads);
+    free(memory);
+    return status;
+}
+
+}  // namespace
