@@ -779,6 +779,27 @@ def test_what_is_known_of_trees_is_kept_between_runs():
     assert abs(survival[:16].sum() - drafter.shares[:16].sum()) < 0.4
 
 
+@pytest.mark.parametrize("slower", [0.125, 8.0])
+def test_what_was_learnt_on_a_busy_machine_holds_when_it_is_quiet_and_the_other_way_round(slower):
+    """Steps and drafts alike take so many times as long as in the run before, and the first steps are plain. Drafts
+    pay, by a quarter."""
+    answer, state, shares = sequence("a"), None, []
+    for times in (slower, 1.0, slower, 1.0):
+        drafter = Trees(seconds=0.01 * times)
+        curve = {rows: times * seconds for rows, seconds in ON_TWO_CORES.items()}
+        policy = AdaptivePolicy([drafter], "trees")
+        if state is not None:
+            policy.load(json.loads(json.dumps(state)))
+            for _ in range(30):
+                plain = StepOutputs.of([StepOutput(answer, [1], "", [], False)])
+                policy.observe(StepReport(1, 1, seconds_of(curve, 1), {}, plain))
+                policy.meanwhile()
+        drafted = [bool(tree_step(policy, drafter, [answer], curve)[2][0]) for _ in range(100)]
+        shares.append(sum(drafted[:30]) / 30)
+        state = policy.state()
+    assert min(shares[1:]) > 0.8, shares
+
+
 def test_rows_of_one_batch_may_draft_by_different_methods():
     """A lookup that is sure of half the rows, and a model for the others."""
     model = Model("model", 0.9, seconds=0.0003)

@@ -500,6 +500,12 @@ class AdaptivePolicy:
         taken = report.step_s - sum([seconds for _, seconds in report.draft_s.values()])
         if not whole or taken <= 0:
             return
+        slower = times.settle(report.rows, taken, drafted=plan.drafts)
+        if slower is not None:
+            self._draft_times.slow_down(slower)
+            for table in self._times:
+                table.slow_down(slower)
+            return
         # Where plain steps are launched ahead, one that was not takes longer than they do.
         if plan.drafts or report.ahead or not self._runs_ahead or not times.plain_known(report.rows):
             off = times.observe(report.rows, taken, drafted=plan.drafts)  # drafts with k fixed belong to any plan

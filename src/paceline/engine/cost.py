@@ -33,7 +33,10 @@ NOISE = 0.03  # variance of the log of one step's time: what the filter takes fo
 NEIGHBOUR = 0.5  # say of the next number of rows in the grid, and of the one after it the square of that, and so on
 KNOWN = 0.1  # say of plain steps seen that makes the cost of one known: three numbers of rows away at most
 OTHER_KIND = 0.01  # say of plain steps in what drafted ones take: only while those are unseen
-REMEMBERED = 4.0  # times that a cost of an earlier run counts as seen: this run's machine may be slower
+REMEMBERED = 4.0  # times that a cost of an earlier run counts as seen: this run's machine may be another
+# First steps of a run that remembers another: their surprise is the machine's speed, up to so many times, and nothing
+# else is learnt from them. They may all be plain: what drafted ones took must stay comparable.
+SETTLING, MOST_CHANGE = 3, 32.0
 DRAFT_OUTLIER = 3.0  # as OUTLIER, of drafts: first guesses of them are further off
 FIRST_DRAFTS = 2  # timings of a model at some size that are not believed: they allocate and compile
 NOTHING_S = 1e-7  # seconds: a draft takes as long at least, so that its time has a ratio
@@ -76,6 +79,7 @@ class StepTimes:
         self._seen = self._told[2:]
         self._near = NEIGHBOUR ** np.abs(np.arange(points)[:, None] - np.arange(points))
         self._known: dict[int, tuple[float, float, float]] = {}  # `_at`, until a step is observed
+        self._settled = SETTLING  # steps of this run, up to so many
 
     def _at(self, rows: int) -> tuple[float, float, float]:
         """The logs of the factors of plain and drafted steps of so many rows, and how often such plain ones were seen.
@@ -130,6 +134,22 @@ class StepTimes:
         self.scale *= math.exp(SCALE_RATE * off * (1 - 1 / seen))
         return surprise
 
+    def settle(self, rows: int, seconds: float, *, drafted: bool) -> float | None:
+        """Of the first steps of a run that remembers another: times as slow as the machine then was, for `slow_down`;
+        None: that is settled."""
+        if self._settled == SETTLING or self.scale is None:
+            return None
+        rows = min(rows, MOST_ROWS)
+        shape = 1 + math.exp(self._steep) * (self._share.item(rows) - 1)
+        off = seconds / (self.scale * shape * math.exp(self._at(rows)[drafted]))
+        return float(min(max(off, 1 / MOST_CHANGE), MOST_CHANGE) ** (1 / (1 + self._settled)))
+
+    def slow_down(self, times: float) -> None:
+        """The machine is so many times as slow as it was."""
+        self._settled = min(self._settled + 1, SETTLING)
+        if self.scale is not None:
+            self.scale *= times
+
     def fade(self) -> None:
         """No step drafted for long: what made drafting dear is forgotten by half, to be put to the test again."""
         self._factor[1] /= 2
@@ -149,7 +169,7 @@ class StepTimes:
         fits = factor.shape == seen.shape == made._factor.shape and (seen >= 0).all()
         if not fits or not 0 < scale < 1e6 or not all(abs(one) < 1e6 for one in numbers) or numbers[1] <= 0:
             raise ValueError("step times of another form")
-        made.scale = None if state["scale"] is None else scale
+        made.scale, made._settled = None if state["scale"] is None else scale, 0
         made._steep, made._doubt, made._factor = numbers[0], numbers[1], factor
         made._seen[:] = np.minimum(seen, REMEMBERED)
         made._told[:2] = made._seen * factor
@@ -199,12 +219,19 @@ class DraftTimes:
         sums[size] = tuple([DRAFTS_FADE * before + now for before, now in zip(old, new, strict=True)])
         self._lines.clear()
 
+    def slow_down(self, times: float) -> None:
+        """The machine is so many times as slow as it was."""
+        self._multiply(times)
+
     def fade(self) -> None:
         """No step drafted for long: what was timed once is halved, to be put to the test again."""
+        self._multiply(0.5)
+
+    def _multiply(self, times: float) -> None:
         for sizes in self._sums.values():
             for size, (one, d, dd, s, sd) in sizes.items():
-                half = max(0.5, one * NOTHING_S / s)
-                sizes[size] = one, d, dd, s * half, sd * half
+                least = max(times, one * NOTHING_S / s)
+                sizes[size] = one, d, dd, s * least, sd * least
         self._lines.clear()
 
     def state(self) -> list[list[Any]]:

@@ -25,7 +25,7 @@ from paceline.models.hub import cache_home
 from paceline.models.runtime import LoadedModel
 
 log = logging.getLogger("paceline")
-FORMAT = 5
+FORMAT = 6
 
 
 class PolicyMemory:
