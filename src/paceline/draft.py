@@ -107,11 +107,8 @@ class Draft:
     @staticmethod
     def of_trees(found: Ints, counts: Sequence[int], bound: int) -> Draft:
         """From tokens below `bound`, parents and depths (3, B, N)."""
-        trees, tokens, draft = (
-            _trees(found[1:].tobytes(), tuple(counts), found.shape[2], False),
-            found[0],
-            object.__new__(Draft),
-        )
+        trees = _trees(found[1:].tobytes(), tuple(counts), found.shape[2], False)
+        tokens, draft = found[0], object.__new__(Draft)
         arrays = DraftArrays(tokens, trees.parent, trees.depth, trees.count)
         draft.__dict__.update(arrays=arrays, trees=trees, shape=tokens.shape, token_bound=bound)
         return draft

@@ -65,7 +65,10 @@ def test_no_other_number_of_nodes_promises_more(padded, explore):
         assert found.drafted == pytest.approx(rates[at][1], rel=1e-9)
         assert sum(given) == at + 1
         if not explore:
-            assert budgets.best(rows, with_nodes, offers, beat=found.rate * 1.000001) in (budgets.NOTHING, found)
+            promised = rows + sum(kind.promised * kind.rows for offer in offers for kind in offer.kinds)
+            hopeless = promised / (with_nodes[0] + min(sum(offer.line) for offer in offers))
+            assert budgets.best(rows, with_nodes, offers, beat=found.rate * 0.999) == found
+            assert budgets.best(rows, with_nodes, offers, beat=hopeless * 1.000001) == budgets.NOTHING
 
 
 def test_each_row_drafts_by_the_method_that_promises_it_most():

@@ -39,9 +39,7 @@ class Serving:
         self.left = {one.key: self.rng.randrange(1, ANSWER[1]) for one in self.sequences}
         self.lag = dict.fromkeys(self.left, 99)
         self.resting, self.ms, self.plain_ms = False, 0.0, 0.0
-        self.begun: dict[
-            str, int
-        ] = {}  # by sequence: nodes that the step before asked for, as the draft begun behind it has
+        self.begun: dict[str, int] = {}  # by sequence: nodes that the last plan asked for
         self.rows: list[int] = []  # of passes without prompts
 
     def newcomers(self, turn):

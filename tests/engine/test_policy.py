@@ -248,6 +248,17 @@ def test_the_guard_seldom_stops_what_pays_and_soon_what_no_longer_does():
     assert sum(steps) / len(steps) < 120
 
 
+def test_steps_planned_before_a_pause_do_not_make_it_longer():
+    """Several steps are learnt from at once: of eight slow ones three stop a method of 16 sequences."""
+    guard = Guard()
+    for _ in range(8):
+        guard.note(16, WORST)
+    assert sum(guard.pauses(16) for _ in range(9999)) == 64
+    for _ in range(2):
+        guard.note(16, WORST)
+    assert sum(guard.pauses(16) for _ in range(9999)) == 128
+
+
 def test_the_guard_stops_what_loses_and_tries_again_after_a_doubling_pause():
     guard, pauses = Guard(), []
     for _ in range(3):
@@ -798,6 +809,28 @@ def test_what_was_learnt_on_a_busy_machine_holds_when_it_is_quiet_and_the_other_
         shares.append(sum(drafted[:30]) / 30)
         state = policy.state()
     assert min(shares[1:]) > 0.8, shares
+
+
+def test_plans_of_batches_with_as_many_rows_are_told_apart_by_their_sequences():
+    """Two rows that ask for a method, beside one with k fixed to 3 or beside four that ask for none: six rows."""
+
+    def planned(policy, *batches):
+        for others in batches:
+            policy.plan([sequence("a"), sequence("b"), *others], 0, False)
+        return policy.expected_gain
+
+    fixed = [sequence("c", speculation={"method": "trees", "k": 3})]
+    none = [sequence(f"d{at}", speculation="none") for at in range(4)]
+    drafter = Trees(seconds=0.004)
+    learnt = AdaptivePolicy([drafter], "trees")
+    for _ in range(60):
+        tree_step(learnt, drafter, [sequence(str(at)) for at in range(6)], FLAT)
+    found = []
+    for batches in ([none], [fixed, none], [none, none]):
+        policy = AdaptivePolicy([drafter], "trees")
+        policy.load(json.loads(json.dumps(learnt.state())))
+        found.append(planned(policy, *batches))
+    assert found[1] == found[0] == found[2]
 
 
 def test_rows_of_one_batch_may_draft_by_different_methods():

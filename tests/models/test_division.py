@@ -76,6 +76,12 @@ def test_many_decodes_have_a_program_each_and_merge_nothing(sequences: int) -> N
     assert shares.tolist() == [list(range(sequences)), *([value] * sequences for value in (1, 0, 1))]
 
 
+def test_scratch_does_not_grow_with_the_context_without_end() -> None:
+    """Parts of 512 rows would take 2.1 GB with room for 131,072 tokens."""
+    for longest, direct in ((8192, False), (131_072, True)):
+        assert Division.of(512 * GROUP, 64, 128, 0, KV_HEADS, longest).direct == direct
+
+
 def test_one_long_context_among_decodes_is_spread_over_all_programs() -> None:
     counts, ends = [1] * 32, [*[512] * 31, 8000]
     division, shares = divided(counts, ends)

@@ -27,7 +27,7 @@ from paceline.models.native_weights import PackedRows, PackedWeight, ProductView
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
-SIZES = 64  # of drafts, that are kept
+SIZES = 64  # of drafts whose views are kept
 
 
 class DrafterView(ctypes.Structure):
@@ -119,7 +119,7 @@ class NativeBlocks:
         rows = [None] * 3 if markov is None else [part.data_ptr() for part in markov]
         rank = 0 if markov is None else markov[2].shape[1]
         forest = ForestView(ids.data_ptr(), *rows, self._vocab, rank, beam, min(count, self._vocab))
-        self._drafting = DraftingView(forest=forest, size=self._rows)  # the last; what of it all drafts share
+        self._drafting = DraftingView(forest=forest, size=self._rows)  # of the last draft; the forest is that of all
         self._prepared: dict[tuple[int, int], Prepared] = {}  # by sequences and nodes
         self._logits = torch.empty(0, self._vocab)
 

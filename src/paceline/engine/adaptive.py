@@ -165,11 +165,11 @@ class AdaptivePolicy:
             asking = {method: [at for at in those if room[at] > 1] for method, those in asking.items()}
             asking = {method: those for method, those in asking.items() if those}
         if asking:
-            if self._urgent:
-                self._learn()
             base, times = len(sequences), self._times[True in rows.sampled]
             if rows.fixed:
                 base += sum([choice.budget for choice in choices])
+            if self._urgent or (len(self._lessons) > 1 and not times.plain_known(base)):
+                self._learn()
             if not self._check_due(times, base) and not self._pauses(sequences):
                 self._choose(_Step(rows, room, times, base, other_rows, not others_wait), asking, choices)
         return choices
@@ -277,7 +277,7 @@ class AdaptivePolicy:
         """The offers to take, and how many nodes of each."""
         best, found = list[Offer](), budgets.NOTHING
         for plan in (budgets.mixed(offers), *([offer] for offer in offers)):
-            key = (step.times, step.base, step.other_rows, *[offer.key for offer in plan])
+            key = (step.times, step.base, step.other_rows, len(step.room), *[offer.key for offer in plan])
             better = self._found.get(key)
             if better is None:
                 better = budgets.best(len(step.room), with_nodes, plan, beat=found.rate)

@@ -42,7 +42,7 @@ class Offer(NamedTuple):
     kinds: list[Kind]
     line: tuple[float, float]  # seconds of such a draft: a + b depth; of trees, made at once, b is 0
     values: dict[str, float]  # of a token, by sequence of the batch; empty: 1 each
-    key: Hashable = None  # offers of the same key are the same while nothing is learnt; None: none is
+    key: Hashable = None  # until something is learnt, offers of one key promise the same; None: compare nothing
 
 
 class Budgets(NamedTuple):
@@ -68,8 +68,8 @@ NOTHING = Budgets()
 def best(
     num_sequences: int, with_nodes: Floats, offers: SequenceOf[Offer], *, beat: float = 0.0, explore: bool = False
 ) -> Budgets:
-    """The most that these offers promise; nothing where that is not looked for, since all of it would be less than
-    `beat`. `with_nodes`: seconds of a step with 1, 2, ... nodes.
+    """The number of nodes of each kind that promises the most; NOTHING if no number can promise more than `beat`.
+    `with_nodes`: seconds of a step with 1, 2, ... nodes.
 
     `explore`: the largest number of nodes that promises nearly as much, if none is left out.
 

@@ -37,6 +37,8 @@ class Guard:
         """A drafted step saved so many plain steps."""
         first = min(max(PAUSE, 2 * num_sequences), LONGEST_PAUSE)
         account = self._accounts.setdefault(size_of(num_sequences), _Account(pause=first))
+        if account.left:  # the step was planned before the pause that is under way
+            return
         limit = max(LOSS / math.sqrt(num_sequences), LEAST_LOSS)
         account.lost = max(account.lost - saved, -CREDIT * limit)
         account.won += saved

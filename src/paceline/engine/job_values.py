@@ -23,6 +23,8 @@ class JobValues:
     def note(self, sequences: Iterable[Sequence], tokens: Iterable[SequenceOf[int]]) -> None:
         """What a step with drafts committed; in other steps all have the same pace."""
         for sequence, committed in zip(sequences, tokens, strict=True):
+            if sequence.finished:  # and forgotten: cancelled since
+                continue
             pace = self._pace.get(sequence.key, 1.0)
             self._pace[sequence.key] = pace + PACE_RATE * (len(committed) - pace)
 

@@ -124,7 +124,8 @@ class Decoder:
     def forward(
         self, tokens: Tensor, plan: PassPlan, caches: Sequence[LayerCache], logit_rows: Tensor, taps: Sequence[int] = ()
     ) -> ModelOutput:
-        """`tokens`: (M,), or instead (M, H) hidden states that enter the first layer and are not overwritten."""
+        """`tokens`: (M,), or instead (M, H) hidden states that enter the first layer and are not overwritten.
+        `logit_rows`: int64, ascending."""
         if self.graphs is not None:
             return self.graphs.forward(tokens, plan, caches, logit_rows, tuple(taps))
         chosen = None if logit_rows.shape[0] == tokens.shape[0] else logit_rows

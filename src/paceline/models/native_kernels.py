@@ -467,5 +467,7 @@ def check_status(status: int) -> None:
         raise DeviceError("not enough memory for this pass; use a shorter context or fewer sequences at once")
     if status == 3:
         raise IndexError("a token id is outside the vocabulary")
+    if status == 4:
+        raise IndexError("rows of logits must be ascending and rows of the pass")
     if status:
         raise IndexError("the plan names a position outside the rotary tables or a slot outside the cache")

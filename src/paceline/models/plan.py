@@ -64,7 +64,7 @@ class PassPlan:
     slots: Tensor  # (M,) cache slot its K/V is written to; -1: the slot already holds it (a recomputed token)
     sequence: Tensor  # (M,) which row of block_tables
     prefix: Tensor  # (M,) keys [0, prefix) are read through the block table
-    reach: Tensor  # (M,) keys [0, reach) are seen: those from prefix on by path; about, where the device will know
+    reach: Tensor  # (M,) keys [0, reach) are seen: those from prefix on by path; a guess where only the device knows
     path: Tensor  # (M, P) slots of keys prefix, prefix + 1, ...; P is 0 where no row has drafted ancestors
     block_tables: Tensor  # (S, W) block ids, -1 beyond a sequence's end
     block_size: int

@@ -36,20 +36,22 @@ inline void embed(const Product& from, const int64_t* tokens, float* out, long c
     }
 }
 
-// Logits (count, V) of the rows `chosen`, or of all where null. Returns 0, 1 when out of memory, 2 when the plan names a
-// position or slot that is not there, 3 when a token is outside the vocabulary.
+// Logits (count, V) of the rows `chosen`, ascending, or of all where null. Returns 0, 1 when out of memory, 2 when the
+// plan names a position or slot that is not there, 3 when a token is outside the vocabulary, 4 when `chosen` is not so.
 int run_pass(const Model& model, const Plan& plan, const Heads& heads, const Layer* layers, long num_layers,
              const int32_t* tokens, const int64_t* chosen, long count, const Taps& taps, float* logits, int threads) {
     const long M = plan.rows, H = model.head.inputs;
     std::vector<int64_t> ids(tokens, tokens + M);
     for (const int64_t id : ids)
         if (id < 0 || id >= model.vocab) return 3;
+    for (long i = 0; chosen && i < count; i++)
+        if (chosen[i] <= (i ? chosen[i - 1] : -1) || chosen[i] >= M) return 4;
     float* memory = (float*)malloc(2 * M * H * sizeof(float));
     if (!memory) return 1;
     float *residual = memory, *added = memory + M * H;
     embed(model.embedding, ids.data(), residual, M, threads);
     int status = run_layers(plan, heads, layers, num_layers, residual, added, 1, taps, threads);
-    for (long i = 0; chosen && i < count; i++) {  // ascending, so that no row is overwritten before it is read
+    for (long i = 0; chosen && i < count; i++) {  // no row is overwritten before it is read
         memmove(residual + i * H, residual + chosen[i] * H, H * sizeof(float));
         memmove(added + i * H, added + chosen[i] * H, H * sizeof(float));
     }

@@ -26,6 +26,7 @@ SPLIT_BLOCKS = 40  # a pass of no more blocks than this, over all its tiles of 6
 PROGRAMS = 256  # about two for every multiprocessor: as many as run at once
 NARROW = 16  # q rows of a tile where every sequence has one token; with more, the pass is divided block by block
 TILE = 64
+MOST_PARTS = 2_400_000  # of rows of all heads in scratch, with heads of 128 1.2 GB; trees of many rows have more
 WIDE_FROM = 64  # q rows of a sequence; with more, tiles have twice as many rows
 KNOWN = 256  # deals that are kept
 
@@ -46,9 +47,10 @@ class Division:
     def of(q_rows: int, num_tiles: int, tile: int, path_width: int, kv_heads: int, max_len: int) -> Division:
         """`q_rows`: of all tiles together; `max_len`: the longest context for which grids and scratch are sized."""
         blocks = max(-(-max_len // KEYS), 1)
-        # Enough full tiles for every multiprocessor. Divided, all parts of all rows are kept in scratch, and the bound
-        # keeps that small too; below it a pass takes no longer divided, and far less where contexts differ.
-        direct = path_width == 0 and q_rows * kv_heads > PROGRAMS // 2 * tile
+        # With enough full tiles for all multiprocessors a pass takes no longer undivided; with fewer, and contexts that
+        # differ, far longer. Divided, all parts of all rows are kept in scratch.
+        rows, parts = q_rows * kv_heads, int(chunks_of(blocks))
+        direct = path_width == 0 and (rows > PROGRAMS // 2 * tile or rows * parts > MOST_PARTS)
         units = 1 if direct else max(int(chunks_of(blocks)), min(blocks, most_by_block(num_tiles * tile)))
         tails = -(-(KEYS - 1 + path_width) // KEYS) if path_width else 0
         more = 0 if direct else max(PROGRAMS // kv_heads, 1)
