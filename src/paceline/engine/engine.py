@@ -313,7 +313,9 @@ class Engine:
 
     def close(self) -> None:
         """Let go of weights, cache and drafters. Parts of an engine refer to each other and to it, so that only the
-        garbage collector would free them, at some later time."""
+        garbage collector would free them, at some later time. Called again, it does nothing."""
+        if not hasattr(self, "drafters"):
+            return
         for drafter in self.drafters.drafters:
             drafter.close()
         self._flight = None
