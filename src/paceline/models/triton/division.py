@@ -68,8 +68,8 @@ class Division:
         """(4 * shares,) first row, number of rows, turn and turns of every share: its program takes each `turns`-th
         unit of a tile, from `turn` on.
 
-        `begin` and `count` as of `tiles_of`; `reach` (M,) int32 may be an estimate where only the device knows it: who
-        computes what depends on it, not what is computed.
+        `begin` and `count` as of `tiles_of`; `reach` (M,) int32 may be an estimate where only the device knows it:
+        which program computes a unit depends on it, the result does not.
         """
         blocks = np.ones(len(begin), np.int32)
         if not self.direct:
