@@ -2,9 +2,11 @@
 
 Every configuration is an engine of its own over the same weights, with its own suffix store, and sees each prompt
 once: no answer is memorised. They are interleaved step by step: each takes one in turn, in a new order every time, so a
-machine that slows down for a second does so for all that are still answering. (A pass reads all weights, so none finds
-its own data in a cache anyway.) At temperature 0.7 requests are seeded, so all give the same tokens and the comparison
-is paired. EOS is respected. Answers that repeat a 16-gram are looping and reported apart, since loops flatter lookup.
+machine that slows down for a second does so for all that are still answering. But then each pass finds the caches as
+another engine left them, which passes of a user's engine do not: with `--whole` every configuration answers a prompt to
+its end before the next one does, in a new order for each prompt. At temperature 0.7 requests are seeded, so all give
+the same tokens and the comparison is paired. EOS is respected. Answers that repeat a 16-gram are looping and reported
+apart, since loops flatter lookup.
 
 `--rounds`: all of it again by new engines with empty stores and cold policies, at temperature 0.7 with another seed, so
 that few groups of a category become enough for an interval. It is one over runs of these prompts: greedily the groups
@@ -15,6 +17,7 @@ other prompts before, with a suffix store that is empty all the same.
 
     python benchmarks/speculation.py                                   # copy-heavy prompts
     python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --batch 4
+    python benchmarks/speculation.py --prompts mt_bench.jsonl --per-category 2 --whole
     python benchmarks/speculation.py --prompts mt_bench.jsonl --batch 4 --fixed suffix:2 suffix:2  # what chance does
     python benchmarks/speculation.py --prompts mt_bench.jsonl --remembered gsm8k_train.jsonl
     python benchmarks/speculation.py --prompts mt_bench.jsonl --lookups --fixed dspark:3 --activations int8
@@ -156,6 +159,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--whole", action="store_true", help="one answer after the other, not step by step")
     parser.add_argument("--rounds", type=int, default=1, choices=range(1, 100), metavar="N")
     parser.add_argument("--fixed", nargs="*", default=["ngram:4", "ngram:8", "suffix:4", "suffix:8"])
     parser.add_argument("--lookups", action="store_true", help="auto without the trained drafter beside it")
@@ -172,6 +176,7 @@ def main() -> None:
         prompts = [{"category": "mixed", "turns": prompt["turns"]} for prompt in prompts]
         random.Random(0).shuffle(prompts)
     result: dict[str, Any] = {"prompts": len(prompts), "batch": args.batch, "max_tokens": args.max_tokens}
+    result["whole"] = args.whole
     result |= {"dtype": args.dtype, "activations": args.activations}
     result |= {"rounds": args.rounds, "seed": args.seed, "cells": []}
     others = other_prompts(args.remembered, args.remembered_answers, prompts) if args.remembered else []
@@ -190,7 +195,7 @@ def main() -> None:
             tell_apart(configurations)
             if others:
                 configurations.append(remembered(loaded, others, params, args.batch))
-            rows += run(configurations, loaded, prompts, params, args.batch, random.Random(seed))
+            rows += run(configurations, loaded, prompts, params, args.batch, random.Random(seed), args.whole)
         report([one.name for one in configurations if one.name != "none"], rows, temperature, result)
     finish("speculation", result)
 
@@ -204,6 +209,18 @@ def tell_apart(configurations: list[Configuration]) -> None:
         names.add(one.name)
 
 
+def answer_by_turns(
+    configurations: list[Configuration], prompts: Sequence[list[int]], params: SamplingParams, noise: random.Random
+) -> None:
+    """A step of each in turn, in a new order every time."""
+    for configuration in configurations:
+        configuration.begin(prompts, params)
+    going = configurations[:]
+    while going:
+        noise.shuffle(going)
+        going = [configuration for configuration in going if configuration.step()]
+
+
 def run(
     configurations: list[Configuration],
     loaded: LoadedModel,
@@ -211,6 +228,7 @@ def run(
     params: SamplingParams,
     batch: int,
     noise: random.Random,
+    whole: bool,
 ) -> list[dict[str, Any]]:
     """One row per batch of conversations and turn; the second turn continues from plain decoding's first answer."""
     rows = []
@@ -227,12 +245,9 @@ def run(
                 for talk, prompt in zip(talks, group, strict=True):
                     talk.append({"role": "user", "content": prompt["turns"][turn]})
                 tokens = [loaded.tokenizer.apply_chat_template(talk) for talk in talks]
-                for configuration in configurations:
-                    configuration.begin(tokens, params)
-                going = configurations[:]
-                while going:
-                    noise.shuffle(going)
-                    going = [configuration for configuration in going if configuration.step()]
+                alone = [[one] for one in noise.sample(configurations, len(configurations))]
+                for together in alone if whole else [configurations]:
+                    answer_by_turns(together, tokens, params, noise)
                 answers, row = {}, {"category": category, "seconds": {}, "tau": {}}
                 for configuration in configurations:
                     seconds, answers[configuration.name], stats = configuration.end()
