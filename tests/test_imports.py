@@ -18,7 +18,7 @@ SOURCE = Path(paceline.__file__).parent
 # also import one another, as long as no cycle comes of it.
 RANKS: list[set[str]] = [
     {
-        *("errors", "config", "sampling_params", "outputs", "draft", "rng", "sequence", "theory", "machine"),
+        *("errors", "config", "sampling_params", "outputs", "draft", "verdict", "rng", "sequence", "theory", "machine"),
         *("rng_triton", "tokenizer", "tokenizer_config", "chat_template", "detokenizer", "gguf_file", "gguf_vocab"),
         *("garbage", "cuda_graph", "triton_support", "vllm_names", "prompts", "progress_bar", "arguments"),
         *("grammar", "structured_outputs", "prompt_files"),
@@ -38,7 +38,10 @@ RANK = {unit: rank for rank, units in enumerate(RANKS) for unit in units}
 PUBLIC = "__init__"  # the package itself: looks its names up lazily, so any module may import __version__
 ENTRY = "__main__"
 TOYS = "testing"  # toy models for tests: nothing in src may lean on them
-VERIFY_MAY_IMPORT = {"torch", "triton", "numpy", "draft", "rng", "rng_triton", "cuda_graph", "triton_support", "verify"}
+VERIFY_MAY_IMPORT = {
+    *("torch", "triton", "numpy", "verify"),
+    *("draft", "verdict", "rng", "rng_triton", "cuda_graph", "triton_support"),
+}
 NO_TORCH = (
     "errors",
     "config",

@@ -1,4 +1,4 @@
-"""The contracts between drafters, the runner and verification: Draft, Proposal, Verdict.
+"""What drafters propose and the runner and verification take: Draft, Proposal.
 
 A draft is one token tree per row. Nodes stand in topological order (a parent before its children), siblings in the
 order they were drawn; parent -1 is the last committed token, the root, which is no node. Slot 0 stands for the root and
@@ -16,7 +16,6 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,6 @@ from torch import Tensor
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 UNKNOWN = -2  # a node whose parent only the device knows
-INVALID = -1  # in place of a token: no token can be drawn from logits that are not numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,158 +352,6 @@ class Draft:
                 _refuse(trees.used & (unsigned >= vocab_size), "row {}, node {}: a token outside the vocabulary")
         if self.q is not None:
             _validate_proposal(self.q, self.batch, self.width, vocab_size)
-
-
-class Kind(IntEnum):
-    """Where a committed token came from."""
-
-    DRAFTED = 0
-    RECOVERED = 1  # drawn where every drafted child was rejected
-    BONUS = 2  # drawn where nothing further was drafted; plain decoding's token too
-    PAD = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logprobs:
-    """Log-probabilities under the model's raw logits, before any processor (as vLLM's default)."""
-
-    chosen: Tensor  # (B, D + 1)
-    rank: Tensor  # (B, D + 1) int64, 1 = the most likely
-    top_tokens: Tensor  # (B, D + 1, n) int64, most likely first
-    top: Tensor  # (B, D + 1, n)
-
-
-class VerdictRow(NamedTuple):
-    """What one row of a verdict commits, on the host."""
-
-    tokens: list[int]  # the accepted ones, and one more
-    path: list[int]  # the accepted nodes
-    kinds: list[int]  # of the tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The tokens a step commits: each row's first num_accepted + 1. Where the last of them is INVALID, the target's
-    logits there held NaN or +inf, or nothing finite: the row's request ends with an error.
-
-    A verdict reached on the host has its rows as lists (`on_host`), and makes the tensors when one is first read.
-    """
-
-    tokens: Tensor  # (B, D + 1) int64, -1 beyond
-    num_accepted: Tensor  # (B,) int64
-    path: Tensor  # (B, D) int64, accepted nodes from the root's child down, -1 beyond
-    kinds: Tensor  # (B, D + 1) uint8, of Kind
-    logprobs: Logprobs | None = None
-    packed: Tensor | None = None  # (bytes,) all but the logprobs, contiguous: read in one copy
-    packed_rows: int = 0  # rows of `packed`, if more than these
-
-    @staticmethod
-    def on_host(rows: Sequence[VerdictRow], depth: int) -> Verdict:
-        """`depth`: how many tokens of a row could have been accepted."""
-        verdict = object.__new__(Verdict)
-        verdict.__dict__.update(rows=rows, _depth=depth)
-        return verdict
-
-    def __getattr__(self, name: str) -> Tensor:
-        if "_depth" not in self.__dict__ or name not in ("tokens", "num_accepted", "path", "kinds"):
-            raise AttributeError(name)
-        if name == "num_accepted":
-            numbers = np.array([len(row.path) for row in self.rows], np.int64)
-        else:
-            width, filler = self.__dict__["_depth"] + (name != "path"), int(Kind.PAD) if name == "kinds" else -1
-            numbers = np.full((len(self.rows), width), filler, np.uint8 if name == "kinds" else np.int64)
-            for into, row in zip(numbers, self.rows, strict=True):
-                part = getattr(row, name)
-                into[: len(part)] = part
-        made = self.__dict__[name] = torch.from_numpy(numbers)
-        return made
-
-    @functools.cached_property
-    def rows(self) -> Sequence[VerdictRow]:
-        """Of a verdict in the host's memory."""
-        parts = (self.tokens, self.num_accepted, self.path, self.kinds)
-        return [
-            VerdictRow(tokens[: count + 1], path[:count], kinds[: count + 1])
-            for tokens, count, path, kinds in zip(*(part.tolist() for part in parts), strict=True)
-        ]
-
-    @property
-    def is_cuda(self) -> bool:
-        return "rows" not in self.__dict__ and self.tokens.is_cuda
-
-    @property
-    def moves(self) -> bool:
-        """Some accepted path may have to be moved into place: on the host it is known."""
-        return self.is_cuda or any(row.path != list(range(len(row.path))) for row in self.rows)
-
-    @staticmethod
-    def blank(batch: int, depth: int, device: torch.device, packed: Tensor | None = None) -> Verdict:
-        """A packed verdict to be filled in; or the content of `packed`."""
-        places, size = Verdict.places(batch, depth)
-        packed = torch.empty(size, dtype=torch.uint8, device=device) if packed is None else packed
-        tokens, num_accepted, path = (packed[place].view(torch.int64) for place in places[:3])
-        return Verdict(
-            tokens=tokens.view(batch, depth + 1),
-            num_accepted=num_accepted,
-            path=path.view(batch, depth),
-            kinds=packed[places[3]].view(batch, depth + 1),
-            packed=packed,
-        )
-
-    @staticmethod
-    @functools.cache
-    def places(batch: int, depth: int) -> tuple[list[slice], int]:
-        """Slices of tokens, num_accepted, path and kinds in a packed verdict, and its size, in bytes.
-
-        Each is aligned to 16 bytes: Triton compiles kernels anew for unaligned pointers.
-        """
-        places, end = [], 0
-        for size in (8 * batch * (depth + 1), 8 * batch, 8 * batch * depth, batch * (depth + 1)):
-            places.append(slice(end, end + size))
-            end += -(-size // 16) * 16
-        return places, end
-
-    def first(self, rows: int) -> Verdict:
-        """The first rows; the others stay in `packed`."""
-        packed_rows = 0 if self.packed is None else self.packed_rows or len(self.path)
-        parts = {name: getattr(self, name)[:rows] for name in ("tokens", "num_accepted", "path", "kinds")}
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = Logprobs(**{name: part[:rows] for name, part in vars(self.logprobs).items()})
-        return Verdict(**parts, logprobs=logprobs, packed=self.packed, packed_rows=packed_rows)
-
-    def pack(self) -> Tensor:
-        """All but the logprobs, contiguous."""
-        if self.packed is not None:
-            return self.packed
-        batch, depth = self.path.shape
-        copy = Verdict.blank(batch, depth, self.path.device)
-        for name in ("tokens", "num_accepted", "path", "kinds"):
-            getattr(copy, name).copy_(getattr(self, name))
-        assert copy.packed is not None
-        return copy.packed
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnreadVerdict:
-    """The verdict of a step under way, on the device: the host has not read it and never branches on its values.
-
-    Row b commits its first num_accepted + 1 tokens behind the `length` it had. The hidden state of committed position
-    length - 1 + i is row node_row - 1 of the pass for i = 0, and row node_row + path[i - 1] for the others.
-    """
-
-    tokens: Tensor  # (B, D + 1), as in `Verdict`, its rows one stride apart; D is the draft's depth
-    num_accepted: Tensor  # (B,)
-    path: Tensor  # (B, D)
-    rows: Sequence[int]  # row of these tensors for each row of `propose`: those of the drafter
-    length: Tensor | None = None  # (B,) these three only where some drafter is on the device
-    node_row: Tensor | None = None  # (B,)
-    seat: Tensor | None = None  # (B,)
-
-    @property
-    def most(self) -> int:
-        """Tokens that a row may commit."""
-        return self.tokens.shape[1]
 
 
 def packed_to(device: torch.device, *tensors: Tensor) -> list[Tensor]:

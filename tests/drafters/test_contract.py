@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.draft import Kind
 from paceline.drafters import DRAFTERS, DrafterContext
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.medusa import MedusaDrafter
@@ -28,6 +27,7 @@ from paceline.engine.policy import Choice
 from paceline.errors import InvalidParameter
 from paceline.rng import Lane, coin_of
 from paceline.testing import toy_config
+from paceline.verdict import Kind
 from tests.drafters.contract_toys import (
     AHEAD,
     EARLY,

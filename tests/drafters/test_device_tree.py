@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from paceline.draft import INVALID, Draft
+from paceline.draft import Draft
 from paceline.drafters.block_tree import BEAM, CANDIDATES, grow, lattice
 from paceline.drafters.device_tree import PART, _grow, device_trees, serves
+from paceline.verdict import INVALID
 from tests.interpreter import require_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,7 +14,6 @@ from tests.interpreter import require_interpreter
 require_interpreter()
 
 from paceline.cuda_graph import CudaGraph
-from paceline.draft import UnreadVerdict
 from paceline.drafters import absorbing, block_passes
 from paceline.drafters.base import DraftRow
 from paceline.drafters.tapped import TapRing
@@ -24,6 +23,7 @@ from paceline.models.triton import division
 from paceline.models.triton_kernels import TritonKernels
 from paceline.models.weights import Dtypes
 from paceline.sequence import Sequence
+from paceline.verdict import UnreadVerdict
 from tests.drafters.contract_toys import params
 from tests.drafters.dspark_reference import drafter_config, make, random_tensors
 from tests.test_cuda import CONFIG as TINY

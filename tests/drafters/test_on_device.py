@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.draft import Draft, Kind, Verdict, packed_to
+from paceline.draft import Draft, packed_to
 from paceline.drafters.medusa import MedusaDrafter
 from paceline.drafters.tapped import TappedDrafter
 from paceline.engine.engine import Engine
@@ -20,6 +20,7 @@ from paceline.engine.policy import Choice
 from paceline.models.decoder import FINAL
 from paceline.models.kv_cache import KVSpec
 from paceline.models.plan import slots_of
+from paceline.verdict import Kind, Verdict
 from paceline.verify.graph_cache import WIDTHS
 from tests.drafters.contract_toys import ByRequest, Choosing, exercised, params, run
 from tests.drafters.dspark_reference import knowing

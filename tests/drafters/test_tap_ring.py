@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.config import MAX_K
-from paceline.draft import UnreadVerdict, VerdictRow
 from paceline.drafters.tapped import Committed, TapRing
+from paceline.verdict import UnreadVerdict, VerdictRow
 from tests.drafters.contract_toys import features, make_drafter, make_engine, params, prompt_of
 
 WIDTH = 2, 3  # taps of a row, and components of each

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import draft as draft_module
-from paceline.draft import Draft, Verdict, VerdictRow, ancestors, clamp_trees, packed_to
+from paceline.draft import Draft, ancestors, clamp_trees, packed_to
 from paceline.engine import layout as layout_module
 from paceline.engine.batch import Batch, Row
 from paceline.engine.block_manager import BlockManager
@@ -24,6 +24,7 @@ from paceline.garbage import expect_objects, no_collection
 from paceline.models.staging import Staging
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
+from paceline.verdict import Verdict, VerdictRow
 
 BLOCK = 4
 

@@ -15,7 +15,6 @@ from tests.interpreter import require_interpreter
 require_interpreter()
 
 from paceline.config import ModelConfig
-from paceline.draft import INVALID, UnreadVerdict
 from paceline.models.chain import READ, ChainRow
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Weights
@@ -37,6 +36,7 @@ from paceline.models.triton.greedy_chain import (
 )
 from paceline.models.triton_kernels import TritonKernels
 from paceline.models.weights import Dtypes
+from paceline.verdict import INVALID, UnreadVerdict
 from tests.models.random_llama import llama, random_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

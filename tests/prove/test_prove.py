@@ -11,7 +11,6 @@ import torch
 
 from paceline import LLM
 from paceline.cli.app import run
-from paceline.draft import Verdict
 from paceline.engine import sampler
 from paceline.engine.policy import Choice
 from paceline.prove import inject, rollback
@@ -25,6 +24,7 @@ from paceline.prove.tap import Seen
 from paceline.rng import Lane, coin
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
+from paceline.verdict import Verdict
 from paceline.verify import verify
 from tests.prove.conftest import EFFORT, motifs
 

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from paceline import rng
-from paceline.draft import Draft, Logprobs, Proposal
+from paceline.draft import Draft, Proposal
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
+from paceline.verdict import Logprobs
 from paceline.verify import DrawKind, Draws
 
 ASKED = {

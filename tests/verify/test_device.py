@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from paceline import rng
-from paceline.draft import Kind, Proposal
+from paceline.draft import Proposal
 from paceline.engine.sampler import Sampler
 from paceline.rng import Lane
+from paceline.verdict import Kind
 from paceline.verify import Controls, DrawKind, Draws, Nodes, draw, probabilities, process, propose, route, verify
 from paceline.verify.seam import moved
 from tests.verify.device import interpreted

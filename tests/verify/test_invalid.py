@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.draft import INVALID, Draft, ancestors, clamp_trees
+from paceline.draft import Draft, ancestors, clamp_trees
 from paceline.engine.sampler import Sampler
 from paceline.models.native_kernels import load_library, native_draw
+from paceline.verdict import INVALID
 from paceline.verify import Controls, Draws, Nodes, draw, pick_weighted, process, verify
 from paceline.verify.host import TokenSampler
 from tests.verify import steps

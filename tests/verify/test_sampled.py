@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.draft import Draft, Kind, Proposal
+from paceline.draft import Draft, Proposal
 from paceline.rng import Lane, coin
+from paceline.verdict import Kind
 from paceline.verify import Controls, Draws, Nodes, Routes, probabilities, process, route, verify
 from paceline.verify.seam import moved
 from paceline.verify.tree import _postorder

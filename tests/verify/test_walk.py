@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.draft import Draft, Kind, Proposal, ancestors
+from paceline.draft import Draft, Proposal, ancestors
 from paceline.models.native_kernels import native_draw, open_library, runnable_variants
 from paceline.rng import gumbel_from, unit_row
+from paceline.verdict import Kind
 from paceline.verify import Controls, Draws, Nodes, draw, process, verify
 from paceline.verify.host import TokenSampler, walk_on_host
 from paceline.verify.pick import _pick, _pick_batch, pick, pick_seeded

@@ -24,7 +24,6 @@ from paceline.bench.prompts import Prompt
 from paceline.bench.results import machine_facts
 from paceline.build import load, make_drafters, make_engine, make_policy
 from paceline.config import MAX_K, NONE, EngineConfig, SpeculationConfig
-from paceline.draft import Kind
 from paceline.drafters import Drafter
 from paceline.drafters.methods import METHODS, available
 from paceline.engine.engine import Engine
@@ -32,6 +31,7 @@ from paceline.errors import InvalidParameter, InvalidPrompt
 from paceline.models.hub import Progress, resolve
 from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.sampling_params import SamplingParams
+from paceline.verdict import Kind
 
 TURN_SLACK = 16  # tokens a chat template and a second tokenisation may add to an answer of an earlier turn
 

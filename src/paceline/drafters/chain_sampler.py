@@ -19,9 +19,10 @@ from torch import Tensor
 
 from paceline.controls import KIND, ControlsBuilder
 from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.draft import Draft, Proposal, UnreadVerdict, packed_to
+from paceline.draft import Draft, Proposal, packed_to
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
+from paceline.verdict import UnreadVerdict
 from paceline.verify import Controls, DrawKind, Draws, Form, Nodes, propose
 
 log = logging.getLogger("paceline")

@@ -104,7 +104,9 @@ def _transitions(tokens, best, others, anchors, anchor_rows, w1, w2, child, chil
             w2 + tl.load(tokens + row * COUNT + lane)[:, None] * rank + column[None, :], mask=inside, other=0
         )
         if level == 0:
-            anchor = tl.maximum(tl.load(anchors + sequence), 0) + tl.zeros((COUNT,), tl.int64)  # draft.INVALID is none
+            anchor = tl.maximum(tl.load(anchors + sequence), 0) + tl.zeros(
+                (COUNT,), tl.int64
+            )  # verdict.INVALID is none
             out = tl.load(anchor_rows + anchor[:, None] * rank + column[None, :], mask=inside, other=0)
         else:
             before = tl.load(tokens + (row - 1) * COUNT + lane)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.config import MAX_K
 from paceline.controls import ControlsBuilder
-from paceline.draft import Draft, Proposal, UnreadVerdict
+from paceline.draft import Draft, Proposal
 from paceline.drafters.base import LEARNED, DrafterContext, DraftRow, Judged
 from paceline.drafters.chain_sampler import ChainSampler, Drafted, SamplingGraphs, is_plain, warmup
 from paceline.drafters.methods import DRAFT_MODEL
@@ -37,6 +37,7 @@ from paceline.models.plan import PassPlan, padded_tables, slots_of
 from paceline.models.runtime import LoadedModel, load_model
 from paceline.models.warmup import drafting
 from paceline.sequence import Sequence
+from paceline.verdict import UnreadVerdict
 from paceline.verify import Nodes, propose
 
 PREPARED = 128  # largest batch of sequences for which passes are compiled and captured beforehand

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.config import MAX_K
 from paceline.cuda_graph import GraphRecorder
-from paceline.draft import Draft, UnreadVerdict
+from paceline.draft import Draft
 from paceline.drafters import checkpoint
 from paceline.drafters.absorbing import Absorbing
 from paceline.drafters.base import DrafterContext, DraftRow, digest
@@ -43,6 +43,7 @@ from paceline.models.torch_kernels import TorchKernels
 from paceline.models.weights import BLOCKS, Dtypes, StoredWeight, WeightKind
 from paceline.sequence import Sequence
 from paceline.triton_support import require_triton
+from paceline.verdict import UnreadVerdict
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 PADDING = np.array([0, -1, 0])[:, None, None]  # of tokens, parents and depths

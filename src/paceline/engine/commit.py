@@ -71,7 +71,7 @@ class Committer:
             if sequence.status is finished:  # after the flight was launched
                 continue
             accepted = len(tokens) - 1
-            if tokens[-1] < 0:  # draft.INVALID: nothing of the step is trusted
+            if tokens[-1] < 0:  # verdict.INVALID: nothing of the step is trusted
                 sequence.finish_reason, sequence.error = "error", NOT_FINITE
                 tokens = []
             elif end + accepted + 1 < sequence.max_len and sequence.ends.isdisjoint(tokens):  # the most common

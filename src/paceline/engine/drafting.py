@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, UnreadVerdict
+from paceline.draft import Draft
 from paceline.drafters import Drafter, DraftRow
 from paceline.drafters.base import DeviceDrafter, HostDrafter, Judged
 from paceline.drafters.stopwatch import Stopwatch
@@ -28,6 +28,7 @@ from paceline.engine.block_manager import BlockManager
 from paceline.engine.flight import Flight
 from paceline.models.kv_cache import KVCache, KVSpec
 from paceline.sequence import Sequence
+from paceline.verdict import UnreadVerdict
 
 log = logging.getLogger("paceline")
 # Drafts, and the share of them whose likeliest token is accepted. The packaged drafter has 0.5 at temperature 0.7, and

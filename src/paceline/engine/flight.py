@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.draft import Draft, Logprobs, UnreadVerdict, Verdict, packed_to
+from paceline.draft import Draft, packed_to
 from paceline.engine.batch import Batch
 from paceline.engine.layout import Layout
 from paceline.engine.prompt_logprobs import PromptLogprobs, logprob_entries
 from paceline.models.staging import Staging
 from paceline.sequence import Sequence, TokenLogprobs
+from paceline.verdict import Logprobs, UnreadVerdict, Verdict
 
 
 class Reading:

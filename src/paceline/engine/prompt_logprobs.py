@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.draft import Logprobs, packed_to
+from paceline.draft import packed_to
 from paceline.engine.layout import Layout, PromptRows
 from paceline.sequence import TokenLogprobs
+from paceline.verdict import Logprobs
 from paceline.verify import logprobs_at
 
 

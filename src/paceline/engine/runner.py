@@ -59,7 +59,7 @@ class Runner:
         layout = lay_out(batch, draft, self.cache.block_size)
         unseen = draft.tokens.flatten() if layout.unseen else None
         if after is not None and after.unread is not None:
-            unseen = after.unread.tokens[:, 0].clamp_min(0)  # draft.INVALID is no token
+            unseen = after.unread.tokens[:, 0].clamp_min(0)  # verdict.INVALID is no token
         if unseen is not None:
             (codes,) = packed_to(unseen.device, layout.tokens.long())
             layout.tokens = filled_in(codes, unseen)

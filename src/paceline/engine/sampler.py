@@ -14,10 +14,11 @@ from torch import Tensor
 
 from paceline.controls import BAD_WORDS, PENALISED, SENT, ControlsBuilder, Ints, StepParams
 from paceline.cuda_graph import CompileCounter
-from paceline.draft import Draft, Verdict, packed_to
+from paceline.draft import Draft, packed_to
 from paceline.models import kernels
 from paceline.models.staging import Staging
 from paceline.sequence import Sequence
+from paceline.verdict import Verdict
 from paceline.verify import Nodes, edit, verify, with_logprobs
 from paceline.verify.graph_cache import GraphCache, StepKey
 from paceline.verify.host import walk_on_host

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.draft import UnreadVerdict, sent
+from paceline.draft import sent
 from paceline.models.chain import READ, ChainRow, Pick
 from paceline.models.graphs import PassGraphs
 from paceline.models.kv_cache import LayerCache
 from paceline.models.plan import PassPlan, padded_tables, slots_of
+from paceline.verdict import UnreadVerdict
 
 MOST_ROWS = 512
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Kind, Verdict
+from paceline.draft import Draft
 from paceline.engine import sampler
 from paceline.engine.engine import Engine
 from paceline.engine.flight import Flight
@@ -19,6 +19,7 @@ from paceline.llm import LLM
 from paceline.prove.replay import Verify
 from paceline.prove.subject import on_engine, patched, slots_held
 from paceline.rng import Lane, coin
+from paceline.verdict import Kind, Verdict
 from paceline.verify import Controls, DrawKind, Draws, Nodes, probabilities, process, verify
 from paceline.verify.outcome import has_children
 

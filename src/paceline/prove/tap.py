@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.draft import Draft, Kind, Verdict
+from paceline.draft import Draft
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
+from paceline.verdict import Kind, Verdict
 
 MOST_STEPS = 48  # kept of one generation: a step's logits take megabytes
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft
 from paceline.rng import Lane, coin
+from paceline.verdict import Verdict
 from paceline.verify.chain import chain
 from paceline.verify.outcome import Stop, climb, has_children, outcome, take
 from paceline.verify.pick import pick, pick_weighted

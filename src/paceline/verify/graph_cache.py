@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from paceline.cuda_graph import CudaGraph, GraphRecorder
-from paceline.draft import Draft, Proposal, Verdict
+from paceline.draft import Draft, Proposal
+from paceline.verdict import Verdict
 from paceline.verify.processors import Controls, Form, Nodes
 from paceline.verify.walk import Draws
 

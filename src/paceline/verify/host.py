@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import INVALID, Draft, Kind, Verdict, VerdictRow
+from paceline.draft import Draft
 from paceline.rng import Lane, bits_of, coin_of
+from paceline.verdict import INVALID, Kind, Verdict, VerdictRow
 from paceline.verify.pick import pick, pick_seeded_row
 from paceline.verify.processors import threshold
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Kind, Verdict
+from paceline.draft import Draft
+from paceline.verdict import Kind, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import INVALID, Draft, Logprobs, ancestors
+from paceline.draft import Draft, ancestors
+from paceline.verdict import INVALID, Logprobs
 from paceline.verify.seam import with_kernels
 
 CANDIDATES = 1024  # how many of the highest logits are sorted before a row is sorted whole

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft
 from paceline.rng import Lane, coin
+from paceline.verdict import Verdict
 from paceline.verify.outcome import outcome, take
 from paceline.verify.pick import pick, pick_seeded, pick_weighted
 from paceline.verify.processors import Controls, Nodes, argmax, probabilities, process

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.draft import UnreadVerdict, sent
+from paceline.draft import sent
 from paceline.models.chain import READ, ChainRow
 from paceline.models.kernels import Shape, Weights
 from paceline.models.kv_cache import LayerCache
@@ -19,6 +19,7 @@ from paceline.models.staging import Staging
 from paceline.models.triton.advance_rows import known_of
 from paceline.models.triton.chain import STATE, UNIT, chain
 from paceline.models.triton.launch import INTERPRETED
+from paceline.verdict import UnreadVerdict
 
 HEADER = 8  # ints
 MOST_TAG = 1 << 30
@@ -255,7 +256,7 @@ def _begin(committed, width, accepted, known, rows, state, ROWS: tl.constexpr, R
         behind = more + 1 - READ + at
         token = tl.load(committed + which * width + behind - 1, mask=behind > 0, other=0)
         token = tl.where(behind > 0, token, tl.load(known + 2 * rows + row))
-        tl.store(state + 3 * ROWS + row * READ + at, tl.maximum(token, 0).to(tl.int32))  # draft.INVALID is no token
+        tl.store(state + 3 * ROWS + row * READ + at, tl.maximum(token, 0).to(tl.int32))  # verdict.INVALID is no token
 
 
 def _offset(tensor: Tensor, base: Tensor) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft
 from paceline.rng import Lane, coin
+from paceline.verdict import Verdict
 from paceline.verify.chain import node_coins
 from paceline.verify.device import rules
 from paceline.verify.device.recover import recover

@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from paceline.draft import Verdict
 from paceline.rng import Lane
+from paceline.verdict import Verdict
 from paceline.verify.device import tiles
 from paceline.verify.device.sampled import Sampled, remaining
 from paceline.verify.device.tiles import find_split, find_token, kernel, my_rows, programs

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.draft import Draft, Verdict
+from paceline.draft import Draft
 from paceline.rng import Lane, bits
 from paceline.rng_triton import gumbel
+from paceline.verdict import Verdict
 from paceline.verify.device import tiles
 from paceline.verify.device.target_distribution import TargetDistribution
 from paceline.verify.device.tiles import (
