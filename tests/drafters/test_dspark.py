@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from dataclasses import replace
@@ -372,6 +373,18 @@ def test_a_folder_that_drafts_tokens_the_model_does_not_have_is_refused(folders,
             save_file(stored, path)
     assert "d2t" in tensors
     with pytest.raises(BrokenModel, match=f"drafts token {token}, and the vocabulary has {config.body.vocab_size}"):
+        LLM(str(model), device="cpu", drafter=str(tmp_path / "drafter"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dflash_config": 5}, {"transformer_layer_config": [1]}, {"paceline": "x"}, {"speculators_config": [1]}]
+)
+def test_a_config_whose_parts_have_other_types_is_named(folders, tmp_path, changes):
+    model, drafters = folders
+    shutil.copytree(drafters[DSPARK], tmp_path / "drafter")
+    path = tmp_path / "drafter" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(BrokenModel, match=r"config\.json: .* must hold an object"):
         LLM(str(model), device="cpu", drafter=str(tmp_path / "drafter"))
 
 

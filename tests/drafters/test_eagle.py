@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters import eagle_drafter
+from paceline.drafters import eagle_checkpoint, eagle_drafter
 from paceline.drafters.base import DrafterContext
 from paceline.drafters.dynamic_tree import BELOW, DEPTH, TreeShape, grow, width_of
 from paceline.drafters.eagle_checkpoint import read, recognise, write
@@ -313,6 +313,47 @@ def test_the_table_makes_a_drafter_from_a_folder(tmp_path, decoder):
             config, random_tensors(config, 1), CONFIG, decoder.kernels, decoder.embedding, decoder.head
         ).version
     )
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_folder_that_drafts_tokens_the_model_does_not_have_is_refused(tmp_path, token):
+    config = config_for(CONFIG, layer_ids=LAYERS, vocab=40)
+    tensors = random_tensors(config)
+    tensors["d2t"][5] = token - 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eagle_checkpoint, "in_draft_vocabulary", lambda offsets, size: torch.zeros(size))
+        write(tmp_path, config, tensors)
+    with pytest.raises(BrokenModel, match=f"drafts token {token}, and the vocabulary has {CONFIG.vocab_size}"):
+        read(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"paceline": [1]},
+        {"paceline": {"target": "x"}},
+        {"paceline": {"target": {"vocab_size": 600.0}}},
+        {"paceline": {"target": {"embedding_sample": ["a"]}}},
+        {"paceline": {"target": {"embedding_sample": 5}}},
+        {"speculators_config": [1]},
+        {"speculators_config": {"verifier": "x"}},
+        {"eagle_config": 5},
+    ],
+)
+def test_a_config_whose_parts_have_other_types_is_named(tmp_path, changes):
+    config = config_for(CONFIG, **KINDS["eagle3"])
+    write(tmp_path, config, random_tensors(config))
+    edited(tmp_path, **changes)
+    with pytest.raises(BrokenModel, match=r"config\.json: "):
+        read(tmp_path, CONFIG)
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path):
+    config = config_for(CONFIG, **KINDS["eagle3"])
+    for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
+        write(tmp_path, config, {**(tensors := random_tensors(config)), "fc.weight": tensors["fc.weight"].to(dtype)})
+        with pytest.raises(BrokenModel, match=r"tensor fc\.weight has dtype .* must be one of float32"):
+            read(tmp_path, CONFIG)
 
 
 def test_a_drafter_of_another_method_is_refused(tmp_path, decoder):

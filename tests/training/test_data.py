@@ -118,6 +118,8 @@ def test_the_draft_vocabulary_is_the_answers_most_frequent_tokens():
         ('{"answer": "x"}', "line 2 of .*one of messages"),
         ('{"messages": []}', "at least one"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "'robot' is not one of"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "is not one of"),
+        ('{"conversations": [{"from": "gpt", "value": "x"}]}', "line 2 of .* begins with the assistant"),
         ('{"prompt": " "}', "content must be some text"),
         ('{"prompt": "a", "text": "b"}', "one of"),
     ],

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from paceline.cli.app import run
@@ -185,6 +186,17 @@ def test_folders_that_cannot_be_read_or_written_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(BrokenModel, match="it holds no"):
         export(tmp_path / "empty", "eagle3", tmp_path / "out")
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_folder(tmp_path):
+    eagle3(tmp_path / "in")
+    full = mock.patch("paceline.drafters.checkpoint.save_file", side_effect=SafetensorError("No space left on device"))
+    with full, pytest.raises(InvalidParameter, match=r"cannot write to .*out: No space left on device"):
+        export(tmp_path / "in", "eagle3", tmp_path / "out", TARGET)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidParameter, match=r"cannot write to .*Not a directory"):
+        export(tmp_path / "in", "eagle3", tmp_path / "file" / "out", TARGET)
 
 
 def test_the_command_writes_and_says_so(tmp_path, capsys):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 import torch
 
 from paceline.drafters.medusa_checkpoint import load_heads, save_heads
 from paceline.drafters.methods import DFLASH, DSPARK, EAGLE, EAGLE3, MEDUSA
+from paceline.drafters.speculators import target_of
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.training.engine_tau import engine_tau
 from paceline.training.names import DRAFT, drafting_method
@@ -74,6 +78,30 @@ def test_unknown_methods_and_sizes_are_refused(target):
             trainee_of(name, plan_for(target, wheels=4))
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "value", "words"),
+    [
+        (MEDUSA, "heads", 1000, "from 1 to 64"),
+        (MEDUSA, "heads", True, "whole number"),
+        (MEDUSA, "heads", 2.5, "whole number"),
+        (MEDUSA, "anchors", 0, "from 1"),
+        (MEDUSA, "ce", -5, "from 0"),
+        (MEDUSA, "ce", float("nan"), "from 0"),
+        (DSPARK, "block", 1, "from 2 to 65"),
+        (DSPARK, "layers", 0, "from 1"),
+        (DSPARK, "draft_vocab", 1, "from 2"),
+        (DSPARK, "portable", 1, "true or false"),
+        (DFLASH, "rank", 8, "means nothing"),
+        (EAGLE3, "steps", 0, "from 1"),
+        (EAGLE, "draft_vocab", 5, "means nothing"),
+        (DRAFT, "layers", 3.5, "whole number"),
+    ],
+)
+def test_a_size_that_no_drafter_can_have_is_refused_before_training(target, name, size, value, words):
+    with pytest.raises(InvalidParameter, match=f"{size}: .*{words}"):
+        trainee_of(name, plan_for(target, **{size: value}))
+
+
 BLOCK = {"layers": 2, "block": 4, "num_taps": 2}
 SIZES = {DSPARK: {**BLOCK, "rank": 8}, DFLASH: BLOCK, EAGLE3: {}, EAGLE: {}, MEDUSA: {"heads": 2}, DRAFT: {"layers": 2}}
 
@@ -89,6 +117,17 @@ def test_a_saved_drafter_is_trained_on_in_its_own_sizes(target, tmp_path, name):
     other = EAGLE3 if name != EAGLE3 else MEDUSA
     with pytest.raises((InvalidParameter, BrokenModel), match=r"method|no drafter"):
         trainee_of(other, plan_for(target, tmp_path))
+
+
+@pytest.mark.parametrize("name", [DSPARK, EAGLE3])
+def test_a_drafter_of_another_model_becomes_one_of_the_model_it_is_trained_on_for(target, tmp_path, name):
+    other = copy.copy(target)
+    other.embedding = target.embedding.flip(0)
+    trainee_of(name, plan_for(other, **SIZES[name])).trainee.save(tmp_path / "first")
+    trainee_of(name, plan_for(target, tmp_path / "first")).trainee.save(tmp_path / "again")
+    for folder, mine in (("first", False), ("again", True)):
+        found = target_of(json.loads((tmp_path / folder / "config.json").read_text()), folder)
+        assert found.is_like(target.embedding) == mine
 
 
 def test_a_folder_of_another_kind_is_not_trained_on(target, tmp_path):

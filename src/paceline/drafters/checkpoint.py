@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.errors import BrokenModel, ModelNotFound
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Json = dict[str, Any]
 
 
@@ -34,6 +35,14 @@ def read_config(folder: Path) -> Json:
     if not isinstance(raw, dict):
         raise BrokenModel(f"{folder / CONFIG} must hold an object")
     return raw
+
+
+def section(raw: Mapping[str, Any], key: str, source: str) -> Json:
+    """The object under a key; empty where there is none."""
+    found = raw.get(key) or {}
+    if not isinstance(found, dict):
+        raise BrokenModel(f"{source}: {key} must hold an object, found {found!r}")
+    return found
 
 
 def read_tensors(paths: Iterable[Path], folder: Path, wanted: str) -> dict[str, Tensor]:
@@ -64,6 +73,8 @@ def check_shapes(
     for name, shape in wanted.items():
         if name not in found:
             raise BrokenModel(f"{folder}: tensor {name} is missing")
+        if name != "d2t":
+            check_is_number(name, found[name], folder)
         if tuple(found[name].shape) != shape:
             raise BrokenModel(
                 f"{folder}: tensor {name} has shape {list(found[name].shape)}, and {CONFIG} asks for {list(shape)}"
@@ -72,6 +83,12 @@ def check_shapes(
     if extra is not None:
         raise BrokenModel(f"{folder}: tensor {extra} has no place in a drafter as {CONFIG} describes it")
     return {name: found[name] for name in wanted}
+
+
+def check_is_number(name: str, tensor: Tensor, folder: Path) -> None:
+    if tensor.dtype not in NUMBERS:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in NUMBERS)
+        raise BrokenModel(f"{folder}: tensor {name} has dtype {tensor.dtype}; it must be one of {allowed}")
 
 
 def chosen(tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -85,6 +102,12 @@ def chosen(tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]])
 def draft_ids(offsets: Tensor) -> Tensor:
     """(draft vocabulary,) the target's ids, from the tensor `d2t`."""
     return offsets.cpu().long() + torch.arange(len(offsets))
+
+
+def check_draft_ids(ids: Tensor, vocab_size: int, folder: Path) -> None:
+    """Trees of a GPU are not looked at again."""
+    if len(wrong := ids[(ids < 0) | (ids >= vocab_size)]):
+        raise BrokenModel(f"{folder} drafts token {int(wrong[0])}, and the vocabulary has {vocab_size}")
 
 
 def in_draft_vocabulary(offsets: Tensor, vocab_size: int) -> Tensor:

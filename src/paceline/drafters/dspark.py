@@ -33,7 +33,7 @@ from paceline.drafters.dspark_checkpoint import read
 from paceline.drafters.dspark_config import MASKS, W1, W2, DSparkConfig, check_target
 from paceline.drafters.native_block import BlockRow, NativeBlocks
 from paceline.drafters.tapped import Floats, TapBatch, TappedDrafter, likely_nodes
-from paceline.errors import BrokenModel, InvalidParameter
+from paceline.errors import InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kernels import Kernels, Packed
 from paceline.models.kv_cache import LayerCache
@@ -131,8 +131,7 @@ class DSparkDrafter(TappedDrafter):
         config = replace(config, body=replace(config.body, max_positions=context.config.max_positions))
         head = context.embedding if context.config.tie_embeddings else None
         ids, size = draft_ids(config, tensors), context.config.vocab_size
-        if len(wrong := ids[(ids < 0) | (ids >= size)]):  # trees of a GPU are not looked at again
-            raise BrokenModel(f"{folder} drafts token {int(wrong[0])}, and the vocabulary has {size}")
+        checkpoint.check_draft_ids(ids, size, folder)
         ids = ids.to(context.device)
         # On a CPU int8 products are fastest, and a drafter may round as it likes; a GPU has the target's own dtype.
         stored = torch.bfloat16 if context.dtype == "auto" else getattr(torch, context.dtype)

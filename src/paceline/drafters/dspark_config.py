@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.drafters.checkpoint import Json
+from paceline.drafters.checkpoint import Json, section
 from paceline.drafters.methods import BLOCK_DRAFTERS, DFLASH, DSPARK, block_drafter
 from paceline.drafters.speculators import (
     UNKNOWN_TARGET,
@@ -111,11 +111,11 @@ def shapes(config: DSparkConfig) -> dict[str, tuple[int, ...]]:
 def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig:
     if block_drafter(raw) is None:
         raise BrokenModel(f"{source} describes no DSpark or DFlash drafter")
-    published = raw.get("dflash_config") or {}
+    published = section(raw, "dflash_config", source)
     if raw.get("markov_head_type", "vanilla") != "vanilla":
         raise UnsupportedModel(f"{source}: markov_head_type {raw['markov_head_type']!r} is not supported; vanilla is")
     body = _body(raw, tensors, source)
-    ours = raw.get("paceline") or {}
+    ours = section(raw, "paceline", source)
     given = raw.get("mask_token_id", published.get("mask_token_id"))
     config = DSparkConfig(
         body=body,
@@ -132,7 +132,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig
         tap_norm=bool(ours.get("tap_norm")),
         mask_embedding=bool(ours.get("mask_embedding")),
         markov_over_draft_vocab=bool(ours.get("markov_over_draft_vocab")),
-        target=target_of(raw),
+        target=target_of(raw, source),
     )
     if block_drafter(raw) == DSPARK and not config.markov_rank:
         raise BrokenModel(
@@ -145,8 +145,8 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> DSparkConfig
 
 def _body(raw: Json, tensors: Mapping[str, Tensor], source: str) -> ModelConfig:
     """The drafter's layers; whether q and k have norms is read off the tensors."""
-    layer = dict(raw.get("transformer_layer_config") or raw)
-    family = layer.get("model_type", "qwen3")
+    layer = section(raw, "transformer_layer_config", source) or raw
+    family = str(layer.get("model_type", "qwen3"))
     if family not in FAMILIES:
         raise UnsupportedModel(
             f"{source}: layers of model_type {family!r} are not supported; {', '.join(FAMILIES)} are"

@@ -15,8 +15,10 @@ from paceline.config import ModelConfig
 from paceline.drafters.checkpoint import (
     CONFIG,
     Json,
+    check_draft_ids,
     check_shapes,
     chosen,
+    draft_ids,
     in_draft_vocabulary,
     read_config,
     read_tensors,
@@ -63,7 +65,10 @@ def read(folder: Path, target: ModelConfig | None = None) -> tuple[EagleConfig, 
     config = parse(raw, stored, str(folder / CONFIG))
     if target is not None:
         check_target(config, target, str(folder))
-    return config, check_shapes(stored, shapes(config), folder, REDUNDANT)
+    tensors = check_shapes(stored, shapes(config), folder, REDUNDANT)
+    if "d2t" in tensors:
+        check_draft_ids(draft_ids(tensors["d2t"]), config.body.vocab_size, folder)
+    return config, tensors
 
 
 def _with_defaults(raw: Json, target: ModelConfig) -> Json:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.drafters.checkpoint import Json
+from paceline.drafters.checkpoint import Json, section
 from paceline.drafters.methods import EAGLE, EAGLE3
 from paceline.drafters.speculators import (
     UNKNOWN_TARGET,
@@ -134,8 +134,8 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
     if method is None:
         raise BrokenModel(f"{source} describes no EAGLE drafter")
     speculators = "speculators_model_type" in raw
-    fused, eagle = method == EAGLE3, raw.get("eagle_config") or {}
-    layer = dict(raw.get("transformer_layer_config") or {}) if speculators else dict(raw)
+    fused, eagle = method == EAGLE3, section(raw, "eagle_config", source)
+    layer = section(raw, "transformer_layer_config", source) if speculators else raw
     body = _body(layer, tensors, fused, source)
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModel(f"{source}: use_aux_hidden_state false is not supported")
@@ -158,7 +158,7 @@ def parse(raw: Json, tensors: Mapping[str, Tensor], source: str) -> EagleConfig:
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
         biases=biases,
-        target=target_of(raw),
+        target=target_of(raw, source),
     )
 
 

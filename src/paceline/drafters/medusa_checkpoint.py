@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config import MAX_K, ModelConfig
-from paceline.drafters.checkpoint import CONFIG, Json, read_config, read_tensors, write_json
+from paceline.drafters.checkpoint import CONFIG, Json, check_is_number, read_config, read_tensors, write_json
 from paceline.errors import BrokenModel, InvalidParameter
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 HEADS, LAYERS, BASE = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
 PREFIX = re.compile(r"^medusa_heads?\.")  # in files saved with their model
 MOST_LAYERS = 64
+DIGITS = 9  # a head's number has fewer
 
 
 class MedusaHead(NamedTuple):
@@ -58,7 +59,8 @@ def load_heads(folder: Path, target: ModelConfig) -> list[MedusaHead]:
     config = _config(folder)
     found = {PREFIX.sub("", name): tensor for name, tensor in _tensors(folder).items()}
     layers = config[LAYERS]
-    numbered = [int(number) for name in found if (number := name.partition(".")[0]).isdecimal()]
+    firsts = [name.partition(".")[0] for name in found]
+    numbered = [int(first) for first in firsts if first.isdecimal() and len(first) < DIGITS]
     count = min(max([config[HEADS], *(number + 1 for number in numbered)]), MAX_K)
     shared = layers > 0 and not any(f"{i}.{layers}.weight" in found for i in range(count))
     heads = [_head(found, i, layers, shared, folder) for i in range(count)]
@@ -71,8 +73,7 @@ def _head(found: Mapping[str, Tensor], i: int, layers: int, shared: bool, folder
     def tensor(name: str) -> Tensor:
         if name not in found:
             raise BrokenModel(f"{folder}: tensor {name} is missing")
-        if not found[name].is_floating_point():
-            raise BrokenModel(f"{folder}: tensor {name} has dtype {found[name].dtype}, not one of floating point")
+        check_is_number(name, found[name], folder)
         return found[name]
 
     blocks = []

@@ -222,7 +222,7 @@ def is_called(name: str, asked: str) -> bool:
 def _config_of(checkpoint: Path) -> Mapping[str, Any]:
     try:
         raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return raw if isinstance(raw, dict) else {}
 

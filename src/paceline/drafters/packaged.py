@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from torch import Tensor
 
 from paceline.config import ModelConfig
+from paceline.drafters.checkpoint import read_config
 from paceline.drafters.methods import packaged_folders
 from paceline.drafters.speculators import TargetShape, target_of
+from paceline.errors import PacelineError
 
 log = logging.getLogger("paceline")
 
@@ -20,8 +21,8 @@ def packaged_for(config: ModelConfig, embedding: Tensor) -> Path | None:
     shape has none."""
     for path in packaged_folders():
         try:
-            target = target_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError) as problem:
+            target = target_of(read_config(path), str(path))
+        except PacelineError as problem:
             log.warning("the packaged drafter in %s cannot be read: %r", path, problem)
             continue
         if target.embedding_sample and _shape(target) == _shape(config) and target.is_like(embedding):

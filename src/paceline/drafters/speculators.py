@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import ModelConfig, RopeConfig
-from paceline.drafters.checkpoint import Json
-from paceline.errors import InvalidParameter
+from paceline.drafters.checkpoint import Json, section
+from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.hf_config import rope_scaling
 
 LEAST_LIKENESS = 0.9  # cosine of two samples of one embedding, however each is quantised; others are near 0
@@ -61,15 +61,21 @@ def embedding_sample(embedding: Tensor, vocab_size: int) -> tuple[float, ...]:
     return tuple(round(value, 6) for value in values)
 
 
-def target_of(raw: Mapping[str, Any]) -> TargetShape:
+def target_of(raw: Mapping[str, Any], source: str) -> TargetShape:
     """What config.json says of the model its drafter was trained for."""
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    verifier = section(section(raw, "speculators_config", source), "verifier", source)
     found: Json = {"name": verifier.get("name_or_path") or ""}
     if type(raw.get("num_target_layers")) is int:
         found["num_layers"] = raw["num_target_layers"]
-    ours = (raw.get("paceline") or {}).get("target") or {}
+    ours = section(section(raw, "paceline", source), "target", source)
     found |= {key: value for key, value in ours.items() if key in TargetShape.__dataclass_fields__}
-    return TargetShape(**{**found, "embedding_sample": tuple(found.get("embedding_sample", ()))})
+    sample = found.pop("embedding_sample", [])
+    wrong = [key for key, value in found.items() if type(value) is not (str if key == "name" else int)]
+    if not isinstance(sample, list) or not all(type(one) in (int, float) for one in sample):
+        wrong.append("embedding_sample")
+    if wrong:
+        raise BrokenModel(f"{source}: what it says of its target's {wrong[0]} is of another type than it must be")
+    return TargetShape(**found, embedding_sample=tuple(sample))
 
 
 def refuse_another(trained: TargetShape, source: str | Path, *facts: tuple[str, int, int]) -> None:

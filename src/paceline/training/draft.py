@@ -22,14 +22,15 @@ from paceline.models.loader import expected_shapes, load_config, load_weights
 from paceline.models.quantized_config import KEYS
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.options import between
 from paceline.training.target import FrozenTarget, additive, layer_weights, rms_norm, run_layer
 from paceline.training.trainee import StepLoss
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(LossOptions):
-    layers: int = 4
-    anchors: int = 128  # tokens a row that count
+    layers: int = between(1, 1024, 4)
+    anchors: int = between(1, 1 << 16, 128)  # tokens a row that count
 
 
 class DraftTrainee:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.config import ModelConfig
+from paceline.config import MAX_K, ModelConfig
 from paceline.drafters import dspark_checkpoint
 from paceline.drafters.checkpoint import draft_ids
 from paceline.drafters.dspark_config import CONFIDENCE, MASKS, TAP_NORM, W1, W2, DSparkConfig, shapes
@@ -24,6 +24,7 @@ from paceline.drafters.speculators import TargetShape
 from paceline.errors import InvalidParameter
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between
 from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 from paceline.training.trainee import StepLoss
 
@@ -32,13 +33,13 @@ Parameters = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkOptions(LossOptions):
-    layers: int = 5
-    block: int = 8
-    num_taps: int = 5
-    rank: int = 128  # of the Markov head; 0 trains DFlash
-    draft_vocab: int = 16_384
-    confidence: float = 0.1
-    decay: float = 4.0  # position i of a block weighs exp(-i / decay)
+    layers: int = between(1, 64, 5)
+    block: int = between(2, MAX_K + 1, 8)
+    num_taps: int = between(1, 64, 5)
+    rank: int = between(0, 4096, 128)  # of the Markov head; 0 trains DFlash
+    draft_vocab: int = between(2, MOST_TOKENS, 16_384)
+    confidence: float = between(0.0, MOST_WEIGHT, 0.1)
+    decay: float = between(0.01, 1e6, 4.0)  # position i of a block weighs exp(-i / decay)
     portable: bool = False  # only what vLLM's class has: no norm per tap, masks are the embedding of one token
 
 
@@ -269,9 +270,16 @@ class DSparkTrainee:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, target: FrozenTarget, options: DSparkOptions | None = None, *, compiled: bool = False
+        cls,
+        folder: Path,
+        target: FrozenTarget,
+        options: DSparkOptions | None = None,
+        *,
+        compiled: bool = False,
+        name: str = "",
     ) -> DSparkTrainee:
-        """A checkpoint, to be trained further or measured; sizes are the checkpoint's own."""
+        """A checkpoint, to be trained further or measured; sizes are the checkpoint's own. `name`: of the target, which
+        need not be the one that the checkpoint was trained for."""
         from paceline.drafters.dspark_config import check_target
 
         config, tensors = dspark_checkpoint.read(folder)
@@ -287,7 +295,8 @@ class DSparkTrainee:
             draft_vocab=config.draft_vocab_size,
         )
         offsets = tensors.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        trainee.target, trainee.config = target, config
+        shape = TargetShape.of(target.config, target.embedding, name or config.target.name)
+        trainee.target, trainee.config = target, replace(config, target=shape)
         trainee.vocab = draft_ids(offsets).to(target.device)
         trainee._prepare(tensors, compiled)
         return trainee

@@ -24,6 +24,7 @@ from paceline.drafters.eagle_config import LAYER, EagleConfig, published_layers,
 from paceline.drafters.speculators import TargetShape
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.options import MOST_TOKENS, MOST_WEIGHT, between
 from paceline.training.target import FrozenTarget, Rotary, additive, attention, heads, rms_norm, rotated
 from paceline.training.trainee import StepLoss
 
@@ -32,10 +33,10 @@ FROZEN = ("lm_head.weight", "d2t")
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions(LossOptions):
-    steps: int = 5  # of the training-time test
-    draft_vocab: int = 16_384  # of EAGLE-3; EAGLE-1 drafts from the whole vocabulary
-    features: float = 0.0  # smooth L1 to the target's own feature: EAGLE-1's loss
-    decay: float = 0.8  # of the weight, from step to step
+    steps: int = between(1, 64, 5)  # of the training-time test
+    draft_vocab: int = between(2, MOST_TOKENS, 16_384)  # of EAGLE-3; EAGLE-1 drafts from the whole vocabulary
+    features: float = between(0.0, MOST_WEIGHT, 0.0)  # smooth L1 to the target's own feature: EAGLE-1's loss
+    decay: float = between(0.01, 1.0, 0.8)  # of the weight, from step to step
     fc_norm: bool = True  # EAGLE-3.1: a norm for each tap
     norm_output: bool = True  # EAGLE-3.1: the normed output is fed back
 
@@ -147,7 +148,8 @@ class EagleTrainee:
         self.config = make_config(target, options, vocab, name, fused=fused)
         tensors = initial(self.config, target.norm, seed)
         if init_from is not None:
-            self.config, stored = eagle_checkpoint.read(init_from, target.config)
+            found, stored = eagle_checkpoint.read(init_from, target.config)
+            self.config = replace(found, target=self.config.target)  # which need not be the one it was trained for
             tensors = {key: tensor for key, tensor in stored.items() if key not in FROZEN}
             if "d2t" in stored:
                 vocab = draft_ids(stored["d2t"])

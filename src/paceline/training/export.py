@@ -6,11 +6,13 @@ authors publish, `speculators` the library's (EAGLE-3 and block drafters), `medu
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from paceline.config import ModelConfig
@@ -58,7 +60,14 @@ def export(folder: Path, form: str, out: Path, target: Target | None = None) -> 
         possible = [name for name, methods in FORMATS.items() if method in methods]
         advice = f"export it as {' or '.join(possible)}" if possible else "other engines read its folder as it is"
         raise InvalidParameter("format", f"{folder} holds a drafter of method {method}, which {form} lacks; {advice}")
-    _WRITERS[method](folder, form, out, target)
+    there = out.exists()
+    try:
+        _WRITERS[method](folder, form, out, target)
+    except (OSError, SafetensorError) as error:
+        if not there:
+            shutil.rmtree(out, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidParameter("out", f"cannot write to {out}: {reason}; free some space or choose another") from error
     return method
 
 

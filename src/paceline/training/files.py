@@ -73,11 +73,14 @@ def _example(line: str, origin: str) -> Example:
     role, content = ("role", "content") if form == "messages" else ("from", "value")
     if not all(isinstance(one, dict) for one in value):
         raise InvalidParameter("data", f"{origin}: a message is an object with {role} and {content}")
-    return Example(tuple(_message(one.get(role), one.get(content), origin) for one in value), "", origin)
+    chat = tuple(_message(one.get(role), one.get(content), origin) for one in value)
+    if next((one["role"] for one in chat if one["role"] != "system"), "") == "assistant":
+        raise InvalidParameter("data", f"{origin}: the chat begins with the assistant; leave that message out")
+    return Example(chat, "", origin)
 
 
 def _message(role: Any, content: Any, origin: str) -> Message:
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidParameter("data", f"{origin}: the role {role!r} is not one of {', '.join(ROLES)}")
     return {"role": ROLES[role], "content": some_text(content, "content", "data", origin)}
 
@@ -92,8 +95,11 @@ def encoded(example: Example, tokenizer: Tokenizer, eos: tuple[int, ...]) -> lis
     for i, message in enumerate(example.messages):
         if message["role"] != "assistant":
             continue
-        before = tokenizer.render_chat(example.messages[:i])
-        whole = tokenizer.render_chat(example.messages[: i + 1], add_generation_prompt=False)
+        try:
+            before = tokenizer.render_chat(example.messages[:i])
+            whole = tokenizer.render_chat(example.messages[: i + 1], add_generation_prompt=False)
+        except PacelineError as error:
+            raise InvalidParameter("data", f"{example.origin}: {error}") from error
         if not (before.startswith(done) and whole.startswith(before)):
             raise PacelineError(
                 f"{example.origin}: the model's chat template rewrites earlier messages, so its answers cannot be "

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.training.options import MOST_WEIGHT, between
+
 Chunk = Callable[[Tensor, Tensor, Tensor, float, float, float], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
@@ -25,10 +27,10 @@ Chunk = Callable[[Tensor, Tensor, Tensor, float, float, float], tuple[Tensor, Te
 class LossOptions:
     """What the options of every trainee have in common."""
 
-    anchors: int = 64  # places of a row that drafts start from and that count
-    ce: float = 0.3
-    tv: float = 0.7
-    temperature: float = 1.0  # of the target's distribution that is learnt
+    anchors: int = between(1, 1 << 16, 64)  # places of a row that drafts start from and that count
+    ce: float = between(0.0, MOST_WEIGHT, 0.3)
+    tv: float = between(0.0, MOST_WEIGHT, 0.7)
+    temperature: float = between(0.01, 100.0, 1.0)  # of the target's distribution that is learnt
 
 
 class Losses(NamedTuple):

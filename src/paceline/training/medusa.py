@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.drafters.medusa_checkpoint import MedusaHead, load_heads, save_heads
+from paceline.config import MAX_K
+from paceline.drafters.medusa_checkpoint import MOST_LAYERS, MedusaHead, load_heads, save_heads
 from paceline.errors import InvalidParameter
 from paceline.training.batch import Batch, ahead, anchors
 from paceline.training.losses import LossOptions, chunk_loss, draft_loss
+from paceline.training.options import between
 from paceline.training.target import FrozenTarget
 from paceline.training.trainee import StepLoss
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(LossOptions):
-    heads: int = 4
-    layers: int = 1  # blocks of a head
-    decay: float = 0.8  # of the weight, from head to head
+    heads: int = between(1, MAX_K, 4)
+    layers: int = between(1, MOST_LAYERS, 1)  # blocks of a head
+    decay: float = between(0.01, 1.0, 0.8)  # of the weight, from head to head
 
 
 class MedusaTrainee:

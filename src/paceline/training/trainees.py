@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from paceline.errors import InvalidParameter
 from paceline.training.export import method_of
 from paceline.training.loop import Measure
 from paceline.training.names import DRAFT
+from paceline.training.options import options_of
 from paceline.training.target import FrozenTarget
 from paceline.training.trainee import Trainee
 
@@ -51,22 +52,15 @@ def trainee_of(method: str, plan: Plan) -> Made:
     return TRAINEES[method](plan)
 
 
-def options_of(kind: Any, sizes: Mapping[str, Any]) -> Any:
-    known = {field.name for field in fields(kind)}
-    for name in sizes:
-        if name not in known:
-            raise InvalidParameter(name, f"means nothing to this method; it has {', '.join(sorted(known))}")
-    return kind(**sizes)
-
-
-def _dspark(plan: Plan, *, rank: int | None = None) -> Made:
+def _dspark(plan: Plan, **fixed: int) -> Made:
     from paceline.training.dspark import DSparkOptions, DSparkTrainee
     from paceline.training.walk import by_depth, tau, walk
 
-    sizes = dict(plan.sizes) if rank is None else {**plan.sizes, "rank": rank}
-    options = options_of(DSparkOptions, sizes)
+    options = options_of(DSparkOptions, plan.sizes, fixed)
     if plan.init_from is not None:
-        trainee = DSparkTrainee.from_folder(plan.init_from, plan.target, options, compiled=plan.compiled)
+        trainee = DSparkTrainee.from_folder(
+            plan.init_from, plan.target, options, compiled=plan.compiled, name=plan.name
+        )
     else:
         vocabulary = plan.vocabulary(options.draft_vocab)
         trainee = DSparkTrainee(
@@ -89,11 +83,12 @@ def _eagle(plan: Plan, *, fused: bool) -> Made:
     from paceline.training.eagle import EagleOptions, EagleTrainee
 
     plain = {} if fused else {"steps": 3, "features": 1.0, "ce": 0.1, "tv": 0.0}
-    options = options_of(EagleOptions, {**plain, **plan.sizes})
+    whole = {} if fused else {"draft_vocab": plan.target.config.vocab_size}
+    options = options_of(EagleOptions, {**plain, **plan.sizes}, whole)
     trainee = EagleTrainee(
         plan.target,
         options,
-        plan.vocabulary(options.draft_vocab if fused else plan.target.config.vocab_size),
+        plan.vocabulary(options.draft_vocab),
         fused=fused,
         seed=plan.seed,
         name=plan.name,
