@@ -50,7 +50,7 @@ class GGUFFile:
             raise BrokenModel(f"{path} cannot be read: {error}") from error
         try:
             self._parse()
-        except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise BrokenModel(f"{path} is truncated or damaged: its header ends early; download it again") from error
 
     def _parse(self) -> None:
@@ -72,7 +72,12 @@ class GGUFFile:
         if not isinstance(alignment, int) or alignment < 1:
             raise BrokenModel(f"{self.path}: general.alignment must be a positive integer, found {alignment!r}")
         start = -(-cursor.position // alignment) * alignment
-        self.tensors = {name: self._place(name, shape, kind, start + at) for name, shape, kind, at in table}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, shape, kind, at in table:
+            if name in self.tensors or at % alignment:
+                what = "there twice" if name in self.tensors else f"at {at}, no multiple of {alignment}"
+                raise BrokenModel(f"{self.path} is damaged: tensor {name} is {what}; download it again")
+            self.tensors[name] = self._place(name, shape, kind, start + at)
 
     @staticmethod
     def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

@@ -6,9 +6,10 @@ Any other is refused: an approximate tokeniser would feed the model token sequen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from paceline.errors import BrokenModel, UnsupportedModel
+from paceline.errors import BrokenModel, UnsupportedModel, shown
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 Json = dict[str, Any]
@@ -46,8 +47,42 @@ PRE_TOKENIZERS: dict[str, list[Json]] = {
 NORMALIZERS: dict[str, Json] = {"qwen2": {"type": "NFC"}}
 
 
+# What each key of a tokenizer holds, if it is there; the lists have an entry for each token, but for the merges.
+TEXTS = ("model", "pre")
+FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
+TOKEN_IDS = tuple(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding"))
+LISTS: dict[str, tuple[type, ...]] = {"tokens": (str,), "merges": (str,), "scores": (float, int), "token_type": (int,)}
+
+
+def check_tokenizer_fields(metadata: Json, source: str) -> None:
+    """Raise where a key of the tokenizer holds another type than its readers take."""
+
+    def check(name: str, wanted: str, fits: Callable[[Any], bool]) -> None:
+        key = f"tokenizer.ggml.{name}"
+        if metadata.get(key) is not None and not fits(metadata[key]):
+            raise BrokenModel(f"{source}: {key} must be {wanted}, found {shown(metadata[key])}")
+
+    for name in TEXTS:
+        check(name, "a text", lambda value: type(value) is str)
+    for name in FLAGS:
+        check(name, "true or false", lambda value: type(value) is bool)
+    for name in TOKEN_IDS:
+        check(name, "a token's number", lambda value: type(value) is int)
+    for name, types in LISTS.items():
+        words = "texts" if types == (str,) else "numbers"
+        check(name, f"a list of {words}", lambda value, types=types: _is_list(value, types))  # type: ignore[misc]
+    check("merges", "a list of pairs", lambda value: all(" " in merge for merge in value))
+    count = len(metadata.get("tokenizer.ggml.tokens") or ())
+    check("token_type", "as long as the list of tokens", lambda value: len(value) == count or not count)
+
+
+def _is_list(value: object, types: tuple[type, ...]) -> bool:
+    return isinstance(value, list) and all(type(one) in types for one in value)
+
+
 def tokenizer_files(metadata: Json, source: str) -> tuple[Json, Json]:
     """(tokenizer.json, tokenizer_config.json) of a GGUF file's metadata; `source` names the file in errors."""
+    check_tokenizer_fields(metadata, source)
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
@@ -90,6 +125,8 @@ def _sentencepiece_bpe(metadata: Json, tokens: list[str], source: str) -> Json:
     if scores is None or len(scores) != len(tokens):
         raise BrokenModel(f"{source} carries no scores for its tokenizer (tokenizer.ggml.scores is missing)")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if not 0 <= unknown < len(tokens):
+        raise BrokenModel(f"{source}: tokenizer.ggml.unknown_token_id is {unknown}, and there are {len(tokens)} tokens")
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     underscore = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     decoders: list[Json] = [

@@ -90,6 +90,7 @@ def _read_one(settings: Mapping[str, Any], base: SpeculationConfig) -> Speculati
             raise InvalidParameter(
                 FIELD, f"{shown(key)} is not understood; known are method, model, {', '.join(RENAMED)}"
             )
+    _refuse_given_twice(changes, base)
     if changes.get("ngram_max", base.ngram_max) < base.ngram_min:
         changes.setdefault("ngram_min", changes["ngram_max"])
     try:
@@ -98,6 +99,16 @@ def _read_one(settings: Mapping[str, Any], base: SpeculationConfig) -> Speculati
         theirs = {ours: key for key, ours in RENAMED.items() if key in given}
         problem = str(refused).removeprefix(f"{refused.field}: ")
         raise InvalidParameter(FIELD, f"{theirs.get(refused.field, refused.field)} {problem}") from refused
+
+
+def _refuse_given_twice(changes: Mapping[str, Any], base: SpeculationConfig) -> None:
+    """What stands beside the object too, and says something else."""
+    unsaid = SpeculationConfig()
+    for option, setting in changes.items():
+        beside = getattr(base, option)
+        names = setting if isinstance(beside, str) or not isinstance(setting, str) else (setting,)
+        if beside not in (getattr(unsaid, option), names) and (option, beside) != ("method", AUTO):
+            raise InvalidParameter(option, f"is {shown(beside)} and {shown(setting)} in {FIELD}; give it once")
 
 
 def _method(given: Mapping[str, Any], base: SpeculationConfig) -> str:

@@ -640,6 +640,13 @@ def test_vllms_speculative_config_is_understood_and_lossy_options_are_refused():
     assert (config.method, config.k, config.ngram_max) == ("ngram", 6, 4)
     assert read({"model": "smollm2"}, base).method == "draft-model"
     assert read({"prompt_lookup_max": 1}, base).ngram_min == 1
+    for beside in (
+        SpeculationConfig(drafter="a"),
+        SpeculationConfig(method="auto", k=3),
+        SpeculationConfig(method="suffix"),
+    ):
+        with pytest.raises(InvalidParameter, match="give it once"):
+            read({"method": "dspark", "model": "b", "num_speculative_tokens": 4}, beside)
     for wrong, problem in (
         ({"posterior_threshold": 0.1}, "posterior_threshold would change"),
         ({"method": "mlp_speculator"}, "mlp_speculator"),

@@ -16,8 +16,9 @@ from gguf import GGMLQuantizationType as Type
 
 from paceline.errors import BrokenModel, ModelError, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.gguf_file import GGUFFile
+from paceline.gguf_vocab import tokenizer_files
 from paceline.models.convert import convert_gguf, hf_config
-from paceline.models.gguf_model import uninterleave
+from paceline.models.gguf_model import gguf_names, uninterleave
 from paceline.models.hf_config import parse_config
 from paceline.models.loader import load_config, load_weights
 
@@ -352,6 +353,61 @@ def test_a_file_cut_anywhere_is_refused_in_one_line(tmp_path: Path, write_model:
         with pytest.raises(ModelError) as caught:
             load_config(cut)
         assert "\n" not in str(caught.value)
+
+
+def header(*tensors: tuple[bytes, int], fields: bytes = b"", count: int = 0) -> bytes:
+    """A file of vectors of eight numbers at these offsets."""
+    table = b"".join(struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 8, 0, at) for name, at in tensors)
+    start = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), count) + fields + table
+    return start + bytes(-len(start) % 32) + bytes(256)
+
+
+def test_tensors_that_contradict_each_other_are_refused(tmp_path: Path, write_model: Any) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header((b"a", 0), (b"b", 32)))
+    assert list(GGUFFile(path).tensors) == ["a", "b"]
+    for tensors, words in ((((b"a", 0), (b"a", 32)), "there twice"), (((b"a", 3),), "at 3, no multiple of 32")):
+        path.write_bytes(header(*tensors))
+        with pytest.raises(BrokenModel, match=f"tensor a is {words}"):
+            GGUFFile(path)
+    path.write_bytes(header((b"output_norm.weight", 0), (b"model.norm.weight", 32)))
+    with pytest.raises(BrokenModel, match=r"output_norm\.weight and model\.norm\.weight are one and the same"):
+        gguf_names(GGUFFile(path))
+
+
+def test_an_array_of_arrays_without_end_is_refused(tmp_path: Path) -> None:
+    nested = struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
+    (tmp_path / "m.gguf").write_bytes(header(fields=nested, count=1))
+    with pytest.raises(BrokenModel, match="truncated or damaged"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("tokens", [1, 2, 3, 4], "a list of texts"),
+        ("tokens", "abcd", "a list of texts"),
+        ("scores", 5, "a list of numbers"),
+        ("merges", ["ab"], "a list of pairs"),
+        ("merges", [1], "a list of texts"),
+        ("pre", ["llama-bpe"], "a text"),
+        ("token_type", [3] * 9, "as long as the list of tokens"),
+        ("bos_token_id", "x", "a token's number"),
+        ("eos_token_id", [2], "a token's number"),
+        ("padding_token_id", 1.5, "a token's number"),
+        ("add_bos_token", "false", "true or false"),
+    ],
+)
+def test_a_field_of_the_tokenizer_of_another_type_is_named(key: str, value: object, words: str) -> None:
+    metadata = {"model": "llama", "tokens": ["<unk>", "<s>", "</s>", "a"], "scores": [0.0] * 4, key: value}
+    with pytest.raises(BrokenModel, match=rf"tokenizer\.ggml\.{key} must be {words}"):
+        tokenizer_files({f"tokenizer.ggml.{name}": one for name, one in metadata.items()}, "m.gguf")
+
+
+def test_an_unknown_token_outside_the_vocabulary_is_named() -> None:
+    metadata = {"model": "llama", "tokens": ["<unk>", "a"], "scores": [0.0] * 2, "unknown_token_id": 2}
+    with pytest.raises(BrokenModel, match="unknown_token_id is 2, and there are 2 tokens"):
+        tokenizer_files({f"tokenizer.ggml.{name}": one for name, one in metadata.items()}, "m.gguf")
 
 
 def test_a_header_that_lies_about_sizes_is_refused(tmp_path: Path) -> None:

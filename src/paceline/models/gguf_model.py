@@ -19,6 +19,7 @@ import torch
 from paceline.config import ModelConfig, RopeConfig
 from paceline.errors import BrokenModel, UnsupportedModel
 from paceline.gguf_file import GGUFFile
+from paceline.gguf_vocab import check_tokenizer_fields
 from paceline.models.block_file import checked_blocks
 from paceline.models.hf_config import MOST_LAYERS, check_shape
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
@@ -59,6 +60,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{source}: architecture {architecture!r} is not supported; supported in GGUF: {known}")
+    check_tokenizer_fields(file.metadata, source)
     fields = _Fields(file, architecture)
     fields.refuse_unless(NEUTRAL)
     if "token_embd.weight" not in file.tensors:
@@ -100,15 +102,17 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
 
 def gguf_names(file: GGUFFile) -> dict[str, str]:
     """Hugging Face name -> name in the file; an unknown tensor keeps its own name, which the loader refuses."""
-    names = {}
+    names: dict[str, str] = {}
     for name in file.tensors:
         if name == ROPE_DIVISORS:  # read by gguf_config
             continue
         match = LAYER_TENSOR.fullmatch(name)
+        theirs = TOP_NAMES.get(name, name)
         if match and match[2] in LAYER_NAMES:
-            names[f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"] = name
-        else:
-            names[TOP_NAMES.get(name, name)] = name
+            theirs = f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+        if theirs in names:
+            raise BrokenModel(f"{file.path}: tensors {names[theirs]} and {name} are one and the same; keep one of them")
+        names[theirs] = name
     return names
 
 
@@ -120,7 +124,7 @@ def gguf_kind(file: GGUFFile, name: str) -> WeightKind:
 def gguf_weight(file: GGUFFile, name: str, config: ModelConfig) -> StoredWeight:
     """Under the row order of a Hugging Face model. A fresh tensor: the file is mapped read-only, which torch does not
     take."""
-    kind = gguf_kind(file, name)
+    kind = gguf_kind(file, name) if len(file.tensors[name].shape) == 2 else WeightKind.FLOAT32
     if not kind.is_blocks and kind is not WeightKind.BFLOAT16:
         return StoredWeight.of(torch.from_numpy(_hf_rows(file.read(name), name, config).copy()))
     data = torch.from_numpy(_hf_rows(file.raw(name), name, config).copy())
@@ -158,7 +162,7 @@ def _rope(file: GGUFFile, fields: _Fields, head_dim: int) -> RopeConfig:
     kind = file.metadata.get(f"{fields.prefix}.rope.scaling.type", "none")
     if ROPE_DIVISORS in file.tensors:
         divisors = file.read(ROPE_DIVISORS).astype(np.float32)
-        factor = float(divisors.max())
+        factor = float(divisors.max(initial=0.0)) or 1.0
         expected = llama3_divisors(theta, factor, head_dim)
         if kind != "none" or divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
             raise UnsupportedModel(
@@ -212,9 +216,9 @@ class _Fields:
 
     def integer(self, key: str, default: int | None = None, largest: int = 2**31 - 1) -> int:
         value = self._value(key, default)
-        if isinstance(value, list) and len(set(value)) == 1:  # one entry per layer, all equal
+        if isinstance(value, list) and value and all(one == value[0] for one in value):  # one entry per layer
             value = value[0]
-        if isinstance(value, list):
+        if isinstance(value, list) and value:
             raise UnsupportedModel(f"{self.file.path}: {self.prefix}.{key} differs between layers: not supported")
         smallest = 1 if default is None else min(1, default)
         if not isinstance(value, int) or not smallest <= value <= largest:
