@@ -21,7 +21,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
 from paceline.engine.policy_memory import PolicyMemory
 from paceline.errors import InvalidParameter
-from paceline.models.hub import Progress, cache_home, resolve
+from paceline.models.hub import Progress, cache_home_if_any, resolve
 from paceline.models.pass_prior import prior_of
 from paceline.models.runtime import LoadedModel, load_model
 
@@ -63,7 +63,7 @@ def load(
     progress: Progress | None = None,
 ) -> Target:
     """`tokenizer`: a model whose tokenizer is used in place of the model's own."""
-    note = machine.guard_amx(cache_home())
+    note = machine.guard_amx(cache_home_if_any())
     path = resolve(model, progress)
     loaded = load_model(
         path,

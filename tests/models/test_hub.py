@@ -25,7 +25,7 @@ import pytest
 
 from paceline.errors import CacheFolderError, DownloadFailed, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models import fetch, hub, store
-from paceline.models.hub import ALIASES, cache_home, cached_models, resolve
+from paceline.models.hub import ALIASES, cache_home, cache_home_if_any, cached_models, resolve
 from paceline.models.loader import load_config, load_weights
 from paceline.tokenizer import Tokenizer
 
@@ -117,6 +117,29 @@ def test_a_cache_folder_that_is_a_file_is_refused(home: Path, monkeypatch: pytes
     monkeypatch.setenv("PACELINE_HOME", str(home / "inside"))
     with pytest.raises(CacheFolderError, match="set PACELINE_HOME"):
         resolve("smollm2")
+
+
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [("is_dir", PermissionError(errno.EACCES, "Permission denied")), ("expanduser", RuntimeError("no home"))],
+)
+def test_a_cache_folder_that_cannot_be_seen_is_refused_where_it_is_needed(
+    method: str, problem: Exception, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    local, original = tmp_path / "model", getattr(Path, method)
+    local.mkdir()
+
+    def refuse(path: Path) -> Any:
+        if path == home:
+            raise problem
+        return original(path)
+
+    monkeypatch.setattr(Path, method, refuse)
+    for needing in (cache_home, cached_models, lambda: resolve("smollm2"), lambda: resolve("some/model")):
+        with pytest.raises(CacheFolderError, match="set PACELINE_HOME"):
+            needing()
+    assert cache_home_if_any() is None
+    assert resolve(str(local)) == local
 
 
 def test_a_cache_folder_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.cli.app import run
 from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.compress import COMPRESSED, rounded_fp8, rounded_int4
 from paceline.models.loader import load_config, load_weights
+from paceline.models.new_folder import MARKER, PREFIX, new_folder
 from paceline.models.quantize import TARGETS, quantize, quantize_folder
 from paceline.models.runtime import load_model
 from paceline.models.weights import BLOCKS, WeightKind
@@ -173,3 +181,133 @@ def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match="not whole groups of 32; this model cannot be quantised"):
         quantize_folder(tmp_path / "odd", "int4", tmp_path / "out", lambda done, total: None)
     assert [path.name for path in tmp_path.iterdir()] == ["odd"]
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def changed_model(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    sized_model(folder, torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str = "q8_0", out: str = "out") -> str:
+    """The line that the command ends with on the model m; it left nothing."""
+    before = {path.name for path in tmp_path.iterdir()}
+    (tmp_path / "prompts.txt").write_text("w1 w2 w3 w4\n")
+    arguments = ["--model", str(tmp_path / "m"), "--to", to, "--prompts", str(tmp_path / "prompts.txt"), "--json"]
+    assert run(["quantize", *arguments, "--out", str(tmp_path / out)]) == 1
+    assert {path.name for path in tmp_path.iterdir()} == before | {"prompts.txt"}
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["type"] in ("BrokenModel", "InvalidParameter")
+    return str(error["message"])
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from paceline.models.new_folder import new_folder
+with new_folder(Path(sys.argv[1])) as folder:
+    (folder / "half").write_text("")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there leftovers stay")
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_users_folder_is_not(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a")], env=os.environ)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    (tmp_path / "a.partial").mkdir()
+    (tmp_path / f"{PREFIX}mine").mkdir()
+    with new_folder(tmp_path / "b") as other, new_folder(tmp_path / "a") as folder:
+        assert not left.exists()
+        assert (other / MARKER).exists(), "another writer is still at work"
+        (folder / "whole").write_text("")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.partial", "b", f"{PREFIX}mine"]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["whole"]
+
+
+@pytest.mark.parametrize("to", ["q8_0", "q4_1", "q4_k"])
+@pytest.mark.parametrize("largest", [3e38, 1e9])
+def test_weights_too_large_for_float16_scales_are_refused_by_name(to, largest, tmp_path, capsys) -> None:
+    changed_model(tmp_path / "m", lambda tensors: tensors[DOWN][3].copy_(largest * torch.linspace(-1, 1, 256)))
+    line = refusal(tmp_path, capsys, to)
+    assert f"m: tensor {DOWN} holds weights too large for {to}" in line
+    assert line.endswith("quantise to int4 or fp8")
+
+
+@pytest.mark.parametrize("to", ["q8_0", "int4", "fp8"])
+@pytest.mark.parametrize("name", [DOWN, NORM])
+def test_a_weight_that_is_not_a_number_is_refused_by_name(name, to, tmp_path, capsys) -> None:
+    changed_model(tmp_path / "m", lambda tensors: tensors[name].view(-1)[2:3].fill_(torch.nan))
+    assert f"tensor {name} holds a weight that is not a number" in refusal(tmp_path, capsys, to)
+
+
+def test_a_model_whose_output_is_not_a_number_is_refused(tmp_path, capsys) -> None:
+    changed_model(tmp_path / "m", lambda tensors: tensors[NORM].fill_(3e38))
+    assert "the original model's output on a prompt is not a number" in refusal(tmp_path, capsys)
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path, capsys) -> None:
+    sized_model(tmp_path / "m")
+    (tmp_path / "m/tokenizer.json").unlink()
+    assert "holds no tokenizer" in refusal(tmp_path, capsys)
+
+
+def test_prompts_beyond_the_vocabulary_are_refused_before_anything_is_written(tmp_path, capsys) -> None:
+    sized_model(tmp_path / "m")
+    change = json.loads((tmp_path / "m/tokenizer.json").read_text())
+    change["model"]["vocab"]["w4"] = 99
+    (tmp_path / "m/tokenizer.json").write_text(json.dumps(change))
+    assert "makes token 99 of a prompt, which the vocabulary of 96 lacks" in refusal(tmp_path, capsys)
+
+
+def test_prompts_are_cut_to_the_models_context(tmp_path, capsys) -> None:
+    sized_model(tmp_path / "m")
+    change_config(tmp_path / "m", max_position_embeddings=3)
+    (tmp_path / "prompts.txt").write_text("w1 w2 w3 w4\nw5\n")
+    arguments = ["--model", str(tmp_path / "m"), "--out", str(tmp_path / "out"), "--to", "q8_0", "--json"]
+    assert run(["quantize", *arguments, "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    assert json.loads(capsys.readouterr().out)["distance"]["tokens"] == 4
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_before_the_work(tmp_path, capsys) -> None:
+    sized_model(tmp_path / "m")
+    (tmp_path / "loop").symlink_to("loop")
+    assert "loop exists already; name a new folder" in refusal(tmp_path, capsys, out="loop")
+    assert "(File name too long); name a folder that can" in refusal(tmp_path, capsys, out="x" * 300)
+    assert "(Not a directory); name a folder that can" in refusal(tmp_path, capsys, out="m/config.json/out")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "extra.json"])
+def test_a_file_that_may_not_be_read_is_named_with_its_reason(name, tmp_path, capsys, monkeypatch) -> None:
+    sized_model(tmp_path / "m")
+    (tmp_path / "m/extra.json").write_text("{}")
+    opened = Path.open
+
+    def refuse(path: Path, *given, **options):  # root may read everything
+        if path.name == name and path.parent.name == "m":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *given, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    line = refusal(tmp_path, capsys)
+    assert f"{name} cannot be read" in line
+    assert "Permission denied" in line
+
+
+def test_further_chat_templates_are_kept(tmp_path: Path) -> None:
+    sized_model(tmp_path / "m")
+    (tmp_path / "m/additional_chat_templates").mkdir()
+    (tmp_path / "m/additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+    quantize_folder(tmp_path / "m", "q8_0", tmp_path / "out", lambda done, total: None)
+    assert (tmp_path / "out/additional_chat_templates/tool_use.jinja").read_text() == "{{ tools }}"

@@ -10,8 +10,6 @@ import typer
 from paceline.cli.output import human_bytes, print_json
 from paceline.cli.progress import progress
 
-LONGEST = 256  # tokens of a prompt that are compared
-
 
 def quantize(
     model: Annotated[str, typer.Option("--model", "-m", help="Alias, folder or hub id.", metavar="MODEL")],
@@ -30,27 +28,29 @@ def quantize(
     """
     with progress(plain=not json) as report:
         from paceline.bench.prompts import from_file, shipped
-        from paceline.models.distance import distance
+        from paceline.models.distance import compared_tokens, distance
         from paceline.models.hub import resolve
         from paceline.models.quantize import quantize_folder, write_card
         from paceline.models.runtime import load_model
 
         talks = shipped(per_workload=4) if prompts is None else from_file(prompts)
         source = resolve(model, report)
+        compared = compared_tokens(source, [str(talk.messages(())[-1]["content"]) for talk in talks])
+        found: dict[str, float] = {}
 
         def written(done: int, total: int) -> None:
             if report is not None:
                 report("writing", done, total)
 
-        kinds = quantize_folder(source, to, out, written)
-        if report is not None:
-            report("measuring", 0, None)
-        original, rounded = load_model(source, device="cpu"), load_model(out, device="cpu")
-        texts = [str(talk.messages(())[-1]["content"]) for talk in talks]
-        compared = [original.tokenizer.encode(text)[:LONGEST] for text in texts]
-        found = distance(original.decoder, rounded.decoder, compared)
-        name = source.resolve().name if Path(model).is_dir() else model  # a card goes where a path means nothing
-        write_card(out, model=name, to=to, kinds=kinds, distance=found)
+        def measure(folder: Path, kinds: dict[str, int]) -> None:
+            if report is not None:
+                report("measuring", 0, None)
+            original, rounded = load_model(source, device="cpu"), load_model(folder, device="cpu")
+            found.update(distance(original.decoder, rounded.decoder, compared))
+            name = source.resolve().name if Path(model).is_dir() else model  # a card goes where a path means nothing
+            write_card(folder, name=out.name, model=name, to=to, kinds=kinds, distance=found)
+
+        kinds = quantize_folder(source, to, out, written, measure)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if json:
         print_json({"model": model, "to": to, "path": str(out), "bytes": size, "kinds": kinds, "distance": found})

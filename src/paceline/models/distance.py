@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from paceline.errors import BrokenModel, InvalidParameter
 from paceline.models.decoder import Decoder
 from paceline.models.kv_cache import KVCache
+from paceline.models.loader import load_config
 from paceline.models.plan import PassPlan
+from paceline.tokenizer import Tokenizer
 
 BLOCK = 16
+LONGEST = 256  # tokens of a prompt that are compared
 
 
 class Alone:
@@ -36,11 +41,26 @@ class Alone:
         return self._decoder.forward(torch.tensor(tokens), plan, self._cache.layers, torch.arange(len(tokens))).logits
 
 
+def compared_tokens(model: Path, texts: Iterable[str]) -> list[list[int]]:
+    """Prompts as a model takes them, known before its weights are read."""
+    config, tokenizer = load_config(model), Tokenizer.from_path(model)
+    found = [tokenizer.encode(text)[: min(LONGEST, config.max_positions)] for text in texts]
+    if not any(found):
+        raise InvalidParameter("prompts", "there is no token in them to compare; give other prompts")
+    if (largest := max(max(tokens, default=0) for tokens in found)) >= config.vocab_size:
+        raise BrokenModel(
+            f"{model}: its tokenizer makes token {largest} of a prompt, which the vocabulary of {config.vocab_size} "
+            "lacks; take the tokenizer that belongs to it, or give other prompts (--prompts)"
+        )
+    return [tokens for tokens in found if tokens]
+
+
 def distance(original: Decoder, rounded: Decoder, prompts: Iterable[Sequence[int]]) -> dict[str, float]:
     """KL(original || rounded) in nats, and how often the likeliest token is the same."""
     divergences, agreements = [], []
     for tokens in prompts:
-        p, q = (Alone(one, len(tokens)).logits(tokens).clone().log_softmax(-1) for one in (original, rounded))
+        p = _log_probabilities(original, tokens, "original", "its weights are damaged, or too large to compute with")
+        q = _log_probabilities(rounded, tokens, "rounded", "name another kind (--to)")
         divergences.append((p.exp() * (p - q)).sum(-1).clamp(min=0))
         agreements.append(p.argmax(-1) == q.argmax(-1))
     kl, same = torch.cat(divergences), torch.cat(agreements)
@@ -50,3 +70,10 @@ def distance(original: Decoder, rounded: Decoder, prompts: Iterable[Sequence[int
         "max_kl": float(kl.max()),
         "top1_agreement": float(same.double().mean()),
     }
+
+
+def _log_probabilities(decoder: Decoder, tokens: Sequence[int], which: str, advice: str) -> Tensor:
+    logits = Alone(decoder, len(tokens)).logits(tokens).clone()
+    if not bool(logits.isfinite().all()):
+        raise BrokenModel(f"the {which} model's output on a prompt is not a number; {advice}")
+    return logits.log_softmax(-1)

@@ -101,6 +101,10 @@ def _base_of(adapter: Path) -> str:
 
 def _open(path: Path) -> Any:
     try:
+        path.open("rb").close()  # safe_open calls a file missing that may not be read
+    except OSError as error:
+        raise BrokenModel(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+    try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise BrokenModel(f"{path} is truncated or damaged ({error}); download it again") from error

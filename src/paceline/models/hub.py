@@ -20,11 +20,12 @@ from paceline.models.store import (
     Progress,
     add_model,
     cache_home,
+    cache_home_if_any,
     cached_models,
     cached_path,
 )
 
-__all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cached_models", "resolve"]
+__all__ = ["ALIASES", "CachedModel", "Progress", "cache_home", "cache_home_if_any", "cached_models", "resolve"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LONGEST_HUB_ID = 96 * 2 + 1  # two names of the hub's own limit

@@ -9,7 +9,6 @@ are read for every token and lose most. Biases and norms stay as they are.
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +27,11 @@ from paceline.models.compress import (
     quantization_config,
     tensors,
 )
+from paceline.models.fetch import TEMPLATES
 from paceline.models.hf_folder import WEIGHTS, read_json
 from paceline.models.loader import Weights, expected_shapes, load_config, load_quantization, load_weights
+from paceline.models.new_folder import new_folder, refuse_existing
+from paceline.models.store import MANIFEST
 from paceline.models.tensor_file import write_tensors
 from paceline.models.weights import BLOCKS, StoredWeight, WeightKind
 
@@ -48,12 +50,20 @@ def quantize(values: Tensor, kind: WeightKind) -> StoredWeight:
     return StoredWeight.of_blocks(kind, data.view(len(values), -1))
 
 
-def quantize_folder(source: Path, to: str, out: Path, progress: Callable[[int, int], None]) -> dict[str, int]:
-    """Writes `out`, which must not exist yet, and returns how many weights of each kind it holds."""
+Kinds = dict[str, WeightKind]
+Counts = dict[str, int]  # weights of each kind
+Progress = Callable[[int, int], None]
+Write = Callable[[Path], None]  # into a folder
+
+
+def quantize_folder(
+    source: Path, to: str, out: Path, progress: Progress, complete: Callable[[Path, Counts], None] | None = None
+) -> Counts:
+    """Writes `out`, which must not exist yet. `complete` adds to its files before they are in place; where it raises,
+    nothing is left."""
     if to not in NAMES:
         raise InvalidParameter("to", f"{to!r} is not one of {', '.join(NAMES)}")
-    if out.exists():
-        raise InvalidParameter("out", f"{out} exists already; name a new folder")
+    refuse_existing(out)
     if not source.is_dir():
         raise InvalidParameter("model", f"{source} is stored as blocks already; name a folder of safetensors")
     if (given := load_quantization(source)) is not None:
@@ -62,25 +72,40 @@ def quantize_folder(source: Path, to: str, out: Path, progress: Callable[[int, i
     weights = load_weights(source, config)
     if stored := next((kind for kind in weights.kinds.values() if kind.is_blocks or kind.has_scales), None):
         raise InvalidParameter("model", f"{source} is stored as {stored.label} already; name the original model")
+    checked = Weights(weights.kinds, lambda name: _finite(weights[name], f"{source}: tensor {name}"))
     write = _compressed if to in COMPRESSED else _blocks
-    kinds, finish = write(source, to, config, weights, progress)
-    staging = out.with_name(out.name + ".partial")
-    staging.mkdir(parents=True)
-    try:
-        for file in sorted(source.iterdir()):
-            if file.suffix in COPIED and "safetensors" not in file.name and file.name != "paceline.json":
-                shutil.copyfile(file, staging / file.name)
-        finish(staging)
-        staging.rename(out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    kinds, finish = write(source, to, config, checked, progress)
     shapes = expected_shapes(config)
-    return dict(Counter(kind.label for name, kind in kinds.items() if len(shapes[name]) == 2))
+    counts = dict(Counter(kind.label for name, kind in kinds.items() if len(shapes[name]) == 2))
+    with new_folder(out) as folder:
+        _copy_settings(source, folder)
+        finish(folder)
+        if complete is not None:
+            complete(folder, counts)
+    return counts
 
 
-Kinds = dict[str, WeightKind]
-Progress = Callable[[int, int], None]
-Write = Callable[[Path], None]  # into a folder
+def _copy_settings(source: Path, folder: Path) -> None:
+    """Config and tokenizer: all files that are read beside the weights."""
+    kept = [file for file in sorted(source.iterdir()) if file.suffix in COPIED and file.name != MANIFEST]
+    for file in (*kept, *source.glob(f"{TEMPLATES}*.jinja")):
+        if file.is_file() and "safetensors" not in file.name:
+            try:
+                data = file.read_bytes()
+            except OSError as error:
+                raise BrokenModel(f"{file} cannot be read ({error.strerror}); check its permissions") from error
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(data)
+
+
+def _finite(weight: StoredWeight, source: str) -> StoredWeight:
+    values = weight.numbers()
+    if not bool(values.isfinite().all()):
+        raise BrokenModel(f"{source} holds a weight that is not a number; the file is damaged, download it again")
+    if values.dtype is torch.float64 and not bool(values.float().isfinite().all()):
+        raise BrokenModel(f"{source} holds a weight beyond float32; this model cannot be quantised")
+    return weight
 
 
 def _blocks(source: Path, to: str, config: ModelConfig, weights: Weights, progress: Progress) -> tuple[Kinds, Write]:
@@ -132,7 +157,7 @@ def choose_kinds(config: ModelConfig, wanted: WeightKind, source: str) -> dict[s
     return kinds
 
 
-def write_card(folder: Path, *, model: str, to: str, kinds: dict[str, int], distance: dict[str, float]) -> None:
+def write_card(folder: Path, *, name: str, model: str, to: str, kinds: Counts, distance: dict[str, float]) -> None:
     """README.md for people, paceline.json for programs."""
     counts = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
     lines = [
@@ -149,17 +174,19 @@ def write_card(folder: Path, *, model: str, to: str, kinds: dict[str, int], dist
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
     form = "compressed-tensors" if to in COMPRESSED else "blocks"
-    facts = {"name": folder.name, "source": f"{model}, quantised to {to}", "format": form, "distance": distance}
-    (folder / "paceline.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    facts = {"name": name, "source": f"{model}, quantised to {to}", "format": form, "distance": distance}
+    (folder / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _stored(weight: StoredWeight, kind: WeightKind, source: str) -> StoredWeight:
     if not kind.is_blocks:
         return weight
-    values = weight.numbers()
-    if not bool(values.isfinite().all()):
-        raise BrokenModel(f"{source} holds a weight that is not a number; the file is damaged, download it again")
-    return quantize(values, kind)
+    stored = quantize(weight.numbers(), kind)
+    if not BLOCKS[kind].scales_are_finite(stored.data):
+        raise BrokenModel(
+            f"{source} holds weights too large for {kind.label}, whose scales are float16; quantise to int4 or fp8"
+        )
+    return stored
 
 
 def _half_bytes(values: Tensor) -> Tensor:

@@ -43,17 +43,34 @@ class CachedModel:
 
 def cache_home() -> Path:
     """PACELINE_HOME, else the platform's cache folder; it need not exist yet."""
-    if given := os.environ.get("PACELINE_HOME"):
-        home = Path(given).expanduser()
-    elif sys.platform == "darwin":
-        home = Path.home() / "Library" / "Caches" / "paceline"
-    elif sys.platform == "win32":
-        home = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "paceline"
-    else:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    if home.exists() and not home.is_dir():
+    try:
+        home = _chosen_home()
+        usable = home.is_dir() or not home.exists()
+    except RuntimeError as error:  # neither HOME nor a user of this number
+        raise CacheFolderError("no home folder for the cache; set PACELINE_HOME to one that can be written") from error
+    except OSError as error:
+        raise _folder_error(error, home) from error
+    if not usable:
         raise CacheFolderError(f"the cache folder {home} is not a folder; set PACELINE_HOME to one that can be written")
     return home
+
+
+def cache_home_if_any() -> Path | None:
+    """For what is remembered there and can be done without."""
+    try:
+        return cache_home()
+    except CacheFolderError:
+        return None
+
+
+def _chosen_home() -> Path:
+    if given := os.environ.get("PACELINE_HOME"):
+        return Path(given).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "paceline"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "paceline"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
 def folder_name(model: str) -> str:
@@ -63,16 +80,15 @@ def folder_name(model: str) -> str:
 def cached_path(model: str) -> Path | None:
     """Where a pulled model lies, or None if it was never pulled to the end."""
     folder = cache_home() / "models" / folder_name(model)
-    return folder if (folder / MANIFEST).is_file() else None
+    with _disk_errors(folder.parent):
+        return folder if (folder / MANIFEST).is_file() else None
 
 
 def cached_models() -> list[CachedModel]:
     models = cache_home() / "models"
-    try:
+    with _disk_errors(models):
         folders = sorted(models.iterdir()) if models.is_dir() else []
-    except OSError as error:
-        raise _folder_error(error, models) from error
-    return [_describe(folder) for folder in folders if (folder / MANIFEST).is_file()]
+        return [_describe(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
 
 def add_model(model: str, build: Callable[[Path], dict[str, Any]], progress: Progress) -> Path:
