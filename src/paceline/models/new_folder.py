@@ -1,7 +1,7 @@
 """A folder that is written as a whole: beside its place, under another name, and renamed once nothing is missing.
 
-MARKER, which its writer holds locked, tells what a writer left that was killed from a folder of somebody else's and
-from one that is still being written. Where locks do not work leftovers stay; they are in nobody's way.
+MARKER, locked by its writer, tells the leftover of a killed writer from a user's folder and from one that is still being
+written. Where locks do not work leftovers stay, and block nothing.
 """
 
 from __future__ import annotations
