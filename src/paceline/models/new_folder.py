@@ -1,6 +1,6 @@
 """A folder that is written as a whole: beside its place, under another name, and renamed once nothing is missing.
 
-MARKER, locked by its writer, tells the leftover of a killed writer from a user's folder and from one that is still being
+MARKER, locked by its writer, tells the leftover of a killed writer from a user's folder and from one that is being
 written. Where locks do not work leftovers stay, and block nothing.
 """
 
