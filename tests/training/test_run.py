@@ -77,6 +77,13 @@ def test_an_out_that_is_a_file_is_refused(model, tmp_path, capsys):
     assert f"out: {tmp_path / 'file'} holds something else than a training" in capsys.readouterr().err
 
 
+def test_an_out_that_cannot_be_looked_at_is_refused(model, tmp_path, capsys):
+    assert command(model, tmp_path / ("x" * 300), "--data", "x.txt") == 1
+    error = capsys.readouterr().err
+    assert "out: cannot read" in error
+    assert "File name too long; name another folder" in error
+
+
 def test_no_minutes_are_not_ten(model, tmp_path, capsys):
     assert command(model, tmp_path, "--data", "x.txt", "--minutes", "0") == 2
     assert "--minutes" in capsys.readouterr().err
@@ -234,6 +241,12 @@ def test_a_store_with_another_content_is_named(model, copied, capsys, content):
     path = copied / "out/training/tokens/store.json"
     path.write_text(content)
     refused(capsys, command(model, copied / "out", "--steps", "3", "--resume"), f"{path} is damaged")
+
+
+def test_a_shard_of_a_source_without_a_name_is_named(model, copied, capsys):
+    (copied / "out/training/tokens/store.json").unlink()
+    code = command(model, copied / "out", "--steps", "3", "--resume")
+    refused(capsys, code, "texts.npz is damaged (store.json beside it does not name its source)")
 
 
 def test_a_state_with_other_parts_is_named(model, copied, capsys):

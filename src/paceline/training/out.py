@@ -17,6 +17,13 @@ def occupied(folder: Path) -> bool:
 
 def check_out(out: Path, method: str, *, resume: bool, target: Path, init_from: Path | None) -> None:
     """Refuses a folder whose files the training would destroy."""
+    try:
+        _check(out, method, resume=resume, target=target, init_from=init_from)
+    except OSError as error:
+        raise InvalidParameter("out", f"cannot read {out}: {error.strerror}; name another folder") from error
+
+
+def _check(out: Path, method: str, *, resume: bool, target: Path, init_from: Path | None) -> None:
     for given, what in ((target, "the target's folder"), (init_from, "the folder of --init-from")):
         if given is not None and out.resolve() in _places(given):
             raise InvalidParameter("out", f"{out} is {what}, which would be overwritten; choose another folder")

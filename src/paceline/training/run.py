@@ -93,17 +93,15 @@ class Begun:
         settings |= {"length": options.length, "optimizer": loop.optimizer}
         path = options.out / TRAINING / STATE
         state = read_state(path) if options.resume else None
-        sources = asked
-        if state is not None:
-            check_settings(path, state, settings)
-            sources = _sources_before(path, state)
-            if asked and asked != sources:
-                raise InvalidParameter(
-                    "data", "the training began with other data; leave --data and --synthesise out to continue with it"
-                )
-        if not sources:
+        if asked:
+            settings["sources"] = [asdict(one) for one in asked]
+        elif state is None:
             raise InvalidParameter("data", "there is nothing to train on; give --data FILE or --synthesise N")
-        return Begun(sources, bool(asked), {**settings, "sources": [asdict(one) for one in sources]}, state)
+        if state is None:
+            return Begun(asked, True, settings, None)
+        check_settings(path, state, settings)
+        sources = _sources_before(path, state)
+        return Begun(sources, bool(asked), {**settings, "sources": state["settings"]["sources"]}, state)
 
 
 def _sources_before(path: Path, state: Mapping[str, Any]) -> tuple[Source, ...]:

@@ -12,9 +12,10 @@ from paceline.errors import InvalidParameter
 
 KEYS = ("weights", "ema", "optimizers", "sampler", "progress")
 ANEW = "begin anew with another --out"
-DIFFERENT = {  # what a change of a setting means, where its value says nothing to a reader
-    "target": "the training was begun for another target",
-    "tokens": "the tokens of the training are not those it began with",
+UNREADABLE = {  # settings whose values say nothing to a reader: the parameter, and what is wrong with it
+    "target": ("target", "the training was begun for another target; give that"),
+    "sources": ("data", "the training began with other data; leave --data and --synthesise out to continue with it"),
+    "tokens": ("data", "the training's tokens are not those it began with; put them back"),
 }
 
 
@@ -42,5 +43,6 @@ def check_settings(path: Path, state: Mapping[str, Any], settings: Mapping[str, 
         if name not in began:
             raise InvalidParameter("resume", f"{path} is of an older version, which did not keep {name}; {ANEW}")
         if began[name] != value:
-            what = DIFFERENT.get(name, f"the training began with {began[name]}, not {value}; give that")
-            raise InvalidParameter("data" if name == "tokens" else name, f"{what}, or {ANEW}")
+            plain = name, f"the training began with {began[name]}, not {value}; give that"
+            field, problem = UNREADABLE.get(name, plain)
+            raise InvalidParameter(field, f"{problem}, or {ANEW}")

@@ -58,10 +58,11 @@ class Sequences:
         written = np.repeat(np.tile([False, True], len(pieces)), sizes.reshape(-1))
         return Sequences(tokens, written, sizes.sum(1).cumsum(), np.full(len(pieces), source, np.uint8))
 
-    def checked(self) -> Sequences:
+    def check(self, sources: int) -> None:
         if not (len(self.tokens) == len(self.answer) == self.lengths.sum() and len(self.ends) == len(self.source)):
             raise ValueError("its parts do not fit each other")
-        return self
+        if len(self) and self.source.max() >= sources:
+            raise ValueError(f"{INFO} beside it does not name its source")
 
     def chosen(self, keep: Array) -> Sequences:
         """Those of a boolean (S,)."""
@@ -176,7 +177,9 @@ class TokenStore:
         for path in paths:
             try:
                 with path.open("rb") as file, np.load(file) as found:
-                    parts.append(Sequences(found["tokens"], found["answer"], found["ends"], found["source"]).checked())
+                    part = Sequences(found["tokens"], found["answer"], found["ends"], found["source"])
+                part.check(len(self.sources))
+                parts.append(part)
             except Exception as error:  # a damaged archive fails in many ways, EOFError among them
                 raise InvalidParameter(
                     "data", f"{path} is damaged ({error}); delete it and run again, with its --data or --synthesise"
