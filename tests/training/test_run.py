@@ -157,7 +157,8 @@ def test_the_drafter_that_a_training_begins_from_is_not_overwritten(model, copie
 def test_a_drafter_of_another_method_is_not_overwritten(model, copied, capsys):
     out = copied / "out"
     (out / "training" / "training.pt").unlink()
-    code = run(["train", "medusa", "-t", str(model), "-o", str(out), "--data", str(copied / "texts.txt"), *DEVICE])
+    given = ["--data", str(copied / "texts.txt"), "--steps", "1", *DEVICE]
+    code = run(["train", "medusa", "-t", str(model), "-o", str(out), *given])
     refused(capsys, code, "holds something else than a training")
     assert command(model, out, "--data", str(copied / "texts.txt"), "--steps", "2") == 0
 
