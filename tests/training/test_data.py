@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from paceline.errors import InvalidParameter
 from paceline.tokenizer import Tokenizer
-from paceline.training.data import draft_vocabulary
+from paceline.training import data
+from paceline.training.data import Maker, draft_vocabulary
 from paceline.training.files import encoded, read_examples
 from paceline.training.filters import loop_ends, repeats, without_loops
 from paceline.training.rows import RowSampler, held_out, packed
@@ -151,3 +154,47 @@ def test_every_form_of_a_chat_gives_the_same_tokens_and_marks(tmp_path, smollm2_
     assert tokens == tokenizer.apply_chat_template(forms[0]["messages"], add_generation_prompt=False)
     written = [token for token, mark in zip(tokens, answer, strict=True) if mark]
     assert tokenizer.decode(written, skip_special_tokens=False) == "Hi!<|im_end|>Hi again!<|im_end|>"
+
+
+@pytest.fixture
+def maker_of(monkeypatch):
+    """Makers whose model writes one new prompt after the other, of which every fifth is too long for a row."""
+    numbers = itertools.count()
+
+    def write(llm, count, known):
+        return [(n // 90 + 1, n % 90 + 1, *[3] * (60 if n % 5 == 0 else 2)) for n in itertools.islice(numbers, count)]
+
+    def answers(llm, prompts, length, source, *, turn=0):
+        fitting = [prompt for prompt in prompts if len(prompt) <= length - data.LEAST_ROOM]
+        return Sequences.of([(prompt, [5] * 8) for prompt in fitting], 97, source)
+
+    monkeypatch.setattr(data, "chat_frame", lambda tokenizer: ([1, 2], [4]))
+    monkeypatch.setattr(data, "write_prompts", write)
+    monkeypatch.setattr(data, "answer", answers)
+    monkeypatch.setattr(data, "SHARD", 32)
+    return lambda store, report=print: Maker(SimpleNamespace(tokenizer=None), store, 48, report)
+
+
+def test_synthesis_that_was_cut_short_goes_on_with_the_prompts_it_has(tmp_path, maker_of):
+    whole, cut = TokenStore(tmp_path / "whole", 97), TokenStore(tmp_path / "cut", 97)
+    maker_of(whole).synthesise(50)
+
+    def killed(line):
+        if len(cut.shards()) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        maker_of(cut, killed).synthesise(50)
+    assert 0 < len(cut.read()) < 100
+    assert maker_of(cut).synthesise(50) == 50
+    assert len(cut.read()) == len(whole.read()) == 100
+    shards = len(cut.shards())
+    assert maker_of(cut).synthesise(50) == 50
+    assert len(cut.shards()) == shards
+
+
+def test_a_shard_without_answers_is_not_kept(tmp_path, maker_of):
+    store, lines = TokenStore(tmp_path, 97), []
+    maker_of(store, lines.append).answer_prompts([[3] * 40], "long")
+    assert not store.shards()
+    assert "none of 1 prompts leaves room for an answer in 48 tokens" in lines[0]

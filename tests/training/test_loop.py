@@ -103,6 +103,15 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_good_state(target, tmp_path)
     assert (tmp_path / STATE).read_bytes() == kept
 
 
+def test_a_loss_that_is_not_a_number_before_anything_was_saved_speaks_of_no_state(target, tmp_path):
+    loop = toy_loop(target, tmp_path, 6)
+    with torch.no_grad():
+        loop.weights[0].fill_(float("nan"))
+    with pytest.raises(PacelineError, match="not a number at step 1; nothing was saved yet: begin again"):
+        loop.run()
+    assert not (tmp_path / STATE).exists()
+
+
 def test_a_full_disk_keeps_the_last_good_state(target, tmp_path, monkeypatch):
     loop = toy_loop(target, tmp_path, 6)
     loop.save()

@@ -15,7 +15,7 @@ from paceline.training.names import TRAINABLE
 def train(
     method: Annotated[str, typer.Argument(help=f"What to train: {', '.join(TRAINABLE)}.", metavar="METHOD")],
     target: Annotated[str, typer.Option("--target", "-t", help="The model that the drafter is for.", metavar="MODEL")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the drafter.", metavar="DIR")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder for the drafter.", metavar="DIR")],
     data: Annotated[
         list[Path] | None,
         typer.Option("--data", help="Chats or prompts as jsonl, or a text; repeatable.", metavar="FILE"),
@@ -72,6 +72,8 @@ def train(
         raise InvalidParameter("method", f"{method!r} cannot be trained; choose one of {', '.join(TRAINABLE)}")
     if minutes is not None and steps is not None:
         raise InvalidParameter("steps", "give either steps or minutes")
+    if not out.strip():
+        raise InvalidParameter("out", "is empty; name a folder")
     if regenerate and not data:
         raise InvalidParameter("regenerate", "needs --data FILE with prompts")
     if resume and init_from is not None:
@@ -93,7 +95,7 @@ def train(
     options = TrainOptions(
         method=method,
         target=target,
-        out=out,
+        out=Path(out),
         data=tuple(data or ()),
         regenerate=regenerate,
         synthesise=synthesise,
@@ -111,9 +113,11 @@ def train(
 
 
 def _pairs(given: list[str], field: str, read: Any) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for one in given:
         name, equals, value = one.partition("=")
+        if name.strip() in found:
+            raise InvalidParameter(field, f"{name.strip()!r} is given twice; leave one out")
         try:
             if not equals:
                 raise ValueError

@@ -6,6 +6,7 @@ short keeps them. Tokens stay tokens all the way: no text is decoded and encoded
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
@@ -23,11 +24,11 @@ from paceline.sampling_params import SamplingParams
 from paceline.tokenizer import Tokenizer
 from paceline.training.files import Message, encoded, read_examples
 from paceline.training.filters import loop_ends, without_loops
+from paceline.training.sources import SYNTHETIC
 from paceline.training.store import Sequences, TokenStore, token_dtype
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SHARD = 16_384  # answers of one shard
-SYNTHETIC = "synthetic"  # the source of answers to prompts that the target wrote
 PROMPT_TOKENS = 160  # the longest prompt the target may write
 LEAST_PROMPT = 4  # tokens
 LEAST_ROOM = 16  # tokens left for an answer
@@ -113,10 +114,11 @@ class Maker:
         self._tokens = 0
 
     def synthesise(self, count: int, *, deadline: float = float("inf"), answers: int = 2) -> int:
-        """`count` prompts, each answered `answers` times at different temperatures; ends by `deadline`, a time of
-        `perf_counter`, with what is there then. Returns the number of prompts."""
+        """`count` prompts, those of an earlier run among them, each answered `answers` times at different temperatures;
+        ends by `deadline`, a time of `perf_counter`, with what is there then. Returns the number of prompts."""
         frame = chat_frame(self.llm.tokenizer)
-        prompts: set[Tokens] = set()
+        prompts = self._written(frame)
+        before, room = len(prompts), self.length - LEAST_ROOM - len(frame[0]) - len(frame[1])
         tried, pace = 0, 0.0  # pace: seconds for each prompt tried, its answers included
         while len(prompts) < count:
             began = time.perf_counter()
@@ -124,17 +126,25 @@ class Maker:
             wanted = min(max(count - len(prompts), 16), SHARD // answers, fits)
             if wanted < 16 or began >= deadline:
                 break
-            found = write_prompts(self.llm, wanted, prompts)[: count - len(prompts)]
-            tried += wanted
-            if tried >= LEAST_TRIED and len(prompts) + len(found) < tried // 100:
+            found = [one for one in write_prompts(self.llm, wanted, prompts) if len(one) <= room]
+            found = found[: count - len(prompts)]
+            tried, usable = tried + wanted, len(prompts) - before + len(found)
+            if tried >= LEAST_TRIED and usable < tried // 100:
                 raise PacelineError(
-                    f"of {tried} prompts that the model wrote {len(prompts)} were usable; give --data FILE with prompts"
+                    f"of {tried} prompts that the model wrote {usable} were usable; give --data FILE with prompts"
                 )
-            number = sum(path.name.startswith(f"{SYNTHETIC}-") for path in self.store.shards())
+            number = next(free for free in itertools.count() if not self.store.has(f"{SYNTHETIC}-{free:08d}"))
             self._answered([[*frame[0], *one, *frame[1]] for one in found], SYNTHETIC, answers, number)
             prompts.update(found)
             pace = (time.perf_counter() - began) / wanted
         return len(prompts)
+
+    def _written(self, frame: tuple[list[int], list[int]]) -> set[Tokens]:
+        """The prompts in the store, without their frame."""
+        names = self.store.shards_of(SYNTHETIC, made=True)
+        stored = self.store.read(names) if names else ()
+        ends = [(tokens, int(answer.argmax()) - len(frame[1])) for tokens, answer in stored]
+        return {tuple(tokens[len(frame[0]) : end].tolist()) for tokens, end in ends}
 
     def answer_prompts(
         self, prompts: SequenceOf[SequenceOf[int]], name: str, *, answers: int = 3, deadline: float = float("inf")
@@ -152,6 +162,9 @@ class Maker:
             return
         repeated = [prompt for prompt in prompts for _ in range(answers)]
         sequences = answer(self.llm, repeated, self.length, self.store.source(name), turn=start)
+        if not len(sequences):
+            self.report(f"{name}: none of {len(prompts)} prompts leaves room for an answer in {self.length} tokens")
+            return
         self.store.add(shard, sequences)
         self._tokens += int(sequences.answer.sum())
         seconds = time.perf_counter() - self._began

@@ -31,6 +31,7 @@ from paceline.errors import BrokenModel, InvalidParameter, UnsupportedModel
 from paceline.models.hub import resolve
 from paceline.models.loader import load_config, load_weights
 from paceline.training.names import FORMATS, SPECULATORS
+from paceline.training.out import occupied
 
 
 class Target(NamedTuple):
@@ -53,7 +54,7 @@ def export(folder: Path, form: str, out: Path, target: Target | None = None) -> 
     """The method of the drafter that was written. `target` is needed for what a folder leaves to its model."""
     if form not in FORMATS:
         raise InvalidParameter("format", f"{form!r} is not one of {', '.join(FORMATS)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if occupied(out):
         raise InvalidParameter("out", f"{out} is there already; choose a folder that does not exist or is empty")
     method = method_of(folder)
     if method not in FORMATS[form]:

@@ -25,12 +25,14 @@ from torch import Tensor
 
 from paceline.errors import InvalidParameter, PacelineError
 from paceline.training.batch import DeviceRows
+from paceline.training.out import STATE
 from paceline.training.rows import RowSampler
+from paceline.training.state import check_settings, damaged, read_state
 from paceline.training.store import disk_error
 from paceline.training.target import FrozenTarget
 from paceline.training.trainee import StepLoss, Trainee
 
-STATE = "training.pt"
+SEEDS = 1 << 32  # a draw is keyed by 64 bits, half of them the step
 CLOCK_STEPS = 8  # steps between two looks at the clock
 Measure = Callable[[Mapping[str, Tensor]], dict[str, Any]]  # weights -> figures for the curve
 Report = Callable[[str], None]
@@ -58,6 +60,12 @@ class LoopConfig:
             raise InvalidParameter("minutes", "give either a number of steps or of minutes")
         if self.optimizer not in ("adamw", "muon"):
             raise InvalidParameter("optimizer", f"must be adamw or muon, got {self.optimizer!r}")
+        if not 0 <= self.seed < SEEDS:
+            raise InvalidParameter("seed", f"must be between 0 and {SEEDS - 1}, got {self.seed}")
+        for name in ("minutes", "stop_minutes", "lr"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise InvalidParameter(name, f"must be a finite number, got {value}")
 
 
 @dataclass
@@ -117,9 +125,11 @@ class Loop:
         *,
         report: Report = print,
         measure: Measure | None = None,
+        settings: Mapping[str, Any] | None = None,  # that stay equal when the training is continued
     ) -> None:
         self.trainee, self.target, self.rows, self.sampler = trainee, target, rows, sampler
         self.config, self.folder, self.report, self.measure = config, folder, report, measure
+        self.settings = dict(settings or {})
         self.processes = Processes.current()
         if config.rows % self.processes.world:
             raise InvalidParameter("rows", f"{config.rows} rows do not divide among {self.processes.world} processes")
@@ -225,10 +235,7 @@ class Loop:
         since, step = self._since
         self._since = now, progress.step
         if not math.isfinite(float(loss)):
-            raise PacelineError(
-                f"the loss is not a number at step {progress.step}; {self.folder} keeps the last good state: "
-                "continue from it with --resume and a lower --lr"
-            )
+            raise PacelineError(f"the loss is not a number at step {progress.step}; {self._way_on()}")
         tokens = (progress.step - step) * self.config.rows * self.rows.tokens.shape[1]
         entry = {
             "step": progress.step,
@@ -249,6 +256,11 @@ class Loop:
             )
         return entry
 
+    def _way_on(self) -> str:
+        if (self.folder / STATE).exists():
+            return f"{self.folder} keeps the last good state: continue from it with --resume and a lower --lr"
+        return "nothing was saved yet: begin again with a lower --lr"
+
     def _measure(self, entry: dict[str, Any]) -> None:
         if self.processes.rank == 0 and self.measure is not None:
             found = self.measure(self.averaged())
@@ -264,9 +276,7 @@ class Loop:
         if self.processes.rank:
             return
         if not all(bool(torch.isfinite(weight).all()) for weight in self.weights):
-            raise PacelineError(
-                f"weights are not finite at step {self.progress.step}; {self.folder} keeps the last state"
-            )
+            raise PacelineError(f"weights are not finite at step {self.progress.step}; {self._way_on()}")
         state = {
             "weights": dict(zip(self.names, self.weights, strict=True)),
             "ema": self.averaged(),
@@ -274,6 +284,7 @@ class Loop:
             "sampler": self.sampler.state(),
             "progress": asdict(self.progress),
             "config": asdict(self.config),
+            "settings": self.settings,
         }
         part = self.folder / f"{STATE}.part"
         try:
@@ -290,14 +301,21 @@ class Loop:
             part.unlink(missing_ok=True)
             raise disk_error(self.folder, OSError(str(error).partition("\n")[0])) from error
 
-    def resume(self) -> None:
+    def resume(self, state: Mapping[str, Any] | None = None) -> None:
+        """Continue from the folder's state, which may have been read before."""
         path = self.folder / STATE
-        if not path.exists():
-            raise InvalidParameter("resume", f"{self.folder} holds no {STATE}; leave --resume out to begin")
-        state = torch.load(path, map_location=self.target.device, weights_only=True)
+        state = read_state(path) if state is None else state
+        check_settings(path, state, self.settings)
+        try:
+            self._restore(state)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise damaged(path, error) from error
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         if list(state["weights"]) != self.names or any(
             state["weights"][name].shape != weight.shape for name, weight in zip(self.names, self.weights, strict=True)
         ):
+            path = self.folder / STATE
             raise InvalidParameter("resume", f"{path} is of a drafter of another shape; give the same sizes again")
         with torch.no_grad():
             for name, weight, average in zip(self.names, self.weights, self.ema, strict=True):

@@ -8,10 +8,13 @@ OUT/training/tokens, training.pt    what a later run continues from
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +34,11 @@ from paceline.training.data import Maker, chat_frame, draft_vocabulary, open_gen
 from paceline.training.engine_tau import engine_tau
 from paceline.training.loop import Loop, LoopConfig, Processes, Report
 from paceline.training.names import drafting_method
+from paceline.training.out import STATE, TOKENS, TRAINING, check_out
 from paceline.training.rows import RowSampler, held_out, packed
-from paceline.training.store import Sequences, TokenStore, disk_error
+from paceline.training.sources import fingerprint, sources_of
+from paceline.training.state import check_settings, damaged, read_state
+from paceline.training.store import Sequences, Source, TokenStore, disk_error, write_whole
 from paceline.training.target import FrozenTarget
 from paceline.training.trainees import Made, Plan, trainee_of
 
@@ -57,26 +63,72 @@ class TrainOptions:
     sizes: Mapping[str, Any] | None = None  # fields of the method's options that differ from their defaults
     loop: LoopConfig
 
+    def __post_init__(self) -> None:
+        for name, weight in (self.mix or {}).items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise InvalidParameter("mix", f"the weight of {name!r} must be 0 or more and finite, got {weight}")
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a run learns from and under which settings, compared with the training that it continues."""
+
+    sources: tuple[Source, ...]
+    asked: bool  # for these sources, which are otherwise those of the training before
+    settings: Mapping[str, Any]  # that stay equal when it is continued
+    state: Mapping[str, Any] | None  # of the training before
+
+    @staticmethod
+    def of(options: TrainOptions, target: str) -> Begun:
+        """Reads, and writes nothing: a run that is refused leaves a training as it was."""
+        asked = sources_of(
+            options.data,
+            regenerate=options.regenerate,
+            synthesise=options.synthesise,
+            length=options.length,
+            target=target,
+        )
+        loop = options.loop
+        settings = {"method": options.method, "target": target, "seed": loop.seed, "rows": loop.rows}
+        settings |= {"length": options.length, "optimizer": loop.optimizer}
+        path = options.out / TRAINING / STATE
+        state = read_state(path) if options.resume else None
+        if asked:
+            settings["sources"] = [asdict(one) for one in asked]
+        elif state is None:
+            raise InvalidParameter("data", "there is nothing to train on; give --data FILE or --synthesise N")
+        if state is None:
+            return Begun(asked, True, settings, None)
+        check_settings(path, state, settings)
+        sources = _sources_before(path, state)
+        return Begun(sources, bool(asked), {**settings, "sources": state["settings"]["sources"]}, state)
+
+
+def _sources_before(path: Path, state: Mapping[str, Any]) -> tuple[Source, ...]:
+    try:
+        return tuple(Source(**one) for one in state["settings"]["sources"])
+    except (KeyError, TypeError) as error:
+        raise damaged(path, error) from error
+
 
 def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
     began = time.perf_counter()
     device = _processes(choose_device(options.device))
     path = resolve(options.target)
     config = load_config(path)
-    work = options.out / "training"
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidParameter(
-            "out", f"cannot write to {options.out}: {error.strerror}; name another folder"
-        ) from error
-    store = TokenStore(work / "tokens", config.vocab_size)
+    work = options.out / TRAINING
     if Processes.current().rank == 0:
-        collect(store, options, Tokenizer.from_path(path), report)
+        check_out(options.out, options.method, resume=options.resume, target=path, init_from=options.init_from)
+    begun = Begun.of(options, fingerprint(path, config))
+    _check_mix(options.mix, begun.sources)
+    if Processes.current().rank == 0:
+        store = _new_store(work / TOKENS, config.vocab_size)
+        if begun.asked:
+            collect(store, begun.sources, options, Tokenizer.from_path(path), report)
     _meet()
-    store = TokenStore(work / "tokens", config.vocab_size)
+    store = TokenStore(work / TOKENS, config.vocab_size)
     data_s = time.perf_counter() - began
-    sequences = store.read()
+    sequences = store.read(shards_of(store, begun.sources))
     apart = (
         held_out(sequences, HELD_OUT) if len(sequences) >= 50 else torch.zeros(len(sequences), dtype=torch.bool).numpy()
     )
@@ -109,11 +161,10 @@ def train(options: TrainOptions, report: Report = print) -> dict[str, Any]:
         work,
         report=report,
         measure=made.measure,
+        settings={**begun.settings, "tokens": _checksum(sequences)},
     )
-    if options.resume:
-        loop.resume()
-    elif (work / "training.pt").exists():
-        raise InvalidParameter("out", f"{work} holds a training; continue it with --resume, or choose another folder")
+    if begun.state is not None:
+        loop.resume(begun.state)
     _forecast(loop, options, report)
     loop.run()
     if Processes.current().rank:
@@ -138,7 +189,8 @@ def finish(
     if progress.curve:
         progress.curve[-1].update(figures)
     write_curve(options.out, progress.curve, f"{options.method} for {options.target}")
-    tokens = {name: int((sequences.source == i).sum()) for i, name in enumerate(store.sources)}
+    counts = {name: int((sequences.source == i).sum()) for i, name in enumerate(store.sources)}
+    tokens = {name: count for name, count in counts.items() if count}
     write_card(
         options.out,
         method=options.method,
@@ -201,29 +253,58 @@ def publish(out: Path, save: Callable[[Path], None]) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def collect(store: TokenStore, options: TrainOptions, tokenizer: Tokenizer, report: Report) -> None:
+def _new_store(folder: Path, vocab_size: int) -> TokenStore:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidParameter("out", f"cannot write to {folder}: {error.strerror}; name another folder") from error
+    return TokenStore(folder, vocab_size)
+
+
+def collect(
+    store: TokenStore, sources: SequenceOf[Source], options: TrainOptions, tokenizer: Tokenizer, report: Report
+) -> None:
     """Fill the store with what is asked for and not there yet."""
-    eos = load_config(resolve(options.target)).eos_token_ids
-    asked = json.dumps([[str(one) for one in options.data], options.regenerate, options.synthesise, options.length])
     done = store.folder / "complete.json"
-    if done.exists() and done.read_text() == asked:
+    if done.is_file() and done.read_bytes() == _inventory(store, sources).encode():
         return
+    eos = load_config(resolve(options.target)).eos_token_ids
+    for source in sources:
+        store.accept(source)
     if not options.regenerate:
         for path in options.data:
             if not store.has(path.stem):
                 store.add(path.stem, read_file(path, tokenizer, eos, store.vocab_size, store.source(path.stem)))
     if options.synthesise:
         chat_frame(tokenizer)  # refuses a model without a chat template before an engine is started
-    if options.synthesise or (options.regenerate and options.data):
+    if options.synthesise or options.regenerate:
         with open_generator(options.target, options.device) as llm:
             maker = Maker(llm, store, options.length, report)
             for path in options.data if options.regenerate else ():
                 maker.regenerate(path)
             if options.synthesise:
                 maker.synthesise(options.synthesise)
-    if not store.shards():
-        raise InvalidParameter("data", "there is nothing to train on; give --data FILE or --synthesise N")
-    done.write_text(asked)
+    shards_of(store, sources)
+    write_whole(done, _inventory(store, sources))
+
+
+def shards_of(store: TokenStore, sources: SequenceOf[Source]) -> list[str]:
+    """The names of all their shards; each has some."""
+    found = [store.shards_of(source.name, made=source.made) for source in sources]
+    for source, names in zip(sources, found, strict=True):
+        if not names:
+            raise InvalidParameter(
+                "data",
+                f"{store.folder} holds no tokens of {source.name}; give its --data or --synthesise again, "
+                "or a larger --length where its prompts leave no room for answers",
+            )
+    return [name for names in found for name in names]
+
+
+def _inventory(store: TokenStore, sources: SequenceOf[Source]) -> str:
+    """As complete.json has it when nothing is missing."""
+    shards = [store.shards_of(source.name, made=source.made) for source in sources]
+    return json.dumps({"sources": [asdict(source) for source in sources], "shards": shards})
 
 
 def answers_of(sequences: Sequences, count: int, length: int) -> list[tuple[list[int], list[int]]]:
@@ -243,10 +324,21 @@ def answers_of(sequences: Sequences, count: int, length: int) -> list[tuple[list
 def _weights(mix: Mapping[str, float] | None, store: TokenStore) -> dict[int, float] | None:
     if mix is None:
         return None
-    unknown = [name for name in mix if name not in store.sources]
-    if unknown:
-        raise InvalidParameter("mix", f"{unknown[0]!r} is not one of the sources {', '.join(store.sources)}")
     return {store.sources.index(name): weight for name, weight in mix.items()}
+
+
+def _check_mix(mix: Mapping[str, float] | None, sources: SequenceOf[Source]) -> None:
+    names = [source.name for source in sources]
+    for name in mix or ():
+        if name not in names:
+            raise InvalidParameter("mix", f"{name!r} is not one of the sources {', '.join(names)}")
+
+
+def _checksum(sequences: Sequences) -> int:
+    found = 0
+    for part in (sequences.tokens, sequences.answer, sequences.ends, sequences.source):
+        found = zlib.crc32(part.tobytes(), found)
+    return found
 
 
 def _forecast(loop: Loop, options: TrainOptions, report: Report) -> None:

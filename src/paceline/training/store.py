@@ -3,7 +3,7 @@
 A folder holds shards, each of which appears whole or not at all, so a run that is cut short keeps what it had finished
 and a later one adds to it:
 
-    store.json            vocabulary size, names of sources
+    store.json            vocabulary size, names of sources, and what their shards were made from
     NAME.npz              tokens (uint16 or uint32), answer (bool), ends (int64), source (uint8)
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ class Sequences:
         written = np.repeat(np.tile([False, True], len(pieces)), sizes.reshape(-1))
         return Sequences(tokens, written, sizes.sum(1).cumsum(), np.full(len(pieces), source, np.uint8))
 
+    def check(self, sources: int) -> None:
+        if not (len(self.tokens) == len(self.answer) == self.lengths.sum() and len(self.ends) == len(self.source)):
+            raise ValueError("its parts do not fit each other")
+        if len(self) and self.source.max() >= sources:
+            raise ValueError(f"{INFO} beside it does not name its source")
+
     def chosen(self, keep: Array) -> Sequences:
         """Those of a boolean (S,)."""
         inside = np.repeat(keep, self.lengths)
@@ -80,9 +87,20 @@ class Sequences:
         )
 
 
+@dataclass(frozen=True)
+class Source:
+    """Tokens of one origin, under one name."""
+
+    name: str
+    origin: str  # equal only where the shards would be
+    made: bool = False  # by the target, in numbered shards; else of a file, in one
+    count: int = 0  # prompts that the target writes
+
+
 class TokenStore:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder, self.vocab_size = folder, vocab_size
+        self._origins: dict[str, str] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.sources: list[str] = []
         if (folder / INFO).exists():
@@ -93,7 +111,7 @@ class TokenStore:
                     f"{folder} holds tokens of a vocabulary of {info['vocab_size']}, this model has {vocab_size}; "
                     "choose another folder",
                 )
-            self.sources = list(info["sources"])
+            self.sources, self._origins = list(info["sources"]), dict(info["origins"])
 
     def source(self, name: str) -> int:
         """The index of a source, added where it is new."""
@@ -101,11 +119,33 @@ class TokenStore:
             if len(self.sources) == 256:
                 raise InvalidParameter("data", f"{self.folder} already has 256 sources; begin another folder")
             self.sources.append(name)
-            write_whole(self.folder / INFO, json.dumps({"vocab_size": self.vocab_size, "sources": self.sources}))
+            self._write_info()
         return self.sources.index(name)
+
+    def accept(self, source: Source) -> None:
+        """Refuses a source whose shards here are of another origin."""
+        key = f"{source.name}-" if source.made else source.name
+        if self._origins.get(key) == source.origin:
+            return
+        if self.shards_of(source.name, made=source.made):
+            of = "another file, --length or target" if source.made else "another file, or of this one as it was before"
+            raise InvalidParameter(
+                "data", f"{self.folder} holds {source.name} of {of}; delete that folder, or choose another --out"
+            )
+        self._origins[key] = source.origin
+        self._write_info()
+
+    def _write_info(self) -> None:
+        info = {"vocab_size": self.vocab_size, "sources": self.sources, "origins": self._origins}
+        write_whole(self.folder / INFO, json.dumps(info))
 
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("*.npz"))
+
+    def shards_of(self, name: str, *, made: bool) -> list[str]:
+        """Names of a source's shards."""
+        pattern = re.compile(re.escape(name) + (r"-\d{8}" if made else ""))
+        return [path.stem for path in self.shards() if pattern.fullmatch(path.stem)]
 
     def has(self, name: str) -> bool:
         return (self.folder / f"{name}.npz").exists()
@@ -136,10 +176,14 @@ class TokenStore:
         parts = []
         for path in paths:
             try:
-                with np.load(path) as found:
-                    parts.append(Sequences(found["tokens"], found["answer"], found["ends"], found["source"]))
-            except (OSError, ValueError, KeyError) as error:
-                raise InvalidParameter("data", f"{path} is damaged ({error}); delete it and run again") from error
+                with path.open("rb") as file, np.load(file) as found:
+                    part = Sequences(found["tokens"], found["answer"], found["ends"], found["source"])
+                part.check(len(self.sources))
+                parts.append(part)
+            except Exception as error:  # a damaged archive fails in many ways, EOFError among them
+                raise InvalidParameter(
+                    "data", f"{path} is damaged ({error}); delete it and run again, with its --data or --synthesise"
+                ) from error
         return Sequences.joined(parts)
 
 
@@ -156,8 +200,11 @@ def disk_error(folder: Path, error: OSError) -> InvalidParameter:
 def _read_info(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {"vocab_size": found["vocab_size"], "sources": found["sources"]}
-    except (OSError, ValueError, KeyError) as error:
+        sources, origins = found["sources"], found.get("origins", {})
+        if not (isinstance(sources, list) and isinstance(origins, dict)):
+            raise ValueError("sources is not a list, or origins no object")
+        return {"vocab_size": found["vocab_size"], "sources": sources, "origins": origins}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidParameter("data", f"{path} is damaged ({error}); delete the folder and run again") from error
 
 

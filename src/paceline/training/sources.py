@@ -1,0 +1,45 @@
+"""What a training learns from, told by content: so a later run knows whether it is asked for the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+
+from paceline.config import ModelConfig
+from paceline.drafters.speculators import embedding_sample
+from paceline.errors import InvalidParameter
+from paceline.models.loader import load_weights
+from paceline.prompt_files import read_file
+from paceline.training.store import Source
+
+SYNTHETIC = "synthetic"  # the source of answers to prompts that the target wrote
+
+
+def fingerprint(path: Path, config: ModelConfig) -> str:
+    """Of a model, from a few values of its first weight and of its last."""
+    weights, last = load_weights(path, config), f"model.layers.{config.num_layers - 1}.mlp.down_proj.weight"
+    ends = (("model.embed_tokens.weight", config.vocab_size), (last, config.hidden_size))
+    return digest(repr([embedding_sample(weights[name].numbers(), rows) for name, rows in ends]))
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sources_of(
+    data: SequenceOf[Path], *, regenerate: bool, synthesise: int, length: int, target: str
+) -> tuple[Source, ...]:
+    """Those of the files, in their order, and the synthetic one behind them."""
+    by_target = f" answered by {target} in {length} tokens"
+    found: dict[str, Source] = {}
+    for path in data:
+        name = path.stem
+        if name in found or name == SYNTHETIC:
+            other = "that of --synthesise" if name == SYNTHETIC else "another file's"
+            raise InvalidParameter("data", f"{path}: its source would be {name}, which is {other}; rename the file")
+        text, _ = read_file(path, "data")
+        origin = f"{len(text)} {digest(text)}"
+        found[name] = Source(name, origin + by_target if regenerate else origin, made=regenerate)
+    made = (Source(SYNTHETIC, by_target.strip(), made=True, count=synthesise),) if synthesise else ()
+    return (*found.values(), *made)
