@@ -40,7 +40,8 @@ from paceline.training.card import write_card, write_curve
 from paceline.training.data import Maker, draft_vocabulary, open_generator
 from paceline.training.dspark import DSparkTrainee
 from paceline.training.files import read_examples
-from paceline.training.loop import STATE, Loop, LoopConfig
+from paceline.training.loop import Loop, LoopConfig
+from paceline.training.out import STATE
 from paceline.training.rows import RowSampler, held_out, packed
 from paceline.training.run import HELD_OUT, answers_of, publish
 from paceline.training.store import Sequences, TokenStore
