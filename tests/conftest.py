@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +15,6 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
-if platform.machine() in ("x86_64", "AMD64"):
-    # Interpreted kernels multiply by numpy, in some of whose code a row's bits depend on the number of rows. It reads
-    # this when it is imported.
-    os.environ.setdefault("OPENBLAS_CORETYPE", "Prescott")
 
 import torch
 
