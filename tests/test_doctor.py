@@ -78,6 +78,7 @@ def test_no_cached_model_is_a_hint_and_not_an_error(empty_cache: Path, capsys: p
 
 
 def test_an_avoided_amx_trap_is_reported(empty_cache, monkeypatch, capsys) -> None:
+    empty_cache.mkdir()
     monkeypatch.setattr(machine, "guard_amx", lambda cache: f"AMX traps ({cache == empty_cache})")
     assert "! AMX traps (True)" in examined(capsys)[1]
 

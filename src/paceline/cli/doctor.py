@@ -48,7 +48,9 @@ def examine() -> dict[str, Any]:
         free = human_bytes(this["memory_available"])
         findings.append(Finding(f"only {free} of memory is free", "close something, or raise the container's limit"))
     cache = cache_folder(findings)
-    if note := machine.guard_amx(Path(cache["path"]) if cache["path"] else None):  # before torch computes anything
+    home = Path(cache["path"]) if cache["path"] else None
+    # Before torch computes anything; a report creates no folder.
+    if note := machine.guard_amx(home if home is not None and home.exists() else None):
         findings.append(Finding(note, "nothing to do, paceline handles it at every start"))
     torch = torch_build(findings)
     return {
