@@ -131,7 +131,7 @@ class FakeMachine:
         self.clock = Clock(self.costs.noise, self.seed)
         self._said = table(self.costs)
         self._model = TableModel(self.costs, self.clock, self._said)
-        for module in ("engine", "drafting", "runner"):
+        for module in ("step_clock", "drafting", "runner"):
             self.monkeypatch.setattr(f"paceline.engine.{module}.time", SimpleNamespace(perf_counter=self.clock))
 
     @property

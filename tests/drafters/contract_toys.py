@@ -38,6 +38,7 @@ from paceline.verify import Nodes, probabilities, process
 from tests.drafters.dspark_reference import drafter_config, overfit_head, random_tensors
 from tests.drafters.dspark_reference import make as make_block_drafter
 from tests.drafters.eagles import toy_drafter
+from tests.engine.results import rows_of
 
 VOCAB = 11
 HIDDEN = 128  # of a hidden state, of which the first VOCAB * VOCAB are used: whole blocks of 32, as Q8_0 weights have
@@ -444,7 +445,7 @@ def make_engine(drafters=(), *, k=4, policy=None, model=None, eos=(), tokenizer=
         tokenizer=tokenizer or Letters(),
     )
     engine.runs_ahead = ahead
-    engine.grammars = ToyGrammars(model.config.vocab_size)
+    engine.admission.grammars = ToyGrammars(model.config.vocab_size)
     return engine
 
 
@@ -488,7 +489,7 @@ def run(engine, requests, cancel=(), after_step=None):
                 engine.cancel(name)
         if not engine.has_work and not pending:
             return sequences, outputs
-        for output in engine.step() if engine.has_work else ():
+        for output in rows_of(engine.step()) if engine.has_work else ():
             outputs.setdefault(output.sequence.request_id, []).append(output)
         engine.blocks.check(engine.scheduler.sequences())
         if after_step is not None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.engine.policy import Choice, LearnsNothing
 from tests.drafters.contract_toys import Letters
 from tests.engine.fakes import ChainDrafter, TapDrafter, TreeDrafter, requests_strategy
+from tests.engine.results import rows_of
 from tests.engine.test_engine import ByRequest, greedy_alone, make_engine, params, prompt_of, run
 
 EOS = 3
@@ -83,9 +84,9 @@ def test_no_answer_and_no_figure_depends_on_the_order_of_a_step(
         prefix_caching=prefix_caching,
         eos=(EOS,),
     )
-    engine.tokenizer = Letters() if speaks else None
-    noise, behind = random.Random(seed), engine._launch_behind
-    engine._launch_behind = lambda flight: behind(flight) if seed % 2 or noise.random() < 0.7 else None
+    engine.admission.tokenizer = Letters() if speaks else None
+    noise, behind = random.Random(seed), engine._launch_ahead
+    engine._launch_ahead = lambda flight: behind(flight) if seed % 2 or noise.random() < 0.7 else None
     requests, cancel = [], []
     for i, (arrival, shared, length, max_tokens, seeded, cancelled, more, *_) in enumerate(wanted):
         more = more if speaks else {name: value for name, value in more.items() if name != "stop"}
@@ -98,7 +99,7 @@ def test_no_answer_and_no_figure_depends_on_the_order_of_a_step(
     for _, name, prompt, sampling in requests:
         (sequence,) = sequences[name]
         plain = make_engine(eos=(EOS,), prefix_caching=False)
-        plain.tokenizer = engine.tokenizer
+        plain.admission.tokenizer = engine.admission.tokenizer
         (alone,) = run(plain, [(0, "0", prompt, sampling)])["0"]
         if sequence.finish_reason == "abort":
             assert sequence.output_tokens == alone.output_tokens[: sequence.num_output]
@@ -121,7 +122,7 @@ def test_plain_decoding_is_one_step_ahead_and_returns_every_token_once():
     engine.add_request("a", prompt_of(0, 5), params(max_tokens=12))
     committed = []
     while engine.has_work:
-        committed.append([output.tokens for output in engine.step()])
+        committed.append(engine.step().tokens)
     assert [tokens for step in committed for tokens in step] == [[token] for token in greedy_alone(prompt_of(0, 5), 12)]
     assert len(launched) == 11, "every step but the first is launched before the one before it is read"
     assert engine.model.num_passes == 12, "the end of the length is foreseen"
@@ -147,8 +148,8 @@ def test_cancelling_between_steps_frees_blocks_although_a_step_is_under_way():
     engine.blocks.check(engine.scheduler.sequences())
     (newcomer,) = engine.add_request("a", prompt_of(1, 20), params(max_tokens=8))  # id and blocks are used again
     while engine.has_work:
-        for output in engine.step():
-            assert output.sequence.request_id == "b" or output.sequence is newcomer
+        for sequence in engine.step().sequences:
+            assert sequence.request_id == "b" or sequence is newcomer
     assert newcomer.output_tokens == greedy_alone(prompt_of(1, 20), 8)
     assert engine.blocks.num_free == 64
 
@@ -253,7 +254,7 @@ class Early:
             max_num_batched_tokens=most_tokens,
             eos=eos,
         )
-        self.engine.tokenizer, self.engine.runs_ahead = tokenizer, True
+        self.engine.admission.tokenizer, self.engine.runs_ahead = tokenizer, True
         self.events, self.fails = [], set()  # numbers of passes
         forward, read, publish = (
             self.engine.model.forward,
@@ -271,9 +272,9 @@ class Early:
             self.events.append("read")
             return read(flight)
 
-        def publishing(landed):
+        def publishing(flight, result):
             self.events.append("published")
-            return publish(landed)
+            return publish(flight, result)
 
         self.engine.model.forward = passing
         self.engine.committer.read, self.engine.committer.publish = reading, publishing
@@ -322,7 +323,7 @@ def test_a_pass_that_fails_ends_its_own_requests_with_the_reason_and_nothing_els
     committed = {sequence.key: [] for sequence in sequences}
     ended = []
     while toy.engine.has_work:
-        for output in toy.engine.step():
+        for output in rows_of(toy.engine.step()):
             committed[output.sequence.key] += output.tokens
             if output.finished:
                 ended.append(output.sequence)

@@ -141,8 +141,7 @@ def test_long_prompts_are_computed_in_chunks_beside_decodes():
     (long,) = [s for s in engine.scheduler.waiting if s.request_id == "long"]
     decoded = 0
     while long.num_output == 0:
-        outputs = engine.step()
-        decoded += any(output.sequence.request_id == "short" for output in outputs)
+        decoded += any(sequence.request_id == "short" for sequence in engine.step().sequences)
     assert decoded >= 4, "the short request decodes while the long prompt is computed"
     assert max(engine.model.rows_per_pass) <= 8
     while engine.has_work:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from paceline.engine.adaptive import AdaptivePolicy
-from paceline.engine.batch import StepOutput, StepOutputs
+from paceline.engine.batch import StepTiming
 from paceline.engine.drafting import CATCHING_UP
-from paceline.engine.policy import Choice, StepReport
+from paceline.engine.policy import Choice
 from paceline.models.buckets import STEPS
 from paceline.models.pass_prior import GPU
+from tests.engine.results import ResultRow, result_of
 from tests.engine.test_policy import Lookup, Trees, sequence
 
 # An 8B shape on an H200, by rows. A step that is not launched ahead shows the host's time as well.
@@ -70,7 +71,7 @@ class Serving:
             committed = [1] * (len(path) + 1)
             one.tokens += committed
             self.left[one.key] -= len(committed)
-            outputs.append(StepOutput(one, committed, "", [], False, choice.method, choice.budget, len(path), 8))
+            outputs.append(ResultRow(one, committed, False, choice.method, choice.budget, len(path), 8))
             paths.append(path)
         nodes = sum(choice.budget for choice in choices.values())
         rows = len(decoding) + PROMPT * len(new)
@@ -83,9 +84,9 @@ class Serving:
             taken += 1e3 * self.drafter.seconds + ABSORB_MS * lag + 0.02 * self.count
             if lag <= CATCHING_UP * drafts:
                 timed["trees"] = 1, self.drafter.seconds
-        made = replace(StepOutputs.of(outputs), paths=paths.__getitem__)
+        made = result_of(outputs, paths.__getitem__)
         seconds = 1e-3 * taken * self.rng.uniform(0.97, 1.03)
-        self.policy.observe(StepReport(self.count, rows + nodes, seconds, timed, made, ahead=self.resting))
+        self.policy.observe(made, StepTiming(self.count, rows + nodes, seconds, timed, ahead=self.resting))
         self.ms += taken
         self.plain_ms += pass_ms(rows) * made.num_tokens / self.count
         self.resting = not nodes and self.policy.rests(self.sequences)
@@ -127,7 +128,7 @@ def report_of(policy, outputs, *, rows, seconds, timed=True):
     policy._plan.drafts, policy._plan.sequences = True, 1
     policy._plan.plain_s, policy._plan.times = 1.0, policy._times[0]
     drafting = {"trees": (1, 0.1)} if timed else {}
-    policy.observe(StepReport(len(outputs), rows, seconds, drafting, StepOutputs.of(outputs)))
+    policy.observe(result_of(outputs), StepTiming(len(outputs), rows, seconds, drafting))
     policy.meanwhile()
     return policy._guards["trees"].lost(1)
 
@@ -136,8 +137,8 @@ def test_the_guard_counts_steps_beside_newcomers_and_leaves_their_prompts_out():
     policy = AdaptivePolicy([Trees(seconds=0.1)], "auto", prior=GPU)
     times = policy._times[0]
     times.observe(1, 1.0, drafted=False)
-    in_vain = StepOutput(sequence("a"), [1], "", [], False, "trees", 1, 0, 1)
-    right, new = in_vain._replace(tokens=[1, 1], accepted=1), StepOutput(sequence("new"), [1], "", [], False)
+    in_vain = ResultRow(sequence("a"), [1], False, "trees", 1, 0, 1)
+    right, new = in_vain._replace(tokens=[1, 1], accepted=1), ResultRow(sequence("new"), [1], False)
     beside = times.seconds(65) - times.seconds(1)
     assert report_of(policy, [in_vain], rows=66, seconds=1.5 + beside) == pytest.approx(0.5)
     assert report_of(policy, [in_vain], rows=66, seconds=1.5 + beside, timed=False) == pytest.approx(0.5), (

@@ -16,16 +16,17 @@ from paceline.config import NONE, SpeculationConfig
 from paceline.drafters.base import LEARNED, HostDrafter
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.adaptive import FADE_EVERY, MARGIN, TRIAL_ROWS, WORST, AdaptivePolicy
-from paceline.engine.batch import StepOutput, StepOutputs
+from paceline.engine.batch import StepTiming
 from paceline.engine.cost import GRID, DraftTimes, StepTimes
 from paceline.engine.guard import CREDIT, LEAST_LOSS, Guard
-from paceline.engine.policy import DEEPEST, Choice, StepReport
+from paceline.engine.policy import DEEPEST, Choice
 from paceline.errors import InvalidParameter
 from paceline.models.pass_prior import CPU, GPU
 from paceline.sampling_params import SamplingParams
 from paceline.sequence import Sequence
 from paceline.speculative_config import read
 from tests.drafters.contract_toys import make_drafter, make_engine, params, plain, prompt_of
+from tests.engine.results import ResultRow, result_of, rows_of
 
 FLAT = {1: 1.0, 64: 1.3}  # a memory-bound pass
 STEEP = {1: 1.0, 64: 20.0}  # a saturated one, ten times as steep as the prior
@@ -107,13 +108,13 @@ def step(policy, drafters, sequences, seconds, *, resting=False, others_wait=Fal
         committed = [1] * min(accepted + 1, one.room)
         one.tokens += committed
         ended = one.room == 0
-        outputs.append(StepOutput(one, committed, "", [], ended, choice.method, choice.budget, accepted, choice.budget))
+        outputs.append(ResultRow(one, committed, ended, choice.method, choice.budget, accepted, choice.budget))
     nodes = sum(choice.budget for choice in choices)
     taken = seconds(len(sequences), nodes, resting) + sum(each for _, each in drafting.values())
     reported = taken * noise.uniform(0.9, 1.1) if noise else taken
     rows = len(sequences) + nodes
     policy.observe(
-        StepReport(len(sequences), rows, reported, drafting, StepOutputs.of(outputs), retired, ahead=resting)
+        result_of(outputs), StepTiming(len(sequences), rows, reported, drafting, retired=retired, ahead=resting)
     )
     return sum(len(output.tokens) for output in outputs), taken, choices
 
@@ -417,7 +418,7 @@ def test_a_covered_lookup_takes_nothing_in_until_a_request_names_it():
     engine.add_request("b", prompt_of(1, 9), params(max_tokens=20, speculation={"method": "ngram", "k": 4}))
     methods = set()
     while engine.has_work:
-        methods |= {output.method for output in engine.step() if output.drafted}
+        methods |= {output.method for output in rows_of(engine.step()) if output.drafted}
     assert methods == {"ngram"}
 
 
@@ -487,9 +488,7 @@ def test_what_is_learnt_comes_from_the_evidence_known_when_a_draft_was_chosen():
         lookup._evidence = evidence
         assert policy.plan([one], 0, False) == [Choice("lookup", 2)]
         policy.meanwhile()
-        policy.observe(
-            StepReport(1, 4, 0.02, {}, StepOutputs.of([StepOutput(one, [1], "", [], False, "lookup", 3, 0, 2)]))
-        )
+        policy.observe(result_of([ResultRow(one, [1], False, "lookup", 3, 0, 2)]), StepTiming(1, 4, 0.02, {}))
     policy.meanwhile()
     assert noted == [(4, 2), (9, 2)]
 
@@ -556,11 +555,11 @@ def test_slow_first_drafts_and_single_slow_steps_poison_no_cost():
 
 def test_the_first_pass_of_a_shape_teaches_nothing_about_costs():
     policy, one = AdaptivePolicy([Lookup("g", 0.9)], "auto"), sequence("s")
-    output = StepOutput(one, [1], "", [], False)
-    policy.observe(StepReport(1, 1, 9.0, {}, StepOutputs.of([output]), warm=False))
+    output = ResultRow(one, [1], False)
+    policy.observe(result_of([output]), StepTiming(1, 1, 9.0, {}, warm=False))
     policy.meanwhile()
     assert policy.plain_seconds(1, False) is None
-    policy.observe(StepReport(1, 1, 0.02, {}, StepOutputs.of([output])))
+    policy.observe(result_of([output]), StepTiming(1, 1, 0.02, {}))
     policy.meanwhile()
     assert policy.plain_seconds(1, False) == pytest.approx(0.02)
 
@@ -686,13 +685,13 @@ def tree_step(policy, drafter, sequences, curve):
         path = [node for node in range(choice.budget) if drafter.noise.random() < drafter.shares[node]]
         committed = [1] * (len(path) + 1)
         one.tokens += committed
-        outputs.append(StepOutput(one, committed, "", [], False, choice.method, choice.budget, len(path), 8))
+        outputs.append(ResultRow(one, committed, False, choice.method, choice.budget, len(path), 8))
         paths.append(path)
     nodes = sum(choice.budget for choice in choices)
     drafting = {drafter.name: (1, drafter.seconds)} if nodes else {}
     taken = seconds_of(curve, len(sequences) + nodes) + (drafter.seconds if nodes else 0.0)
-    made = replace(StepOutputs.of(outputs), paths=paths.__getitem__)
-    policy.observe(StepReport(len(sequences), len(sequences) + nodes, taken, drafting, made))
+    made = result_of(outputs, paths.__getitem__)
+    policy.observe(made, StepTiming(len(sequences), len(sequences) + nodes, taken, drafting))
     expected = sum(1 + drafter.shares[: choice.budget].sum() for choice in choices)
     return expected, taken, [choice.budget for choice in choices]
 
@@ -731,10 +730,10 @@ def test_nodes_that_a_drafter_leaves_out_cost_nothing():
         path = [node for node in range(kept) if rng.random() < likely[node]]
         committed = [1] * (len(path) + 1)
         answer.tokens += committed
-        outputs = StepOutputs.of([StepOutput(answer, committed, "", [], False, choice.method, kept, len(path), 8)])
+        row = ResultRow(answer, committed, False, choice.method, kept, len(path), 8)
         taken = seconds_of(STEEP, 1 + kept) + (0.004 if kept else 0.0)
         drafting = {drafter.name: (1, 0.004)} if kept else {}
-        policy.observe(StepReport(1, 1 + kept, taken, drafting, replace(outputs, paths=[path].__getitem__)))
+        policy.observe(result_of([row], [path].__getitem__), StepTiming(1, 1 + kept, taken, drafting))
         if step_number >= 200:
             tokens, clock, plain_s = tokens + len(committed), clock + taken, seconds_of(STEEP, 1)
             asked.append(choice.budget)
@@ -754,8 +753,8 @@ def test_a_method_that_loses_does_not_stop_the_others():
     for _ in range(20):
         choices += policy.plan([answer], 0, False)
         policy.meanwhile()
-        outputs = StepOutputs.of([StepOutput(answer, [1], "", [], False)])
-        policy.observe(StepReport(1, 1, 0.02, {}, outputs))
+        outputs = result_of([ResultRow(answer, [1], False)])
+        policy.observe(outputs, StepTiming(1, 1, 0.02, {}))
     assert {choice.method for choice in choices} == {"lookup", NONE}
 
 
@@ -809,8 +808,8 @@ def test_what_was_learnt_on_a_busy_machine_holds_when_it_is_quiet_and_the_other_
         if state is not None:
             policy.load(json.loads(json.dumps(state)))
             for _ in range(30):
-                plain = StepOutputs.of([StepOutput(answer, [1], "", [], False)])
-                policy.observe(StepReport(1, 1, seconds_of(curve, 1), {}, plain))
+                plain = result_of([ResultRow(answer, [1], False)])
+                policy.observe(plain, StepTiming(1, 1, seconds_of(curve, 1), {}))
                 policy.meanwhile()
         drafted = [bool(tree_step(policy, drafter, [answer], curve)[2][0]) for _ in range(100)]
         shares.append(sum(drafted[:30]) / 30)

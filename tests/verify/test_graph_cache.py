@@ -82,7 +82,7 @@ def test_plain_steps_of_any_size_are_judged_alike(asked):
     generator, sequences = torch.Generator().manual_seed(3), steps.sequences_of(asked, SEQUENCES)
     for seat, sequence in enumerate(sequences):
         sequence.seat = 2 * seat + 1
-        captured.admit(sequence)
+        captured.joined(sequence)
     for rows in [20, 20, 19, 17, 13, 9, 1, 14, 5, 5, 5, 20]:
         logits[:rows] = 3 * torch.randn(rows, VOCAB, generator=generator).to(device)
         given = sequences[:rows], Draft.empty(rows), logits[:rows], torch.arange(rows)[:, None]

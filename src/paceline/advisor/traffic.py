@@ -187,17 +187,17 @@ class Driver:
             if not self._engine.has_work:
                 time.sleep(max(started + due[sent] - now, 0))
                 continue
-            outputs = self._engine.step()
+            result = self._engine.step()
             now = time.perf_counter()
-            for at, sequence in enumerate(outputs.sequences):
-                if outputs[at].tokens:
+            for at, sequence in enumerate(result.sequences):
+                if result.tokens[at]:
                     key = sequence.request_id
                     if key in last:
                         between.append(now - last[key])
                     else:
                         first.append(now - arrived[key])
                     last[key] = now
-                done += outputs[at].finished
+                done += at in result.ended
         self._clear()
         return Point(
             rate=rate,

@@ -56,11 +56,11 @@ class TimedEngine:
         commits: dict[str, list[tuple[float, int]]] = {sequence.key: [] for sequence in sequences}
         kinds: dict[str, list[bool]] = {sequence.key: [] for sequence in sequences}
         while engine.has_work:
-            outputs = engine.step()
+            result = engine.step()
             moment = self._clock() - started
-            for output in outputs:
-                commits[output.sequence.key].append((moment, len(output.tokens)))
-                kinds[output.sequence.key] += [kind == Kind.DRAFTED for kind in output.kinds]
+            for at, (sequence, tokens) in enumerate(zip(result.sequences, result.tokens, strict=True)):
+                commits[sequence.key].append((moment, len(tokens)))
+                kinds[sequence.key] += [kind == Kind.DRAFTED for kind in result.kinds_of(at)]
         answers = tuple(
             Answer(
                 tuple(sequence.output_tokens),

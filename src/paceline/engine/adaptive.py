@@ -21,6 +21,7 @@ from paceline.config import MAX_K
 from paceline.drafters import NONE, Drafter
 from paceline.engine import budgets
 from paceline.engine.acceptance import Acceptance, bucket
+from paceline.engine.batch import StepResult, StepTiming
 from paceline.engine.budgets import Budgets, Kind, Offer
 from paceline.engine.cost import (
     FIRST_DRAFTS,
@@ -35,7 +36,7 @@ from paceline.engine.cost import (
 from paceline.engine.evidence import DrafterEvidence
 from paceline.engine.guard import Guard
 from paceline.engine.job_values import JobValues
-from paceline.engine.policy import DEEPEST, Choice, StepReport, any_sampled, wish
+from paceline.engine.policy import DEEPEST, Choice, any_sampled, wish
 from paceline.models.pass_prior import CPU, PassPrior
 from paceline.sequence import Sequence
 
@@ -106,7 +107,8 @@ class _Plan:
 
 class _Lesson(NamedTuple):
     plan: _Plan
-    report: StepReport
+    result: StepResult
+    timing: StepTiming
     paths: Mapping[int, SequenceOf[int]]  # by output: the accepted nodes of its tree
 
 
@@ -418,17 +420,17 @@ class AdaptivePolicy:
 
     # -- learning
 
-    def observe(self, report: StepReport) -> None:
+    def observe(self, result: StepResult, timing: StepTiming) -> None:
         if not self._evidence.drafters:
             return
-        if report.retired != self._evidence.retired:
-            self._evidence.retire(report.retired)
-        outputs, paths = report.outputs, {}
-        for at, (method, _, accepted, _) in outputs.drafts.items():
+        if timing.retired != self._evidence.retired:
+            self._evidence.retire(timing.retired)
+        paths = {}
+        for at, (method, _, accepted, _) in result.drafts.items():
             self._urgent |= not self._acceptance.is_tried(method)
             if method in self._evidence.drafters and self._evidence.makes_trees(method):
-                paths[at] = range(accepted) if outputs.paths is None else outputs.paths(at)
-        self._lessons.append(_Lesson(self._plan, report, paths))
+                paths[at] = range(accepted) if result.paths is None else result.paths(at)
+        self._lessons.append(_Lesson(self._plan, result, timing, paths))
         self._plan = _Plan()  # a step launched ahead has no plan
 
     def meanwhile(self) -> None:
@@ -450,7 +452,7 @@ class AdaptivePolicy:
         self._found.clear()
 
     def _learn_from(self, lesson: _Lesson) -> None:
-        plan, report, paths = lesson
+        plan, result, timing, paths = lesson
         self._steps += 1
         self._drafted |= plan.drafts
         if self._steps % FADE_EVERY == 0:
@@ -461,68 +463,66 @@ class AdaptivePolicy:
                     times.fade()
             self._drafted = False
         drafted: dict[str, int] = {}  # method -> sequences
-        if report.rows > report.num_sequences:
-            for method, *_ in report.outputs.drafts.values():
+        if timing.rows > timing.num_sequences:
+            for method, *_ in result.drafts.values():
                 drafted[method] = drafted.get(method, 0) + 1
-        outputs = report.outputs
-        if outputs.sequences:
-            self._learn_times(plan, report, drafted)
-        for at, (method, nodes, accepted, depth) in outputs.drafts.items():
-            sequence = outputs.sequences[at]
+        if result.sequences:
+            self._learn_times(plan, result, timing, drafted)
+        for at, (method, nodes, accepted, depth) in result.drafts.items():
+            sequence = result.sequences[at]
             evidence, asked = plan.asked.get(sequence.key, (1, 0))
             if at in paths:
                 self._acceptance.note_tree(method, sequence.sampled, evidence, asked, nodes, paths[at])
             else:
                 self._acceptance.note(method, sequence.sampled, evidence, depth, accepted)
         if drafted:
-            self._job_values.note(outputs.sequences, outputs.tokens)
-        for at in outputs.ended:
-            self.forget(outputs.sequences[at])
-        if outputs.drafts:
+            self._job_values.note(result.sequences, result.tokens)
+        for at in result.ended:
+            self.forget(result.sequences[at])
+        if result.drafts:
             self._acceptance.end_step()
 
-    def _learn_times(self, plan: _Plan, report: StepReport, drafted: Mapping[str, int]) -> None:
-        outputs = report.outputs
-        times = self._times[any_sampled(outputs.sequences)]
-        for method, (depth, seconds) in report.draft_s.items():
+    def _learn_times(self, plan: _Plan, result: StepResult, timing: StepTiming, drafted: Mapping[str, int]) -> None:
+        times = self._times[any_sampled(result.sequences)]
+        for method, (depth, seconds) in timing.draft_s.items():
             if method in self._evidence.drafters:
                 skip = FIRST_DRAFTS if self._evidence.runs_model(method) else 0
                 self._draft_times.observe(method, drafted.get(method, 1), depth, seconds, skip=skip)
-        self._runs_ahead |= report.ahead
+        self._runs_ahead |= timing.ahead
         # A drafter that had to catch up is not timed, and its step is no measure of such steps.
-        if not report.warm or not drafted.keys() <= report.draft_s.keys():
+        if not timing.warm or not drafted.keys() <= timing.draft_s.keys():
             return
-        nodes = sum([draft[1] for draft in outputs.drafts.values()])
+        nodes = sum([draft[1] for draft in result.drafts.values()])
         if plan.drafts and plan.plain_s:
-            self._judge(plan, report, drafted, nodes)
+            self._judge(plan, result, timing, drafted, nodes)
         # One that reads prompts is none either: on a machine unlike the prior it would pass for a slow plain step.
-        whole = len(outputs) == report.num_sequences and report.rows <= report.num_sequences + nodes
-        taken = report.step_s - sum([seconds for _, seconds in report.draft_s.values()])
+        whole = len(result) == timing.num_sequences and timing.rows <= timing.num_sequences + nodes
+        taken = timing.step_s - sum([seconds for _, seconds in timing.draft_s.values()])
         if not whole or taken <= 0:
             return
-        slower = times.settle(report.rows, taken, drafted=plan.drafts)
+        slower = times.settle(timing.rows, taken, drafted=plan.drafts)
         if slower is not None:
             self._draft_times.slow_down(slower)
             for table in self._times:
                 table.slow_down(slower)
             return
         # Where plain steps are launched ahead, one that was not takes longer than they do.
-        if plan.drafts or report.ahead or not self._runs_ahead or not times.plain_known(report.rows):
-            off = times.observe(report.rows, taken, drafted=plan.drafts)  # drafts with k fixed belong to any plan
+        if plan.drafts or timing.ahead or not self._runs_ahead or not times.plain_known(timing.rows):
+            off = times.observe(timing.rows, taken, drafted=plan.drafts)  # drafts with k fixed belong to any plan
             self._explores |= plan.explores and off < -SURPRISE
 
-    def _judge(self, plan: _Plan, report: StepReport, drafted: Mapping[str, int], nodes: int) -> None:
+    def _judge(
+        self, plan: _Plan, result: StepResult, timing: StepTiming, drafted: Mapping[str, int], nodes: int
+    ) -> None:
         """Tell the guards what a drafted step brought. Newcomers' prompts beside it are left out, by the time of their
         rows; where that is more than a plain step takes, the step says nothing."""
-        outputs, times, beside_s = report.outputs, plan.times, 0.0
-        if report.rows > report.num_sequences + nodes and times is not None:
-            beside_s = max(times.seconds(report.rows - nodes) - times.seconds(report.num_sequences), 0.0)
+        times, beside_s = plan.times, 0.0
+        if timing.rows > timing.num_sequences + nodes and times is not None:
+            beside_s = max(times.seconds(timing.rows - nodes) - times.seconds(timing.num_sequences), 0.0)
             if beside_s > plan.plain_s:
                 return
-        more = [
-            plan.values.get(outputs.sequences[at].key, 1.0) * (len(outputs.tokens[at]) - 1) for at in outputs.drafts
-        ]
-        saved = 1 + sum(more) / plan.sequences - (report.step_s - beside_s) / plan.plain_s
+        more = [plan.values.get(result.sequences[at].key, 1.0) * (len(result.tokens[at]) - 1) for at in result.drafts]
+        saved = 1 + sum(more) / plan.sequences - (timing.step_s - beside_s) / plan.plain_s
         for method in drafted:
             self._guards[method].note(plan.sequences, max(saved, WORST))
 

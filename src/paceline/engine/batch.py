@@ -1,8 +1,8 @@
-"""What one step computes (`Batch`), what it committed for each sequence (`StepOutputs`), and sums over all steps."""
+"""The input of one step (`Batch`), its outcome (`StepResult`), its seconds (`StepTiming`), and sums over all steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -109,69 +109,62 @@ class Batch:
         return self.ends if self.all_sample else self.ends[self.sampling]
 
 
-class StepOutput(NamedTuple):
-    sequence: Sequence
-    tokens: list[int]  # committed in this step, after stops were applied
-    text: str  # what became visible of a sequence with stop strings; others are decoded by the reader
-    kinds: list[int]  # per token, draft.Kind: drafted, recovered or bonus
-    finished: bool
-    method: str = NONE  # that drafted
-    drafted: int = 0  # nodes of the draft
-    accepted: int = 0  # drafted tokens the target agreed with, also those a stop cut off
-    depth: int = 0  # of the draft's deepest node
+class DraftOutcome(NamedTuple):
+    """What came of one row's draft."""
+
+    method: str
+    nodes: int
+    accepted: int  # drafted tokens the target agreed with, also those that a stop cut off
+    depth: int  # of the deepest node
 
 
 @dataclass(slots=True, eq=False)
-class StepOutputs(SequenceOf[StepOutput]):
-    """By sequence that committed something, or failed. Columns, since most readers look at ended sequences only."""
+class StepResult:
+    """What a step committed, as columns: most readers look at ended sequences only. A sequence stands here if it
+    committed something, or failed."""
 
     sequences: list[Sequence] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
-    kinds: Callable[[int], list[int]] | None = None  # of a sequence with a draft; a plain one's token is a bonus
-    paths: Callable[[int], list[int]] | None = None  # the nodes of its draft that were accepted; None: the first ones
-    drafts: dict[int, tuple[str, int, int, int]] = field(default_factory=dict)  # method, nodes, accepted, depth
-    texts: dict[int, str] = field(default_factory=dict)
-    ended: list[int] = field(default_factory=list)  # indices of sequences this step ended
-
-    @staticmethod
-    def of(outputs: SequenceOf[StepOutput]) -> StepOutputs:
-        return StepOutputs(
-            [output.sequence for output in outputs],
-            [output.tokens for output in outputs],
-            lambda at: outputs[at].kinds,
-            None,
-            {at: output[5:] for at, output in enumerate(outputs) if output.drafted},
-            {at: output.text for at, output in enumerate(outputs)},
-            [at for at, output in enumerate(outputs) if output.finished],
-        )
+    rows: list[int] = field(default_factory=list)  # of the verdict, by sequence
+    kinds: Callable[[int], list[int]] | None = None  # TokenKind of a sequence with a draft; a plain one's is a bonus
+    paths: Callable[[int], list[int]] | None = None  # accepted nodes of a sequence's draft; None: the first ones
+    drafts: dict[int, DraftOutcome] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)  # newly visible, of sequences with stop strings
+    ended: list[int] = field(default_factory=list)  # indices of sequences that this step ended
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __iter__(self) -> Iterator[StepOutput]:
-        return map(self.__getitem__, range(len(self.sequences)))
-
-    def __getitem__(self, index: int) -> StepOutput:  # type: ignore[override]  # slices have no use
-        sequence, tokens = self.sequences[index], self.tokens[index]
-        kinds = None if self.kinds is None or index not in self.drafts else self.kinds(index)
-        return StepOutput(
-            sequence,
-            tokens,
-            self.texts.get(index, ""),
-            [int(Kind.BONUS)] * len(tokens) if kinds is None else kinds[: len(tokens)],
-            index in self.ended,
-            *self.drafts.get(index, (NONE, 0, 0, 0)),
-        )
+    def kinds_of(self, index: int) -> list[int]:
+        """Return the TokenKind of each token that the sequence committed."""
+        tokens = self.tokens[index]
+        if self.kinds is None or index not in self.drafts:
+            return [int(Kind.BONUS)] * len(tokens)
+        return self.kinds(index)[: len(tokens)]
 
     @property
     def num_tokens(self) -> int:
-        """Of sequences without drafts one each, but those that failed."""
+        """Tokens committed in the step; a plain row commits one, a failed row none."""
         return sum(map(len, self.tokens)) if self.drafts or self.ended else len(self.tokens)
 
     def add_failed(self, sequence: Sequence) -> None:
         self.ended.append(len(self.sequences))
         self.sequences.append(sequence)
         self.tokens.append([])
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """The seconds of one step, and whether they are typical."""
+
+    num_sequences: int
+    rows: int  # of the target pass
+    step_s: float  # from the end of the step before, or from the first thing done for this one
+    draft_s: Mapping[str, tuple[int, float]]  # method -> (most nodes of a row, seconds); a drafter that caught up is
+    # left out
+    retired: frozenset[str] = frozenset()  # methods that are switched off
+    warm: bool = True  # nothing was captured or compiled in the step
+    ahead: bool = False  # launched before the step before it was read
 
 
 @dataclass
@@ -190,9 +183,10 @@ class EngineStats:
         """Everything but the model, over all steps."""
         return self.step_s - self.model_s
 
-    def add(self, batch: Batch, *, committed: int, model_s: float, step_s: float) -> None:
+    def add(self, batch: Batch, committed: int, model_s: float, step_s: float, captured_late: int) -> None:
         self.num_steps += 1
         self.num_pass_tokens += batch.num_tokens
         self.num_committed_tokens += committed
         self.step_s += step_s
         self.model_s += model_s
+        self.captured_late = captured_late

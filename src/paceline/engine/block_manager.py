@@ -143,8 +143,8 @@ class BlockManager:
             self._marks[block] |= {drafter}
 
     def marked_from(self, sequence: Sequence, drafter: str) -> int:
-        """First position from which all of the sequence's blocks are marked for the drafter."""
-        index = len(sequence.blocks)
+        """Return the first position from which all cached blocks of a sequence are marked for the drafter."""
+        index = sequence.num_cached // self.block_size
         while index and drafter in self._marks[sequence.blocks[index - 1]]:
             index -= 1
         return index * self.block_size

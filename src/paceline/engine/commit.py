@@ -8,11 +8,10 @@ not in the output, the text or the statistics. A stop beats the length limit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.engine.batch import Batch, StepOutputs
+from paceline.engine.batch import Batch, DraftOutcome, StepResult
 from paceline.engine.drafting import DrafterSet
 from paceline.engine.flight import Flight
 from paceline.engine.scheduler import Scheduler
@@ -22,19 +21,6 @@ from paceline.sequence import Sequence, Status
 UNDECODABLE = "the text of the answer could not be decoded"
 TOO_SLOW = "the grammar takes too long at each token; make it less ambiguous"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): its weights or its inputs are broken"
-
-
-@dataclass(slots=True)
-class Landed:
-    """A flight whose tokens stand."""
-
-    flight: Flight
-    outputs: StepOutputs = field(default_factory=StepOutputs)
-    rows: list[int] = field(default_factory=list)  # of the verdict, by output
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return self.outputs.sequences
 
 
 class Committer:
@@ -56,17 +42,17 @@ class Committer:
         self._watched.pop(sequence.key, None)
         self._texts.pop(sequence.key, None)
 
-    def read(self, flight: Flight) -> Landed:
+    def read(self, flight: Flight) -> StepResult:
         """Wait for the verdict and append what it commits; the one device-to-host copy of the step."""
-        batch, landed = flight.batch, Landed(flight)
-        outputs, finished = landed.outputs, Status.FINISHED
+        batch, result = flight.batch, StepResult()
+        finished = Status.FINISHED
         tokens_of, accepted_of = ([], []) if flight.reading is None else flight.reading.read()
         if len(batch.sampling) < len(batch):  # chunks of prompts that yield no token
             for index in np.flatnonzero(~batch.samples):
                 sequence = batch.sequences[index]
                 if sequence.status is not finished:
                     sequence.num_computed = int(batch.first[index] + batch.count[index])
-        ends, sequences, committed = batch.sampled_lengths.tolist(), outputs.sequences, outputs.tokens
+        ends, sequences, committed, rows = batch.sampled_lengths.tolist(), result.sequences, result.tokens, result.rows
         for row, (sequence, tokens, end) in enumerate(zip(batch.sampled_sequences, tokens_of, ends, strict=True)):
             if sequence.status is finished:  # after the flight was launched
                 continue
@@ -81,51 +67,48 @@ class Committer:
                 tokens = tokens[: _append(sequence, tokens)]
                 sequence.num_computed = end + min(accepted, len(tokens))
             if sequence.finish_reason is not None:
-                outputs.ended.append(len(sequences))
+                result.ended.append(len(sequences))
             sequence.stats.num_target_passes += 1
             sequence.stats.num_committed_tokens += len(tokens)
             sequences.append(sequence)
             committed.append(tokens)
-            landed.rows.append(row)
+            rows.append(row)
         if batch.drafts:
-            self._note_drafts(landed, accepted_of)
-        self._drafters.landed(batch, landed.sequences)
-        return landed
+            self._add_drafts(flight, result, accepted_of)
+        self._drafters.landed(batch, sequences)
+        return result
 
     @staticmethod
-    def _note_drafts(landed: Landed, accepted_of: list[int]) -> None:
-        flight, rows = landed.flight, landed.rows
-        reading, layout, drafts = flight.reading, flight.layout, flight.batch.drafts
+    def _add_drafts(flight: Flight, result: StepResult, accepted_of: list[int]) -> None:
+        reading, layout, drafts, rows = flight.reading, flight.layout, flight.batch.drafts, result.rows
         assert reading is not None
         sampling, nodes, depths = flight.batch.sampling.tolist(), layout.num_nodes.tolist(), layout.depths.tolist()
         for at, row in enumerate(rows):
             index = sampling[row]
             if nodes[index]:
-                landed.outputs.drafts[at] = drafts[index][0], nodes[index], accepted_of[row], depths[index]
-        landed.outputs.kinds = lambda at: reading.kinds(rows[at])
-        landed.outputs.paths = lambda at: reading.path(rows[at], accepted_of[rows[at]])
+                result.drafts[at] = DraftOutcome(drafts[index][0], nodes[index], accepted_of[row], depths[index])
+        result.kinds = lambda at: reading.kinds(rows[at])
+        result.paths = lambda at: reading.path(rows[at], accepted_of[rows[at]])
 
-    def publish(self, landed: Landed) -> StepOutputs:
-        """The rest of it; sequences that have ended leave."""
-        outputs, flight = landed.outputs, landed.flight
+    def publish(self, flight: Flight, result: StepResult) -> None:
+        """Work out the rest of a step that was read; sequences that have ended leave."""
         if flight.prompts is not None:
             flight.prompts.hand_out()
         if self._watched:
-            for at, sequence in enumerate(outputs.sequences):
+            for at, sequence in enumerate(result.sequences):
                 if sequence.key in self._watched:
-                    self._look_closer(landed, at, sequence)
-        for at, (method, nodes, accepted, depth) in outputs.drafts.items():
-            outputs.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(outputs.tokens[at])), method)
+                    self._look_closer(flight, result, at, sequence)
+        for at, (method, nodes, accepted, depth) in result.drafts.items():
+            result.sequences[at].stats.add_draft(nodes, depth, min(accepted, len(result.tokens[at])), method)
             if method in self._drafters.on_trial:
-                path = range(accepted) if outputs.paths is None else outputs.paths(at)
+                path = range(accepted) if result.paths is None else result.paths(at)
                 self._drafters.note(method, accepted > 0 and path[0] == 0)
         self._drafters.read_prompts(flight.batch)
         unsettled = self._unsettled(flight.batch)
         self._drafters.mark(unsettled)
         self._scheduler.blocks.settle(unsettled)
-        for at in outputs.ended:
-            self._leave(outputs.sequences[at])
-        return outputs
+        for at in result.ended:
+            self._leave(result.sequences[at])
 
     @staticmethod
     def _unsettled(batch: Batch) -> list[Sequence]:
@@ -133,22 +116,22 @@ class Committer:
         sequences = [batch.sequences[index] for index in sorted({*batch.filled, *batch.drafts})]
         return [sequence for sequence in sequences if not sequence.finished]
 
-    def _look_closer(self, landed: Landed, at: int, sequence: Sequence) -> None:
-        outputs, reading = landed.outputs, landed.flight.reading
-        if sequence.params.stop and outputs.tokens[at]:
+    def _look_closer(self, flight: Flight, result: StepResult, at: int, sequence: Sequence) -> None:
+        reading = flight.reading
+        if sequence.params.stop and result.tokens[at]:
             try:
-                self._find_stops(outputs, at, sequence)
+                self._find_stops(result, at, sequence)
             except Exception as problem:  # of the tokenizer: other requests have no part in it
-                self._fail(outputs, at, sequence, f"{UNDECODABLE}: {type(problem).__name__}: {problem}")
+                self._fail(result, at, sequence, f"{UNDECODABLE}: {type(problem).__name__}: {problem}")
         if sequence.matcher is not None and sequence.matcher.too_slow:
-            self._fail(outputs, at, sequence, TOO_SLOW)
+            self._fail(result, at, sequence, TOO_SLOW)
         if sequence.logprobs is not None and reading is not None:
-            sequence.logprobs += reading.logprobs(landed.rows[at], outputs.tokens[at], sequence.params.logprobs or 0)
+            sequence.logprobs += reading.logprobs(result.rows[at], result.tokens[at], sequence.params.logprobs or 0)
 
     @staticmethod
-    def _fail(outputs: StepOutputs, at: int, sequence: Sequence, reason: str) -> None:
+    def _fail(result: StepResult, at: int, sequence: Sequence, reason: str) -> None:
         if sequence.finish_reason is None:
-            outputs.ended.append(at)
+            result.ended.append(at)
         sequence.finish_reason, sequence.error = "error", reason
 
     def fail(self, sequence: Sequence, reason: str) -> None:
@@ -160,7 +143,7 @@ class Committer:
         self.forget(sequence)
         self._scheduler.finish(sequence, sequence.finish_reason or "stop", sequence.stop_reason)
 
-    def _find_stops(self, outputs: StepOutputs, at: int, sequence: Sequence) -> None:
+    def _find_stops(self, result: StepResult, at: int, sequence: Sequence) -> None:
         """Text of a sequence with stop strings. One that is found beats the length limit, and all that follows it."""
         text = self._texts.get(sequence.key)
         if text is None:
@@ -168,28 +151,28 @@ class Committer:
             if made is None:
                 return
             text = self._texts[sequence.key] = made
-        tokens, before = outputs.tokens[at], sequence.num_output - len(outputs.tokens[at])
+        tokens, before = result.tokens[at], sequence.num_output - len(result.tokens[at])
         for kept, token in enumerate(tokens, start=1):
             if text.push(token, may_stop=before + kept >= sequence.params.min_tokens):
-                self._cut(outputs, at, sequence, kept, text.stop)
+                self._cut(result, at, sequence, kept, text.stop)
                 break
         if sequence.finish_reason is not None:
             text.finish()
-        outputs.texts[at] = text.take()
-        sequence.text += outputs.texts[at]
+        result.texts[at] = text.take()
+        sequence.text += result.texts[at]
 
-    def _cut(self, outputs: StepOutputs, at: int, sequence: Sequence, kept: int, stop: str | None) -> None:
+    def _cut(self, result: StepResult, at: int, sequence: Sequence, kept: int, stop: str | None) -> None:
         """The sequence ends with the first `kept` of these tokens, unless the last of them is a stop token itself."""
-        beyond = len(outputs.tokens[at]) - kept
+        beyond = len(result.tokens[at]) - kept
         if not beyond and sequence.finish_reason == "stop":
             return
         if sequence.finish_reason is None:
-            outputs.ended.append(at)
+            result.ended.append(at)
         sequence.finish_reason, sequence.stop_reason = "stop", stop
         if beyond:
             del sequence.tokens[-beyond:]
             sequence.stats.num_committed_tokens -= beyond
-            outputs.tokens[at] = outputs.tokens[at][:kept]
+            result.tokens[at] = result.tokens[at][:kept]
             sequence.num_computed = min(sequence.num_computed, len(sequence.tokens))
 
 

@@ -82,6 +82,16 @@ class DrafterSet:
         return tuple(spec for drafter in self.drafters for spec in drafter.kv_layers)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(drafter.name for drafter in self.drafters)
+
+    def close(self) -> None:
+        """Free the drafters and what is kept for them."""
+        for drafter in self.drafters:
+            drafter.close()
+        self.drafters = ()
+
+    @property
     def pairs(self) -> bool:
         """Some drafter keeps K/V of (hidden state of t, token t + 1): no pair may be missing after a prefix hit."""
         return any(drafter.taps and drafter.kv_layers and drafter.pairs for drafter in self.drafters)
@@ -312,7 +322,7 @@ class DrafterSet:
             for drafter in reading if not sequence.finished else ():
                 self._safely(drafter, drafter.read_prompt, sequence, min(end, sequence.num_prompt))
 
-    def admit(self, sequence: Sequence) -> None:
+    def joined(self, sequence: Sequence) -> None:
         """A sequence enters with a prefix of cached blocks: each drafter may use those marked for it."""
         for drafter in self._working():
             start = sequence.num_cached
@@ -320,7 +330,7 @@ class DrafterSet:
                 start = self._blocks.marked_from(sequence, drafter.version)
             self._safely(drafter, drafter.admit, sequence, start, sequence.num_cached)
 
-    def release(self, sequence: Sequence) -> None:
+    def left(self, sequence: Sequence) -> None:
         for begun in self._begun.values():
             begun.rows.pop(sequence.key, None)
         for drafter in self._working():

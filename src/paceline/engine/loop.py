@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from paceline.engine.batch import StepOutput
+from paceline.engine.batch import StepResult
 from paceline.engine.engine import Engine
 from paceline.errors import EngineClosed, EngineDied, InvalidParameter, PacelineError, QueueFull, RequestFailed
 from paceline.grammar import FIELD as GRAMMAR
@@ -232,7 +232,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         try:
-            outputs = self.engine.step()
+            result = self.engine.step()
         except EngineDied as died:
             self._died = died
             log.error("the engine died: %s", died)
@@ -242,10 +242,10 @@ class EngineLoop:
         except Exception as problem:
             self._fail_step(problem)
             return
-        now, watched, ended = time.perf_counter(), self._watched, set(outputs.ended)
-        for index, sequence in enumerate(outputs.sequences):
+        now, watched, ended = time.perf_counter(), self._watched, set(result.ended)
+        for index, sequence in enumerate(result.sequences):
             if index in ended or sequence.request_id in watched:
-                self._report(outputs[index], now)
+                self._report(result, index, index in ended, now)
 
     def _fail_step(self, problem: Exception) -> None:
         """A step that raised ends the requests that took part in it; waiting requests are kept."""
@@ -260,13 +260,14 @@ class EngineLoop:
             sequence.finish_reason, sequence.error = "error", str(_failure(problem))
         self._fail(request_id, problem)
 
-    def _report(self, output: StepOutput, now: float) -> None:
-        sequence = output.sequence
+    def _report(self, result: StepResult, index: int, finished: bool, now: float) -> None:
+        """Put the events of one sequence of a step."""
+        sequence = result.sequences[index]
         request_id = sequence.request_id
         request = self._open.get(request_id)
         if request is None:  # added by a Call
             return
-        if output.finished and sequence.finish_reason == "error":
+        if finished and sequence.finish_reason == "error":
             self.engine.cancel(request_id)  # its other answers
             reason, slow = sequence.error or "no reason is known", sequence.matcher and sequence.matcher.too_slow
             self._fail(request_id, InvalidParameter(GRAMMAR, reason) if slow else RequestFailed(reason))
@@ -276,19 +277,13 @@ class EngineLoop:
             if not request.streamed:
                 self._watched.discard(request_id)
         ended = None
-        if output.finished:
+        if finished:
             request.left -= 1
             if not request.left:
                 self._forget(request_id)
                 ended = Ended(request_id, request.answers, request.first_token_time, now)
         if request.streamed:
-            finish_reason = sequence.finish_reason if output.finished else None
-            tokens, kinds = list(output.tokens), list(output.kinds)
-            logprobs = None if sequence.logprobs is None else sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
-            draft = (output.method, output.drafted, output.depth) if output.drafted else None
-            self._outputs.put(
-                Delta(request_id, sequence.index, tokens, kinds, output.text, finish_reason, ended, logprobs, draft)
-            )
+            self._outputs.put(_delta(result, index, sequence.finish_reason if finished else None, ended))
         elif ended is not None:
             self._outputs.put(ended)
 
@@ -299,6 +294,22 @@ class EngineLoop:
     def _forget(self, request_id: str) -> _Open | None:
         self._watched.discard(request_id)
         return self._open.pop(request_id, None)
+
+
+def _delta(result: StepResult, index: int, finish_reason: str | None, ended: Ended | None) -> Delta:
+    sequence, tokens, draft = result.sequences[index], list(result.tokens[index]), result.drafts.get(index)
+    logprobs = None if sequence.logprobs is None else sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
+    return Delta(
+        sequence.request_id,
+        sequence.index,
+        tokens,
+        result.kinds_of(index),
+        result.texts.get(index, ""),
+        finish_reason,
+        ended,
+        logprobs,
+        None if draft is None else (draft.method, draft.nodes, draft.depth),
+    )
 
 
 def _failure(problem: Exception) -> PacelineError:

@@ -5,14 +5,14 @@ A choice is made from committed history and timings, never from the draft at han
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.config import AUTO as AUTO
 from paceline.config import NONE
-from paceline.engine.batch import StepOutputs
+from paceline.engine.batch import StepResult, StepTiming
 from paceline.sequence import Sequence
 
 DEEPEST = 16  # tokens ahead that a policy plans where k is open: passes for such drafts are captured beforehand
@@ -22,20 +22,6 @@ DEEPEST = 16  # tokens ahead that a policy plans where k is open: passes for suc
 class Choice:
     method: str = NONE
     budget: int = 0  # nodes
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One step and its timings."""
-
-    num_sequences: int
-    rows: int  # of the target pass
-    step_s: float  # from the end of the step before, or from the first thing done for this one
-    draft_s: Mapping[str, tuple[int, float]]  # method -> (largest budget, seconds); one that caught up is left out
-    outputs: StepOutputs
-    retired: frozenset[str] = frozenset()  # methods that are switched off
-    warm: bool = True  # its time is what such steps take: nothing was captured or compiled in it
-    ahead: bool = False  # it was launched before the step before it was read
 
 
 class Policy(Protocol):
@@ -53,7 +39,7 @@ class Policy(Protocol):
     def drafts_on(self) -> bool:
         """The step after the one under way may draft as that one does: its drafts may begin before it is planned."""
 
-    def observe(self, report: StepReport) -> None:
+    def observe(self, result: StepResult, timing: StepTiming) -> None:
         """A step has ended; learning from it may wait for `meanwhile`."""
 
     def meanwhile(self) -> None:
@@ -77,7 +63,7 @@ class LearnsNothing:
     def drafts_on(self) -> bool:
         return True
 
-    def observe(self, report: StepReport) -> None:
+    def observe(self, result: StepResult, timing: StepTiming) -> None:
         pass
 
     def meanwhile(self) -> None:

@@ -43,9 +43,12 @@ class Sampler:
         verification are captured in `warmup` alone."""
         return self._compiled.count
 
-    def admit(self, sequence: Sequence) -> None:
-        """A sequence that has its seat: from here on `verify` needs its seat alone."""
+    def joined(self, sequence: Sequence) -> None:
+        """Keep the parameters of a sequence at its seat: from here on `verify` needs the seat alone."""
         self._builder.columns.fill(sequence.seat, sequence)
+
+    def left(self, sequence: Sequence) -> None:
+        """The next sequence that has the seat overwrites it."""
 
     def verify(
         self,

@@ -13,9 +13,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 
@@ -29,6 +30,30 @@ NO_DRAFT = Choice()
 SPARE = 2  # blocks a running sequence: with so many free, no step has to preempt
 
 
+class SequenceListener(Protocol):
+    """A part of the engine that keeps something for each running sequence."""
+
+    def joined(self, sequence: Sequence) -> None:
+        """The sequence runs from the step on that is being scheduled; it has blocks and a seat."""
+
+    def left(self, sequence: Sequence) -> None:
+        """The sequence is finished or preempted; its blocks are freed next."""
+
+
+class Reservation:
+    """Slots behind sequences' tokens that are kept while blocks of earlier steps are given back: a step under way, or
+    a draft begun behind one, writes there."""
+
+    def __init__(self, ends: Iterable[tuple[Sequence, int]]) -> None:
+        self._ends = list(ends)
+        for sequence, end in self._ends:
+            sequence.reserved = end
+
+    def release(self) -> None:
+        for sequence, _ in self._ends:
+            sequence.reserved = 0
+
+
 class Scheduler:
     def __init__(
         self,
@@ -40,9 +65,7 @@ class Scheduler:
         rooms: Mapping[str, int] = MappingProxyType({}),
         depths: Mapping[str, int] = MappingProxyType({}),
         context: int = sys.maxsize,
-        on_admit: Callable[[Sequence], None] = lambda sequence: None,
-        on_seated: Callable[[Sequence], None] = lambda sequence: None,
-        on_release: Callable[[Sequence], None] = lambda sequence: None,
+        listeners: SequenceOf[SequenceListener] = (),
     ) -> None:
         """`recompute_last`: after a prefix hit compute the last shared token once more, for the drafters' taps.
         `rooms`: slots behind a sequence's tokens that drafts of a method need, if more than their nodes. `depths`: of
@@ -50,7 +73,7 @@ class Scheduler:
         self.config, self.blocks, self.policy, self._rooms = config, blocks, policy, rooms
         self._depths, self._context = depths, context
         self.recompute_last = recompute_last
-        self._on_admit, self._on_seated, self._on_release = on_admit, on_seated, on_release
+        self._listeners = tuple(listeners)
         self._most_tokens = config.max_num_batched_tokens
         self._draft_cap = config.max_num_batched_tokens // 2  # drafts never crowd out prompts
         self._arrivals = itertools.count()
@@ -60,6 +83,7 @@ class Scheduler:
         self._rows: dict[str, Row] = {}  # of the step being scheduled, by sequence
         self._num_tokens = self._num_drafted = 0  # in them
         self._changes = 0  # sequences that joined or left, so far
+        self._early = Reservation(())  # of drafts begun behind the step under way
         self._looking: dict[str, Sequence] = {}  # running sequences whose tokens may decide what is asked of a pass
 
     def add(self, sequence: Sequence) -> None:
@@ -163,7 +187,7 @@ class Scheduler:
 
         Their room is taken where enough is left for all, and kept until the next step is scheduled.
         """
-        going = []
+        going, ends = [], []
         for index, (method, drafted) in batch.drafts.items():
             sequence = batch.sequences[index]
             if method not in methods:
@@ -175,8 +199,9 @@ class Scheduler:
             more = self.blocks.blocks_for(end) - len(sequence.blocks)
             if budget > 0 and self.blocks.num_free - more >= len(self.running):
                 self.blocks.allocate(sequence, end)
-                sequence.reserved = end
+                ends.append((sequence, end))
                 going.append((index, budget))
+        self._early = Reservation(ends)
         return going
 
     @property
@@ -188,16 +213,10 @@ class Scheduler:
         tokens = sum([len(sequence.tokens) - sequence.num_computed for sequence in self.running])
         return SPARE * len(self.running) + tokens // self.blocks.block_size <= self.blocks.num_free
 
-    def hold(self, batch: Batch) -> None:
-        """Keep the room of a step under way while blocks of the step before it are given back."""
-        for index, (sequence, end) in enumerate(
-            zip(batch.sequences, (batch.first + batch.count).tolist(), strict=True)
-        ):
-            sequence.reserved = end + 1 + batch.drafts.get(index, (NONE, 0))[1]
-
-    def let_go(self, batch: Batch) -> None:
-        for sequence in batch.sequences:
-            sequence.reserved = 0
+    def hold(self, batch: Batch) -> Reservation:
+        """Keep the slots of a step under way while blocks of the step before it are given back."""
+        ends = enumerate(zip(batch.sequences, batch.ends.tolist(), strict=True))
+        return Reservation((one, end + 1 + batch.drafts.get(index, (NONE, 0))[1]) for index, (one, end) in ends)
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """The sequence leaves and its blocks are free at once; also the way to cancel."""
@@ -209,7 +228,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.status is not Status.FINISHED:  # also of one that waits: it may have run before it was preempted
-            self._on_release(sequence)
+            self._release(sequence)
         self.blocks.free(sequence)
         self._arrival.pop(sequence.key, None)
         sequence.status = Status.FINISHED
@@ -225,6 +244,7 @@ class Scheduler:
         return [chosen.get(sequence.key, NO_DRAFT) for sequence in sequences]
 
     def _begin(self, num_tokens: int = 0) -> None:
+        self._early.release()
         self._rows, self._num_tokens, self._num_drafted = {}, num_tokens, 0
 
     def _made(self, batch: Batch, filled: list[int]) -> Batch:
@@ -235,7 +255,6 @@ class Scheduler:
         """Give the sequence its row, at younger ones' cost if need be; `promised` tokens are other decodes'."""
         if sequence.status is not Status.RUNNING:  # preempted earlier in this step
             return
-        sequence.reserved = 0
         length, first, budget = len(sequence.tokens), sequence.num_computed, choice.budget
         left, uncomputed = self._most_tokens - self._num_tokens, length - first
         count = uncomputed if uncomputed < left else left
@@ -287,7 +306,8 @@ class Scheduler:
             self.waiting.pop(0)
             self._start(sequence, prefix)
             self._continue(sequence)
-            self._on_seated(sequence)  # blocks come with a seat
+            for listener in self._listeners:
+                listener.joined(sequence)
 
     def _start(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.take_prefix(sequence, prefix)
@@ -300,7 +320,10 @@ class Scheduler:
         if sequence.looks_back:
             self._looking[sequence.key] = sequence
         bisect.insort(self.running, sequence, key=lambda s: self._arrival[s.key])
-        self._on_admit(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        for listener in self._listeners:
+            listener.left(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """Of n answers to one prompt the first computes it; the others find it in the prefix cache."""
@@ -317,7 +340,7 @@ class Scheduler:
         self._changes += 1
         self._looking.pop(sequence.key, None)
         self.running.remove(sequence)
-        self._on_release(sequence)
+        self._release(sequence)
         self.blocks.free(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed = sequence.num_cached = 0

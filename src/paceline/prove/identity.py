@@ -119,7 +119,7 @@ def context_full(subject: Subject) -> Row:
         method = subject.methods[i % len(subject.methods)]
         params = subject.params(method, LENGTHS[i % len(LENGTHS)], max_tokens=None, ignore_eos=True)
         room = subject.effort.max_tokens - i % 3
-        with patched(subject.llm, lambda engine: engine, max_model_len=min(len(prompt) + room, context)):
+        with patched(subject.llm, lambda engine: engine.admission, max_model_len=min(len(prompt) + room, context)):
             answer = _compare_anew(subject, row, prompt, params)
         row.expect(len(answer.token_ids) == room, f"{len(answer.token_ids)} tokens where {room} fit")
     return row
@@ -139,8 +139,8 @@ def stops(subject: Subject) -> Row:
         if text.strip():
             ways["stop string"] = {"stop": (text,)}
         for kind, more in ways.items():
-            eos = {"_eos": frozenset({token})} if kind == "EOS" else {}
-            with patched(subject.llm, lambda engine: engine, **eos):
+            eos = {"eos": frozenset({token})} if kind == "EOS" else {}
+            with patched(subject.llm, lambda engine: engine.admission, **eos):
                 before = row.seen.committed
                 answer = _compare_anew(subject, row, prompt, subject.params(method, K, **more))
             row.expect(answer.finish_reason == "stop", f"{kind} inside an accepted run did not stop the answer")

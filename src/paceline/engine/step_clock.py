@@ -1,0 +1,70 @@
+"""The time of steps: when one began, what it took, and which share of it belongs to each answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from paceline.engine.batch import Batch, StepResult, StepTiming
+from paceline.engine.flight import Flight
+from paceline.sequence import Sequence, Status
+
+AWAY_SHARE = 0.1  # of a step's time between two calls of `step`: above it the device's time is unknown
+
+
+class StepClock:
+    def __init__(self) -> None:
+        self._started = 0.0
+        self.step_s = 0.0  # seconds of the step that was read last
+        self._read_at = self._returned_at = 0.0  # when the last step had been read, and when it had returned
+        # Sums over steps that only decoded: seconds they took, and seconds they would have taken without drafts.
+        self._spent_s = self._plain_s = 0.0
+
+    def start(self) -> None:
+        """Begin a step that the host launches now."""
+        self._started = time.perf_counter()
+
+    def start_behind(self, flight: Flight) -> None:
+        """Begin a step that was launched by the one before: the device started when that one had been read."""
+        if flight.over and self._started - self._returned_at > AWAY_SHARE * (self._started - self._read_at):
+            flight.warm = False  # the caller was away, so the end of the pass is unknown
+        else:
+            self._started = self._read_at
+
+    def read(
+        self,
+        flight: Flight,
+        draft_s: Mapping[str, tuple[int, float]],
+        drafted_before_s: float,
+        retired: frozenset[str],
+    ) -> StepTiming:
+        """Return the timing of a step that was just read. `drafted_before_s`: the device drafted that long before the
+        step, at the earliest since the step before was read."""
+        read_before, self._read_at = self._read_at, time.perf_counter()
+        if flight.batch.num_drafted:
+            self._started = max(self._started - drafted_before_s, min(read_before, self._started))
+        rows = flight.layout.tokens.shape[0]
+        self.step_s = self._read_at - self._started
+        return StepTiming(len(flight.batch), rows, self.step_s, draft_s, retired, flight.warm, flight.ahead)
+
+    def share(self, batch: Batch, result: StepResult, step_s: float, plain_s: float | None) -> None:
+        """Add a step that only decoded to the sums. A sequence is in every step from its admission to its end, so its
+        share is a difference of the sums; its drafted tokens are added here."""
+        if not plain_s or not batch.only_decodes:
+            return
+        self._spent_s += step_s
+        self._plain_s += plain_s
+        for at in result.drafts:
+            result.sequences[at].stats.plain_s += plain_s * (len(result.tokens[at]) - 1)
+
+    def finish(self) -> None:
+        self._returned_at = time.perf_counter()
+
+    def joined(self, sequence: Sequence) -> None:
+        sequence.stats.spent_s -= self._spent_s
+        sequence.stats.plain_s -= self._plain_s
+
+    def left(self, sequence: Sequence) -> None:
+        if sequence.status is Status.RUNNING:
+            sequence.stats.spent_s += self._spent_s
+            sequence.stats.plain_s += self._plain_s
