@@ -98,7 +98,7 @@ def make_drafters(
     used unchanged, for engines that share the weights of a draft model."""
     ready = dict(given or {})
     context = drafter_context(loaded, speculation)
-    wanted = available(speculation, _checkpoints(loaded, speculation))
+    wanted = available(speculation, trained_folders(loaded, speculation))
     return [*(_make(each, context) for each in wanted if each.name not in ready), *ready.values()]
 
 
@@ -129,12 +129,12 @@ def drafter_context(loaded: LoadedModel, speculation: SpeculationConfig) -> Draf
         head=decoder.head,
         kernels=decoder.kernels,
         extra=loaded.extra,
-        checkpoint=next(iter(_checkpoints(loaded, speculation)), None),
+        checkpoint=next(iter(trained_folders(loaded, speculation)), None),
     )
 
 
-def _checkpoints(loaded: LoadedModel, speculation: SpeculationConfig) -> list[Path]:
-    """Folders of trained drafters: those named, or a packaged one where it may be used."""
+def trained_folders(loaded: LoadedModel, speculation: SpeculationConfig) -> list[Path]:
+    """Return the folders of trained drafters: those named, or a packaged one where it may be used."""
     method = speculation.method
     needed = method in METHODS and DRAFTER in METHODS[method].needs
     if not speculation.drafter and (method == AUTO or needed):

@@ -11,11 +11,16 @@ import pytest
 from paceline.advisor.advice import Advice
 from paceline.advisor.advise import Advisor
 from paceline.advisor.machine import Machine
-from paceline.advisor.profile import activations_cost, host_drafter, model_drafter, profile
+from paceline.advisor.profile import activations_cost, method_cost, model_drafter, profile
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import Plan
 from paceline.cli.advise_words import notes
+from paceline.drafters.dspark_checkpoint import write
+from paceline.drafters.medusa_checkpoint import save_heads
+from paceline.models.loader import load_config
 from paceline.models.quantize import quantize_folder
+from tests.drafters.dspark_reference import drafter_config, random_tensors
+from tests.drafters.overfit import random_heads
 from tests.models.test_quantize import sized_model
 from tests.models.tiny import save_tiny
 
@@ -52,7 +57,7 @@ def test_a_profile_of_a_real_engine_has_a_time_for_everything(machine: Machine) 
     assert set(cost.decode) == {1, 2}
     assert all(seconds > 0 for curve in cost.decode.values() for seconds in curve.values())
     for method in machine.methods:
-        found = host_drafter(machine, method, [5, 6, 7, 8] * 10)
+        found = method_cost(machine, method, cost, plan, [5, 6, 7, 8] * 10)
         assert found.at(1) > 0
         assert found.memory_bytes > 1000
     many = dataclasses.replace(cost, decode=dict.fromkeys((1, 64), cost.decode[2]))
@@ -75,6 +80,25 @@ def test_every_drafter_is_tried_and_the_best_with_every_k(machine: Machine) -> N
     assert any(entry.get("draft_model") == model for entry in found.to_json()["predicted"])
     assert {contender.method for _, contender in found.measured} == {best.method, "auto"}
     assert not found.missing
+
+
+@pytest.mark.parametrize("method", ["dspark", "medusa"])
+def test_a_trained_drafter_is_timed_in_the_steps_of_an_engine(method: str, folder: Path, tmp_path: Path) -> None:
+    target = load_config(folder)
+    if method == "medusa":
+        save_heads(tmp_path, random_heads(target.hidden_size, target.vocab_size))
+    else:
+        config = drafter_config(target, taps=(0, 2))
+        write(tmp_path, config, random_tensors(config))
+    trained = Machine(str(folder), drafter=[str(tmp_path)], device="cpu", raw=True)
+    trained.check(asked(), 24)
+    found = Advice(model="tiny", settings={"temperature": 0.0})
+    plan = Plan(concurrencies=[1], max_tokens=24)
+    assert Advisor(trained, asked(20), plan, found, lengths=(2,), rival=False).run() is None
+    cost = next(each for each in found.drafters if each.method == method)
+    assert set(cost.seconds) == {1}
+    assert cost.memory_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert (cost.kv_bytes > 0) == (method == "dspark")
 
 
 @pytest.mark.parametrize("problem", ["vocabulary", "memory"])

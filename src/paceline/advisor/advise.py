@@ -14,7 +14,7 @@ from paceline.advisor.advice import Advice
 from paceline.advisor.choice import OFF, Drafted, Figure, levels_between, to_check
 from paceline.advisor.halves import halves, measure_half
 from paceline.advisor.machine import Machine
-from paceline.advisor.profile import activations_cost, host_drafter, model_drafter, profile
+from paceline.advisor.profile import activations_cost, method_cost, model_drafter, profile
 from paceline.bench.grid import AUTO, Contender
 from paceline.bench.prompts import Prompt
 from paceline.bench.runner import OnProgress, Plan
@@ -55,7 +55,7 @@ class Advisor:
         subject, levels = self.subject, self.plan.concurrencies
         longest = max((subject.encode(prompt, []) for prompt in self._first), key=len)
         self.advice.cost = cost = profile(subject, levels, self.plan, self._part(0.0, 0.1))
-        self.advice.drafters = [host_drafter(subject, method, longest) for method in subject.methods]
+        self.advice.drafters = [method_cost(subject, method, cost, self.plan, longest) for method in subject.methods]
         for model in subject.draft_models:
             self.advice.drafters = [*self.advice.drafters, model_drafter(subject, model, cost, self.plan)]
         if (rounded := subject.with_int8()) is not None:

@@ -16,8 +16,8 @@ from paceline.advisor.choice import OFF, draft_model_of
 from paceline.bench.draft_models import MEMORY_SHARE, DraftModel, load_draft_model
 from paceline.bench.engines import Engines, room_for
 from paceline.bench.grid import AUTO, Contender
-from paceline.build import make_engine
-from paceline.config import ModelConfig
+from paceline.build import make_engine, trained_folders
+from paceline.config import ModelConfig, SpeculationConfig
 from paceline.drafters import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.policy import Policy
@@ -65,8 +65,13 @@ class Machine(Engines):
 
     @property
     def methods(self) -> list[str]:
-        """The methods that need no model of their own."""
+        """The methods that `auto` has without a draft model: lookups and trained drafters."""
         return [drafter.name for drafter in self.drafters(Contender(AUTO))]
+
+    def trained_bytes(self, method: str) -> int:
+        """Return the size of the weights of the trained drafter that serves a method."""
+        folders = trained_folders(self.loaded, SpeculationConfig(method=method, drafter=self._drafter))
+        return sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
 
     def draft_models_for(self, contender: Contender) -> list[DraftModel]:
         return [model for model in self.draft_models if model.name == draft_model_of(contender)]

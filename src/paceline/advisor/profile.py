@@ -141,9 +141,16 @@ def _interleaved(clock: Callable[[], float], sizes: Sequence[int], run: Callable
 # -- drafters
 
 
-def host_drafter(subject: Machine, method: str, tokens: Sequence[int]) -> DrafterCost:
-    """A drafter without a model: its memory after reading a prompt, and its time to draft then."""
+def method_cost(subject: Machine, method: str, cost: PassCost, plan: Plan, tokens: Sequence[int]) -> DrafterCost:
+    """Measure a lookup alone, a trained drafter in the steps of an engine."""
     drafter = next(each for each in subject.drafters(Contender(method)) if each.name == method)
+    if drafter.taps or drafter.kv_layers:
+        return _trained_drafter(subject, method, cost, plan)
+    return _lookup(subject, drafter, tokens)
+
+
+def _lookup(subject: Machine, drafter: Drafter, tokens: Sequence[int]) -> DrafterCost:
+    """Measure a drafter without a model: its memory after reading a prompt, and its time to draft then."""
     sequence = TokenSequence("0", tokens[:1], SamplingParams().resolve(subject.defaults), max_len=len(tokens))
     tracemalloc.start()
     drafter.admit(sequence, 0, 0)
@@ -157,20 +164,29 @@ def host_drafter(subject: Machine, method: str, tokens: Sequence[int]) -> Drafte
         started = subject.clock()
         drafter.propose([DraftRow(sequence, DRAFT_DEPTH)])
         spent.append(subject.clock() - started)
-    bound = getattr(SpeculationConfig(), f"{method}_bytes", 0)  # of a store of earlier answers
-    return DrafterCost(method=method, seconds={1: median(spent) / DRAFT_DEPTH}, memory_bytes=held, most_bytes=bound)
+    bound = getattr(SpeculationConfig(), f"{drafter.name}_bytes", 0)  # of a store of earlier answers
+    seconds = {1: median(spent) / DRAFT_DEPTH}
+    return DrafterCost(method=drafter.name, seconds=seconds, memory_bytes=held, most_bytes=bound)
+
+
+def _trained_drafter(subject: Machine, method: str, cost: PassCost, plan: Plan) -> DrafterCost:
+    def made() -> Drafter:
+        return next(each for each in subject.drafters(Contender(method)) if each.name == method)
+
+    value_bytes = subject.loaded.decoder.cache_dtype.itemsize
+    return DrafterCost(
+        method=method,
+        seconds=_seconds_in_steps(subject, made, cost, plan),
+        memory_bytes=subject.trained_bytes(method),
+        kv_bytes=sum(2 * spec.num_kv_heads * spec.head_dim * value_bytes for spec in made().kv_layers),
+    )
 
 
 def model_drafter(subject: Machine, model: DraftModel, cost: PassCost, plan: Plan) -> DrafterCost:
-    """How much longer a step takes with its drafts than with free ones of the same size.
+    def made() -> Drafter:
+        return subject.drafters(Drafted(DraftModelDrafter.name, None, model.name))[-1]
 
-    Numbers of sequences for which it never finishes reading the prompts are left out and extrapolated from fewer.
-    """
-    seconds: dict[int, float] = {}
-    for count in cost.decode:
-        drafter, drafted = subject.drafters(Drafted(DraftModelDrafter.name, None, model.name))[-1], DRAFT_DEPTH * count
-        for took in _decode_times(subject, drafter, count, [drafted], plan).values():
-            seconds[count] = max(took - cost.decoding(count, drafted), 0.0) / DRAFT_DEPTH
+    seconds = _seconds_in_steps(subject, made, cost, plan)
     return DrafterCost(
         method=DraftModelDrafter.name,
         draft_model=model.name,
@@ -178,6 +194,20 @@ def model_drafter(subject: Machine, model: DraftModel, cost: PassCost, plan: Pla
         memory_bytes=model.weight_bytes,
         kv_bytes=model.kv_bytes,
     )
+
+
+def _seconds_in_steps(subject: Machine, made: Callable[[], Drafter], cost: PassCost, plan: Plan) -> dict[int, float]:
+    """Return the seconds that one drafted token adds to a step, by sequences: against free drafts of the same size.
+
+    Numbers of sequences for which the drafter never finishes reading the prompts are left out and extrapolated from
+    fewer.
+    """
+    seconds: dict[int, float] = {}
+    for count in cost.decode:
+        drafted = DRAFT_DEPTH * count
+        for took in _decode_times(subject, made(), count, [drafted], plan).values():
+            seconds[count] = max(took - cost.decoding(count, drafted), 0.0) / DRAFT_DEPTH
+    return seconds
 
 
 # -- activations
